@@ -1,0 +1,76 @@
+# Every target works from a bare checkout with make and Python >= 3.11, and reuses what an earlier one installed.
+#
+#   PYTHON       interpreter that the environments are made from             make test PYTHON=python3.12
+#   TORCH_INDEX  where torch comes from, if not where pip looks by default   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   TARGET       Hub id or folder of the model that `make demo` runs         make demo TARGET=Qwen/Qwen3-0.6B
+#   FILE         text that `make demo` continues                             make demo FILE=notes.txt
+#   ARGS         further arguments for pytest or the benchmark               make test ARGS="-k cache -x"
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+VENV_MIN := .venv-min
+# Written last, so that an interrupted installation is started again.
+READY := $(VENV)/.ready
+READY_MIN := $(VENV_MIN)/.ready
+
+# What can differ between transformers versions: models, cache, generate().
+MIN_TESTS := tests/generation tests/modeling tests/test_testing.py tests/test_public_api.py
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-min lint soak bench clean
+
+help: ## list the targets
+	@echo "make <target>, where <target> is one of:"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+
+demo: $(READY) ## continue a long document with and without speculation, and compare
+	@echo "Running the demo on $(if $(TARGET),$(TARGET),the tiny target that comes with the repository)."
+	$(VENV)/bin/python -m hf_longspec.cli.demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
+
+test: $(READY) ## the whole test suite, on the newest transformers
+	@echo "Running the whole test suite and the examples in docstrings on the newest transformers."
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-min: $(READY_MIN) ## the generation and modeling tests, on the oldest supported transformers
+	@echo "Running the generation and modeling tests on the oldest supported transformers."
+	$(VENV_MIN)/bin/python -m pytest $(wildcard $(MIN_TESTS)) $(ARGS)
+
+lint: $(READY) ## ruff (rules and format) and mypy
+	@echo "Checking the rules and the format of the source (ruff)."
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	@echo "Checking the types of the package (mypy)."
+	$(VENV)/bin/mypy
+
+soak: $(READY) ## long property tests and the tests marked soak
+	@echo "Running the property tests with many more examples, and the tests marked soak. This takes long."
+	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -m "soak or hypothesis" $(ARGS)
+
+bench: $(READY) ## measure the engine; results go to benchmarks/results
+	@echo "Measuring the engine. Leave the machine alone meanwhile."
+	$(VENV)/bin/python benchmarks/engine.py $(ARGS)
+
+clean: ## remove caches and build output; the environments stay
+	@echo "Removing caches and build output. To install afresh, delete $(VENV) and $(VENV_MIN)."
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	$(call install,$(VENV),constraints.txt,dev)
+
+$(READY_MIN): pyproject.toml constraints-min.txt
+	$(call install,$(VENV_MIN),constraints-min.txt,test)
+
+# $(call install,environment,constraints,extra): torch by itself first, because it may come from another index.
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "$(PYTHON) is Python %d.%d, 3.11 or newer is needed: make PYTHON=..." % sys.version_info[:2])'
+	@$(1)/bin/python -c "" 2>/dev/null || { echo "Creating the environment $(1)."; $(PYTHON) -m venv --clear $(1); }
+	@echo "Installing torch into $(1), a large download the first time."
+	@$(1)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' $(2))"
+	@echo "Installing hf_longspec and its $(3) tools into $(1), in the versions of $(2)."
+	@$(1)/bin/python -m pip install --quiet --constraint $(2) --editable ".[$(3)]"
+	@touch $(1)/.ready
+endef

@@ -1,0 +1,31 @@
+"""hf_longspec: lossless speculative decoding at long context inside plain `model.generate()`.
+
+Importing it registers the attention backends, the Auto classes and the route of `generate(assistant_model=draft)`.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from transformers import AutoConfig, AutoModel
+
+from .modeling.base import DraftModel
+from .modeling.configuration_plain import PlainConfig
+from .modeling.modeling_plain import PlainDraftModel
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "SpeculationStats": "generation.stats",
+    "SpeculativeCache": "generation.cache",
+}
+__all__ = ["DraftModel", "PlainConfig", "PlainDraftModel", *_LAZY]
+
+for _config, _model in ((PlainConfig, PlainDraftModel),):
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _model, exist_ok=True)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Attention for speculative decoding at long context: tensors in, tensors out."""

@@ -1,0 +1,111 @@
+"""Drafter: a draft bound to a target for one call of `generate`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..cache import SpeculativeCache
+from ..draft_tree import DraftTree
+from ..logits import TokenRule
+from ..target import TargetView, chain_of_last_tokens
+
+
+@dataclass
+class Binding:
+    """What a drafter is given for one call.
+
+    Args:
+        target ([`TargetView`]): The target model.
+        cache ([`SpeculativeCache`]): The target's cache; committed prefix only between steps.
+        rule ([`TokenRule`], *optional*): The target's token rule, for drafters that sample under it. `None` when the
+            drafter runs inside transformers' own assisted decoding.
+        max_length (`int`): Most tokens a row can reach.
+    """
+
+    target: TargetView
+    cache: SpeculativeCache
+    rule: TokenRule | None
+    max_length: int
+
+
+@dataclass
+class Verification:
+    """What the last verification decided, told to the drafter after the commit.
+
+    Args:
+        path (`torch.LongTensor` of shape `(batch, M)`): Node indices that were kept, node 0 first.
+        num_nodes (`list[int]`): How many of them each row kept; 0 for rows that are done.
+        prefix_lengths (`tuple[int, ...]`): Committed tokens of each row before this commit.
+        capture (*optional*): What [`Drafter.capture`] asked for, filled.
+    """
+
+    path: torch.Tensor
+    num_nodes: list[int]
+    prefix_lengths: tuple[int, ...]
+    capture: Any = None
+
+
+class Drafter(CandidateGenerator):
+    """Proposes draft trees and learns from their verification. The decoding loop knows nothing else of it.
+
+    Subclasses implement `propose`, and `observe` and `capture` if they keep state.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+    """
+
+    num_nodes: int = 1
+    """Nodes of the largest tree, root included."""
+    max_depth: int = 0
+    """Depth of the deepest node."""
+
+    def __init__(self, binding: Binding):
+        self.binding = binding
+
+    @property
+    def seed_tokens(self) -> int:
+        """How many of the last prompt tokens run through the verification path, so that the drafter sees them."""
+        return 1
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """A tree of candidates after `root` `(batch,)`, the last emitted tokens."""
+        raise NotImplementedError
+
+    def capture(self, tree: DraftTree) -> Any:
+        """What the next verification shall collect from the attention layers; nothing by default."""
+        return None
+
+    def observe(self, verification: Verification) -> None:
+        """Catch up with what was verified and committed."""
+
+    def get_candidates(self, input_ids: torch.LongTensor) -> tuple[torch.LongTensor, None]:
+        """The best chain of [`Drafter.propose`] behind `input_ids`: transformers' candidate generator contract.
+
+        Runs the drafter's own cache up to the sequence first, so it works inside any assisted decoding of batch 1.
+        """
+        self._follow(input_ids[0, :-1])
+        chain = self.propose(input_ids[:, -1]).best_chain()
+        room = max(0, self.binding.max_length - input_ids.shape[1] - 1)
+        return torch.cat([input_ids, chain[None, :room]], dim=-1), None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
+        """Nothing to adapt: the number of candidates is fixed."""
+
+    def _follow(self, tokens: torch.Tensor) -> None:
+        """Bring the cache from what it holds to `tokens` by one chain-shaped verification."""
+        target, cache = self.binding.target, self.binding.cache
+        missing = tokens[cache.host_lengths[0] :]
+        if not len(missing):
+            return
+        if len(missing) > self.seed_tokens:
+            target.prefill(missing[None, : -self.seed_tokens], cache, None)
+            cache.set_lengths([cache.host_lengths[0] + len(missing) - self.seed_tokens])
+        tree, sizes = chain_of_last_tokens([missing], self.seed_tokens)
+        before, capture = cache.host_lengths, self.capture(tree)
+        with target.attention():
+            target.verify(tree, cache, capture)
+        cache.commit(None, sizes)
+        path = torch.arange(sizes[0], device=tokens.device)[None]
+        self.observe(Verification(path, sizes, before, capture))

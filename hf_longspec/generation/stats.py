@@ -1,0 +1,78 @@
+"""What speculation achieved in one call of `generate`."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class SpeculationStats:
+    """Counts and times of one call, summed over the rows of the batch.
+
+    The first token comes from the prompt's own forward and belongs to the prefill; everything else is counted here.
+    A *row-step* is one row of one verification in which the row was still growing.
+
+    Args:
+        method (`str`): `model_type` of the draft.
+        num_spec_steps (`int`): Row-steps.
+        num_forwards (`int`): Verification forwards of the target (one serves all rows).
+        num_draft_tokens (`int`): Drafted tokens that were verified, padding excluded.
+        num_accepted_draft_tokens (`int`): Drafted tokens that were emitted.
+        num_emitted_tokens (`int`): Tokens emitted by verifications, bonus tokens included.
+        acceptance_histogram (`list[int]`): Entry k counts the row-steps that emitted k drafted tokens.
+        prefill_seconds (`float`): Until the first token (time to first token).
+        draft_seconds (`float`): In the drafter, selection and bookkeeping included.
+        verify_seconds (`float`): In verification forwards and acceptance.
+        decode_seconds (`float`): Everything after the first token.
+    """
+
+    method: str = ""
+    num_spec_steps: int = 0
+    num_forwards: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_emitted_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """tau: tokens emitted per row-step, the bonus token included; 0 before the first verification."""
+        return self.num_emitted_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were emitted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens emitted per second of decoding, all rows together, prefill and first token apart."""
+        return self.num_emitted_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def record(self, emitted: int, drafted: int, accepted: int) -> None:
+        """Count one row-step that emitted `emitted` tokens, `accepted` of them drafted, out of `drafted` proposed."""
+        self.num_spec_steps += 1
+        self.num_draft_tokens += drafted
+        self.num_emitted_tokens += emitted
+        self.num_accepted_draft_tokens += accepted
+        self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
+        self.acceptance_histogram[accepted] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ratios included, for JSON."""
+        return {
+            **asdict(self),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method}: tau {self.mean_acceptance_length:.2f} over {self.num_spec_steps} verifications, "
+            f"{self.num_accepted_draft_tokens}/{self.num_draft_tokens} drafted tokens accepted, "
+            f"{self.tokens_per_second:.1f} tokens/s after {self.prefill_seconds:.2f} s of prefill"
+        )

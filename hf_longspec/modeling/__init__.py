@@ -1,0 +1,1 @@
+"""What is published: drafts as Hugging Face models with a config, settings and (some of them) weights."""

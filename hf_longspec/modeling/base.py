@@ -1,0 +1,167 @@
+"""DraftModel: what all drafts have in common. Importing it routes `generate(assistant_model=draft)` to our loop."""
+
+import copy
+import os
+from typing import Any, ClassVar
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..attention_backends.interface import register
+from ..generation.decoding import decode
+from ..generation.drafters.base import Binding, Drafter
+from ..generation.route import install
+from ..generation.stats import SpeculationStats
+from ..generation.target import TargetView
+from .configuration_base import DraftConfig, describe
+
+register()
+install()
+
+# Keyword arguments of from_pretrained that a repo without weights has no use for.
+WEIGHT_KWARGS = {"dtype", "torch_dtype", "device_map", "attn_implementation", "low_cpu_mem_usage", "use_safetensors"}
+
+
+class DraftModel(PreTrainedModel):
+    """A draft model as a Hugging Face model: `config` holds its architecture, `generation_config` how it drafts.
+
+    Subclasses define `config_class`, `settings` (name of every key of `generation_config` that is theirs, with its
+    default), `make_drafter` and `max_nodes`; without parameters they set `weightless`.
+    """
+
+    config_class = DraftConfig
+    base_model_prefix = "draft"
+    main_input_name = "input_ids"
+    weightless: ClassVar[bool] = False
+    settings: ClassVar[dict[str, Any]] = {}
+    # Known to the route by this marker: an installed class and one loaded from the Hub are different classes.
+    _is_longspec_draft = True
+
+    def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
+        self.last_speculation: SpeculationStats | None = None
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftModel":
+        """A draft for `target`. `overrides` are keys of the config, or of the draft's `generation_config`.
+
+        Raises:
+            ValueError: If an override is neither, or the target cannot be drafted for.
+        """
+        settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
+        known = set(vars(cls.config_class()))
+        if unknown := sorted(set(overrides) - known):
+            raise ValueError(f"unknown settings {unknown} for {cls.__name__}; it has {sorted(cls.settings)}.")
+        draft = cls(cls.config_class.from_target(target, **overrides))
+        draft.generation_config.update(**settings)
+        draft.check(TargetView(target))
+        return draft
+
+    def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
+        """Generate with `model` and this draft: what `generate(assistant_model=draft)` ends in.
+
+        Without the patch of `_assisted_decoding`: `model.generate(..., custom_generate=draft.custom_generate)`.
+        """
+        for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor", "synced_gpus"):
+            kwargs.pop(name, None)
+        return decode(model, self, input_ids, **kwargs)
+
+    def custom_generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The patch-free route; transformers hands no streamer to a `custom_generate` callable."""
+        return decode(
+            model, self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+        )
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """A drafter for one call."""
+        raise NotImplementedError
+
+    def max_nodes(self, target: TargetView) -> int:
+        """Most nodes of a draft tree under the present settings, root included."""
+        raise NotImplementedError
+
+    def check(self, target: TargetView) -> None:
+        """Refuse a target this draft was not made for, and settings that do not exist or contradict each other.
+
+        Raises:
+            ValueError: With both values, the rule and the remedy.
+        """
+        found = describe(target.model)
+        for name, recorded in self.config.target.items():
+            if recorded != found.get(name):
+                raise ValueError(
+                    f"the draft was made for a target with {name}={recorded}, and this target has "
+                    f"{name}={found.get(name)}. Load the draft of this target, or make one with from_target(target)."
+                )
+        known = set(vars(GenerationConfig())) | set(self.settings)
+        if unknown := sorted(set(vars(self.generation_config)) - known):
+            raise ValueError(
+                f"draft.generation_config has unknown settings {unknown}; {type(self).__name__} has "
+                f"{sorted(self.settings)}."
+            )
+        self.check_settings(target)
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse values of `generation_config` that this kind of draft cannot run with."""
+
+    def setting(self, name: str) -> Any:
+        """Value of one of this draft's settings."""
+        value = getattr(self.generation_config, name, None)
+        return self.settings[name] if value is None else value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Drafts are run by their drafter, inside `generate`."""
+        raise NotImplementedError(f"{type(self).__name__} is used as model.generate(..., assistant_model=draft).")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters; a draft without any is wherever its target is."""
+        return torch.device("cpu") if self.weightless else super().device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters; a draft without any reports float32."""
+        return torch.float32 if self.weightless else super().dtype
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        if not self.weightless:
+            super()._init_weights(module)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Write config.json, generation_config.json and, if there are any, the weights."""
+        if self.weightless:
+            os.makedirs(save_directory, exist_ok=True)
+            self.config.architectures = [type(self).__name__]
+            self.config.save_pretrained(save_directory)
+        else:
+            super().save_pretrained(save_directory, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DraftModel":
+        """Load a draft from a folder or a Hub repo, with the settings it was saved with."""
+        hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
+        if cls.weightless:
+            config = kwargs.get("config")
+            if not isinstance(config, cls.config_class):
+                config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub)
+            draft = cls(config)
+        else:
+            draft = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            draft.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        except OSError:
+            pass  # the repo has no generation_config.json: the defaults stand
+        return draft
+
+
+HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}

@@ -1,0 +1,51 @@
+"""What every draft's configuration records of its target."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+# What a draft copies from its target's text config, and refuses to differ in.
+TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+class DraftConfig(PreTrainedConfig):
+    """Configuration of a draft: which target it belongs to.
+
+    Args:
+        vocab_size (`int`): The target's vocabulary size; transformers compares it before assisted decoding.
+        target (`dict[str, Any]`, *optional*): Shapes of the target and its `model_type`.
+        target_name_or_path (`str`, *optional*): Where the target came from.
+    """
+
+    model_type = "longspec_draft"
+
+    def __init__(
+        self,
+        vocab_size: int = 0,
+        target: dict[str, Any] | None = None,
+        target_name_or_path: str | None = None,
+        **kwargs: Any,
+    ):
+        self.vocab_size = vocab_size
+        self.target = target or {}
+        self.target_name_or_path = target_name_or_path
+        super().__init__(**kwargs)
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftConfig":
+        """The configuration of a draft for `target`."""
+        text = target.config.get_text_config(decoder=True)
+        values: dict[str, Any] = {
+            "vocab_size": text.vocab_size,
+            "target": describe(target),
+            "target_name_or_path": target.config._name_or_path or None,
+        }
+        # pipelines read them off the assistant's config
+        values |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return cls(**(values | overrides))
+
+
+def describe(target: PreTrainedModel) -> dict[str, Any]:
+    """Model type and shapes of a target: what a draft is made for."""
+    text = target.config.get_text_config(decoder=True)
+    return {"model_type": text.model_type} | {name: getattr(text, name, None) for name in TARGET_SHAPES}

@@ -1,0 +1,213 @@
+"""Tiny random targets and prompts, built in memory: what the tests and the benchmarks stand on.
+
+A tiny target has the structure of its architecture (grouped heads, windows, softcaps, sinks, experts, latent KV) at a
+size that runs in milliseconds. Its weights are drawn so that the text depends on the context: attention is peaked,
+norms and sinks are not at their initial values, and greedy decoding does not settle on one token. The usual
+initialisation (std 0.02) gives nearly uniform attention, under which a dropped window or a wrong position goes unseen.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1, 2
+NUM_SPECIAL_TOKENS = 3
+
+# Shorter than the prompts of most tests, so that windows really fill.
+WINDOW = 16
+
+# Logits this far apart leave sampling something to choose and greedy decoding a clear winner at most positions.
+LOGIT_STD = 3.0
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "pad_token_id": PAD_TOKEN_ID,
+    "bos_token_id": BOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+}
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+# One row per architecture: its settings on top of `_COMMON`; `model_type` where it differs from the name, and
+# `attn_implementation` where the default of transformers is not the architecture's own attention.
+_ROWS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {
+        "num_hidden_layers": 4,
+        "sliding_window": WINDOW,
+        "attn_implementation": "eager",  # sdpa ignores the softcap in transformers 5.17 and refuses it later
+        "query_pre_attn_scalar": 24,  # scaling is not head_dim**-0.5
+        "attn_logit_softcapping": 4.0,  # low enough to bend the scores of a tiny model
+        "final_logit_softcapping": 20.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "sliding_window": WINDOW,
+        "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
+        "query_pre_attn_scalar": 24,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "sliding_window": WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    },
+    "phi3": {},
+    "granite": {
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.5,
+    },
+    "olmo2": {},
+    "cohere2": {
+        "num_hidden_layers": 4,
+        "sliding_window": WINDOW,
+        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],  # full-attention layers have no rotary embedding
+        "logit_scale": 0.5,
+    },
+    "glm4": {},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
+    "deepseek_v3": {
+        "num_key_value_heads": 4,  # latent KV is expanded to every query head
+        "head_dim": 8,  # of the rotary part
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,  # value heads narrower than key heads
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 48,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
+}
+
+TINY_TARGETS: tuple[str, ...] = tuple(_ROWS)
+"""Names that [`tiny_target`] accepts."""
+
+
+def tiny_target(
+    name: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """Random decoder-only model of architecture `name`, in eval mode on the CPU.
+
+    The same arguments give the same weights, and the global random state is left as it was.
+
+    Args:
+        name (`str`): One of `TINY_TARGETS`.
+        seed (`int`, *optional*, defaults to 0): Seed of the weights.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Weights are drawn in float32, then cast.
+        attn_implementation (`str`, *optional*):
+            As in `from_pretrained`; it does not change the weights. By default what transformers chooses, except
+            for gemma2, which runs `eager`.
+        **overrides: Config fields that replace those of the row, for instance `sliding_window=8`.
+
+    Raises:
+        ValueError: If `name` is unknown.
+
+    >>> tiny_target("gemma2", sliding_window=8).config.sliding_window
+    8
+    """
+    if name not in _ROWS:
+        raise ValueError(f"unknown tiny target {name!r}, expected one of: {', '.join(TINY_TARGETS)}")
+    settings = {**_COMMON, **_ROWS[name], **overrides}
+    own_attention = settings.pop("attn_implementation", None)
+    config = AutoConfig.for_model(settings.pop("model_type", name), **settings)
+    # The constructors draw weights that are overwritten below; only the CPU generator is involved.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attn_implementation or own_attention
+        )
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # the weights must not depend on who computes the attention
+    _randomize(model, torch.Generator().manual_seed(seed))
+    model.set_attn_implementation(attention)
+    return model.to(dtype).eval()
+
+
+def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tuple[torch.LongTensor, torch.LongTensor]:
+    """Ragged batch of random prompts, padded on the left, as a tokenizer with `padding_side="left"` returns it.
+
+    Special tokens (pad, bos, eos) are not drawn. A row depends on the seed, its index and its length alone, so a
+    batch of one prompt is the first row of a longer batch.
+
+    Args:
+        vocab_size (`int`): Tokens are drawn from `[3, vocab_size)`.
+        lengths (`Sequence[int]`): Prompt length of each row.
+        seed (`int`, *optional*, defaults to 0): Seed of the tokens.
+
+    Returns:
+        `input_ids` and `attention_mask`, both of shape `(len(lengths), max(lengths))`.
+
+    Raises:
+        ValueError: If there is no prompt, a prompt is empty, or the vocabulary holds special tokens only.
+
+    >>> input_ids, attention_mask = tiny_prompts(128, [2, 4])
+    >>> attention_mask.tolist()
+    [[0, 0, 1, 1], [1, 1, 1, 1]]
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths is {list(lengths)}, expected at least one prompt and at least one token in each")
+    if vocab_size <= NUM_SPECIAL_TOKENS:
+        raise ValueError(f"vocab_size is {vocab_size}, expected more than the {NUM_SPECIAL_TOKENS} special tokens")
+    input_ids = torch.full((len(lengths), max(lengths)), PAD_TOKEN_ID)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(1009 * seed + row)
+        input_ids[row, -length:] = torch.randint(NUM_SPECIAL_TOKENS, vocab_size, (length,), generator=generator)
+        attention_mask[row, -length:] = 1
+    return input_ids, attention_mask
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Draw every weight anew, then scale the output so that the logits have a standard deviation of `LOGIT_STD`."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    final_norm = model.base_model.norm.weight
+    norm_offset = 1.0 if not final_norm.any() else 0.0  # gemma multiplies by 1 + weight
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            parameter.add_(0.5 + 0.3 * noise)  # no projection can sharpen attention behind these norms
+        elif name.endswith("sinks"):
+            parameter.copy_(2.0 + noise)  # as heavy as several keys
+        elif parameter.ndim == 1:  # other norms and biases: around their initial value
+            parameter.add_(0.3 * noise)
+        elif parameter is embedding:
+            # Small beside what the layers add to it: with tied embeddings a token would otherwise predict itself.
+            parameter.copy_(0.02 * noise)
+        else:
+            parameter.copy_(noise * (1.5 / math.sqrt(parameter.shape[-1])))
+    input_ids, _ = tiny_prompts(model.config.vocab_size, [64])
+    std = model(input_ids, use_cache=False).logits.std().item()
+    gain = round(LOGIT_STD / std, 2)  # rounded: the order of summation must not reach the weights
+    if head is embedding:
+        final_norm.add_(norm_offset).mul_(gain).sub_(norm_offset)
+    else:
+        head.mul_(gain)

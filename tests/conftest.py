@@ -1,0 +1,18 @@
+"""One thread for tiny tensors, and the hypothesis profiles `short` (default) and `soak` (HYPOTHESIS_PROFILE=soak)."""
+
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+# Tiny models gain nothing from threads, and threads that wait for each other on a busy machine made one test
+# file take 148 s instead of 14 s. A test that needs threads sets them itself.
+torch.set_num_threads(1)
+
+# No deadline: the first call of a kernel or a model is slow and says nothing about the property.
+# Derandomized: a red run must be red again; new examples are the business of the long profile.
+settings.register_profile(
+    "short", max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))

@@ -1,0 +1,149 @@
+"""The tiny targets are what their names say: they build, depend on their context, and batch exactly."""
+
+import pytest
+import torch
+
+from hf_longspec.testing import (
+    BOS_TOKEN_ID,
+    EOS_TOKEN_ID,
+    LOGIT_STD,
+    NUM_SPECIAL_TOKENS,
+    PAD_TOKEN_ID,
+    TINY_TARGETS,
+    WINDOW,
+    tiny_prompts,
+    tiny_target,
+)
+
+NUM_NEW_TOKENS = 24
+LENGTHS = (9, 40, 23)  # below and above the window
+
+# A feature that is switched off moves the last logits by at least this share of their norm. The weakest one here,
+# the final softcap, was seen at 0.03; a feature that is not computed at all gives 0.
+VISIBLE = 0.01
+
+
+def last_logits(model, input_ids):
+    with torch.no_grad():
+        return model(input_ids).logits[0, -1]
+
+
+def relative_change(changed, original):
+    return ((changed - original).norm() / original.norm()).item()
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+class TestEveryTarget:
+    def test_greedy_text_varies_and_padding_does_not_change_it(self, name):
+        model = tiny_target(name)
+        input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
+        options = {"max_new_tokens": NUM_NEW_TOKENS, "min_new_tokens": NUM_NEW_TOKENS, "do_sample": False}
+        batch = model.generate(input_ids=input_ids, attention_mask=attention_mask, **options)[:, max(LENGTHS) :]
+        for row, length in enumerate(LENGTHS):
+            single = model.generate(
+                input_ids=input_ids[row : row + 1, -length:],
+                attention_mask=attention_mask[row : row + 1, -length:],
+                **options,
+            )[0, length:]
+            assert batch[row].tolist() == single.tolist()
+            assert len(set(single.tolist())) >= 5
+
+    def test_structure(self, name):
+        config = tiny_target(name).config
+        assert config.model_type.removesuffix("_text") == name
+        assert 2 <= config.num_hidden_layers <= 4
+        if name != "deepseek_v3":
+            assert config.num_attention_heads // config.num_key_value_heads >= 2
+        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (
+            PAD_TOKEN_ID,
+            BOS_TOKEN_ID,
+            EOS_TOKEN_ID,
+        )
+        if getattr(config, "sliding_window", None) is not None:
+            assert config.sliding_window == WINDOW < max(LENGTHS)
+
+    def test_logits_differ_between_positions(self, name):
+        model = tiny_target(name)
+        input_ids, _ = tiny_prompts(model.config.vocab_size, [64], seed=1)
+        with torch.no_grad():
+            logits = model(input_ids).logits[0]
+        assert 0.5 * LOGIT_STD < logits.std() < 1.5 * LOGIT_STD
+        assert logits.argmax(-1).unique().numel() >= 16
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "cohere2"])
+def test_the_window_is_felt(name):
+    windowed, unbounded = tiny_target(name), tiny_target(name, sliding_window=4096)
+    unbounded.load_state_dict(windowed.state_dict())
+    input_ids, _ = tiny_prompts(windowed.config.vocab_size, [3 * WINDOW])
+    original, changed = last_logits(windowed, input_ids), last_logits(unbounded, input_ids)
+    assert relative_change(changed, original) > VISIBLE
+    short = input_ids[:, : WINDOW - 1]
+    torch.testing.assert_close(last_logits(unbounded, short), last_logits(windowed, short))
+
+
+@pytest.mark.parametrize("setting", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_the_softcaps_are_felt(setting):
+    capped, uncapped = tiny_target("gemma2"), tiny_target("gemma2", **{setting: None})
+    uncapped.load_state_dict(capped.state_dict())
+    input_ids, _ = tiny_prompts(capped.config.vocab_size, [40])
+    assert relative_change(last_logits(uncapped, input_ids), last_logits(capped, input_ids)) > VISIBLE
+
+
+def test_the_sinks_are_felt():
+    model = tiny_target("gpt_oss")
+    input_ids, _ = tiny_prompts(model.config.vocab_size, [40])
+    original = last_logits(model, input_ids)
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data.fill_(-torch.inf)
+    assert relative_change(last_logits(model, input_ids), original) > VISIBLE
+
+
+def test_layers_without_rotary_embedding():
+    model = tiny_target("smollm3")
+    assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 0, 1, 0]
+
+
+def test_same_seed_same_weights_and_the_global_random_state_is_left_alone():
+    before = torch.get_rng_state()
+    first, again, other = tiny_target("qwen3"), tiny_target("qwen3"), tiny_target("qwen3", seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    for name, weight in first.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+        assert not torch.equal(weight, other.state_dict()[name])
+
+
+def test_attention_implementation_does_not_change_the_weights():
+    eager, sdpa = tiny_target("smollm3", attn_implementation="eager"), tiny_target("smollm3")
+    assert (eager.config._attn_implementation, sdpa.config._attn_implementation) == ("eager", "sdpa")
+    assert all(torch.equal(weight, sdpa.state_dict()[name]) for name, weight in eager.state_dict().items())
+
+
+def test_dtype_and_overrides():
+    model = tiny_target("llama", dtype=torch.bfloat16, num_hidden_layers=2, vocab_size=200)
+    assert model.dtype == torch.bfloat16
+    assert (len(model.model.layers), model.config.vocab_size) == (2, 200)
+    assert not model.training
+
+
+def test_unknown_target_is_refused_with_the_list():
+    with pytest.raises(ValueError, match="unknown tiny target 'gpt2', expected one of: llama, mistral"):
+        tiny_target("gpt2")
+
+
+def test_prompts_are_left_padded_and_rows_do_not_depend_on_the_batch():
+    input_ids, attention_mask = tiny_prompts(50, [3, 7], seed=5)
+    assert input_ids.shape == attention_mask.shape == (2, 7)
+    assert attention_mask.sum(1).tolist() == [3, 7]
+    assert input_ids[0, :4].tolist() == [PAD_TOKEN_ID] * 4
+    assert input_ids[attention_mask.bool()].min() >= NUM_SPECIAL_TOKENS
+    assert input_ids.max() < 50
+    alone, _ = tiny_prompts(50, [3], seed=5)
+    assert torch.equal(alone[0], input_ids[0, 4:])
+    assert not torch.equal(tiny_prompts(50, [7], seed=6)[0], tiny_prompts(50, [7], seed=5)[0])
+
+
+@pytest.mark.parametrize(("vocab_size", "lengths"), [(50, []), (50, [3, 0]), (3, [4])])
+def test_impossible_prompts_are_refused(vocab_size, lengths):
+    with pytest.raises(ValueError, match="expected"):
+        tiny_prompts(vocab_size, lengths)
