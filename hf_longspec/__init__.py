@@ -10,7 +10,9 @@ from transformers import AutoConfig, AutoModel
 
 from .modeling.base import DraftModel
 from .modeling.configuration_plain import PlainConfig
+from .modeling.configuration_specattn import SpecAttnConfig
 from .modeling.modeling_plain import PlainDraftModel
+from .modeling.modeling_specattn import SpecAttnDraftModel
 
 __version__ = "0.1.0"
 
@@ -18,9 +20,9 @@ _LAZY = {
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",
 }
-__all__ = ["DraftModel", "PlainConfig", "PlainDraftModel", *_LAZY]
+__all__ = ["DraftModel", "PlainConfig", "PlainDraftModel", "SpecAttnConfig", "SpecAttnDraftModel", *_LAZY]
 
-for _config, _model in ((PlainConfig, PlainDraftModel),):
+for _config, _model in ((PlainConfig, PlainDraftModel), (SpecAttnConfig, SpecAttnDraftModel)):
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _model, exist_ok=True)
 

@@ -151,7 +151,7 @@ def tiny_target(
     return model.to(dtype).eval()
 
 
-def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tuple[torch.LongTensor, torch.LongTensor]:
+def tiny_prompts(vocab_size: int, lengths: Sequence[int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Ragged batch of random prompts, padded on the left, as a tokenizer with `padding_side="left"` returns it.
 
     Special tokens (pad, bos, eos) are not drawn. A row depends on the seed, its index and its length alone, so a

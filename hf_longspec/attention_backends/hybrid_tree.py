@@ -8,11 +8,12 @@ calls `context.attend`. It needs nothing but that method: two copies of this fil
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from .merge import merge_attention_states
+from .merge import AttentionState, merge_attention_states
 from .registry import AttentionBackend
 
 
@@ -95,39 +96,45 @@ class TreeContext:
             `torch.Tensor` of shape `(B, H, N, Dv)`.
         """
         self.calls.total += 1
-        if self.mask.shape[-1] == 1:  # a lone root: its own slot simply ends the prefix
-            lengths, host_lengths = self._lengths_with_root()
-            options = {"positions": self.positions, "sliding_window": sliding_window, "host_lengths": host_lengths}
-            state = backend.prefix_attention(query, key, value, lengths, scaling=scaling, softcap=softcap, **options)
-            out, lse = state if sinks is None else merge_attention_states([state], sinks)
-        else:
-            prefix = backend.prefix_attention(
-                query,
-                key,
-                value,
-                self.lengths,
-                scaling=scaling,
-                positions=self.positions,
-                sliding_window=sliding_window,
-                softcap=softcap,
-                host_lengths=self.host_lengths,
-            )
-            mask = self.windowed_mask(sliding_window)
-            nodes = self.staged(key), self.staged(value)
-            tree = backend.tree_attention(query, *nodes, mask, scaling=scaling, softcap=softcap)
-            out, lse = merge_attention_states([prefix, tree], sinks)
+        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        out, lse = self._attend(backend, query, key, value, options)
+        if sinks is not None:
+            out, lse = merge_attention_states([(out, lse)], sinks)
         if self.capture is not None:
             where = {"lengths": self.lengths, "host_lengths": self.host_lengths}
             self.capture.collect(layer_idx, query, key, lse, scaling=scaling, softcap=softcap, **where)
         return out
 
-    @property
+    def _attend(
+        self,
+        backend: AttentionBackend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> AttentionState:
+        if self.mask.shape[-1] == 1:  # a lone root: its own slot simply ends the prefix
+            lengths, host_lengths = self._lengths_with_root
+            positions = self.positions
+            return backend.prefix_attention(
+                query, key, value, lengths, positions=positions, host_lengths=host_lengths, **options
+            )
+        mask, host_lengths = self.windowed_mask(options["sliding_window"]), self.host_lengths
+        if backend.hybrid_attention is not None:
+            memo = {"host_lengths": host_lengths, "memo": self._memo}
+            state = backend.hybrid_attention(query, key, value, mask, self.positions, **options, **memo)
+            if state is not None:
+                return state
+        place = {"positions": self.positions, "host_lengths": host_lengths}
+        prefix = backend.prefix_attention(query, key, value, self.lengths, **place, **options)
+        nodes = self.staged(key), self.staged(value)
+        tree = backend.tree_attention(query, *nodes, mask, scaling=options["scaling"], softcap=options["softcap"])
+        return merge_attention_states([prefix, tree])
+
+    @cached_property
     def positions(self) -> torch.Tensor:
         """Absolute positions of the nodes, `(B, N)`."""
-        if "positions" not in self._memo:
-            self._memo["positions"] = self.lengths[:, None] + self.depths
-        positions: torch.Tensor = self._memo["positions"]
-        return positions
+        return self.lengths[:, None] + self.depths
 
     def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
         """The tree mask without ancestors that lie outside the window."""
@@ -149,8 +156,6 @@ class TreeContext:
             self._memo["slots"] = (self.lengths[:, None] + offsets)[:, None, :, None]
         return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
 
+    @cached_property
     def _lengths_with_root(self) -> tuple[torch.Tensor, tuple[int, ...]]:
-        if "with_root" not in self._memo:
-            self._memo["with_root"] = self.lengths + 1, tuple(length + 1 for length in self.host_lengths)
-        lengths: tuple[torch.Tensor, tuple[int, ...]] = self._memo["with_root"]
-        return lengths
+        return self.lengths + 1, tuple(length + 1 for length in self.host_lengths)

@@ -1,25 +1,34 @@
 """The attention function that transformers calls, and its registration.
 
-`attn_implementation="hf_longspec"` takes the preferred backend for each call; `"hf_longspec_reference"` and
-`"hf_longspec_torch"` insist on one. With a context (`tree=`) the context computes; without one this is ordinary
-attention: causal by itself when transformers hands over no mask, under the mask otherwise. It never delegates to
-transformers' own implementations: eager has no causality of its own, sdpa has no softcap and no sinks.
+`attn_implementation="hf_longspec"` takes the preferred backend for every call, `"hf_longspec_torch"` and
+`"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes. Without one this is ordinary
+attention: causal by itself when transformers hands over no mask, under the mask otherwise. Nothing is ever delegated to
+transformers' own implementations: eager has no causality of its own, sdpa has neither softcap nor sinks.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from .merge import merge_attention_states
+from .differentiable import differentiable_attention
+from .merge import AttentionState, merge_attention_states
 from .reference import REFERENCE_BACKEND
 from .registry import AttentionBackend, AttentionCall, select
 from .torch_sdpa import TORCH_BACKEND
 
-# "flash", "sdpa", "/" and "paged|" in a name make transformers do something else with it
+# Transformers treats names with "flash", "sdpa", "/" or "paged|" in them in its own way.
 AUTOMATIC = "hf_longspec"
+
+# A window is None or positive, so 0 can say that the model did not pass any: see window_of_layer.
+NOT_PASSED = 0
+
+REFUSED = {
+    "indices": "the model chooses the keys of each query (sparse attention of the DSA kind); computing all would differ",
+    "position_bias": "the model adds a learned bias to the scores",
+    "cache": "continuous batching keeps keys in pages",
+}
 
 
 def attention_forward(
@@ -31,40 +40,55 @@ def attention_forward(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    sliding_window: int | None = NOT_PASSED,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     tree: Any = None,
     backend_name: str | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, with the signature of transformers' `AttentionInterface`."""
-    head_dim = query.shape[3]
+    """Attention of one layer, with the signature of transformers' `AttentionInterface`.
+
+    Args:
+        module (`torch.nn.Module`): The attention layer: `layer_idx`, `is_causal` and `config` are read.
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
+        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys, not repeated.
+        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values, not repeated.
+        attention_mask (`torch.Tensor` of shape `(B, 1 or H, N, >= S)`, *optional*):
+            Boolean or additive, causality and window included. Without one, the N queries are the last of S positions.
+        scaling (`float`, *optional*, defaults to `D**-0.5`): Factor of the scores.
+        dropout (`float`, *optional*, defaults to 0.0): Dropout probability of the weights.
+        sliding_window (`int`, *optional*): Window of the layer. What the model does not pass is read from its config.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
+        s_aux (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
+        tree (*optional*): [`TreeContext`], [`SparseContext`] or anything else with their `attend`.
+        backend_name (`str`, *optional*): Insist on this backend.
+
+    Returns:
+        `torch.Tensor` of shape `(B, N, H, Dv)`, contiguous, and None in place of the weights.
+
+    Raises:
+        ValueError: If no backend supports the call, or the model asks for something that would be computed wrongly.
+    """
     if scaling is None:
-        scaling = head_dim**-0.5
-    call = AttentionCall(
-        query.device.type, query.dtype, head_dim, value.shape[3], softcap, sliding_window, s_aux is not None
-    )
+        scaling = query.shape[3] ** -0.5
+    if sliding_window == NOT_PASSED:
+        sliding_window = window_of_layer(module)
+    sizes = (query.shape[3], value.shape[3])
+    call = AttentionCall(query.device.type, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = select(call, backend_name)
+    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
     if tree is not None:
-        out = tree.attend(
-            backend,
-            module.layer_idx,
-            query,
-            key,
-            value,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-        )
+        out = tree.attend(backend, module.layer_idx, query, key, value, **options)
         return out.transpose(1, 2).contiguous(), None
-    if kwargs.get("indices") is not None:
-        raise ValueError("indices")
+    _refuse(kwargs)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    state = _attend(backend, query, key, value, attention_mask, causal, scaling, sliding_window, softcap)
-    out = state[0] if s_aux is None else merge_attention_states([state], s_aux)[0]
+    mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+    if dropout > 0.0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
+        out = differentiable_attention(query, key, value, mask, causal=causal, dropout=dropout, **options)
+    else:
+        out = _attend(backend, query, key, value, mask, causal, **options)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -75,19 +99,43 @@ def _attend(
     value: torch.Tensor,
     mask: torch.Tensor | None,
     causal: bool,
+    *,
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if mask is not None:  # the window is in it already, as transformers' eager expects too
-        return backend.tree_attention(query, key, value, mask[..., : key.shape[2]], scaling=scaling, softcap=softcap)
-    if causal:
-        window = {"sliding_window": sliding_window}
-        return backend.causal_attention(query, key, value, scaling=scaling, softcap=softcap, **window)
-    batch, length = key.shape[0], key.shape[2]
-    lengths = torch.full((batch,), length, device=key.device)
-    host = {"host_lengths": (length,) * batch}
-    return backend.prefix_attention(query, key, value, lengths, scaling=scaling, softcap=softcap, **host)
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention without a context."""
+    state: AttentionState
+    if mask is not None:  # the window is in it already: transformers' eager looks at nothing else either
+        state = backend.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
+    elif causal:
+        window = sliding_window
+        state = backend.causal_attention(query, key, value, scaling=scaling, sliding_window=window, softcap=softcap)
+    else:
+        host_lengths = (key.shape[2],) * key.shape[0]
+        lengths = torch.tensor(host_lengths, device=key.device)
+        state = backend.prefix_attention(
+            query, key, value, lengths, scaling=scaling, softcap=softcap, host_lengths=host_lengths
+        )
+    return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+
+
+def window_of_layer(module: torch.nn.Module) -> int | None:
+    """The sliding window of a layer whose model leaves it to the mask and does not pass it (qwen2_moe, phimoe, doge).
+
+    Args:
+        module (`torch.nn.Module`): The attention layer.
+
+    Returns:
+        `int`, or None for full attention.
+    """
+    config = getattr(module, "config", None)
+    window = getattr(config, "sliding_window", None)
+    if not window:
+        return None
+    layer_types = getattr(config, "layer_types", None)
+    return window if layer_types is None or layer_types[module.layer_idx] == "sliding_attention" else None
 
 
 def attention_mask(
@@ -97,27 +145,52 @@ def attention_mask(
     q_offset: int | torch.Tensor = 0,
     kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    sdpa_mask: Callable[..., torch.Tensor | None] = AttentionMaskInterface()["sdpa"]
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if allow_is_causal_skip and aligned and (attention_mask is None or bool(attention_mask.all())):
+    """The mask of a forward, with the signature of transformers' `AttentionMaskInterface`.
+
+    Returns:
+        None where `attention_forward` does the same by itself: the queries are the last of the keys' positions, nothing
+        is padded, and at most the config's sliding window is asked for. Chunks, for instance, need a mask. Otherwise
+        transformers' `sdpa_mask`, boolean of shape `(B, 1, q_length, kv_length)`.
+    """
+    last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    known = local_size is None or local_size > kv_length or local_size == getattr(config, "sliding_window", None)
+    if allow_is_causal_skip and last and known and _nothing_padded(attention_mask):
         return None
-    return sdpa_mask(
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
+    sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    mask: torch.Tensor | None = AttentionMaskInterface()["sdpa"](
         attention_mask=attention_mask,
+        local_size=local_size,
         allow_is_causal_skip=False,
+        config=config,
+        **sizes,
         **kwargs,
     )
+    return mask
 
 
 def register() -> None:
-    """Make the backends known to transformers. Harmless to repeat."""
-    for name in (AUTOMATIC, REFERENCE_BACKEND.name, TORCH_BACKEND.name):
-        backend_name = None if name == AUTOMATIC else name
-        AttentionInterface.register(name, partial(attention_forward, backend_name=backend_name))
-        AttentionMaskInterface.register(name, attention_mask)
+    """Make the backends known to transformers under their names. Harmless to repeat."""
+    for name in (None, REFERENCE_BACKEND.name, TORCH_BACKEND.name):
+        AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
+        AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
+
+
+def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:
+    if attention_mask is None:
+        return True
+    # reading a tensor would break the graph
+    return not torch.compiler.is_compiling() and bool(attention_mask.all())
+
+
+def _refuse(kwargs: dict[str, Any]) -> None:
+    for name, reason in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} was passed to the attention of hf_longspec, which does not support it: {reason}. "
+                'Load the model with another attn_implementation, such as "eager".'
+            )

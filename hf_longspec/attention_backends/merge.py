@@ -36,7 +36,7 @@ def merge_attention_states(parts: Sequence[AttentionState], sinks: torch.Tensor 
     (out, lse), *others = parts
     dtype = out.dtype
     for other_out, other_lse in others:
-        # sigmoid(b - a) = exp(b) / (exp(a) + exp(b)); -inf - -inf is NaN: nothing is visible in both, the weight is moot
+        # sigmoid(b - a) = exp(b) / (exp(a) + exp(b)); NaN from -inf - -inf, where neither part sees anything
         weight = (other_lse - lse).sigmoid_().nan_to_num_(0.0)
         # float32: the parts are rounded already, a weight rounded to bfloat16 as well doubles the error
         out = torch.lerp(out.to(lse.dtype), other_out.to(lse.dtype), weight.unsqueeze(-1))

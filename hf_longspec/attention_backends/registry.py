@@ -47,6 +47,9 @@ class AttentionBackend:
         sparse_attention (`Callable`): N queries against chosen key slots.
         causal_attention (`Callable`): The last N of L positions against all L, causally.
         why_not (`Callable`): Takes an `AttentionCall`; returns `None` or the reason for refusing it.
+        hybrid_attention (`Callable`, *optional*):
+            Prefix, tree and merge in one, for the calls where this is faster; see torch_hybrid.py. Returns `None` for
+            the others.
     """
 
     name: str
@@ -55,6 +58,7 @@ class AttentionBackend:
     sparse_attention: AttentionFunction
     causal_attention: AttentionFunction
     why_not: Callable[[AttentionCall], str | None]
+    hybrid_attention: Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None = None
 
 
 _backends: dict[str, AttentionBackend] = {}

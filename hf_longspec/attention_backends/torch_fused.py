@@ -40,6 +40,7 @@ def fused_attention(
     *,
     scaling: float,
     is_causal: bool = False,
+    hides_all: bool = True,
 ) -> AttentionState:
     """Attention of all queries to all keys, or to those an additive mask leaves.
 
@@ -50,6 +51,7 @@ def fused_attention(
         mask (`torch.Tensor` broadcastable to `(B, H, N, M)`, *optional*): Additive mask in the dtype of the query.
         scaling (`float`): Factor of the scores.
         is_causal (`bool`, *optional*, defaults to `False`): Query n sees keys 0 to n. Only for N == M.
+        hides_all (`bool`, *optional*, defaults to `True`): Whether the mask may hide all keys from a query.
 
     Returns:
         `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`.
@@ -66,6 +68,6 @@ def fused_attention(
         out, lse = _flash_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scaling)
     else:
         out, lse = torch._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scaling)[:2]
-    if mask is not None:
+    if mask is not None and hides_all:
         lse = lse.masked_fill(mask.amax(dim=-1) == -torch.inf, -torch.inf)  # the op leaves 0 there
     return (out if value_size >= size else out[..., :value_size]), lse

@@ -1,4 +1,8 @@
-"""The two things the torch backend is made of: attention to all of some keys, and to some of them under a mask."""
+"""Packed heads, and the two things the torch backend is made of: attention to all of some keys, or to a part of them.
+
+The G = H // K query heads that share a key/value head become G * N rows of one head. The fused op then reads every key
+once instead of G times, and a single query per step is a small matrix instead of G vectors.
+"""
 
 import torch
 
@@ -18,9 +22,6 @@ def attend_all(
 ) -> AttentionState:
     """All queries see all keys.
 
-    The G = H // K query heads of one key/value head become G * N rows of it: the fused op reads every key once instead
-    of G times, and one query per step is a small matrix instead of G vectors.
-
     Args:
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
         key (`torch.Tensor` of shape `(B, K, M, D)`): Keys.
@@ -33,17 +34,8 @@ def attend_all(
     """
     if softcap is not None or not can_fuse(query, value):
         return blockwise_attention(query, key, value, scaling=scaling, softcap=softcap)
-    batch, heads, nodes, size = query.shape
-    kv_heads = key.shape[1]
-    rows = heads // kv_heads * nodes
-    packed = query.reshape(batch, kv_heads, rows, size)
-    slow = rows & 31 in SLOW_TAILS[query.dtype == torch.float32] and query.is_cpu
-    if slow:
-        packed = torch.cat([packed, packed[:, :, :1]], dim=2)
-    out, lse = fused_attention(packed, key, value, scaling=scaling)
-    if slow:
-        out, lse = out[:, :, :rows], lse[:, :, :rows]
-    return out.reshape(batch, heads, nodes, -1), lse.reshape(batch, heads, nodes)
+    state = fused_attention(pack(query, key.shape[1]), one_head(key), one_head(value), scaling=scaling)
+    return unpack(state, query.shape)
 
 
 def attend_masked(
@@ -71,3 +63,46 @@ def attend_masked(
     if softcap is None and can_fuse(query, value, masked=True):
         return fused_attention(query, key, value, mask(0, key.shape[2]), scaling=scaling)
     return blockwise_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
+
+
+def pack(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Queries `(B, H, N, D)` as `(B * K, 1, rows, D)`; row g * N + n is query n of head g of its group."""
+    batch, heads, nodes, size = query.shape
+    rows = heads // kv_heads * nodes
+    packed = query.reshape(batch * kv_heads, 1, rows, size)
+    return torch.cat([packed, packed[:, :, :1]], dim=2) if is_slow(rows, query) else packed
+
+
+def pack_mask(mask: torch.Tensor, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """The additive mask `(B, N, M)` of queries `(B, H, N, D)` as `(B * K or 1, 1, rows, M)`, for packed queries."""
+    packed = mask.repeat(1, query.shape[1] // kv_heads, 1)[:, None]
+    if is_slow(packed.shape[2], query):
+        packed = torch.cat([packed, packed[:, :, :1]], dim=2)
+    return packed if packed.shape[0] == 1 else packed.repeat_interleave(kv_heads, dim=0)
+
+
+def one_head(cached: torch.Tensor) -> torch.Tensor:
+    """Keys or values `(B, K, M, D)` as `(B * K, 1, M, D)`.
+
+    A head of its own is a batch row of its own to the op. It writes `(batch, rows, heads, D)`: with one head, the result
+    of packed queries is `(B, H, N, D)` in memory, and nothing has to be copied to unpack it.
+    """
+    batch, heads, slots, size = cached.shape
+    if batch == 1 or cached.stride(0) == heads * cached.stride(1):  # any slice of a whole buffer
+        return cached.view(batch * heads, 1, slots, size)
+    return cached.reshape(batch * heads, 1, slots, size)
+
+
+def unpack(state: AttentionState, shape: torch.Size) -> AttentionState:
+    """The result of packed queries, whose shape was `(B, H, N, D)`, as `(B, H, N, Dv)` and `(B, H, N)`."""
+    out, lse = state
+    batch, heads, nodes, _ = shape
+    rows = batch * heads * nodes // out.shape[0]
+    if rows != out.shape[2]:
+        out, lse = out[:, :, :rows].contiguous(), lse[:, :, :rows]
+    return out.reshape(batch, heads, nodes, out.shape[3]), lse.reshape(batch, heads, nodes)
+
+
+def is_slow(rows: int, query: torch.Tensor) -> bool:
+    """Whether one row more is faster."""
+    return rows & 31 in SLOW_TAILS[query.dtype == torch.float32] and query.is_cpu

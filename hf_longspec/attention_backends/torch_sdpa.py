@@ -12,6 +12,7 @@ from .reference import WINDOW_WITHOUT_POSITIONS
 from .registry import AttentionBackend, AttentionCall, register_backend
 from .slots import gather_slots
 from .torch_causal import causal_attention
+from .torch_hybrid import hybrid_attention
 from .torch_packed import attend_all, attend_masked
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -42,10 +43,11 @@ def prefix_attention(
         return _attend_window(query, key, value, positions, sliding_window, scaling, softcap)
     rows = []
     for b, length in enumerate(host_lengths):
-        row = slice(b, b + 1)
-        one = {"positions": None if positions is None else positions[row], "sliding_window": sliding_window}
-        own = (query[row], key[row], value[row], lengths[row])
-        rows.append(prefix_attention(*own, scaling=scaling, softcap=softcap, host_lengths=(length,), **one))
+        own = query[b : b + 1], key[b : b + 1, :, :length], value[b : b + 1, :, :length]
+        if sliding_window is None or positions is None:
+            rows.append(attend_all(*own, scaling=scaling, softcap=softcap))
+        else:
+            rows.append(_attend_window(*own, positions[b : b + 1], sliding_window, scaling, softcap))
     return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
 
 
@@ -112,7 +114,7 @@ def _window_bounds(positions: torch.Tensor, sliding_window: int, length: int) ->
     if positions.is_cpu:
         seen = [position for row in positions.tolist() for position in row]
         first, last = min(seen), max(seen)
-        return tuple(min(length, max(0, p - sliding_window + 1)) for p in (first, last))
+        return min(length, max(0, first - sliding_window + 1)), min(length, max(0, last - sliding_window + 1))
     # Reading positions would wait for the device in every layer. They are length - 1 at least; how far they go stays
     # unknown, so the whole window gets a mask.
     return max(0, length - sliding_window), length
@@ -126,6 +128,7 @@ TORCH_BACKEND = register_backend(
         sparse_attention=sparse_attention,
         causal_attention=causal_attention,
         why_not=why_not,
+        hybrid_attention=hybrid_attention,
     ),
     priority=10,
 )

@@ -118,11 +118,16 @@ class TokenRule:
             return accept_greedy(tree, scores)
         if tree.q is None:
             return accept_sampled(tree, scores, self._noise.rows(tree.max_depth + 1))
-        generator = self._noise.generator
+        generator = self.generator
         batch_size, num_nodes, vocab_size = scores.shape
         uniforms = torch.empty(batch_size, num_nodes - 1, device=scores.device).uniform_(generator=generator)
         noise = draw_noise(batch_size, vocab_size, generator=generator, device=scores.device)
         return accept_rejection(tree, scores, uniforms, noise)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """For draws that need not be tied to a position."""
+        return self._noise.generator
 
     def advance(self, counts: Sequence[int]) -> None:
         """Tell the rule how many tokens of each row were emitted."""

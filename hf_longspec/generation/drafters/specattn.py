@@ -1,0 +1,144 @@
+"""SpecAttn: the target drafts for itself, reading only the cache entries that the last verification showed to matter.
+
+SpecAttn (Vegas), https://huggingface.co/papers/2602.07223. One iteration: draft a chain with sparse attention over the
+selected entries plus everything since the selection; verify it with full attention, collecting scores from two of its
+query rows; select anew. Positions stay the true ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...attention_backends.scores import ScoreCapture
+from ...attention_backends.sparse import SparseContext
+from ..draft_tree import DraftTree
+from ..selection import SelectedCache, budget, select_top, select_window
+from ..verification import draw_noise, race
+from .base import Binding, Drafter, Verification
+
+# What each selection asks the verification to collect.
+CAPTURED_ROWS = {"two_rows": "two_rows", "all_rows": "all_rows", "last_accepted": "each_row", "quest": "two_rows"}
+SELECTIONS = (*CAPTURED_ROWS, "window")
+
+
+@dataclass(frozen=True)
+class SpecAttnSettings:
+    """How SpecAttn drafts in one call; the keys of `draft.generation_config`.
+
+    Args:
+        num_assistant_tokens (`int`): Tokens drafted per iteration (gamma).
+        sparse_ratio (`float`): Share of the prefix that drafting reads.
+        sparse_min_tokens (`int`): Fewest entries to select, as long as the prefix has them.
+        selection (`str`): `two_rows` (the paper's), `all_rows`, `last_accepted`, `window` or `quest`.
+        score (`str`): `logits` or `weights`.
+        granularity (`str`): One selection per `layer` or per `kv_head`.
+        acceptance (`str`): When sampling, `rejection` or `coupled`.
+    """
+
+    num_assistant_tokens: int
+    sparse_ratio: float
+    sparse_min_tokens: int
+    selection: str
+    score: str
+    granularity: str
+    acceptance: str
+
+
+class SpecAttnDrafter(Drafter):
+    """Drafts chains with the target itself over selected cache entries.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        settings ([`SpecAttnSettings`]): How to draft.
+    """
+
+    def __init__(self, binding: Binding, settings: SpecAttnSettings):
+        super().__init__(binding)
+        self.settings = settings
+        self.num_nodes = settings.num_assistant_tokens + 1
+        self.max_depth = settings.num_assistant_tokens
+        dense_layers = binding.target.sliding_layers
+        self.selected = SelectedCache(binding.cache, dense_layers, room=settings.num_assistant_tokens)
+
+    @property
+    def seed_tokens(self) -> int:
+        """A chain of the drafts' length, so that the first phase is not blind."""
+        return self.num_nodes
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """A chain of gamma tokens behind `root` `(batch,)`."""
+        tokens, laws = [root], []
+        for depth in range(self.settings.num_assistant_tokens):
+            token, law = self._choose(self._draft_step(tokens[-1], depth), depth)
+            tokens.append(token)
+            laws.append(law)
+        q = None
+        if laws[0] is not None:
+            q = torch.stack([torch.zeros_like(laws[0]), *laws], 1)
+        return DraftTree.chain(torch.stack(tokens, 1), q=q)
+
+    def capture(self, tree: DraftTree) -> ScoreCapture | None:
+        """Scores of the prefix, unless the selection needs none."""
+        if self.settings.selection == "window":
+            return None
+        return ScoreCapture(
+            last_node=tree.valid.sum(1) - 1,
+            rows=CAPTURED_ROWS[self.settings.selection],
+            score="quest" if self.settings.selection == "quest" else self.settings.score,
+            granularity=self.settings.granularity,
+            skipped_layers=self.selected.dense_layers,
+        )
+
+    def observe(self, verification: Verification) -> None:
+        """Select the entries of the next phase: the best of the prefix that was scored; what was committed since stays."""
+        prefix = verification.prefix_lengths
+        counts = [budget(p, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for p in prefix]
+        self.selected.begin(counts, verification.num_nodes)
+        for layer_idx in self.selected.sparse_layers:
+            chosen = self._select(layer_idx, verification, counts)
+            self.selected.fill(layer_idx, chosen, counts, verification.num_nodes)
+
+    def _select(self, layer_idx: int, verification: Verification, counts: list[int]) -> torch.Tensor:
+        capture = verification.capture
+        device = verification.path.device if capture is None else capture.scores[layer_idx].device
+        prefix = torch.tensor(verification.prefix_lengths, device=device)
+        if capture is None:
+            return select_window(prefix, torch.tensor(counts, device=device), max(counts))
+        scores = capture.scores.pop(layer_idx)
+        if capture.rows == "each_row":
+            kept = (torch.tensor(verification.num_nodes, device=device) - 1).clamp_min(0)
+            node = verification.path.to(device).gather(1, kept[:, None]).squeeze(1)
+            scores = scores[torch.arange(len(counts), device=device), :, node]
+        return select_top(scores, prefix, max(counts))
+
+    def _draft_step(self, token: torch.Tensor, depth: int) -> torch.Tensor:
+        """Run the target on one token per row over the selected entries; logits `(batch, vocab)`."""
+        selected, device = self.selected, token.device
+        position = (selected.dense_used.on(device)[:, None]).clamp_max(self.binding.max_length - 1)
+        context = SparseContext(
+            lengths=selected.used.on(device) + 1,
+            host_lengths=tuple(length + 1 for length in selected.used.host),
+            positions=position,
+            dense_lengths=selected.dense_used.on(device) + 1,
+            dense_host_lengths=tuple(length + 1 for length in selected.dense_used.host),
+            dense_layers=selected.dense_layers,
+        )
+        mask = torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=device)
+        logits = self.binding.target.step(token[:, None], position, selected, mask, context)
+        selected.advance()
+        return logits[:, 0]
+
+    def _choose(self, logits: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The drafted token of every row, and the law it was drawn from if that law decides the acceptance."""
+        rule = self.binding.rule
+        if rule is None:
+            return logits.argmax(-1), None
+        scores, law = rule.scores_at(logits, depth), None
+        if rule.do_sample and self.settings.acceptance == "rejection":
+            token = race(scores, draw_noise(*scores.shape, generator=rule.generator, device=scores.device))
+            law = scores.softmax(-1)
+        else:  # coupled when sampling: the very noise row that the target will use at this position
+            token = rule.choose(scores, depth)
+        if not rule.history_free:
+            rule.sequences.try_out(depth, token)
+        return token, law

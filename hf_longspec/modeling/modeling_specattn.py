@@ -1,0 +1,69 @@
+"""SpecAttnDraftModel: training-free self-speculation with verification-guided sparse attention."""
+
+from typing import Any, ClassVar
+
+from ..attention_backends.scores import GRANULARITIES
+from ..generation.drafters.base import Binding, Drafter
+from ..generation.drafters.specattn import SELECTIONS, SpecAttnDrafter, SpecAttnSettings
+from ..generation.target import TargetView
+from .base import DraftModel
+from .configuration_specattn import SpecAttnConfig
+
+CHOICES = {
+    "selection": SELECTIONS,
+    "score": ("logits", "weights"),
+    "granularity": GRANULARITIES,
+    "acceptance": ("rejection", "coupled"),
+}
+
+
+class SpecAttnDraftModel(DraftModel):
+    """The target model as its own draft, reading a small part of its cache (SpecAttn, later renamed Vegas).
+
+    Has no weights: a published one is a config and the settings that were tuned for a target.
+
+    ```python
+    draft = SpecAttnDraftModel.from_target(target, num_assistant_tokens=6, sparse_ratio=0.07)
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Source: https://huggingface.co/papers/2602.07223.
+    """
+
+    config_class = SpecAttnConfig
+    weightless: ClassVar[bool] = True
+    settings: ClassVar[dict[str, Any]] = {
+        "num_assistant_tokens": 4,
+        "sparse_ratio": 0.07,
+        "sparse_min_tokens": 256,
+        "selection": "two_rows",
+        "score": "logits",
+        "granularity": "layer",
+        "acceptance": "rejection",
+    }
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """A drafter with the present settings."""
+        return SpecAttnDrafter(binding, SpecAttnSettings(**{name: self.setting(name) for name in self.settings}))
+
+    def max_nodes(self, target: TargetView) -> int:
+        """Root and gamma drafted tokens."""
+        return int(self.setting("num_assistant_tokens")) + 1
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse unknown choices, numbers out of range, and per-head selection where heads share their cache."""
+        for name, choices in CHOICES.items():
+            if (value := self.setting(name)) not in choices:
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
+        for name in ("num_assistant_tokens", "sparse_min_tokens"):
+            if not isinstance(value := self.setting(name), int) or value < 1:
+                raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
+        if not 0 < (ratio := self.setting("sparse_ratio")) <= 1:
+            raise ValueError(f"sparse_ratio={ratio!r}: expected a number in (0, 1].")
+        if self.setting("selection") == "quest" and self.setting("score") == "weights":
+            raise ValueError("selection='quest' bounds logits and has no weights: leave score at 'logits'.")
+        if target.has_latent_cache and self.setting("granularity") == "kv_head":
+            raise ValueError(
+                "granularity='kv_head': this target caches one latent for all heads (MLA), which cannot be selected "
+                "per head. Use granularity='layer'."
+            )

@@ -1,0 +1,178 @@
+"""Draft trees against definitions that share no code: double loops over parents, sets of paths."""
+
+import doctest
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longspec import testing_law
+from hf_longspec.generation import draft_tree, trie
+from hf_longspec.generation.draft_tree import DraftTree, merge_paths, merge_trees, tree_mask
+from hf_longspec.testing_law import random_tree
+
+trees = st.builds(
+    random_tree,
+    seed=st.integers(0, 2**32),
+    batch_size=st.integers(1, 3),
+    num_nodes=st.sampled_from([1, 2, 3, 5, 9, 17, 33]),
+    vocab_size=st.integers(1, 9),
+)
+candidates = st.lists(st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=6), min_size=1, max_size=3)
+
+
+def ancestors(tree: DraftTree, row: int, node: int) -> set[int]:
+    """The node and what lies between it and the root, by following parents."""
+    found = {node}
+    while tree.valid[row, node] and node > 0:
+        node = int(tree.parents[row, node])
+        found.add(node)
+    return found
+
+
+def spelled_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
+    """For every valid node except the root, the tokens that lead to it."""
+    spelled = []
+    for node in range(1, tree.num_nodes):
+        if tree.valid[row, node]:
+            path = sorted(ancestors(tree, row, node) - {0})
+            spelled.append(tuple(int(tree.tokens[row, step]) for step in path))
+    return spelled
+
+
+def prefixes(paths, max_depth: int) -> set[tuple[int, ...]]:
+    return {tuple(path[:length]) for path in paths for length in range(1, min(len(path), max_depth) + 1)}
+
+
+@pytest.mark.parametrize("module", [draft_tree, trie, testing_law], ids=lambda module: module.__name__)
+def test_examples_in_docstrings_run(module):
+    outcome = doctest.testmod(module)
+    assert outcome.attempted > 0 and outcome.failed == 0
+
+
+@given(tree=trees)
+def test_mask_and_depths_match_a_double_loop(tree):
+    for row in range(tree.tokens.shape[0]):
+        for query in range(tree.num_nodes):
+            seen = ancestors(tree, row, query)
+            assert tree.mask[row, query].nonzero().flatten().tolist() == sorted(seen)
+            assert tree.depths[row, query] == len(seen) - 1
+    tree.validate()
+
+
+@given(tree=trees)
+def test_mask_needs_no_more_than_the_true_depth(tree):
+    depth = int(tree.depths.max())
+    assert torch.equal(tree_mask(tree.parents, tree.valid, max_depth=depth), tree.mask)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 64])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_chain_matches_a_tree_with_the_same_parents(num_nodes, ragged):
+    tokens = torch.randint(9, (3, num_nodes))
+    valid = torch.arange(num_nodes) < torch.tensor([[1], [num_nodes], [max(1, num_nodes // 2)]]) if ragged else None
+    chain = DraftTree.chain(tokens, valid=valid)
+    chain.validate()
+    parents = torch.arange(-1, num_nodes - 1).repeat(3, 1)
+    tree = DraftTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid)
+    assert chain.is_chain and chain.max_depth == num_nodes - 1
+    assert torch.equal(chain.mask, tree.mask) and torch.equal(chain.depths, tree.depths)
+    assert torch.equal(chain.parents, tree.parents) and torch.equal(chain.valid, tree.valid)
+
+
+def test_chain_structure_survives_inference_mode():
+    draft_tree._chain_structure.cache_clear()
+    with torch.inference_mode():
+        DraftTree.chain(torch.zeros(1, 3, dtype=torch.long))
+    assert not DraftTree.chain(torch.zeros(1, 3, dtype=torch.long)).mask.is_inference()
+
+
+def test_root_only_proposes_nothing():
+    tree = DraftTree.root_only(torch.tensor([4, 7]))
+    tree.validate()
+    assert tree.tokens.tolist() == [[4], [7]] and tree.max_depth == 0 and tree.best_chain(1).tolist() == []
+
+
+@given(tree=trees)
+def test_best_chain_is_the_longest_path_listed_first(tree):
+    for row in range(tree.tokens.shape[0]):
+        spelled = spelled_paths(tree, row)
+        assert tuple(tree.best_chain(row).tolist()) == max(spelled, key=len, default=())
+
+
+@given(rows=candidates, num_nodes=st.integers(1, 20), max_depth=st.none() | st.integers(0, 4))
+def test_merge_paths_is_the_set_of_prefixes(rows, num_nodes, max_depth):
+    root = torch.arange(50, 50 + len(rows))
+    tree = merge_paths(rows, root, num_nodes, max_depth)
+    tree.validate()
+    assert tree.tokens.shape == (len(rows), num_nodes) and tree.tokens[:, 0].tolist() == root.tolist()
+    for row, paths in enumerate(rows):
+        spelled, wanted = spelled_paths(tree, row), prefixes(paths, tree.max_depth)
+        assert len(spelled) == len(set(spelled)) == min(len(wanted), num_nodes - 1)
+        # earlier paths are served first: what is kept is a beginning of the order of first appearance
+        order = dict.fromkeys(p for path in paths for p in sorted(prefixes([path], tree.max_depth), key=len))
+        assert spelled == list(order)[: num_nodes - 1]
+
+
+@given(first=candidates, second=candidates, num_nodes=st.integers(1, 20))
+def test_merge_trees_is_one_trie_of_all_paths(first, second, num_nodes):
+    rows = min(len(first), len(second))
+    root = torch.arange(50, 50 + rows)
+    parts = [merge_paths(paths[:rows], root, size) for paths, size in ((first, 9), (second, 13))]
+    both = [spelled_paths(parts[0], row) + spelled_paths(parts[1], row) for row in range(rows)]
+    merged, expected = merge_trees(parts, num_nodes), merge_paths(both, root, num_nodes)
+    merged.validate()
+    for row in range(rows):
+        assert spelled_paths(merged, row) == spelled_paths(expected, row)
+
+
+@given(tree=trees, num_nodes=st.integers(1, 40))
+def test_merge_trees_removes_duplicates_within_a_tree(tree, num_nodes):
+    merged = merge_trees([tree], num_nodes)
+    merged.validate()
+    for row in range(tree.tokens.shape[0]):
+        once = list(dict.fromkeys(spelled_paths(tree, row)))
+        assert spelled_paths(merged, row) == once[: num_nodes - 1]
+
+
+GOOD = merge_paths([[[1, 2], [3]]], root=torch.tensor([0]), num_nodes=5)
+LAW = torch.full((1, 5, 4), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": torch.zeros(5).long()}, r"tokens has shape \(5,\)"),
+        ({"parents": GOOD.parents[:, :3]}, r"parents has shape \(1, 3\), expected \(1, 5\)"),
+        ({"valid": GOOD.valid.long()}, "torch.int64, expected torch.bool"),
+        ({"valid": torch.zeros(1, 5).bool()}, r"valid\[0, 0\] is False"),
+        ({"valid": torch.tensor([[True, False, True, True, False]])}, r"parents\[0, 2\] is 1, expected a valid node"),
+        ({"parents": torch.tensor([[0, 0, 1, 0, 0]])}, r"parents\[0, 0\] is 0, expected -1"),
+        ({"parents": torch.tensor([[-1, 0, 3, 0, 0]])}, r"parents\[0, 2\] is 3, expected an earlier node"),
+        ({"parents": torch.tensor([[-1, 0, 1, -1, 0]])}, r"parents\[0, 3\] is -1, expected an earlier node"),
+        ({"max_depth": 1}, r"depths\[0, 2\] is 2, expected at most 1"),
+        ({"is_chain": True}, r"parents\[0, 3\] is 0, expected the previous node"),
+        ({"q": LAW[:, :3]}, r"q has shape \(1, 3, 4\)"),
+        ({"q": 2 * LAW}, r"the sum of q\[0, 1\] is 2.0, expected 1"),
+        ({"q": torch.tensor([1.5, -0.5]).expand(1, 5, 2)}, r"the sum of q\[0, 1\] is 1.0, expected 1, of terms >= 0"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_validate_names_the_broken_rule(changes, message):
+    GOOD.validate()
+    replace(GOOD, q=LAW).validate()
+    with pytest.raises(ValueError, match=message):
+        replace(GOOD, **changes).validate()
+
+
+def test_merging_refuses_what_it_cannot_do():
+    with pytest.raises(ValueError, match="num_nodes is 0, expected at least 1"):
+        merge_paths([[]], root=torch.tensor([0]), num_nodes=0)
+    with pytest.raises(ValueError, match="paths has 2 rows, expected 1"):
+        merge_paths([[], []], root=torch.tensor([0]), num_nodes=2)
+    with pytest.raises(ValueError, match="a tree has q"):
+        merge_trees([replace(GOOD, q=LAW)], num_nodes=3)
+    with pytest.raises(ValueError, match="cannot merge 0 trees"):
+        merge_trees([], num_nodes=3)

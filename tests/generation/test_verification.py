@@ -1,0 +1,231 @@
+"""Acceptance: walks against a walk over dictionaries, text with drafts against text without, edges of each rule.
+
+The law of sampled text is tested in test_verification_law.py.
+"""
+
+import doctest
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+
+from hf_longspec.generation import verification
+from hf_longspec.generation.draft_tree import DraftTree, merge_paths
+from hf_longspec.generation.verification import (
+    accept_greedy,
+    accept_rejection,
+    accept_sampled,
+    draw_noise,
+    race,
+    walk,
+)
+from hf_longspec.testing_law import MarkovTarget, random_tree
+
+V = 6
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def dictionary_walk(tree: DraftTree, choice: torch.Tensor, row: int) -> tuple[list[int], list[int]]:
+    """Path and tokens of one row: children in a dictionary, the first sibling of a token wins."""
+    children: dict[tuple[int, int], int] = {}
+    for node in range(1, tree.num_nodes):
+        if tree.valid[row, node]:
+            children.setdefault((int(tree.parents[row, node]), int(tree.tokens[row, node])), node)
+    path, tokens = [0], []
+    while True:
+        tokens.append(int(choice[row, path[-1]]))
+        if (path[-1], tokens[-1]) not in children:
+            return path, tokens
+        path.append(children[path[-1], tokens[-1]])
+
+
+def assert_is(acceptance, row, path, tokens):
+    """`path` and `tokens` are those of the row, with the padding that `Acceptance` promises."""
+    missing = acceptance.path.shape[1] - len(path)
+    assert acceptance.num_nodes[row] == len(path) == len(tokens)
+    assert acceptance.path[row].tolist() == path + path[-1:] * missing
+    assert acceptance.tokens[row].tolist() == tokens + [0] * missing
+    assert acceptance.next_root[row] == tokens[-1]
+
+
+def test_examples_in_docstrings_run():
+    outcome = doctest.testmod(verification)
+    assert outcome.attempted > 0 and outcome.failed == 0
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    batch_size=st.integers(1, 4),
+    num_nodes=st.sampled_from([1, 2, 3, 7, 17, 33]),
+    vocab_size=st.integers(1, 5),
+)
+def test_walk_matches_a_walk_over_dictionaries(seed, batch_size, num_nodes, vocab_size):
+    tree = random_tree(seed, batch_size, num_nodes, vocab_size)
+    choice = torch.randint(vocab_size, tree.tokens.shape, generator=seeded(seed))
+    acceptance = walk(tree, choice)
+    assert acceptance.path.shape == acceptance.tokens.shape == (batch_size, num_nodes)
+    for row in range(batch_size):
+        assert_is(acceptance, row, *dictionary_walk(tree, choice, row))
+
+
+def test_walk_stops_at_a_depth_bound():
+    """A bound below the true depth accepts less, and emits nothing else."""
+    tree = merge_paths([[[1, 2, 3]]], root=torch.tensor([0]), num_nodes=4)
+    short = DraftTree(tree.tokens, tree.parents, tree.valid, max_depth=2)
+    choice = torch.tensor([[1, 2, 3, 4]])
+    assert walk(tree, choice).tokens.tolist() == [[1, 2, 3, 4]]
+    assert walk(short, choice).tokens.tolist() == [[1, 2, 3]]
+
+
+def markov(history: bool) -> MarkovTarget:
+    processors = [RepetitionPenaltyLogitsProcessor(1.5), TopKLogitsWarper(4)] if history else []
+    return MarkovTarget(V, seeded(5), processors)
+
+
+def decode(target, starts, noise, accept, num_nodes):
+    """Text of every row, one tree per row and iteration; also how many drafted tokens were accepted."""
+    texts, accepted = [[start] for start in starts], 0
+    for iteration in range(noise.shape[1]):
+        trees = random_tree(1000 * num_nodes + iteration, len(starts), num_nodes, V)
+        for row, text in enumerate(texts):
+            tokens, structure = trees.tokens[row : row + 1].clone(), (trees.parents, trees.valid)
+            tokens[:, 0] = text[-1]
+            tree = DraftTree(tokens, *(field[row : row + 1] for field in structure))
+            window = noise[row : row + 1, len(text) - 1 :][:, :num_nodes]
+            if window.shape[1] == num_nodes:
+                acceptance = accept(tree, target.node_scores(torch.tensor([text]), tree), window)
+                accepted += int(acceptance.num_nodes) - 1
+                text += acceptance.tokens[0, : acceptance.num_nodes].tolist()
+    return texts, accepted
+
+
+@pytest.mark.parametrize("history", [False, True])
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("num_nodes", [4, 13])
+def test_text_with_random_trees_is_the_text_without(num_nodes, sample, history):
+    """Token by token, for the same noise, whatever was drafted."""
+    target, starts = markov(history), [0, 3, 4]
+    noise = draw_noise(len(starts), 40, V, generator=seeded(6))
+    accept = accept_sampled if sample else lambda tree, scores, noise: accept_greedy(tree, scores)
+    plain, _ = decode(target, starts, noise, accept, num_nodes=1)
+    speculative, accepted = decode(target, starts, noise, accept, num_nodes)
+    assert accepted > 10
+    for with_trees, without in zip(speculative, plain, strict=True):
+        common = min(len(with_trees), len(without))
+        assert common > 24 and with_trees[:common] == without[:common]
+
+
+def test_wrong_noise_row_changes_the_text():
+    """The identity above does depend on which noise row a node takes."""
+    target, noise = markov(False), draw_noise(3, 40, V, generator=seeded(6))
+    plain, _ = decode(target, [0, 3, 4], noise, accept_sampled, num_nodes=1)
+    shifted, _ = decode(target, [0, 3, 4], noise, lambda t, s, n: accept_sampled(t, s, n.roll(1, dims=1)), num_nodes=4)
+    assert shifted[0][:20] != plain[0][:20]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_race_never_draws_the_impossible(dtype):
+    scores = torch.tensor([-torch.inf, 2.0, -torch.inf, -60.0], dtype=dtype).expand(1000, -1)
+    noise = draw_noise(1000, 4, generator=seeded())
+    noise[:500, 0] = 0.0
+    noise[250:, 1] = 50.0
+    assert set(race(scores, noise).tolist()) <= {1, 3}
+
+
+def test_draw_noise_is_reproducible_and_positive():
+    draws = [draw_noise(2000, 50, generator=seeded(9)) for _ in range(2)]
+    assert torch.equal(*draws) and draws[0].dtype == torch.float32 and (draws[0] > 0).all()
+    assert abs(draws[0].mean() - 1) < 0.02 and draws[0].min() < 1e-4
+
+
+def chain_with_laws(batch_size=4, num_nodes=4, seed=0):
+    q = torch.randn(batch_size, num_nodes, V, generator=seeded(seed)).softmax(-1)
+    tokens = race(q.log(), draw_noise(batch_size, num_nodes, V, generator=seeded(seed + 1)))
+    return DraftTree.chain(tokens, q=q)
+
+
+def test_equal_laws_accept_everything_and_stay_finite():
+    tree = chain_with_laws(batch_size=500)
+    scores = torch.cat([tree.q[:, 1:].log(), torch.zeros(500, 1, V)], dim=1)  # p after node i - 1 is q of node i
+    uniforms = torch.rand(500, 3, generator=seeded(3)) * (1 - 1e-5)  # rounding in softmax
+    acceptance = accept_rejection(tree, scores, uniforms, draw_noise(500, V, generator=seeded(4)))
+    assert (acceptance.num_nodes == 4).all() and torch.equal(acceptance.tokens[:, :3], tree.tokens[:, 1:])
+
+
+def test_equal_laws_that_refuse_by_rounding_fall_back_to_p():
+    """A uniform draw beyond 1 stands for rounding against the draft; (p - q)+ is zero everywhere then."""
+    q = torch.tensor([0.0, 0.25, 0.75, 0.0, 0.0, 0.0]).expand(8, 2, V)
+    tree = DraftTree.chain(torch.tensor([[0, 1]]).repeat(8, 1), q=q)
+    noise = draw_noise(8, V, generator=seeded())
+    acceptance = accept_rejection(tree, q.log(), torch.full((8, 1), 1.5), noise)
+    assert (acceptance.num_nodes == 1).all() and torch.equal(acceptance.tokens[:, 0], race(q[:, 0].log(), noise))
+
+
+def test_zero_probabilities_at_the_drafted_token():
+    """p = 0 refuses even u = 0; q = 0, which a rounded law may say of a token that was drawn, accepts what p allows."""
+    p = torch.tensor([[0.5, 0.5, 0.0, 0.0, 0.0, 0.0]])
+    q = torch.tensor([[0.0, 0.0, 0.5, 0.5, 0.0, 0.0]])
+    tree = DraftTree.chain(torch.tensor([[0, 2], [0, 0]]), q=torch.stack([q, q], dim=1).expand(2, -1, -1))
+    scores = p.log().expand(2, 2, V)
+    acceptance = accept_rejection(tree, scores, torch.zeros(2, 1), torch.ones(2, V))
+    assert acceptance.num_nodes.tolist() == [1, 2] and acceptance.tokens.tolist() == [[0, 0], [0, 0]]
+
+
+def test_rejection_takes_ragged_chains_and_one_noise_row_per_node():
+    """Where padding begins, nothing was refused: the bonus token comes from p, with the noise of its node."""
+    tree = chain_with_laws(batch_size=3)
+    tree = DraftTree.chain(tree.tokens, valid=torch.arange(4) < torch.tensor([[1], [2], [4]]), q=tree.q)
+    scores = torch.randn(3, 4, V, generator=seeded(7))
+    noise = draw_noise(3, 4, V, generator=seeded(8))
+    acceptance = accept_rejection(tree, scores, torch.zeros(3, 3), noise)
+    assert acceptance.num_nodes.tolist() == [1, 2, 4]
+    for row, last in enumerate([0, 1, 3]):
+        drafted = tree.tokens[row, 1 : last + 1].tolist()
+        assert_is(acceptance, row, list(range(last + 1)), [*drafted, int(race(scores[row, last], noise[row, last]))])
+
+
+def test_rejection_of_a_lone_root_is_plain_sampling():
+    scores, noise = torch.randn(5, 1, V, generator=seeded(1)), draw_noise(5, V, generator=seeded(2))
+    acceptance = accept_rejection(DraftTree.root_only(torch.arange(5)), scores, torch.zeros(5, 0), noise)
+    assert torch.equal(acceptance.next_root, race(scores[:, 0], noise))
+
+
+def test_refusals_name_the_rule():
+    tree = random_tree(0, 1, 4, V)
+    with pytest.raises(ValueError, match="noise has 2 rows, expected 4"):
+        accept_sampled(tree, torch.zeros(1, 4, V), torch.ones(1, 2, V))
+    for unfit in (tree, DraftTree.chain(tree.tokens)):
+        with pytest.raises(ValueError, match="expected a chain with q"):
+            accept_rejection(unfit, torch.zeros(1, 4, V), torch.zeros(1, 3), torch.ones(1, V))
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes the host wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        names = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select")
+        self.count += func.overloadpacket.__name__ in names
+        return func(*args, **(kwargs or {}))
+
+
+def test_acceptance_never_reads_a_tensor():
+    tree, chain = random_tree(3, 2, 9, V), chain_with_laws()
+    with HostReads() as reads:
+        assert tree.mask.shape == (2, 9, 9) and tree.depths.shape == (2, 9)
+        assert accept_greedy(tree, torch.zeros(2, 9, V)).next_root.shape == (2,)
+        accept_sampled(tree, torch.zeros(2, 9, V), draw_noise(2, 9, V))
+        accept_rejection(chain, torch.zeros(4, 4, V), torch.rand(4, 3), draw_noise(4, V))
+    assert reads.count == 0
+    with reads:
+        torch.ones(1).item()
+    assert reads.count == 1

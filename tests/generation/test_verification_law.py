@@ -1,0 +1,226 @@
+"""Law tests: sampled text follows the target's law for every rule of acceptance, and not when a rule is broken.
+
+`pytest -m soak`, or HF_LONGSPEC_SOAK=1 in the environment, runs them over 200,000 rows instead of 20,000.
+"""
+
+import pytest
+import torch
+from transformers import (
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hf_longspec.generation import verification
+from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.verification import (
+    Acceptance,
+    accept_rejection,
+    accept_sampled,
+    draw_noise,
+    race,
+    walk_lazily,
+)
+from hf_longspec.testing_law import LONG_ROWS, MAX_SIGMA, SHORT_ROWS, MarkovTarget, law_rows, max_z_score
+
+V = 7
+PREFIX = torch.tensor([2, 5, 5, 0, 3])  # repeats a token and misses others, so that a repetition penalty shows
+BRANCHING = torch.tensor([-1, 0, 0, 1, 1, 2, 4])
+BRANCHING_PATHS = [[0], [1], [2], [1, 3], [1, 4], [2, 5], [1, 4, 6]]
+LEFTMOST = [0, 1, 4, 6]
+DEPTH = 3  # of BRANCHING, and of chains
+# A wrong rule must fail by a margin, not by luck.
+CLEARLY_WRONG = 2 * MAX_SIGMA
+PROCESSORS = {
+    "plain": [],
+    "temperature": [TemperatureLogitsWarper(0.6)],
+    "top_k": [TopKLogitsWarper(4)],
+    "top_p": [TopPLogitsWarper(0.8)],
+    "repetition": [RepetitionPenaltyLogitsProcessor(1.8)],
+    "all": [RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(1.4), TopKLogitsWarper(5)],
+}
+ROWS = [law_rows(), pytest.param(LONG_ROWS, marks=pytest.mark.soak)] if law_rows() < LONG_ROWS else [LONG_ROWS]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Speculation:
+    """Emits the first two tokens after PREFIX in many rows at once, in one or two iterations of one scheme."""
+
+    def __init__(self, processors="plain", rows=SHORT_ROWS, depth=DEPTH):
+        self.target = MarkovTarget(V, seeded(1), PROCESSORS[processors])
+        self.draft = MarkovTarget(V, seeded(2), PROCESSORS[processors])
+        self.draft.table = (self.target.table + self.draft.table) / 2
+        self.depth = depth
+        self.noise = draw_noise(rows, depth + 2, V, generator=seeded(3))
+        self.generator = seeded(4)
+        self.lengths: list[float] = []  # mean n of each iteration
+
+    def fresh(self, *shape):
+        return draw_noise(*shape, generator=self.generator)
+
+    def draft_chain(self, ids, noise):
+        """A chain drawn from the draft's law along itself, and the law of every token."""
+        laws, length = [torch.zeros(len(ids), V)], ids.shape[1]
+        for depth in range(self.depth):
+            scores = self.draft.scores(ids)
+            laws.append(scores.softmax(-1))
+            ids = torch.cat([ids, race(scores, noise[:, depth])[:, None]], dim=1)
+        return DraftTree.chain(ids[:, length - 1 :], q=torch.stack(laws, dim=1))
+
+    def tree(self, ids, noise):
+        """The draft's likeliest tokens, random branches with duplicates, padding; one target draw per node."""
+        shape = (len(ids), len(BRANCHING))
+        tokens = torch.randint(V, shape, generator=self.generator)
+        tokens[:, LEFTMOST] = self.draft_chain(ids, torch.ones(len(ids), self.depth, V)).tokens
+        kept = torch.rand(shape, generator=self.generator) < 0.9
+        valid = torch.stack([kept[:, path].all(1) | (node == 0) for node, path in enumerate(BRANCHING_PATHS)], dim=1)
+        tree = DraftTree(tokens, BRANCHING.expand(shape), valid, max_depth=self.depth)
+        return tree, accept_sampled(tree, self.target.node_scores(ids, tree), noise)
+
+    def rejection(self, ids, noise):
+        """Drafts drawn from q with their own noise, accepted with min(1, p / q)."""
+        tree = self.draft_chain(ids, self.fresh(len(ids), self.depth, V))
+        uniforms = torch.rand(len(ids), self.depth, generator=self.generator)
+        scores = self.target.node_scores(ids, tree)
+        return tree, accept_rejection(tree, scores, uniforms, self.fresh(len(ids), V))
+
+    def coupled(self, ids, noise):
+        """Draft and target take the winners of races over the same noise."""
+        tree = self.draft_chain(ids, noise)
+        return tree, accept_sampled(tree, self.target.node_scores(ids, tree), noise)
+
+    def step(self, scheme, ids, place):
+        tree, acceptance = scheme(ids, self.noise[:, place : place + self.depth + 1])
+        self.lengths.append(acceptance.num_nodes.double().mean().item())
+        return acceptance
+
+    def sample(self, scheme):
+        """`(rows, 2)`; where the first iteration emits one token only, the second comes from the next iteration."""
+        ids = PREFIX.expand(len(self.noise), -1)
+        first = self.step(scheme, ids, place=0)
+        second = self.step(scheme, torch.cat([ids, first.tokens[:, :1]], dim=1), place=1)
+        later = torch.where(first.num_nodes > 1, first.tokens[:, 1], second.tokens[:, 0])
+        return torch.stack([first.tokens[:, 0], later], dim=1)
+
+    def z_score(self, scheme):
+        return max_z_score(self.sample(scheme), self.target.pair_law(PREFIX))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("processors", PROCESSORS)
+@pytest.mark.parametrize(("scheme", "depth"), [("tree", 3), ("rejection", 3), ("rejection", 1), ("coupled", 3)])
+def test_sampled_text_follows_the_law_of_the_target(scheme, depth, processors, rows):
+    """The joint law of the first two tokens, while drafts come from another law.
+
+    In chains of depth 1, the second token is often the bonus token after a chain accepted whole.
+    """
+    run = Speculation(processors, rows, depth)
+    assert run.z_score(getattr(run, scheme)) < MAX_SIGMA
+    assert 1.1 < min(run.lengths) and max(run.lengths) < depth + 0.9  # drafted tokens are both accepted and refused
+
+
+def resample_from_p(run, monkeypatch):
+    monkeypatch.setattr(verification, "_bonus_law", lambda p, q, valid, n: verification._row(p, n - 1))
+    return run.rejection
+
+
+def resample_from_p_minus_q_after_a_whole_chain(run, monkeypatch):
+    def always_residual(p, q, valid, n):
+        return (verification._row(p, n - 1) - verification._row(q, n.clamp_max(1))).clamp_min(0) + 1e-9
+
+    run.depth = 1
+    monkeypatch.setattr(verification, "_bonus_law", always_residual)
+    return run.rejection
+
+
+def draft_greedily_and_declare_softmax(run, monkeypatch):
+    draft_chain = run.draft_chain
+    monkeypatch.setattr(run, "draft_chain", lambda ids, noise: draft_chain(ids, torch.ones_like(noise)))
+    return run.rejection
+
+
+def declare_the_law_before_processing(run, monkeypatch):
+    draft_chain, table = run.draft_chain, run.draft.table
+
+    def misdeclare(ids, noise):
+        tree = draft_chain(ids, noise)
+        q = torch.cat([tree.q[:, :1], table[tree.tokens[:, :-1]].softmax(-1)], dim=1)
+        return DraftTree.chain(tree.tokens, q=q)
+
+    monkeypatch.setattr(run, "draft_chain", misdeclare)
+    return run.rejection
+
+
+def draw_again_for_every_sibling(run, monkeypatch):
+    def accept(tree, scores, noise):
+        def choose(depth, node):
+            here = verification._row(scores, node)
+            token, found = race(here, run.fresh(len(here), V)), torch.zeros(len(here), dtype=torch.bool)
+            for child in range(1, tree.num_nodes):
+                drawn = race(here, run.fresh(len(here), V)) == tree.tokens[:, child]
+                hit = drawn & (tree.parents[:, child] == node) & tree.valid[:, child] & ~found
+                token, found = torch.where(hit, tree.tokens[:, child], token), found | hit
+            return token
+
+        return walk_lazily(tree, choose)
+
+    monkeypatch.setitem(globals(), "accept_sampled", accept)
+    return run.tree
+
+
+def draw_again_after_a_mismatch(run, monkeypatch):
+    def accept(tree, scores, noise):
+        right = accept_sampled_(tree, scores, noise)
+        last = right.num_nodes - 1
+        again = race(verification._row(scores, right.path[:, -1]), run.fresh(len(scores), V))
+        tokens = right.tokens.scatter(1, last[:, None], again[:, None])
+        return Acceptance(right.path, right.num_nodes, tokens)
+
+    accept_sampled_ = accept_sampled
+    monkeypatch.setitem(globals(), "accept_sampled", accept)
+    return run.coupled
+
+
+def use_one_noise_row_at_every_depth(run, monkeypatch):
+    return lambda ids, noise: run.coupled(ids, noise[:, :1].expand_as(noise))
+
+
+WRONG_RULES = [
+    resample_from_p,
+    resample_from_p_minus_q_after_a_whole_chain,
+    draft_greedily_and_declare_softmax,
+    declare_the_law_before_processing,
+    draw_again_for_every_sibling,
+    draw_again_after_a_mismatch,
+    use_one_noise_row_at_every_depth,
+]
+
+
+@pytest.mark.parametrize("break_rule", WRONG_RULES, ids=lambda rule: rule.__name__)
+def test_the_law_test_notices(break_rule, monkeypatch):
+    run = Speculation("temperature")
+    assert run.z_score(break_rule(run, monkeypatch)) > CLEARLY_WRONG
+
+
+@pytest.mark.parametrize("processors", PROCESSORS)
+def test_rejection_accepts_as_often_as_the_theory_says(processors):
+    """The first drafted token with probability sum(min(p, q)), which no rule for drawn tokens exceeds."""
+    run = Speculation(processors)
+    ids = PREFIX.expand(len(run.noise), -1)
+    accepted = run.rejection(ids, run.noise)[1].num_nodes > 1
+    p, q = (model.scores(PREFIX[None])[0].double().softmax(-1) for model in (run.target, run.draft))
+    overlap = torch.minimum(p, q).sum()
+    assert max_z_score(accepted.long(), torch.stack([1 - overlap, overlap])) < MAX_SIGMA
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_race_has_the_law_of_multinomial(rows):
+    law = torch.tensor([0.55, 0.2, 0.0, 0.12, 0.1, 0.03])
+    drawn = race(law.log() + 3.0, draw_noise(rows, 6, generator=seeded()))
+    assert max_z_score(drawn, law) < MAX_SIGMA
+    assert max_z_score(torch.multinomial(law.expand(rows, -1), 1, generator=seeded())[:, 0], law) < MAX_SIGMA
+    assert max_z_score(drawn, torch.tensor([0.5, 0.25, 0.0, 0.12, 0.1, 0.03])) > CLEARLY_WRONG
