@@ -75,7 +75,9 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", action="append", required=True, help="folder of text files, or 'stdlib'; repeatable")
+    parser.add_argument(
+        "--corpus", action="append", required=True, help="folder of text files, or 'stdlib'; repeatable"
+    )
     parser.add_argument("--weights", help="sampling weight of each corpus, comma-separated (default: its size)")
     parser.add_argument("--minutes", default="45,30,10", help="wall-clock minutes per stage of 512, 8K, 16K windows")
     parser.add_argument("--output", type=Path, required=True)
@@ -190,10 +192,17 @@ def train(model: LlamaForCausalLM, corpora: list[Corpus], args: argparse.Namespa
         if now - last_logged > 30:
             mean = sum(losses) / len(losses)
             history.append({**state, "length": length, "loss": mean})
-            print(f"{state['elapsed'] / 60:6.1f} min  {length:6d}  {state['tokens'] / 1e6:7.2f}M  {mean:.4f}", flush=True)
+            print(
+                f"{state['elapsed'] / 60:6.1f} min  {length:6d}  {state['tokens'] / 1e6:7.2f}M  {mean:.4f}", flush=True
+            )
             losses, last_logged = [], now
         if now - last_saved > 120 or state["elapsed"] >= ends[-1]:
-            saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state, "history": history}
+            saved = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "state": state,
+                "history": history,
+            }
             torch.save(saved, checkpoint.with_suffix(".tmp"))
             checkpoint.with_suffix(".tmp").replace(checkpoint)
             last_saved = now

@@ -42,8 +42,9 @@ def differentiable_attention(
     nodes, length = query.shape[2], key.shape[2]
     plain = mask is None and softcap is None and sinks is None
     if plain and (not causal or (nodes == length and (sliding_window is None or sliding_window >= length))):
-        options = {"dropout_p": dropout, "is_causal": causal, "scale": scaling, "enable_gqa": True}
-        return scaled_dot_product_attention(query, key, value, **options)
+        return scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=causal, scale=scaling, enable_gqa=True
+        )
     if mask is None and causal:
         distance = torch.arange(length - nodes, length, device=query.device)[:, None]
         distance = distance - torch.arange(length, device=query.device)

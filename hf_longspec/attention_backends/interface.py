@@ -8,6 +8,7 @@ transformers' own implementations: eager has no causality of its own, sdpa has n
 
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -24,8 +25,11 @@ AUTOMATIC = "hf_longspec"
 # A window is None or positive, so 0 can say that the model did not pass any: see window_of_layer.
 NOT_PASSED = 0
 
+# What window_of_layer said. Asking a config for an attribute that it lacks takes longer than all else in this file.
+_windows: WeakKeyDictionary[torch.nn.Module, int | None] = WeakKeyDictionary()
+
 REFUSED = {
-    "indices": "the model chooses the keys of each query (sparse attention of the DSA kind); computing all would differ",
+    "indices": "the model selects keys for each query (DSA); attending to all of them would change its output",
     "position_bias": "the model adds a learned bias to the scores",
     "cache": "continuous batching keeps keys in pages",
 }
@@ -73,11 +77,13 @@ def attention_forward(
     if scaling is None:
         scaling = query.shape[3] ** -0.5
     if sliding_window == NOT_PASSED:
-        sliding_window = window_of_layer(module)
+        sliding_window = _windows.get(module, NOT_PASSED)
+        if sliding_window == NOT_PASSED:
+            sliding_window = _windows[module] = window_of_layer(module)
     sizes = (query.shape[3], value.shape[3])
     call = AttentionCall(query.device.type, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = select(call, backend_name)
-    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
     if tree is not None:
         out = tree.attend(backend, module.layer_idx, query, key, value, **options)
         return out.transpose(1, 2).contiguous(), None
@@ -110,8 +116,8 @@ def _attend(
     if mask is not None:  # the window is in it already: transformers' eager looks at nothing else either
         state = backend.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
     elif causal:
-        window = sliding_window
-        state = backend.causal_attention(query, key, value, scaling=scaling, sliding_window=window, softcap=softcap)
+        window = {"sliding_window": sliding_window}
+        state = backend.causal_attention(query, key, value, scaling=scaling, softcap=softcap, **window)
     else:
         host_lengths = (key.shape[2],) * key.shape[0]
         lengths = torch.tensor(host_lengths, device=key.device)

@@ -50,7 +50,7 @@ class ScoreCapture:
         scaling: float,
         softcap: float | None = None,
     ) -> None:
-        """Score one layer; `query` is `(B, H, N, D)`, `key` `(B, K, S, D)`, `lse` `(B, H, N)` of the whole attention."""
+        """Score one layer; `query` is `(B, H, N, D)`, `key` `(B, K, S, D)`, `lse` `(B, H, N)` of all attention."""
         if layer_idx in self.skipped_layers:
             return
         prefix = key[:, :, : max(host_lengths)]

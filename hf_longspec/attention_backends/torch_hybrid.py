@@ -57,7 +57,7 @@ def hybrid_attention(
     if start > 0 and not dense:
         return None
     kv_heads = key.shape[1]
-    name = ("torch_hybrid", start, dense, query.dtype, query.shape[1] // kv_heads)
+    name = ("torch_hybrid", start, dense, sliding_window, query.dtype, query.shape[1] // kv_heads)
     packed_mask = memo.get(name)
     if packed_mask is None:
         additive = additive_mask(mask, query.dtype)

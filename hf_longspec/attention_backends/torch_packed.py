@@ -84,8 +84,8 @@ def pack_mask(mask: torch.Tensor, query: torch.Tensor, kv_heads: int) -> torch.T
 def one_head(cached: torch.Tensor) -> torch.Tensor:
     """Keys or values `(B, K, M, D)` as `(B * K, 1, M, D)`.
 
-    A head of its own is a batch row of its own to the op. It writes `(batch, rows, heads, D)`: with one head, the result
-    of packed queries is `(B, H, N, D)` in memory, and nothing has to be copied to unpack it.
+    The op writes `(batch, rows, heads, D)`. With one head per batch row this is `(B, H, N, D)` in memory, and nothing
+    has to be copied to unpack it.
     """
     batch, heads, slots, size = cached.shape
     if batch == 1 or cached.stride(0) == heads * cached.stride(1):  # any slice of a whole buffer

@@ -32,14 +32,12 @@ class SpeculativeLayer(CacheLayerMixin):
         batch_size, heads = key_states.shape[:2]
         if batch_size != self.rows.batch_size:
             raise ValueError(
-                f"the cache was made for batch_size={self.rows.batch_size}, but the model was run on {batch_size} rows. "
+                f"the cache was made for batch_size={self.rows.batch_size}, but the model ran on {batch_size} rows. "
                 f"Make it with SpeculativeCache(config, batch_size={batch_size}, max_length=...)."
             )
         # Zeros: masked slots are multiplied by probability 0, and 0 x NaN would be NaN.
         self.keys = key_states.new_zeros(batch_size, heads, self.capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(
-            batch_size, value_states.shape[1], self.capacity, value_states.shape[-1]
-        )
+        self.values = value_states.new_zeros(batch_size, value_states.shape[1], self.capacity, value_states.shape[-1])
         self.device = key_states.device
         self.is_initialized = True
 
@@ -183,9 +181,7 @@ class SpeculativeCache(Cache):
         self.max_length = max_length
         self.tree_slots = tree_slots
         capacity = max_length + tree_slots
-        super().__init__(
-            layers=[SpeculativeLayer(self.rows, capacity) for _ in range(text_config.num_hidden_layers)]
-        )
+        super().__init__(layers=[SpeculativeLayer(self.rows, capacity) for _ in range(text_config.num_hidden_layers)])
 
     @property
     def batch_size(self) -> int:
@@ -221,8 +217,8 @@ class SpeculativeCache(Cache):
             )
         if stored and (self.rows.equal_length is None or not bool(mask.all())):
             raise ValueError(
-                f"past_key_values holds {self.host_lengths} tokens: a further turn needs batch size 1, or rows of equal "
-                "length without padding. Continue each row in a cache of its own."
+                f"past_key_values holds {self.host_lengths} tokens: a further turn needs batch size 1, or rows of "
+                "equal length without padding. Continue each row in a cache of its own."
             )
         if stored >= input_ids.shape[1]:
             raise ValueError(

@@ -63,6 +63,12 @@ def decode(
 class Session:
     """One call of `generate`: what it was given, and what has been emitted and committed so far."""
 
+    cache: SpeculativeCache
+    drafter: Drafter
+    prompts: list[torch.Tensor]
+    root: torch.Tensor
+    proposed: list[int]
+
     def __init__(
         self,
         target: TargetView,
@@ -100,14 +106,13 @@ class Session:
         mask = torch.ones_like(input_ids) if mask is None else mask
         nodes = self.draft.max_nodes(self.target)
         cache = model_kwargs.get("past_key_values")
-        if getattr(cache, "_is_longspec_cache", False):
-            cache.require(input_ids, mask, self.max_length, nodes)
-        else:
+        if cache is None or not getattr(cache, "_is_longspec_cache", False):
             cache = SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
+        cache.require(input_ids, mask, self.max_length, nodes)
         self.cache = cache
         self.prompts = [row[keep.bool()][cache.get_seq_length() :] for row, keep in zip(input_ids, mask, strict=True)]
         binding = Binding(self.target, cache, self.rule, self.max_length)
-        self.drafter: Drafter = self.draft.make_drafter(binding)
+        self.drafter = self.draft.make_drafter(binding)
 
     def prefill(self) -> None:
         """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks."""

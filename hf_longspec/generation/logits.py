@@ -182,8 +182,8 @@ def refuse_stateful(processors: LogitsProcessorList) -> None:
     for processor in processors:
         if type(processor).__name__ in STATEFUL:
             raise ValueError(
-                f"{type(processor).__name__} keeps state from call to call, so it cannot run on drafted tokens that may "
-                "be rejected. Call generate() without assistant_model, or without the setting that adds it."
+                f"{type(processor).__name__} keeps state from call to call, so it cannot run on drafted tokens that "
+                "may be rejected. Call generate() without assistant_model, or without the setting that adds it."
             )
 
 

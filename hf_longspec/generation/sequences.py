@@ -102,7 +102,7 @@ class Sequences:
             new = self.generated[row][start:]
             self.tokens[row, begin : begin + len(new)] = torch.tensor(new, dtype=torch.long)
         if self._streamer is not None:
-            self._stream()
+            self._stream(self._streamer)
         return counts
 
     def _stops(self, row: int, token: int, scores: torch.Tensor | None, count: int) -> bool:
@@ -115,12 +115,12 @@ class Sequences:
         seen = None if scores is None else tuple(scores[row : row + 1, :count].unbind(1))
         return any(bool(torch.as_tensor(criterion(ids, seen)).any()) for criterion in self._slow)
 
-    def _stream(self) -> None:
+    def _stream(self, streamer: BaseStreamer) -> None:
         """Hand on every position that all rows have reached; a finished row contributes padding."""
         growing = [len(tokens) for tokens, done in zip(self.generated, self.done, strict=True) if not done]
         ready = min(growing, default=max(len(tokens) for tokens in self.generated))
         for position in range(self._streamed, ready):
-            self._streamer.put(
+            streamer.put(
                 torch.tensor(
                     [row[position] if position < len(row) else self.pad_token_id for row in self.generated],
                     dtype=torch.long,

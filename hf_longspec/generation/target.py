@@ -70,7 +70,9 @@ class TargetView:
         if getattr(self.model, "_is_stateful", False):
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         if "prepare_inputs_for_generation" in vars(self.model):
-            reasons.append("a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it")
+            reasons.append(
+                "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
+            )
         if not self.model._can_set_attn_implementation():
             reasons.append("its attention does not go through transformers' AttentionInterface")
         return reasons

@@ -91,7 +91,11 @@ def walk(tree: DraftTree, choice: Tensor) -> Acceptance:
     >>> result.path.tolist(), result.num_nodes.tolist(), result.tokens.tolist()
     ([[0, 2, 2, 2]], [2], [[2, 7, 0, 0]])
     """
-    return walk_lazily(tree, lambda depth, node: choice.gather(1, node[:, None]).squeeze(1))
+    if not tree.is_chain:
+        return walk_lazily(tree, lambda depth, node: choice.gather(1, node[:, None]).squeeze(1))
+    agreed = (choice[:, :-1] == tree.tokens[:, 1:]) & tree.valid[:, 1:]
+    num_nodes = agreed.long().cumprod(1).sum(1) + 1
+    return _along_chain(tree.tokens, num_nodes, choice.gather(1, num_nodes[:, None] - 1).squeeze(1))
 
 
 def accept_greedy(tree: DraftTree, logits: Tensor) -> Acceptance:
@@ -162,6 +166,9 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
     """
     if noise.shape[1] <= tree.max_depth:
         raise ValueError(f"noise has {noise.shape[1]} rows, expected {tree.max_depth + 1}. Draw one for each depth.")
+
+    if tree.is_chain:  # node i has depth i
+        return walk(tree, race(scores, noise[:, : tree.num_nodes]))
 
     def draw(depth: int, node: Tensor) -> Tensor:
         return race(_row(scores, node), noise[:, depth])

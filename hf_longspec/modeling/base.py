@@ -77,9 +77,7 @@ class DraftModel(PreTrainedModel):
         **model_kwargs: Any,
     ) -> Any:
         """The patch-free route; transformers hands no streamer to a `custom_generate` callable."""
-        return decode(
-            model, self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-        )
+        return decode(model, self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """A drafter for one call."""

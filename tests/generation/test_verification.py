@@ -160,10 +160,10 @@ def test_equal_laws_accept_everything_and_stay_finite():
 
 def test_equal_laws_that_refuse_by_rounding_fall_back_to_p():
     """A uniform draw beyond 1 stands for rounding against the draft; (p - q)+ is zero everywhere then."""
-    q = torch.tensor([0.0, 0.25, 0.75, 0.0, 0.0, 0.0]).expand(8, 2, V)
-    tree = DraftTree.chain(torch.tensor([[0, 1]]).repeat(8, 1), q=q)
-    noise = draw_noise(8, V, generator=seeded())
-    acceptance = accept_rejection(tree, q.log(), torch.full((8, 1), 1.5), noise)
+    q = torch.tensor([0.0, 0.5, 0.5, 0.0, 0.0, 0.0]).expand(64, 2, V)  # halves, which softmax returns exactly
+    tree = DraftTree.chain(torch.tensor([[0, 1]]).repeat(64, 1), q=q)
+    noise = draw_noise(64, V, generator=seeded())
+    acceptance = accept_rejection(tree, q.log(), torch.full((64, 1), 1.5), noise)
     assert (acceptance.num_nodes == 1).all() and torch.equal(acceptance.tokens[:, 0], race(q[:, 0].log(), noise))
 
 
@@ -179,15 +179,14 @@ def test_zero_probabilities_at_the_drafted_token():
 
 def test_rejection_takes_ragged_chains_and_one_noise_row_per_node():
     """Where padding begins, nothing was refused: the bonus token comes from p, with the noise of its node."""
-    tree = chain_with_laws(batch_size=3)
-    tree = DraftTree.chain(tree.tokens, valid=torch.arange(4) < torch.tensor([[1], [2], [4]]), q=tree.q)
-    scores = torch.randn(3, 4, V, generator=seeded(7))
-    noise = draw_noise(3, 4, V, generator=seeded(8))
-    acceptance = accept_rejection(tree, scores, torch.zeros(3, 3), noise)
-    assert acceptance.num_nodes.tolist() == [1, 2, 4]
-    for row, last in enumerate([0, 1, 3]):
-        drafted = tree.tokens[row, 1 : last + 1].tolist()
-        assert_is(acceptance, row, list(range(last + 1)), [*drafted, int(race(scores[row, last], noise[row, last]))])
+    tree, lengths = chain_with_laws(batch_size=60), [1, 2, 4] * 20
+    tree = DraftTree.chain(tree.tokens, valid=torch.arange(4) < torch.tensor(lengths)[:, None], q=tree.q)
+    scores = torch.randn(60, 4, V, generator=seeded(7))
+    noise = draw_noise(60, 4, V, generator=seeded(8))
+    acceptance = accept_rejection(tree, scores, torch.zeros(60, 3), noise)
+    for row, length in enumerate(lengths):
+        bonus = int(race(scores[row, length - 1], noise[row, length - 1]))
+        assert_is(acceptance, row, list(range(length)), [*tree.tokens[row, 1:length].tolist(), bonus])
 
 
 def test_rejection_of_a_lone_root_is_plain_sampling():

@@ -80,7 +80,7 @@ class Drafter(CandidateGenerator):
     def observe(self, verification: Verification) -> None:
         """Catch up with what was verified and committed."""
 
-    def get_candidates(self, input_ids: torch.LongTensor) -> tuple[torch.LongTensor, None]:
+    def get_candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
         """The best chain of [`Drafter.propose`] behind `input_ids`: transformers' candidate generator contract.
 
         Runs the drafter's own cache up to the sequence first, so it works inside any assisted decoding of batch 1.

@@ -67,15 +67,16 @@ class SpecAttnDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """A chain of gamma tokens behind `root` `(batch,)`."""
-        tokens, laws = [root], []
+        tokens, laws = [root], [torch.empty(0)]
         for depth in range(self.settings.num_assistant_tokens):
             token, law = self._choose(self._draft_step(tokens[-1], depth), depth)
             tokens.append(token)
-            laws.append(law)
-        q = None
-        if laws[0] is not None:
-            q = torch.stack([torch.zeros_like(laws[0]), *laws], 1)
-        return DraftTree.chain(torch.stack(tokens, 1), q=q)
+            if law is not None:
+                laws.append(law)
+        if len(laws) == 1:
+            return DraftTree.chain(torch.stack(tokens, 1))
+        laws[0] = torch.zeros_like(laws[1])  # the root was not drawn
+        return DraftTree.chain(torch.stack(tokens, 1), q=torch.stack(laws, 1))
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         """Scores of the prefix, unless the selection needs none."""
@@ -90,7 +91,7 @@ class SpecAttnDrafter(Drafter):
         )
 
     def observe(self, verification: Verification) -> None:
-        """Select the entries of the next phase: the best of the prefix that was scored; what was committed since stays."""
+        """Select the next phase's entries: the best of the prefix that was scored. What was committed since stays."""
         prefix = verification.prefix_lengths
         counts = [budget(p, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for p in prefix]
         self.selected.begin(counts, verification.num_nodes)

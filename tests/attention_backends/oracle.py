@@ -1,0 +1,110 @@
+"""What the attention tests compare with, and how wrong a result may be.
+
+`double_loop` shares nothing with the package: Python floats, one query and one key at a time. `plain_attention` is what
+a user would write in torch; its error in the dtype under test is the budget.
+"""
+
+import math
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+# Relative L2 error in float32: a fused op with another order of summation differs by this much from the plain one.
+FLOAT32_ERROR = 2e-6
+FLOAT32_FACTOR = 1.5
+# The plain op rounds its result to the dtype once; a merge of two rounded parts rounds once more.
+HALF_FACTOR = 2.0
+LSE_ERROR = 1e-5
+# In half precision torch's CPU op takes a faster exp: its lse is off by up to 6e-5 from 8 keys on, at any length. As a
+# relative error of the weights of a merge this is a thirtieth of what rounding the result costs.
+HALF_LSE_ERROR = 1e-4
+
+
+def double_loop(query, key, value, visible, *, scaling, softcap=None, bias=None, sinks=None):
+    """Attention of every query to the keys in `visible` `(B, H, N, M)`, in Python floats; returns `(out, lse)`."""
+    batch, heads, nodes, _ = query.shape
+    groups = heads // key.shape[1]
+    out = torch.zeros(batch, heads, nodes, value.shape[3], dtype=torch.float64)
+    lse = torch.full((batch, heads, nodes), -torch.inf, dtype=torch.float64)
+    q, k, v, seen = query.tolist(), key.tolist(), value.tolist(), visible.tolist()
+    for b in range(batch):
+        for h in range(heads):
+            for n in range(nodes):
+                total, mixed = 0.0 if sinks is None else math.exp(sinks[h]), [0.0] * value.shape[3]
+                for j in range(key.shape[2]):
+                    if not seen[b][h][n][j]:
+                        continue
+                    score = scaling * sum(x * y for x, y in zip(q[b][h][n], k[b][h // groups][j], strict=True))
+                    score = score if softcap is None else softcap * math.tanh(score / softcap)
+                    weight = math.exp(score + (0.0 if bias is None else bias[b, 0, n, j].item()))
+                    total += weight
+                    mixed = [m + weight * x for m, x in zip(mixed, v[b][h // groups][j], strict=True)]
+                if total > 0.0:
+                    lse[b, h, n] = math.log(total)
+                    out[b, h, n] = torch.tensor(mixed, dtype=torch.float64) / total
+    return out, lse
+
+
+def plain_attention(query, key, value, visible, *, scaling, softcap=None):
+    """What a user would write: repeated heads, a boolean mask, torch's own op where it can."""
+    groups = query.shape[1] // key.shape[1]
+    hidden = ~visible.any(1).any(1)[:, None, :, None]
+    key, value = (x.masked_fill(hidden, 0.0).repeat_interleave(groups, dim=1) for x in (key, value))
+    if softcap is None and visible.any(-1).all():
+        return scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling)
+    scores = query @ key.transpose(2, 3) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.softmax(scores.float(), dim=-1).nan_to_num(0.0).to(value.dtype) @ value
+
+
+def relative_error(actual, exact):
+    """Relative L2 error; the absolute one where the exact result is 0."""
+    norm = exact.norm().item()
+    return (actual.double() - exact).norm().item() / (norm or 1.0)
+
+
+def assert_within_budget(state, exact, plain):
+    """`(out, lse)` is as close to `exact` as torch's own result `plain` in the same dtype, up to a factor."""
+    (out, lse), (exact_out, exact_lse) = state, exact
+    assert out.shape == exact_out.shape
+    assert lse.shape == exact_lse.shape
+    assert out.dtype == plain.dtype
+    assert lse.dtype == torch.promote_types(out.dtype, torch.float32)
+    budget = HALF_FACTOR * relative_error(plain, exact_out)
+    if out.dtype == torch.float32:
+        budget = max(FLOAT32_ERROR, FLOAT32_FACTOR * relative_error(plain, exact_out))
+    assert relative_error(out, exact_out) <= budget
+    hidden = exact_lse == -torch.inf
+    assert torch.equal(lse == -torch.inf, hidden)
+    assert not out[hidden].any()
+    lse_error = HALF_LSE_ERROR if out.dtype.itemsize == 2 else LSE_ERROR
+    torch.testing.assert_close(lse.double()[~hidden], exact_lse[~hidden], rtol=0.0, atol=lse_error)
+
+
+def layout(tensor, name):
+    """The same numbers `(B, K, S, D)` in another arrangement of memory."""
+    batch, heads, slots, size = tensor.shape
+    if name == "buffer":  # a slice of a preallocated cache, followed by junk
+        whole = tensor.new_full((batch, heads, slots + 13, size), torch.nan)
+        whole[:, :, :slots] = tensor
+        return whole[:, :, :slots]
+    if name == "transposed":  # (B, S, K, D) in memory
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if name == "columns":  # last stride is not 1
+        return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+    return tensor.contiguous()
+
+
+def random_tree(batch, nodes, generator, depth=8):
+    """Ancestor-or-self masks `(B, N, N)` and depths `(B, N)` of random trees."""
+    mask = torch.eye(nodes, dtype=torch.bool).repeat(batch, 1, 1)
+    depths = torch.zeros(batch, nodes, dtype=torch.long)
+    for b in range(batch):
+        for node in range(1, nodes):
+            parent = int(torch.randint(0, node, (), generator=generator))
+            while depths[b, parent] >= depth:
+                parent -= 1
+            mask[b, node] |= mask[b, parent]
+            depths[b, node] = depths[b, parent] + 1
+    return mask, depths

@@ -1,0 +1,84 @@
+"""The traps of torch's fused attention op on CPU, each sprung once."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hf_longspec.attention_backends.reference import tree_attention
+from hf_longspec.attention_backends.torch_fused import can_fuse, fused_attention
+from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention
+
+
+def tensors(heads=4, nodes=5, slots=9, size=8, value_size=8):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, heads, nodes, size), (2, 2, slots, size), (2, 2, slots, value_size))
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def check(query, key, value, visible, **options):
+    exact = tree_attention(query.double(), key.double(), value.double(), visible, scaling=0.5)
+    plain = plain_attention(query, key, value, visible, scaling=0.5)
+    assert_within_budget(fused_attention(query, key, value, scaling=0.5, **options), exact, plain)
+
+
+def everything(query, key):
+    return torch.ones(2, 1, query.shape[2], key.shape[2], dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("nodes", "slots"), [(5, 0), (0, 9)])
+def test_nothing_to_compute(nodes, slots):
+    query, key, value = tensors(nodes=nodes, slots=slots)
+    out, lse = fused_attention(query, key, value, scaling=0.5)
+    assert (out.shape, lse.shape) == ((2, 4, nodes, 8), (2, 4, nodes))
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a signal is what is looked for")
+def test_why_nothing_to_compute_is_guarded():
+    code = (
+        "import torch; q = torch.ones(1, 1, 1, 8); k = q[:, :, :0];"
+        "torch._scaled_dot_product_flash_attention_for_cpu(q, k, k)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode != 0
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_last_stride(which):
+    inputs = list(tensors())
+    inputs[which] = layout(inputs[which], "columns")
+    assert inputs[which].stride(3) != 1
+    check(*inputs, everything(*inputs[:2]))
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(8, 5), (5, 8), (24, 16), (1, 1)])
+def test_value_size(size, value_size):
+    inputs = tensors(size=size, value_size=value_size)
+    check(*inputs, everything(*inputs[:2]))
+
+
+def test_a_query_that_sees_nothing():
+    inputs = tensors()
+    visible = everything(*inputs[:2])
+    visible[0, :, 2] = False
+    mask = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+    check(*inputs, visible, mask=mask)
+
+
+def test_causal_is_for_squares():
+    inputs = tensors(nodes=9)
+    check(*inputs, everything(*inputs[:2]).tril(), is_causal=True)
+
+
+def test_grouped_heads_without_packing():
+    inputs = tensors(heads=6)
+    check(*inputs, everything(*inputs[:2]))
+
+
+def test_what_is_fused_on_cuda():
+    """Seen from the meta device, which answers like CUDA but for its name: nothing is fused that was not asked about."""
+    query, value = (torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    assert not can_fuse(query, value)  # neither CPU nor CUDA
+    assert can_fuse(torch.empty(1, 1, 1, 33), torch.empty(1, 1, 1, 7), masked=True)  # the CPU op takes everything

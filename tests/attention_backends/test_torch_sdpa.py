@@ -1,0 +1,256 @@
+"""The torch backend against the reference in float64, and the proof that its fast paths run."""
+
+from itertools import cycle
+
+import pytest
+import torch
+
+from hf_longspec.attention_backends import reference, torch_causal, torch_fused
+from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
+from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention, random_tree
+
+LENGTHS = ((0,), (1,), (33,), (64, 31), (0, 5, 100), (50, 50), (300,))
+SIZES = (8, 16, 32, 40, 64, 80, 96, 128, 256)
+WINDOWS = (None, 5, None, 1000, 40)
+LAYOUTS = ("buffer", "transposed", "contiguous", "columns")
+# Every node count with every group size; the other axes rotate, with periods that share no factor with five or four.
+CASES = [
+    pytest.param(nodes, groups, size, lengths, window, form, id=f"N{nodes}-G{groups}-D{size}-L{lengths}-w{window}-{form}")
+    for (nodes, groups), size, lengths, window, form in zip(
+        [(nodes, groups) for nodes in (1, 3, 7, 17, 69) for groups in (1, 2, 4, 7)],
+        cycle(SIZES),
+        cycle(LENGTHS),
+        cycle(WINDOWS),
+        cycle(LAYOUTS[:3]),
+        strict=False,
+    )
+]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def tensors(batch, kv_heads, groups, nodes, slots, size, dtype, value_size=None, seed=0):
+    """Queries, keys and values; the queries come transposed, as from a model."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(batch, nodes, kv_heads * groups, size, generator=generator).transpose(1, 2)
+    key = torch.randn(batch, kv_heads, slots, size, generator=generator)
+    value = torch.randn(batch, kv_heads, slots, value_size or size, generator=generator)
+    return tuple(x.to(dtype) for x in (query, key, value))
+
+
+def double(*xs):
+    return tuple(x.double() for x in xs)
+
+
+def poison(cached, lengths):
+    """NaN in the slots that are not used."""
+    cached = cached.clone()
+    for b, length in enumerate(lengths):
+        cached[b, :, length:] = torch.nan
+    return cached
+
+
+def prefix_case(nodes, groups, size, lengths, window, dtype, softcap=None, value_size=None):
+    query, key, value = tensors(len(lengths), 2, groups, nodes, max(lengths) + nodes, size, dtype, value_size)
+    key, value = poison(key, lengths), poison(value, lengths)
+    lengths = torch.tensor(lengths)
+    positions = lengths[:, None] + torch.randint(0, nodes, (len(lengths), nodes))
+    options = {"scaling": size**-0.5, "positions": positions, "sliding_window": window, "softcap": softcap}
+    exact = reference.prefix_attention(*double(query, key, value), lengths, **options)
+    visible = torch.arange(key.shape[2]) < lengths[:, None, None]
+    if window is not None:
+        visible = visible & (positions[..., None] - torch.arange(key.shape[2]) < window)
+    visible = visible.expand(-1, nodes, -1)[:, None]
+    plain = plain_attention(query, key, value, visible, scaling=size**-0.5, softcap=softcap)
+    return query, key, value, lengths, options, exact, plain
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("nodes", "groups", "size", "lengths", "window", "form"), CASES)
+def test_prefix(nodes, groups, size, lengths, window, form, dtype):
+    query, key, value, lengths, options, exact, plain = prefix_case(nodes, groups, size, lengths, window, dtype)
+    key, value = layout(key, form), layout(value, form)
+    host_lengths = tuple(lengths.tolist()) if nodes % 2 else None
+    state = TORCH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=host_lengths, **options)
+    assert_within_budget(state, exact, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("window", "softcap", "value_size"), [(None, 3.0, None), (37, 3.0, None), (None, None, 24), (37, None, 56), (9, 2.0, 24)]
+)
+def test_prefix_with_softcap_and_other_value_sizes(window, softcap, value_size, dtype):
+    case = prefix_case(5, 3, 40, (90, 0, 33), window, dtype, softcap, value_size)
+    query, key, value, lengths, options, exact, plain = case
+    assert_within_budget(TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options), exact, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_prefix_in_other_dtypes(dtype):
+    query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (20, 7), 9, dtype)
+    assert_within_budget(TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options), exact, plain)
+
+
+def test_softcap_over_several_key_blocks():
+    case = prefix_case(3, 2, 8, (5000,), 4500, torch.float32, softcap=2.0)
+    query, key, value, lengths, options, exact, plain = case
+    assert_within_budget(TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options), exact, plain)
+
+
+def test_a_window_on_a_device_whose_positions_are_not_read(monkeypatch):
+    """What runs on CUDA: no position is read back, no fused op takes a mask."""
+    case = prefix_case(7, 2, 16, (90, 0, 33), 20, torch.float32)
+    query, key, value, lengths, options, exact, plain = case
+    monkeypatch.setattr("hf_longspec.attention_backends.torch_packed.can_fuse", lambda *args, masked=False: False)
+    monkeypatch.setattr(
+        "hf_longspec.attention_backends.torch_sdpa._window_bounds",
+        lambda positions, window, length: (max(0, length - window), length),
+    )
+    state = TORCH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=(90, 0, 33), **options)
+    assert_within_budget(state, exact, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("nodes", "groups", "size", "lengths", "window", "form"), CASES[::2])
+def test_tree(nodes, groups, size, lengths, window, form, softcap, dtype):
+    query, key, value = tensors(len(lengths), 2, groups, nodes, nodes, size, dtype)
+    mask, _ = random_tree(len(lengths), nodes, torch.Generator().manual_seed(nodes))
+    mask[0, nodes // 2] = False  # sees nothing
+    options = {"scaling": size**-0.5, "softcap": softcap}
+    exact = reference.tree_attention(*double(query, key, value), mask, **options)
+    plain = plain_attention(query, key, value, mask[:, None], **options)
+    key, value = layout(key, form), layout(value, form)
+    assert_within_budget(TORCH_BACKEND.tree_attention(query, key, value, mask, **options), exact, plain)
+    assert_within_budget(TORCH_BACKEND.tree_attention(query, key, value, mask[:, None], **options), exact, plain)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_tree_with_an_additive_mask(heads, softcap):
+    query, key, value = tensors(2, 2, 2, 600, 600, 8, torch.float32)
+    bias = torch.randn(2, heads, 600, 600, generator=torch.Generator().manual_seed(1))
+    bias[0, :, 3] = torch.finfo(torch.float32).min
+    bias[:, :, :, ::3] = -torch.inf
+    options = {"scaling": 0.3, "softcap": softcap}
+    exact = reference.tree_attention(*double(query, key, value), bias, **options)
+    assert (exact[1][0, :, 3] == -torch.inf).all()
+    plain = reference.tree_attention(query, key, value, bias, **options)[0]
+    assert_within_budget(TORCH_BACKEND.tree_attention(query, key, value, bias, **options), exact, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", LAYOUTS)
+@pytest.mark.parametrize(("batch", "per_head"), [(1, True), (3, True), (3, False)])
+def test_sparse(batch, per_head, form, dtype):
+    query, key, value = tensors(batch, 2, 4, 3, 60, 16, dtype, value_size=24)
+    generator = torch.Generator().manual_seed(1)
+    rows = batch * (2 if per_head else 1)
+    indices = torch.stack([torch.randperm(60, generator=generator)[:20] for _ in range(rows)]).view(batch, -1, 20)
+    counts = torch.tensor([20, 0, 7][:batch])
+    exact = reference.sparse_attention(*double(query, key, value), indices, counts, scaling=0.3)
+    plain = reference.sparse_attention(query, key, value, indices, counts, scaling=0.3)[0]
+    key, value = layout(key, form), layout(value, form)
+    assert_within_budget(TORCH_BACKEND.sparse_attention(query, key, value, indices, counts, scaling=0.3), exact, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "length", "window", "softcap"),
+    [
+        *[(nodes, length, window, None) for nodes in (1, 7, 40) for length in (40, 90) for window in (None, 1, 30, 90)],
+        (40, 90, 30, 2.0),
+        (40, 90, None, 2.0),
+        (1, 90, 30, 2.0),
+        (600, 700, 130, None),  # more than one block of queries
+        (600, 700, None, 2.0),
+    ],
+)
+def test_causal(nodes, length, window, softcap, dtype):
+    query, key, value = tensors(2, 2, 3, nodes, length, 16, dtype)
+    options = {"scaling": 0.25, "softcap": softcap}
+    exact = reference.causal_attention(*double(query, key, value), sliding_window=window, **options)
+    distance = torch.arange(length - nodes, length)[:, None] - torch.arange(length)
+    visible = (distance >= 0) & (distance < (window or length))
+    plain = plain_attention(query, key, value, visible[None, None], **options)
+    key, value = layout(key, "buffer"), layout(value, "buffer")
+    state = TORCH_BACKEND.causal_attention(query, key, value, sliding_window=window, **options)
+    assert_within_budget(state, exact, plain)
+
+
+class Spy:
+    """Counts the calls of the fused op and keeps the shapes it was given."""
+
+    def __init__(self, op):
+        self.op, self.queries, self.keys, self.masks = op, [], [], []
+
+    def __call__(self, query, key, value, *args, attn_mask=None, **kwargs):
+        self.queries.append(tuple(query.shape))
+        self.keys.append(key)
+        self.masks.append(attn_mask)
+        return self.op(query, key, value, *args, attn_mask=attn_mask, **kwargs)
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    spy = Spy(torch_fused._flash_cpu)
+    monkeypatch.setattr(torch_fused, "_flash_cpu", spy)
+    return spy
+
+
+def test_equal_prefixes_are_one_call_on_the_cache_itself(spy):
+    query, key, value = tensors(2, 2, 4, 5, 50, 16, torch.float32)
+    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([40, 40]), scaling=1.0, host_lengths=(40, 40))
+    assert spy.queries == [(4, 1, 20, 16)]  # packed: 2 rows x 2 heads, 4 heads of 5 queries each
+    assert spy.keys[0].data_ptr() == key.data_ptr()  # no copy, no repeated heads
+    assert spy.masks == [None]
+
+
+def test_ragged_prefixes_are_one_call_each(spy):
+    query, key, value = tensors(3, 2, 4, 1, 50, 16, torch.float32)
+    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([40, 0, 7]), scaling=1.0)
+    assert [k.shape[2] for k in spy.keys] == [40, 7]  # an empty prefix never reaches the op
+
+
+def test_a_window_masks_only_its_edge(spy):
+    query, key, value = tensors(1, 2, 2, 3, 500, 16, torch.float32)
+    positions = torch.tensor([[500, 501, 503]])
+    options = {"positions": positions, "sliding_window": 100, "host_lengths": (500,)}
+    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([500]), scaling=1.0, **options)
+    assert [k.shape[2] for k in spy.keys] == [96, 3]
+    assert [None if mask is None else tuple(mask.shape) for mask in spy.masks] == [None, (1, 1, 3, 3)]
+
+
+def test_a_single_query_with_a_window_has_no_mask(spy):
+    query, key, value = tensors(1, 2, 2, 1, 500, 16, torch.float32)
+    options = {"positions": torch.tensor([[499]]), "sliding_window": 100, "host_lengths": (500,)}
+    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([500]), scaling=1.0, **options)
+    assert ([k.shape[2] for k in spy.keys], spy.masks) == ([100], [None])
+
+
+def test_causal_attention_is_two_calls_without_a_mask(spy):
+    query, key, value = tensors(1, 2, 2, 40, 90, 16, torch.float32)
+    TORCH_BACKEND.causal_attention(query, key, value, scaling=1.0)
+    assert ([k.shape[2] for k in spy.keys], spy.masks) == ([40, 50], [None, None])
+
+
+def test_no_mask_grows_with_the_square_of_the_length(spy):
+    query, key, value = tensors(1, 1, 1, 5000, 5000, 8, torch.float32)
+    TORCH_BACKEND.causal_attention(query, key, value, scaling=1.0, sliding_window=100)
+    assert max(mask.numel() for mask in spy.masks) <= torch_causal.BLOCK_QUERIES * (torch_causal.BLOCK_QUERIES + 100)
+
+
+def test_softcap_never_reaches_the_fused_op(spy):
+    query, key, value = tensors(1, 2, 2, 3, 50, 16, torch.float32)
+    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([50]), scaling=1.0, softcap=5.0)
+    assert spy.keys == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "nodes", "dtype", "rows"),
+    [(1, 1, torch.bfloat16, 2), (1, 1, torch.float32, 1), (3, 1, torch.float32, 4), (7, 5, torch.bfloat16, 36)],
+)
+def test_a_slow_number_of_rows_gets_one_more(spy, groups, nodes, dtype, rows):
+    query, key, value = tensors(2, 2, groups, nodes, 50, 16, dtype)
+    out, lse = TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([50, 50]), scaling=1.0)
+    assert spy.queries == [(4, 1, rows, 16)]
+    assert (out.shape, lse.shape) == (query.shape, query.shape[:3])

@@ -1,0 +1,87 @@
+"""What the tests of this room share: plain runs of tiny targets, and drafts that run them again.
+
+Targets are made once per session. A test that changes one makes its own.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing_drafts import RandomTreeDraftModel
+
+
+@dataclass
+class PlainRun:
+    """What the bare model makes of a ragged batch of prompts, greedily unless the options say otherwise."""
+
+    model: Any
+    inputs: dict[str, Any]
+    sequences: torch.Tensor
+
+    @property
+    def prompt_length(self) -> int:
+        return self.inputs["input_ids"].shape[1]
+
+    @property
+    def generated(self) -> list[list[int]]:
+        return self.sequences[:, self.prompt_length :].tolist()
+
+    def draft(self, kind: str, **settings: Any) -> Any:
+        """A draft by the name of its kind: `tree` and `chain` are random, with the run's own text as hints."""
+        if kind == "plain":
+            return PlainDraftModel.from_target(self.model)
+        if kind == "specattn":
+            small = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}
+            return SpecAttnDraftModel.from_target(self.model, **(small | settings))
+        draft = RandomTreeDraftModel.from_target(self.model)
+        draft.hints, draft.chain = self.generated, kind == "chain"
+        for name, value in settings.items():
+            setattr(draft, name, value)
+        return draft
+
+    def again(self, draft: Any, **options: Any) -> Any:
+        """The same call with a draft."""
+        return self.model.generate(**(self.inputs | options), assistant_model=draft)
+
+
+@cache
+def _target(name: str, **overrides: Any) -> Any:
+    return tiny_target(name, **overrides)
+
+
+@pytest.fixture(scope="session")
+def target():
+    """`target(name, **overrides)`: a tiny target, made once."""
+    return _target
+
+
+@pytest.fixture(scope="session")
+def plain_run():
+    """`plain_run(name_or_model, lengths, **options)`: prompts and the bare model's text."""
+
+    def run(model: Any, lengths: tuple[int, ...], **options: Any) -> PlainRun:
+        model = _target(model) if isinstance(model, str) else model
+        input_ids, attention_mask = tiny_prompts(model.config.vocab_size, lengths)
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "do_sample": False} | options
+        return PlainRun(model, inputs, model.generate(**inputs))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """One token per character, special tokens where the tiny targets have theirs."""
+    characters = " abcdefghijklmnopqrstuvwxyz.,!?0123456789"
+    vocab = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special)
