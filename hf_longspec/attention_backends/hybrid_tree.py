@@ -8,7 +8,6 @@ calls `context.attend`. It needs nothing but that method: two copies of this fil
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,8 +51,10 @@ class TreeContext:
     # what depends on the step but not on the layer, computed by the first layer that needs it
     _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "TreeContext":
+    def to(self, device: torch.device | str | int | None, non_blocking: bool = False) -> "TreeContext":
         """This context on another device; itself if it is there. Counter and capture are shared."""
+        if device is None:  # accelerate, where a module has no device of its own; tensors take it likewise
+            return self
         device = torch.device(device)
         if device == self.lengths.device or (device.index is None and device.type == self.lengths.device.type):
             return self
@@ -114,7 +115,7 @@ class TreeContext:
         options: dict[str, Any],
     ) -> AttentionState:
         if self.mask.shape[-1] == 1:  # a lone root: its own slot simply ends the prefix
-            lengths, host_lengths = self._lengths_with_root
+            lengths, host_lengths = self._lengths_with_root()
             positions = self.positions
             return backend.prefix_attention(
                 query, key, value, lengths, positions=positions, host_lengths=host_lengths, **options
@@ -131,10 +132,14 @@ class TreeContext:
         tree = backend.tree_attention(query, *nodes, mask, scaling=options["scaling"], softcap=options["softcap"])
         return merge_attention_states([prefix, tree])
 
-    @cached_property
+    # not cached_property: it takes a lock, which torch.compile cannot trace
+    @property
     def positions(self) -> torch.Tensor:
         """Absolute positions of the nodes, `(B, N)`."""
-        return self.lengths[:, None] + self.depths
+        if "positions" not in self._memo:
+            self._memo["positions"] = self.lengths[:, None] + self.depths
+        positions: torch.Tensor = self._memo["positions"]
+        return positions
 
     def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
         """The tree mask without ancestors that lie outside the window."""
@@ -156,6 +161,8 @@ class TreeContext:
             self._memo["slots"] = (self.lengths[:, None] + offsets)[:, None, :, None]
         return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
 
-    @cached_property
     def _lengths_with_root(self) -> tuple[torch.Tensor, tuple[int, ...]]:
-        return self.lengths + 1, tuple(length + 1 for length in self.host_lengths)
+        if "with_root" not in self._memo:
+            self._memo["with_root"] = self.lengths + 1, tuple(length + 1 for length in self.host_lengths)
+        lengths: tuple[torch.Tensor, tuple[int, ...]] = self._memo["with_root"]
+        return lengths

@@ -38,8 +38,10 @@ class SparseContext:
     calls: CallCounter = field(default_factory=CallCounter)
     _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> "SparseContext":
+    def to(self, device: torch.device | str | int | None, non_blocking: bool = False) -> "SparseContext":
         """This context on another device; itself if it is there. The counter is shared."""
+        if device is None:  # accelerate, where a module has no device of its own; tensors take it likewise
+            return self
         device = torch.device(device)
         if device == self.lengths.device or (device.index is None and device.type == self.lengths.device.type):
             return self

@@ -49,7 +49,7 @@ class DraftTree:
     max_depth: int = -1
 
     def __post_init__(self) -> None:
-        if self.max_depth < 0:
+        if self.max_depth < 0 or self.is_chain:
             object.__setattr__(self, "max_depth", self.num_nodes - 1)
 
     @classmethod
@@ -227,7 +227,7 @@ def merge_trees(trees: Sequence[DraftTree], num_nodes: int) -> DraftTree:
     max_depth = max(tree.max_depth for tree in trees)
     tokens, parents, valid = join_below_root([(tree.tokens, tree.parents, tree.valid) for tree in trees])
     depths = torch.cat([trees[0].depths[:, :1], *(tree.depths[:, 1:] for tree in trees)], dim=1)
-    first = first_equal_path(tokens, parents, valid, depths, max_depth)
+    first = first_equal_path(tokens, parents, depths, max_depth)
     merged = keep_first(tokens, parents, valid, first)
     tokens, parents, valid = (fit_length(field, num_nodes) for field in merged)
     return DraftTree(tokens, parents, valid, max_depth=min(max_depth, num_nodes - 1))

@@ -42,7 +42,7 @@ def join_below_root(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Ten
     return torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(valid, dim=1)
 
 
-def first_equal_path(tokens: Tensor, parents: Tensor, valid: Tensor, depths: Tensor, max_depth: int) -> Tensor:
+def first_equal_path(tokens: Tensor, parents: Tensor, depths: Tensor, max_depth: int) -> Tensor:
     """For each node, `[B, N]`, the first node whose path spells the same tokens; arbitrary for padding."""
     ancestors = parents.clamp_min(0)  # 2^k steps up, the root being its own parent
     # equal[i, j]: same depth, and the last 2^k tokens on the paths to i and j agree
@@ -51,8 +51,8 @@ def first_equal_path(tokens: Tensor, parents: Tensor, valid: Tensor, depths: Ten
         above = equal.gather(1, ancestors[:, :, None].expand_as(equal))
         equal = equal & above.gather(2, ancestors[:, None, :].expand_as(equal))
         ancestors = ancestors.gather(1, ancestors)
-    # argmax returns the first of equal values
-    return (equal & valid[:, None, :]).int().argmax(-1)
+    # argmax returns the first of equal values; padding, at depth 0, equals no node below the root
+    return equal.int().argmax(-1)
 
 
 def keep_first(tokens: Tensor, parents: Tensor, valid: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -166,7 +166,6 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
     """
     if noise.shape[1] <= tree.max_depth:
         raise ValueError(f"noise has {noise.shape[1]} rows, expected {tree.max_depth + 1}. Draw one for each depth.")
-
     if tree.is_chain:  # node i has depth i
         return walk(tree, race(scores, noise[:, : tree.num_nodes]))
 

@@ -94,14 +94,15 @@ class DraftModel(PreTrainedModel):
             ValueError: With both values, the rule and the remedy.
         """
         found = describe(target.model)
-        for name, recorded in self.config.target.items():
+        for name, recorded in (self.config.target or {}).items():
             if recorded != found.get(name):
                 raise ValueError(
                     f"the draft was made for a target with {name}={recorded}, and this target has "
                     f"{name}={found.get(name)}. Load the draft of this target, or make one with from_target(target)."
                 )
         known = set(vars(GenerationConfig())) | set(self.settings)
-        if unknown := sorted(set(vars(self.generation_config)) - known):
+        present = {name for name in vars(self.generation_config) if not name.startswith("_")}
+        if unknown := sorted(present - known):
             raise ValueError(
                 f"draft.generation_config has unknown settings {unknown}; {type(self).__name__} has "
                 f"{sorted(self.settings)}."

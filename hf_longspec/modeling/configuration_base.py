@@ -19,17 +19,10 @@ class DraftConfig(PreTrainedConfig):
 
     model_type = "longspec_draft"
 
-    def __init__(
-        self,
-        vocab_size: int = 0,
-        target: dict[str, Any] | None = None,
-        target_name_or_path: str | None = None,
-        **kwargs: Any,
-    ):
-        self.vocab_size = vocab_size
-        self.target = target or {}
-        self.target_name_or_path = target_name_or_path
-        super().__init__(**kwargs)
+    # Fields, not an __init__: transformers turns every subclass into a dataclass, whose own __init__ would replace it.
+    vocab_size: int = 0
+    target: dict[str, Any] | None = None
+    target_name_or_path: str | None = None
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftConfig":

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from hf_longspec.attention_backends import torch_hybrid
 from hf_longspec.attention_backends.hybrid_tree import CallCounter, TreeContext
@@ -123,6 +124,26 @@ def test_the_mask_of_a_step_is_built_once(monkeypatch):
     for layer in range(6):
         context.attend(TORCH_BACKEND, layer, query, key, value, scaling=SCALING)
     assert (len(built), context.calls.total) == (1, 6)
+
+
+@pytest.mark.parametrize(("backend", "nodes"), [(REFERENCE_BACKEND, 1), (TORCH_BACKEND, 5)], ids=["reference", "torch"])
+def test_a_step_compiles_into_one_graph(backend, nodes):
+    """And into one more when the prefix grows, not into one per length."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(context, query, key, value):
+        return [context.attend(backend, layer, query, key, value, scaling=SCALING) for layer in range(2)]
+
+    with torch.no_grad():
+        for length in (20, 21, 30):
+            context, query, key, value = build((length,), nodes)
+            key, value = key.nan_to_num(), value.nan_to_num()
+            outs = step(replace(context), query, key, value)
+            expected = context.attend(backend, 0, query, key, value, scaling=SCALING)
+            torch.testing.assert_close(outs, [expected, expected])
+    assert counter.frame_count <= 2
 
 
 def test_padding_nodes_see_only_themselves():

@@ -64,7 +64,9 @@ def test_sparse(per_head):
     query, key, value = tensors(2, 4, 2, 2, 9, 3)
     generator = torch.Generator().manual_seed(1)
     kv_heads = 2 if per_head else 1
-    indices = torch.stack([torch.randperm(9, generator=generator)[:5] for _ in range(2 * kv_heads)]).view(2, kv_heads, 5)
+    indices = torch.stack([torch.randperm(9, generator=generator)[:5] for _ in range(2 * kv_heads)]).view(
+        2, kv_heads, 5
+    )
     counts = torch.tensor([5, 2])
     visible = torch.zeros(2, 4, 2, 9, dtype=torch.bool)
     for b in range(2):

@@ -63,7 +63,7 @@ def test_a_backend_that_was_asked_for_may_refuse(shelf):
 def test_unknown_and_duplicate_names(shelf):
     fast = register_backend(backend("fast"), priority=5)
     assert register_backend(fast, priority=5) is fast  # importing twice is no error
-    with pytest.raises(ValueError, match="'quick' is not an attention backend. Choose one of fast"):
+    with pytest.raises(ValueError, match=r"'quick' is not an attention backend\. Choose one of fast"):
         select(CALL, "quick")
     with pytest.raises(ValueError, match="named 'fast' exists already"):
         register_backend(backend("fast"))
@@ -72,5 +72,7 @@ def test_unknown_and_duplicate_names(shelf):
 def test_the_reference_runs_only_by_name():
     assert select(CALL) is TORCH_BACKEND
     assert select(CALL, "hf_longspec_reference") is REFERENCE_BACKEND
-    with pytest.raises(ValueError, match="hf_longspec_torch: dtype is torch.float8_e5m2, expected one of torch.float16"):
+    with pytest.raises(
+        ValueError, match=r"hf_longspec_torch: dtype is torch\.float8_e5m2, expected one of torch\.float16"
+    ):
         select(CALL._replace(dtype=torch.float8_e5m2))

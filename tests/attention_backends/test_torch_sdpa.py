@@ -15,7 +15,9 @@ WINDOWS = (None, 5, None, 1000, 40)
 LAYOUTS = ("buffer", "transposed", "contiguous", "columns")
 # Every node count with every group size; the other axes rotate, with periods that share no factor with five or four.
 CASES = [
-    pytest.param(nodes, groups, size, lengths, window, form, id=f"N{nodes}-G{groups}-D{size}-L{lengths}-w{window}-{form}")
+    pytest.param(
+        nodes, groups, size, lengths, window, form, id=f"N{nodes}-G{groups}-D{size}-L{lengths}-w{window}-{form}"
+    )
     for (nodes, groups), size, lengths, window, form in zip(
         [(nodes, groups) for nodes in (1, 3, 7, 17, 69) for groups in (1, 2, 4, 7)],
         cycle(SIZES),
@@ -76,7 +78,8 @@ def test_prefix(nodes, groups, size, lengths, window, form, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("window", "softcap", "value_size"), [(None, 3.0, None), (37, 3.0, None), (None, None, 24), (37, None, 56), (9, 2.0, 24)]
+    ("window", "softcap", "value_size"),
+    [(None, 3.0, None), (37, 3.0, None), (None, None, 24), (37, None, 56), (9, 2.0, 24)],
 )
 def test_prefix_with_softcap_and_other_value_sizes(window, softcap, value_size, dtype):
     case = prefix_case(5, 3, 40, (90, 0, 33), window, dtype, softcap, value_size)

@@ -17,6 +17,9 @@ ONE, RAGGED = (21,), (33, 3, 13)
 BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
 KINDS = pytest.mark.parametrize("kind", ["tree", "chain", "specattn"])
 
+# An end token that no greedy text of these targets holds: what is compared shall be long.
+NEVER = 1
+
 # float32 sums in another order. Logits have a standard deviation of 3; differences of 2e-5 were seen.
 LOGIT_TOLERANCE = 1e-4
 
@@ -31,7 +34,7 @@ def every_sliding(model):
 @BATCHES
 class TestEveryTarget:
     def test_random_trees(self, plain_run, name, lengths):
-        run = plain_run(name, lengths, max_new_tokens=20)
+        run = plain_run(name, lengths, max_new_tokens=20, eos_token_id=NEVER)
         draft = run.draft("tree", num_nodes=9, luck=0.5)
         assert run.again(draft).tolist() == run.sequences.tolist()
         histogram = draft.last_speculation.acceptance_histogram
@@ -40,15 +43,15 @@ class TestEveryTarget:
         assert firsts - {0, 1}  # a path led past a sibling that was refused
 
     def test_random_chains(self, plain_run, name, lengths):
-        run = plain_run(name, lengths, max_new_tokens=20)
+        run = plain_run(name, lengths, max_new_tokens=20, eos_token_id=NEVER)
         draft = run.draft("chain", num_nodes=6, luck=0.6)
         assert run.again(draft).tolist() == run.sequences.tolist()
         histogram = draft.last_speculation.acceptance_histogram
         assert histogram[0] > 0 and sum(histogram[2:]) > 0
 
     def test_specattn(self, plain_run, name, lengths):
-        run = plain_run(name, lengths, max_new_tokens=14)
-        draft = run.draft("specattn")
+        run = plain_run(name, lengths, max_new_tokens=14, eos_token_id=NEVER)
+        draft = run.draft("specattn", sparse_ratio=0.7)
         assert run.again(draft).tolist() == run.sequences.tolist()
         histogram = draft.last_speculation.acceptance_histogram
         assert sum(histogram[1:]) > 0
@@ -167,11 +170,11 @@ def test_scores_and_logits_only_where_asked(plain_run):
     assert isinstance(run.again(run.draft("tree")), torch.Tensor)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["tree", "specattn"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
 def test_chunked_prefill(plain_run, monkeypatch, name, kind, chunk):
-    run = plain_run(name, (53, 3, 20), max_new_tokens=5)
+    run = plain_run(name, (43, 3, 20), max_new_tokens=4)
     widths = []
     forward = type(run.model).forward
 
@@ -185,7 +188,7 @@ def test_chunked_prefill(plain_run, monkeypatch, name, kind, chunk):
     assert max(widths) <= max(chunk, draft.max_nodes(None), 5)
     widths.clear()
     run.again(draft)
-    assert max(widths) > 40
+    assert max(widths) > 30
 
 
 @KINDS
@@ -196,8 +199,8 @@ def test_without_attention_mask_and_with_ones(plain_run, kind, mask):
     assert run.again(run.draft(kind)).tolist() == run.sequences.tolist()
 
 
-@KINDS
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["tree", "specattn"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "hf_longspec", "hf_longspec_reference", "hf_longspec_torch"])
 def test_every_attention_implementation_of_the_target(plain_run, target, name, kind, attention):
     if (name, attention) == ("gpt_oss", "sdpa"):

@@ -1,6 +1,5 @@
 """Draft trees against definitions that share no code: double loops over parents, sets of paths."""
 
-import doctest
 from dataclasses import replace
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longspec import testing_law
-from hf_longspec.generation import draft_tree, trie
+from hf_longspec.generation import draft_tree
 from hf_longspec.generation.draft_tree import DraftTree, merge_paths, merge_trees, tree_mask
 from hf_longspec.testing_law import random_tree
 
@@ -44,12 +42,6 @@ def spelled_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
 
 def prefixes(paths, max_depth: int) -> set[tuple[int, ...]]:
     return {tuple(path[:length]) for path in paths for length in range(1, min(len(path), max_depth) + 1)}
-
-
-@pytest.mark.parametrize("module", [draft_tree, trie, testing_law], ids=lambda module: module.__name__)
-def test_examples_in_docstrings_run(module):
-    outcome = doctest.testmod(module)
-    assert outcome.attempted > 0 and outcome.failed == 0
 
 
 @given(tree=trees)
@@ -135,6 +127,13 @@ def test_merge_trees_removes_duplicates_within_a_tree(tree, num_nodes):
     for row in range(tree.tokens.shape[0]):
         once = list(dict.fromkeys(spelled_paths(tree, row)))
         assert spelled_paths(merged, row) == once[: num_nodes - 1]
+
+
+def test_merge_trees_compares_paths_to_the_root():
+    """Long paths that differ in their first token only share nothing."""
+    tails = [[first, *[1] * 12] for first in (2, 3)]
+    chains = [DraftTree.chain(torch.tensor([[0, *tail]])) for tail in tails]
+    assert spelled_paths(merge_trees(chains, 30), 0) == [tuple(t[:n]) for t in tails for n in range(1, 14)]
 
 
 GOOD = merge_paths([[[1, 2], [3]]], root=torch.tensor([0]), num_nodes=5)

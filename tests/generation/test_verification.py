@@ -3,8 +3,6 @@
 The law of sampled text is tested in test_verification_law.py.
 """
 
-import doctest
-
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
-from hf_longspec.generation import verification
 from hf_longspec.generation.draft_tree import DraftTree, merge_paths
 from hf_longspec.generation.verification import (
     accept_greedy,
@@ -54,11 +51,6 @@ def assert_is(acceptance, row, path, tokens):
     assert acceptance.next_root[row] == tokens[-1]
 
 
-def test_examples_in_docstrings_run():
-    outcome = doctest.testmod(verification)
-    assert outcome.attempted > 0 and outcome.failed == 0
-
-
 @given(
     seed=st.integers(0, 2**32),
     batch_size=st.integers(1, 4),
@@ -72,6 +64,20 @@ def test_walk_matches_a_walk_over_dictionaries(seed, batch_size, num_nodes, voca
     assert acceptance.path.shape == acceptance.tokens.shape == (batch_size, num_nodes)
     for row in range(batch_size):
         assert_is(acceptance, row, *dictionary_walk(tree, choice, row))
+
+
+@given(seed=st.integers(0, 2**32), num_nodes=st.sampled_from([1, 2, 5, 16]))
+def test_walk_of_a_chain_matches_a_walk_over_dictionaries(seed, num_nodes):
+    """Chains take a shortcut; in ragged ones it must stop at the padding even if that carries the choice."""
+    tokens = torch.randint(2, (8, num_nodes), generator=seeded(seed))
+    lengths = torch.randint(1, num_nodes + 1, (8, 1), generator=seeded(seed + 1))
+    chain = DraftTree.chain(tokens, valid=torch.arange(num_nodes) < lengths)
+    choice = tokens.roll(-1, 1) ^ (torch.rand(8, num_nodes, generator=seeded(seed)) < 0.1).long()
+    scores = torch.nn.functional.one_hot(choice, 2).double().log()
+    by_choice, drawn = walk(chain, choice), accept_sampled(chain, scores, torch.ones(8, num_nodes, 2))
+    for row in range(8):
+        assert_is(by_choice, row, *dictionary_walk(chain, choice, row))
+        assert_is(drawn, row, *dictionary_walk(chain, choice, row))
 
 
 def test_walk_stops_at_a_depth_bound():

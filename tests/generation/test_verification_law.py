@@ -79,22 +79,22 @@ class Speculation:
         kept = torch.rand(shape, generator=self.generator) < 0.9
         valid = torch.stack([kept[:, path].all(1) | (node == 0) for node, path in enumerate(BRANCHING_PATHS)], dim=1)
         tree = DraftTree(tokens, BRANCHING.expand(shape), valid, max_depth=self.depth)
-        return tree, accept_sampled(tree, self.target.node_scores(ids, tree), noise)
+        return accept_sampled(tree, self.target.node_scores(ids, tree), noise)
 
     def rejection(self, ids, noise):
         """Drafts drawn from q with their own noise, accepted with min(1, p / q)."""
         tree = self.draft_chain(ids, self.fresh(len(ids), self.depth, V))
         uniforms = torch.rand(len(ids), self.depth, generator=self.generator)
         scores = self.target.node_scores(ids, tree)
-        return tree, accept_rejection(tree, scores, uniforms, self.fresh(len(ids), V))
+        return accept_rejection(tree, scores, uniforms, self.fresh(len(ids), V))
 
     def coupled(self, ids, noise):
         """Draft and target take the winners of races over the same noise."""
         tree = self.draft_chain(ids, noise)
-        return tree, accept_sampled(tree, self.target.node_scores(ids, tree), noise)
+        return accept_sampled(tree, self.target.node_scores(ids, tree), noise)
 
     def step(self, scheme, ids, place):
-        tree, acceptance = scheme(ids, self.noise[:, place : place + self.depth + 1])
+        acceptance = scheme(ids, self.noise[:, place : place + self.depth + 1])
         self.lengths.append(acceptance.num_nodes.double().mean().item())
         return acceptance
 
@@ -211,7 +211,7 @@ def test_rejection_accepts_as_often_as_the_theory_says(processors):
     """The first drafted token with probability sum(min(p, q)), which no rule for drawn tokens exceeds."""
     run = Speculation(processors)
     ids = PREFIX.expand(len(run.noise), -1)
-    accepted = run.rejection(ids, run.noise)[1].num_nodes > 1
+    accepted = run.rejection(ids, run.noise).num_nodes > 1
     p, q = (model.scores(PREFIX[None])[0].double().softmax(-1) for model in (run.target, run.draft))
     overlap = torch.minimum(p, q).sum()
     assert max_z_score(accepted.long(), torch.stack([1 - overlap, overlap])) < MAX_SIGMA

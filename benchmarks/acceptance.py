@@ -1,0 +1,78 @@
+"""tau of SpecAttn's selections, scores and settings on held-out text, with 95 % intervals over prompts.
+
+tau is the mean number of tokens emitted per verification, the target's own token included. Nothing here is timed, so
+other work may go on beside it. Every result is written as soon as it is known, the most telling settings first.
+
+    python benchmarks/acceptance.py --target hub_cards/tiny-target --data novels --data stdlib --threads 1
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+import hf_longspec
+from hf_longspec.bench.acceptance import AcceptanceBenchmark, Setting
+from hf_longspec.bench.arguments import add_prompts, integers, parser, set_threads
+from hf_longspec.bench.decoding import load_target
+from hf_longspec.bench.prefill import prefill
+from hf_longspec.bench.progress import Progress
+from hf_longspec.bench.prompts import STDLIB, load_prompts
+from hf_longspec.bench.reports import acceptance_report
+from hf_longspec.bench.results import ResultFile
+from hf_longspec.bench.timing import TimeGuard
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Differences are taken to the first setting of each mode.
+SETTINGS = (
+    Setting.of(selection="two_rows"),
+    Setting.of(selection="window"),
+    Setting.of(selection="all_rows"),
+    Setting.of(selection="last_accepted"),
+    Setting.of(selection="quest"),
+    Setting.of(selection="two_rows", score="weights"),
+    Setting.of(selection="all_rows", score="weights"),
+    Setting.of(selection="two_rows", num_assistant_tokens=6),
+    Setting.of("greedy", selection="two_rows"),
+    Setting.of("greedy", selection="window"),
+    Setting.of("greedy", selection="all_rows"),
+    Setting.of(selection="two_rows", granularity="kv_head"),
+    Setting.of(selection="two_rows", acceptance="coupled"),
+    Setting.of(selection="two_rows", sparse_ratio=0.03),
+    Setting.of(selection="two_rows", sparse_ratio=0.15),
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    set_threads(args.threads)
+    model = load_target(args.target, torch.float32)
+    draft = hf_longspec.SpecAttnDraftModel.from_target(model)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
+    guard = TimeGuard(args.minutes)
+    progress = Progress(total=len(SETTINGS) * len(args.lengths), quiet=args.quiet)
+    defaults = {name: draft.setting(name) for name in draft.settings}
+    settings = {"target": Path(args.target).name, "tokens": args.tokens, "defaults": defaults, **origin}
+    with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
+        prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
+        benchmark = AcceptanceBenchmark(model, draft, prompts, args.tokens, args.batch)
+        benchmark.run(SETTINGS, args.lengths, results, progress)
+    progress.close()
+    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, ROOT / "benchmarks" / "results" / "acceptance.jsonl", minutes=40)
+    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
+    made.add_argument("--lengths", type=integers, default=[2048, 8192, 15872], help="default: 2048,8192,15872")
+    made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
+    made.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")
+    made.add_argument("--batch", type=int, default=8, help="prompts decoded together (default: %(default)s)")
+    return made.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Decoding speed on held-out text: plain `generate`, our loop without a draft, SpecAttn.
+
+Every prompt is prefilled once; each run continues a copy of its cache. Speed is counted from the first token to the
+last, for all methods by the same clock. Headline rows sample at temperature 1; greedy text of small models repeats
+itself, which flatters every drafter. What does not emit the greedy float32 text of plain `generate` is not timed.
+
+    python benchmarks/engine.py --target hub_cards/tiny-target
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+import hf_longspec
+from hf_longspec.bench.arguments import add_prompts, add_repeats, integers, names, parser, set_threads
+from hf_longspec.bench.ceilings import read_gb_per_second
+from hf_longspec.bench.decoding import load_target
+from hf_longspec.bench.engine import PLAIN, EngineBenchmark, order_of_cells
+from hf_longspec.bench.prefill import prefill
+from hf_longspec.bench.progress import Progress
+from hf_longspec.bench.prompts import STDLIB, load_prompts
+from hf_longspec.bench.reports import engine_report
+from hf_longspec.bench.results import ResultFile
+from hf_longspec.bench.timing import TimeGuard
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    set_threads(args.threads)
+    cells = order_of_cells(args.contexts, args.batches, args.dtypes)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.contexts), max(args.batches))
+    guard = TimeGuard(args.minutes)
+    progress = Progress(total=len(cells), quiet=args.quiet)
+    settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
+    with ResultFile(args.output, "engine", engine_report, guard, settings) as results:
+        bandwidth = read_gb_per_second()
+        results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
+        models = {name: load_target(args.target, getattr(torch, name)) for name in {"float32", *args.dtypes}}
+        prompts = prefill(
+            models["float32"], tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}")
+        )
+        benchmark = EngineBenchmark(
+            models,
+            lambda model: make_drafts(model, args.gammas),
+            prompts,
+            tokens=args.tokens,
+            repeats=args.repeats,
+            bandwidth=bandwidth,
+        )
+        for cell in cells:
+            benchmark.measure(cell, results, progress)
+            progress.step()
+    progress.close()
+    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def make_drafts(model: PreTrainedModel, gammas: Sequence[int]) -> dict[str, Any]:
+    """Our baseline, and SpecAttn with every number of drafted tokens."""
+    drafts: dict[str, Any] = {PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
+    for gamma in gammas:
+        draft = hf_longspec.SpecAttnDraftModel.from_target(model, num_assistant_tokens=gamma)
+        drafts[f"SpecAttn, gamma {gamma}"] = draft
+    return drafts
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, ROOT / "benchmarks" / "results" / "engine.jsonl", minutes=15)
+    add_repeats(made)
+    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
+    made.add_argument("--contexts", type=integers, default=[2048, 8192, 16128], help="default: 2048,8192,16128")
+    made.add_argument("--batches", type=integers, default=[1, 4], help="default: 1,4")
+    made.add_argument("--dtypes", type=names, default=["float32", "bfloat16"], help="default: float32,bfloat16")
+    made.add_argument("--gammas", type=integers, default=[4, 6], help="drafted tokens of SpecAttn (default: 4,6)")
+    made.add_argument("--tokens", type=int, default=48, help="per row and run (default: %(default)s)")
+    return made.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""tau, the tokens emitted per verification, over many held-out prompts and drafter settings."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .decoding import Decoder
+from .prefill import PrefilledPrompts
+from .progress import Progress
+from .results import ResultFile
+from .summaries import mean_interval, significant
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a draft drafts, and how the target chooses its tokens.
+
+    Args:
+        mode (`str`): `sample` at temperature 1, or `greedy`.
+        options (`tuple`): Keys of `draft.generation_config` with their values, on top of the draft's defaults.
+    """
+
+    mode: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, mode: str = "sample", **options: Any) -> "Setting":
+        """From keywords."""
+        return cls(mode, tuple(options.items()))
+
+
+class RowSteps:
+    """Counts the verifications of every row of a batch while a draft is used; the loop's statistics sum over rows."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    @contextmanager
+    def of(self, draft: Any) -> Iterator["RowSteps"]:
+        """Count while the context is open: `draft` makes drafters that note which rows still grow when they propose."""
+        make_drafter = draft.make_drafter
+
+        def make_counting_drafter(binding: Any) -> Any:
+            drafter = make_drafter(binding)
+            propose, sequences = drafter.propose, binding.rule.sequences
+            self.counts = [0] * sequences.batch_size
+
+            def counting_propose(root: torch.Tensor) -> Any:
+                self.counts = [n + (not done) for n, done in zip(self.counts, sequences.done, strict=True)]
+                return propose(root)
+
+            drafter.propose = counting_propose
+            return drafter
+
+        draft.make_drafter = make_counting_drafter
+        try:
+            yield self
+        finally:
+            del draft.make_drafter
+
+
+class AcceptanceBenchmark:
+    """Measures settings one after another on the same prompts with the same random numbers.
+
+    Args:
+        model (`PreTrainedModel`): The target, in float32.
+        draft (`DraftModel`): Its settings are changed from run to run.
+        prompts ([`PrefilledPrompts`]): One row per prompt.
+        tokens (`int`): Tokens per prompt.
+        batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
+    """
+
+    def __init__(self, model: PreTrainedModel, draft: Any, prompts: PrefilledPrompts, tokens: int, batch: int):
+        self.draft = draft
+        self.prompts = prompts
+        self.batch = batch
+        self.decoder = Decoder(model, prompts, tokens)
+        self._first: dict[tuple[str, int], list[float]] = {}
+        self._greedy_text: dict[int, torch.Tensor] = {}
+
+    def run(self, settings: Sequence[Setting], lengths: Sequence[int], results: ResultFile, progress: Progress) -> None:
+        """All settings at all lengths, in the order given, as far as the time goes."""
+        longest = 0.0
+        for setting in settings:
+            for length in lengths:
+                what = {"mode": setting.mode, "options": dict(setting.options), "length": length}
+                if not results.guard.fits(longest):
+                    results.skip("no time left", **what)
+                    continue
+                started = time.perf_counter()
+                record = self.measure(setting, length)
+                seconds = time.perf_counter() - started
+                longest = max(longest, seconds)
+                results.write("acceptance", **what, **record, seconds=round(seconds, 1))
+                progress.say(f"{label(setting)} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
+                progress.step()
+
+    def measure(self, setting: Setting, length: int) -> dict[str, Any]:
+        """tau of one setting at one length: mean over prompts with interval, and difference to the first setting."""
+        taus, texts = [], []
+        with changed(self.draft, dict(setting.options)):
+            for start in range(0, len(self.prompts.tokens), self.batch):
+                rows = slice(start, min(start + self.batch, len(self.prompts.tokens)))
+                with RowSteps().of(self.draft) as steps:
+                    run = self.decoder.run(self.draft, rows, length, setting.mode, seed=start)
+                per_row = run.tokens // len(run.text)
+                taus += [per_row / count for count in steps.counts]
+                texts.append(run.text)
+        record: dict[str, Any] = {
+            "tau": mean_interval(taus).to_dict(),
+            "per_prompt": [significant(tau) for tau in taus],
+        }
+        first = self._first.setdefault((setting.mode, length), taus)
+        if first is not taus:
+            difference = [tau - other for tau, other in zip(taus, first, strict=True)]
+            record["difference"] = mean_interval(difference).to_dict()
+        if setting.mode == "greedy":
+            text = torch.cat(texts)
+            record["same_text"] = bool(torch.equal(text, self._greedy_text.setdefault(length, text)))
+        return record
+
+
+@contextmanager
+def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
+    """Give a draft other settings for a while.
+
+    Raises:
+        ValueError: If the draft does not have one of them.
+    """
+    if unknown := sorted(set(options) - set(draft.settings)):
+        raise ValueError(f"{type(draft).__name__} has no settings {unknown}; it has {sorted(draft.settings)}.")
+    before = {name: getattr(draft.generation_config, name) for name in options}
+    try:
+        draft.generation_config.update(**options)
+        yield
+    finally:
+        draft.generation_config.update(**before)
+
+
+def label(setting: Setting) -> str:
+    """A setting in words.
+
+    >>> label(Setting.of("greedy", selection="window", num_assistant_tokens=6))
+    'greedy, window, num_assistant_tokens=6'
+    """
+    shown = [str(value) if name == "selection" else f"{name}={value}" for name, value in setting.options]
+    return ", ".join([setting.mode, *shown])

@@ -1,0 +1,143 @@
+"""The verification step alone: attention and whole forward over N nodes behind a long prefix."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from transformers import LlamaForCausalLM
+
+from ..generation.cache import SpeculativeCache
+from .progress import Progress
+from .results import ResultFile
+from .summaries import ratios, significant, summarize
+from .timing import time_in_turns
+from .verification_cases import (
+    AttentionCase,
+    ForwardCase,
+    Layer,
+    Shape,
+    random_layers,
+    random_model,
+    random_tree,
+)
+
+
+class VerificationBenchmark:
+    """Measures both parts in one dtype after another, so that only one copy of the weights exists.
+
+    Args:
+        shape ([`Shape`]): Of the random model.
+        context (`int`): Prefix length.
+        nodes (`Sequence[int]`): Tree sizes.
+        repeats (`int`): Turns.
+        bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the floor.
+    """
+
+    def __init__(self, shape: Shape, context: int, nodes: Sequence[int], repeats: int, bandwidth: float):
+        self.bandwidth = bandwidth
+        self.shape = shape
+        self.context = context
+        self.nodes = list(nodes)
+        self.repeats = repeats
+
+    @torch.no_grad()
+    def run(self, dtypes: Sequence[str], results: ResultFile, progress: Progress) -> None:
+        """All cells, those of the whole forward after those of attention alone."""
+        progress.say("drawing random weights, keys and values")
+        model = random_model(self.shape, self.context + max(self.nodes))
+        drawn = random_layers(self.shape, self.context + max(self.nodes))
+        for name in dtypes:
+            dtype = getattr(torch, name)
+            model.to(dtype)  # from bfloat16 to float32 and back without loss
+            layers = [(keys.to(dtype), values.to(dtype)) for keys, values in drawn]
+            for nodes in self.nodes:
+                self.measure_attention(name, nodes, model, layers, results, progress)
+            cache = self._cache(model, layers)
+            del layers  # the cache holds a copy
+            for nodes in self.nodes:
+                self.measure_forward(name, nodes, model, cache, results, progress)
+            del cache
+
+    def measure_attention(
+        self,
+        dtype: str,
+        nodes: int,
+        model: LlamaForCausalLM,
+        layers: list[Layer],
+        results: ResultFile,
+        progress: Progress,
+    ) -> None:
+        """Check one attention case against float64, then time it."""
+        attention = model.model.layers[0].self_attn
+        case = AttentionCase(attention, layers, random_tree(nodes, self.shape.vocab), self.context)
+        ours, hf, budget = case.errors()
+        checked = {"error": significant(ours), "hf_error": significant(hf), "budget": significant(budget)}
+        checked["floor_ms"] = self._floor(layers[0])
+        self._time("attention", dtype, nodes, case.sides(), checked, results, progress)
+
+    def measure_forward(
+        self,
+        dtype: str,
+        nodes: int,
+        model: LlamaForCausalLM,
+        cache: SpeculativeCache,
+        results: ResultFile,
+        progress: Progress,
+    ) -> None:
+        """Compare the logits of both forwards, then time them."""
+        case = ForwardCase(model, cache, random_tree(nodes, self.shape.vocab))
+        difference, budget = case.errors()
+        checked = {"error": significant(difference), "budget": budget}
+        layers = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+        checked["floor_ms"] = self._floor([*layers, *model.model.layers.parameters()])
+        self._time("forward", dtype, nodes, case.sides(), checked, results, progress)
+
+    def _time(
+        self,
+        part: str,
+        dtype: str,
+        nodes: int,
+        sides: dict[str, Callable[[], float]],
+        checked: dict[str, float],
+        results: ResultFile,
+        progress: Progress,
+    ) -> None:
+        what = {"part": part, "dtype": dtype, "nodes": nodes, "context": self.context}
+        label = f"{part}, {dtype}, {nodes} nodes"
+        if not checked["error"] <= checked["budget"]:
+            results.skip("not timed: its error is over the budget", **what, **checked)
+            progress.say(f"{label}: NOT TIMED, error {checked['error']} over {checked['budget']}")
+            return
+        expected = sum(side() for side in sides.values()) * self.repeats * self._passes(part)
+        if not results.guard.fits(expected):
+            results.skip(f"it would take {expected:.0f} s and {results.guard.left:.0f} s are left", **what)
+            progress.say(f"{label}: left out, it would take {expected:.0f} s")
+            return
+        progress.say(f"{label}: parity {checked['error']:.1e} within {checked['budget']:.1e}, timing {expected:.0f} s")
+        seconds = time_in_turns(sides, self.repeats)
+        results.write("verification", **what, **self._summary(seconds), **checked)
+        progress.step()
+
+    def _floor(self, tensors: Iterable[torch.Tensor]) -> float:
+        """Milliseconds that reading these tensors once takes at least."""
+        read = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return significant(read / self.bandwidth / 1e6)
+
+    def _passes(self, part: str) -> int:
+        return self.shape.layers if part == "attention" else 1
+
+    @staticmethod
+    def _summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
+        milliseconds = {name: summarize([value * 1e3 for value in values]) for name, values in seconds.items()}
+        return {
+            "hf_ms": milliseconds["hf"].to_dict(),
+            "ours_ms": milliseconds["ours"].to_dict(),
+            "ratio": ratios(seconds["hf"], seconds["ours"]).to_dict(),
+        }
+
+    def _cache(self, model: LlamaForCausalLM, layers: list[Layer]) -> SpeculativeCache:
+        cache = SpeculativeCache(model.config, 1, self.context, tree_slots=max(self.nodes))
+        for layer, (keys, values) in zip(cache.layers, layers, strict=True):
+            layer.update(keys[:, :, : self.context], values[:, :, : self.context])
+        cache.set_lengths([self.context])
+        return cache

@@ -1,0 +1,121 @@
+"""Finding and loading the models of a command, with errors of one line."""
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from ..generation.target import TargetView
+from . import CommandError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TINY_TARGET = Path(__file__).resolve().parents[2] / "hub_cards" / "tiny-target"
+
+
+def find_target(name: str | None) -> str:
+    """The folder or Hub id to load: `name`, or the tiny target that comes with the repository.
+
+    Raises:
+        CommandError: If there is no name and no tiny target.
+    """
+    if name is not None:
+        return name
+    if not (TINY_TARGET / "config.json").is_file():
+        raise CommandError(
+            f"the tiny target is not at {TINY_TARGET}: run this in a checkout of the repository, or pass --target with "
+            "a Hub id or a folder."
+        )
+    return str(TINY_TARGET)
+
+
+def load_tokenizer(target: str) -> Any:
+    """The tokenizer of `target`.
+
+    Raises:
+        CommandError: If it cannot be loaded.
+    """
+    with _loading(target, "tokenizer"):
+        return AutoTokenizer.from_pretrained(target)
+
+
+def load_target(target: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model in eval mode on the first GPU, or on the CPU.
+
+    Raises:
+        CommandError: If it cannot be loaded, or cannot be decoded speculatively.
+    """
+    with _loading(target, "model"):
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+    if reasons := TargetView(model).why_not():
+        raise CommandError(f"{target} cannot be used: {'; '.join(reasons)}. Pass another --target.")
+    # Token ids only: a repository's own penalties and temperatures would make its text something else than the argmax.
+    own = model.generation_config
+    model.generation_config = GenerationConfig(
+        bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
+    )
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def load_draft(name: str, model: PreTrainedModel) -> Any:
+    """A published draft for `model`.
+
+    Raises:
+        CommandError: If it cannot be loaded, is no draft, or was made for another target.
+    """
+    with _loading(name, "draft"):
+        draft = AutoModel.from_pretrained(name)
+        if not getattr(draft, "_is_longspec_draft", False):
+            raise ValueError(f"it is a {type(draft).__name__}, not a draft")
+        draft.check(TargetView(model))
+    return draft
+
+
+@contextmanager
+def _loading(name: str, what: str) -> Iterator[None]:
+    """Whatever goes wrong while loading is said in one line."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        remedy = (
+            "Check its files" if Path(name).is_dir() else "Check the name; offline, only what is cached can be loaded"
+        )
+        raise CommandError(f"cannot load the {what} of {name!r}: {reason.rstrip('.')}. {remedy}.") from error
+
+
+@contextmanager
+def quiet(progress_bars: bool) -> Iterator[None]:
+    """Silence transformers' warnings, and its progress bars unless something may be downloaded."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    if not progress_bars:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def has_native_bfloat16(device: torch.device) -> bool | None:
+    """Whether the device computes in bfloat16 itself; `None` where PyTorch does not say."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
+    if platform.machine().lower() not in ("x86_64", "amd64") or None in checks:
+        return None
+    return any(check() for check in checks if check is not None)
+
+
+def describe_device(device: torch.device) -> str:
+    """Name of the device and what matters for speed."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''})"

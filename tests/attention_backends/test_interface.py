@@ -1,0 +1,291 @@
+"""What transformers calls: whole models on our attention against their own eager attention, and the refusals."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.attention_backends.interface import attention_forward, register, window_of_layer
+from hf_longspec.testing import tiny_prompts, tiny_target
+
+register()
+NAMES = ("hf_longspec", "hf_longspec_torch", "hf_longspec_reference")
+# Windows (gemma2, gpt_oss, mistral, cohere2), softcap (gemma2), sinks (gpt_oss), value size 12 of 24 (deepseek_v3).
+MODELS = ("llama", "gemma2", "gpt_oss", "mistral", "cohere2", "deepseek_v3", "qwen2_moe", "phimoe")
+# Logits have a standard deviation of 3. Two orders of summation differ by about 1e-5, a dropped window by more than 1.
+LOGIT_ERROR = 2e-4
+LENGTHS = (40, 23)
+WINDOWED = ("gemma2", "gpt_oss", "mistral", "cohere2", "qwen2_moe", "phimoe")
+
+
+def hidden_window(config_class, model_class, **settings):
+    """Models that put their window into the mask and do not pass it to the attention function."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16, "initializer_range": 0.3}
+    return model_class(config_class(**sizes, **heads, **settings)).eval()
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {name: tiny_target(name) for name in MODELS[:-2]}
+    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
+    window = {"use_sliding_window": True, "max_window_layers": 1}
+    made["qwen2_moe"] = hidden_window(Qwen2MoeConfig, Qwen2MoeForCausalLM, **experts, **window, num_experts_per_tok=2)
+    made["phimoe"] = hidden_window(PhimoeConfig, PhimoeForCausalLM, num_local_experts=4)
+    return made
+
+
+def run(model, implementation, *args, **kwargs):
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
+    try:
+        with torch.no_grad():
+            return model(*args, **kwargs)
+    finally:
+        model.set_attn_implementation(before)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, **attributes):
+        super().__init__()
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def tensors(nodes=3, slots=7, batch=2):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((batch, 4, nodes, 8), (batch, 2, slots, 8), (batch, 2, slots, 8))
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_eager(name, padded, implementation, models):
+    input_ids, mask = tiny_prompts(128, LENGTHS if padded else (40, 40))
+    expected = run(models[name], "eager", input_ids, attention_mask=mask).logits
+    actual = run(models[name], implementation, input_ids, attention_mask=mask).logits
+    assert not actual.isnan().any()
+    torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=0.0, atol=LOGIT_ERROR)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_a_prompt_in_chunks(name, models):
+    """Keys before the queries and no mask: the last queries see the first keys, and windows reach back into them."""
+    model = models[name]
+    input_ids, _ = tiny_prompts(128, (40, 40))
+    expected = run(model, "eager", input_ids).logits
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        for start, stop in ((0, 25), (25, 39), (39, 40)):
+            chunk = input_ids[:, start:stop]
+            actual = run(model, "hf_longspec", chunk, past_key_values=cache, use_cache=True).logits
+            torch.testing.assert_close(actual, expected[:, start:stop], rtol=0.0, atol=LOGIT_ERROR)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", MODELS)
+def test_generate(name, cache, models):
+    model = models[name]
+    input_ids, mask = tiny_prompts(128, LENGTHS)
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    texts = []
+    for implementation in ("eager", "hf_longspec"):
+        model.set_attn_implementation(implementation)
+        texts.append(model.generate(input_ids, cache_implementation=cache, **options))
+    model.set_attn_implementation("eager")
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_a_dropped_window_would_be_seen(name, models):
+    """The checks of this file are able to fail."""
+    input_ids, _ = tiny_prompts(128, (40, 40))
+    visible = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    if hasattr(models[name].config, "layer_types") and name not in ("mistral", "phimoe"):
+        mask = {"full_attention": visible, "sliding_attention": visible}
+    else:
+        mask = visible
+    dropped = run(models[name], "hf_longspec", input_ids, attention_mask=mask).logits
+    expected = run(models[name], "eager", input_ids).logits
+    assert (dropped - expected).abs().max() > 100 * LOGIT_ERROR
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tree_reaches_every_layer_with_its_options(name, models):
+    """A chain in one forward over a cache is the text itself."""
+    model, nodes = models[name], 6
+    input_ids, _ = tiny_prompts(128, (40, 40))
+    expected = run(model, "eager", input_ids).logits[:, -nodes:]
+    cache = DynamicCache()
+    run(model, "hf_longspec", input_ids[:, :-nodes], past_key_values=cache, use_cache=True)
+    chain = torch.ones(2, nodes, nodes, dtype=torch.bool).tril()
+    depths = torch.arange(nodes).expand(2, -1)
+    context = TreeContext(torch.tensor([34, 34]), (34, 34), depths, chain)
+    options = {"position_ids": 34 + depths, "attention_mask": chain[:, None], "past_key_values": cache}
+    actual = run(model, "hf_longspec", input_ids[:, -nodes:], tree=context, use_cache=True, **options).logits
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=LOGIT_ERROR)
+    assert context.calls.total == model.config.num_hidden_layers
+
+
+def test_no_mask_is_built_without_padding(monkeypatch, models):
+    calls = []
+    sdpa_mask = AttentionMaskInterface()["sdpa"]
+    spy = AttentionMaskInterface._global_mapping | {
+        "sdpa": lambda **kwargs: calls.append(kwargs) or sdpa_mask(**kwargs)
+    }
+    monkeypatch.setattr(AttentionMaskInterface, "_global_mapping", spy)
+    for name in ("llama", "mistral", "gpt_oss", "qwen2_moe"):
+        input_ids, mask = tiny_prompts(128, (40, 40))
+        run(models[name], "hf_longspec", input_ids, attention_mask=mask)
+        assert calls == []
+    input_ids, mask = tiny_prompts(128, LENGTHS)
+    run(models["llama"], "hf_longspec", input_ids, attention_mask=mask)
+    assert len(calls) == 1
+
+
+def test_chunked_attention_gets_a_mask():
+    """Chunks look like a window to the mask function, and only the mask knows where they begin."""
+    function = AttentionMaskInterface()["hf_longspec"]
+
+    def visible_chunk(batch, head, query, key):
+        return (key <= query) & (key // 4 == query // 4)
+
+    sizes = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": visible_chunk, "device": "cpu"}
+    mask = function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=None, attention_chunk_size=4))
+    assert mask[0, 0, 5].tolist() == [False] * 4 + [True] * 2 + [False] * 2
+    assert function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=4)) is None
+    assert function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=4), q_offset=2) is not None
+    assert function(**sizes, allow_is_causal_skip=False) is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("padded", [True, False])
+def test_gradients_are_those_of_eager(name, padded):
+    input_ids, mask = tiny_prompts(128, LENGTHS if padded else (40, 40))
+    # Not the first token either: it is predicted at a padded position, where eager gives the mean of all values.
+    labels = input_ids.masked_fill(mask.cumsum(1) < 2, -100)
+    gradients = []
+    for implementation in ("eager", "hf_longspec"):
+        model = tiny_target(name, attn_implementation=implementation)
+        model(input_ids, attention_mask=mask, labels=labels).loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert not gradients[1].isnan().any()
+    assert (gradients[1] - gradients[0]).norm() < 1e-4 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}], ids=str)
+def test_dropout_is_applied(options):
+    """The mean over 4,000 masks is the output without dropout."""
+    query, key, value = tensors(nodes=7, batch=1)
+    clean = attention_forward(Layer(), query, key, value, None, **options)[0]
+    torch.manual_seed(0)
+    many = (x.expand(4000, -1, -1, -1) for x in (query, key, value))
+    dropped = attention_forward(Layer(), *many, None, dropout=0.5, **options)[0]
+    assert not torch.equal(dropped[0], clean[0])
+    torch.testing.assert_close(dropped.mean(0, keepdim=True), clean, rtol=0.0, atol=0.15)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", ["bool", "lowest", "inf"])
+def test_a_query_that_sees_nothing_gives_zero(kind, grad):
+    query, key, value = tensors()
+    query.requires_grad_(grad)
+    mask = torch.ones(2, 1, 3, 7, dtype=torch.bool)
+    mask[0, :, 1] = False
+    if kind != "bool":
+        lowest = -torch.inf if kind == "inf" else torch.finfo(torch.float32).min
+        mask = torch.zeros(mask.shape).masked_fill(~mask, lowest)
+    sinks = torch.zeros(4)
+    for options in ({}, {"s_aux": sinks}, {"softcap": 5.0}):
+        out, weights = attention_forward(Layer(), query, key, value, mask, **options)
+        assert weights is None
+        assert out.shape == (2, 3, 4, 8)
+        assert not out[0, 1].any()
+        assert out[0, 0].all()
+        if grad:
+            (gradient,) = torch.autograd.grad(out.sum(), query)
+            assert not gradient.isnan().any()
+
+
+def test_not_causal():
+    query, key, value = tensors(nodes=7)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
+    for module, options in ((Layer(is_causal=False), {}), (Layer(), {"is_causal": False})):
+        for needs_grad in (False, True):
+            out = attention_forward(module, query.requires_grad_(needs_grad), key, value, None, **options)[0]
+            torch.testing.assert_close(out, expected)
+
+
+def test_a_mask_may_be_longer_than_the_keys():
+    query, key, value = tensors()
+    mask = torch.rand(2, 1, 3, 7, generator=torch.Generator().manual_seed(0)) < 0.7
+    longer = torch.cat([mask, torch.ones(2, 1, 3, 5, dtype=torch.bool)], dim=-1)
+    short, long = (attention_forward(Layer(), query, key, value, m)[0] for m in (mask, longer))
+    assert torch.equal(short, long)
+
+
+@pytest.mark.parametrize("name", ["indices", "position_bias", "cache"])
+def test_what_would_be_computed_wrongly_is_refused(name):
+    with pytest.raises(ValueError, match=f"{name} was passed to the attention of hf_longspec.*eager"):
+        attention_forward(Layer(), *tensors(), None, **{name: torch.zeros(1)})
+    attention_forward(Layer(), *tensors(), None, **{name: None}, position_ids=torch.zeros(1), use_cache=True)
+
+
+def test_the_error_of_an_unsupported_call_names_the_remedy():
+    query, key, value = (x.to(torch.float8_e5m2) for x in tensors())
+    with pytest.raises(ValueError, match=r"(?s)dtype=float8_e5m2.*hf_longspec_torch: dtype is.*hf_longspec_reference"):
+        attention_forward(Layer(), query, key, value, None)
+
+
+def test_any_object_with_attend_is_a_context():
+    class Recorder:
+        def attend(self, backend, layer_idx, query, key, value, **options):
+            self.seen = backend.name, layer_idx, options
+            return query
+
+    recorder, (query, key, value) = Recorder(), tensors()
+    options = {"scaling": 0.5, "sliding_window": 4, "softcap": 2.0, "s_aux": torch.zeros(4)}
+    out, _ = attention_forward(Layer(layer_idx=5), query, key, value, None, tree=recorder, **options)
+    assert torch.equal(out, query.transpose(1, 2))
+    assert out.is_contiguous()
+    assert recorder.seen[:2] == ("hf_longspec_torch", 5)
+    assert recorder.seen[2] == {**{k: v for k, v in options.items() if k != "s_aux"}, "sinks": options["s_aux"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({}, None),
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 0, "layer_types": ["full_attention"]}, None),
+        ({"sliding_window": 8}, 8),
+        ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, 8),
+        ({"sliding_window": 8, "layer_types": ["full_attention"]}, None),
+    ],
+    ids=str,
+)
+def test_window_of_layer(config, window):
+    assert window_of_layer(Layer(layer_idx=0, config=SimpleNamespace(**config))) == window
+    assert window_of_layer(Layer()) is None
+
+
+def test_registering_adds_three_names_and_changes_nothing_else():
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        before = dict(interface._global_mapping)
+        register()
+        after = interface._global_mapping
+        assert set(before) == set(after)
+        assert {name for name in after if "longspec" in name} == set(NAMES)
+        assert all(after[name] is before[name] for name in after if "longspec" not in name)
+        assert not any(word in name for name in NAMES for word in ("flash", "sdpa", "/", "|"))

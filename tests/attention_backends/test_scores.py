@@ -1,0 +1,110 @@
+"""The collected scores against SpecAttn's Eq. 3 taken literally, one query row and one head at a time."""
+
+import math
+
+import pytest
+import torch
+
+from hf_longspec.attention_backends.scores import QUEST_PAGE, ScoreCapture
+
+# float32 sums of a few hundred products in another order
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
+LENGTHS = (37, 21)
+
+
+def inputs(heads=6, kv_heads=2, nodes=5, size=8, slots=50, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(len(LENGTHS), heads, nodes, size, generator=generator)
+    key = torch.randn(len(LENGTHS), kv_heads, slots, size, generator=generator)
+    return query, key
+
+
+def collect(query, key, lse=None, softcap=None, scaling=0.3, **options):
+    last_node = torch.tensor([4, 2])  # the second row has two padding nodes
+    capture = ScoreCapture(last_node=last_node, **options)
+    if lse is None:
+        lse = torch.zeros(query.shape[:3])
+    lengths = torch.tensor(LENGTHS)
+    capture.collect(3, query, key, lse, lengths=lengths, host_lengths=LENGTHS, scaling=scaling, softcap=softcap)
+    return capture.scores[3]
+
+
+def literal(query, key, rows_of, score=lambda dot, b, h, n: dot):
+    """Sum over the counted rows and all heads of a KV head of `score(q . k)`: `(B, K, S)`."""
+    batch, heads, _, _ = query.shape
+    kv_heads = key.shape[1]
+    found = torch.zeros(batch, kv_heads, max(LENGTHS))
+    for b in range(batch):
+        for h in range(heads):
+            kv = h // (heads // kv_heads)
+            for n in rows_of(b):
+                for slot in range(max(LENGTHS)):
+                    found[b, kv, slot] += score(float(query[b, h, n] @ key[b, kv, slot]), b, h, n)
+    return found
+
+
+LAST = (4, 2)
+ROWS = {"two_rows": lambda b: (0, LAST[b]), "all_rows": lambda b: range(LAST[b] + 1)}
+
+
+@pytest.mark.parametrize("rows", sorted(ROWS))
+@pytest.mark.parametrize("granularity", ["layer", "kv_head"])
+def test_logits_are_equation_3(rows, granularity):
+    """One product with the summed queries ranks as the mean of all single logits: the mean differs by a factor."""
+    query, key = inputs()
+    expected = literal(query, key, ROWS[rows])
+    if granularity == "layer":
+        expected = expected.sum(1, keepdim=True)
+    found = collect(query, key, rows=rows, granularity=granularity)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("rows", sorted(ROWS))
+@pytest.mark.parametrize("softcap", [None, 2.5])
+def test_weights_are_probabilities_of_single_heads(rows, softcap):
+    query, key = inputs(seed=1)
+    lse = torch.randn(query.shape[:3], generator=torch.Generator().manual_seed(2)) + 3
+
+    def weight(dot, b, h, n):
+        logit = 0.3 * dot
+        if softcap is not None:
+            logit = softcap * math.tanh(logit / softcap)
+        return math.exp(logit - float(lse[b, h, n]))
+
+    expected = literal(query, key, ROWS[rows], weight)
+    found = collect(query, key, lse, softcap, rows=rows, score="weights", granularity="kv_head")
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_each_row_keeps_the_nodes_apart():
+    query, key = inputs(seed=3)
+    found = collect(query, key, rows="each_row", granularity="layer")
+    for node in range(query.shape[2]):
+        expected = literal(query, key, lambda b, node=node: (node,)).sum(1, keepdim=True)
+        torch.testing.assert_close(found[:, :, node], expected, **TOLERANCE)
+
+
+def test_quest_bounds_every_logit_of_its_page():
+    """A page's score is at least the sum over heads and rows of the best logit inside it, and the same for all of it."""
+    query, key = inputs(seed=4)
+    found = collect(query, key, score="quest", granularity="kv_head")
+    group = query.shape[1] // key.shape[1]
+    for b, kv in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for start in range(0, max(LENGTHS), QUEST_PAGE):
+            page = slice(start, min(start + QUEST_PAGE, max(LENGTHS)))
+            best = sum(
+                float((key[b, kv, page] @ query[b, h, n]).max())
+                for h in range(kv * group, (kv + 1) * group)
+                for n in (0, LAST[b])
+            )
+            assert found[b, kv, page].unique().numel() == 1
+            assert float(found[b, kv, start]) >= best - 1e-4
+
+
+def test_skipped_layers_are_not_scored():
+    query, key = inputs()
+    capture = ScoreCapture(last_node=torch.tensor([4, 2]), skipped_layers=frozenset({3}))
+    lengths = torch.tensor(LENGTHS)
+    lse = torch.zeros(query.shape[:3])
+    capture.collect(3, query, key, lse, lengths=lengths, host_lengths=LENGTHS, scaling=1.0)
+    assert not capture.scores

@@ -1,0 +1,327 @@
+"""The demo from its arguments to its table and exit status, on a random model and a tokenizer of bytes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, T5Config
+from transformers.utils import logging
+
+from hf_longspec import SpecAttnDraftModel
+from hf_longspec.cli import CommandError, demo, documents, remarks
+from hf_longspec.cli import models as cli_models
+from hf_longspec.cli.measuring import Measurement, StopWatch
+from hf_longspec.testing import tiny_target
+
+PROJECT = Path(demo.__file__).parents[2]
+MAX_POSITIONS = 512
+SMALL = ["--context", "300", "--max-new-tokens", "16"]
+
+
+def save_target(folder, **overrides):
+    """A random target with a byte-level tokenizer, as a folder."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        [], trainers.BpeTrainer(special_tokens=["<pad>", "<bos>", "<eos>"], initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    settings = {"vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS} | overrides
+    tiny_target("llama", **settings).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return save_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def run(target, capsys):
+    """Run the demo on the random target; returns exit status, output and errors."""
+
+    def call(*arguments, target=target):
+        status = demo.main(["--target", str(target), *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+def rows(out):
+    """Cells of every line of the tables, by the name in the first column; one entry per table."""
+    found = {}
+    for line in out.splitlines():
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        if line.startswith("│") and len(cells) == 6:
+            found.setdefault(cells[0], []).append(cells[1:])
+    return found
+
+
+def test_texts_and_tables(run):
+    status, out, err = run(*SMALL)
+    assert status == 0, out
+    assert not err
+    table = rows(out)
+    assert list(table) == ["HF generate", "plain loop", "SpecAttn"]
+    assert [table[name][0][-1] for name in table] == ["reference", "yes", "yes"]
+    assert {table[name][1][-1] for name in table} <= {"exact", "near-tie"}
+    assert out.index("float32  ") < out.index("identical text") < out.index("bfloat16  ") < out.index("verdict")
+    for name, groups in table.items():
+        for speed, ratio, tau, first, _ in groups:
+            assert float(speed) > 0
+            assert float(ratio.rstrip("x")) > 0
+            assert tau == "-" if name == "HF generate" else float(tau) >= 1
+            assert float(first.rstrip(" s")) > 0
+    assert table["plain loop"][0][2] == "1.00"
+    assert "float32: the plain loop ran at" in out.replace("\n", " ")
+
+
+def test_the_default_document_is_continued_inside_a_sentence(run):
+    status, out, _ = run(*SMALL, "--dtypes", "float32")
+    assert status == 0
+    name, text = documents.read_document(None)
+    assert name in out
+    tail = documents.end_inside_a_line(text[:300])[-100:]  # a token is a byte here
+    assert tail in out.split("SpecAttn: 16 tokens")[0]
+    assert rows(out)["SpecAttn"][0][-1] == "yes"
+    assert "bfloat16" not in out
+
+
+def test_a_file_of_ones_own(run, tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("The lighthouse keeper wrote every evening into a book. " * 4, encoding="utf-8")
+    status, out, _ = run("--file", file, "--max-new-tokens", 8, "--dtypes", "float32")
+    assert status == 0
+    assert "notes.txt" in out
+    assert f"first {len(file.read_text())} tokens" in out.replace("\n", " ")
+
+
+def test_quick_fits_a_small_model(run, monkeypatch):
+    """Neither the default nor the quick context exceeds the positions of the model."""
+    lengths = []
+    original = demo.make_prompt
+
+    def spy(*args, max_tokens):
+        lengths.append(max_tokens)
+        return original(*args, max_tokens=max_tokens)
+
+    monkeypatch.setattr(demo, "make_prompt", spy)
+    assert run("--quick", "--dtypes", "float32")[0] == 0
+    assert lengths == [MAX_POSITIONS - demo.QUICK_NEW_TOKENS]
+
+
+def test_a_published_draft(run, target, tmp_path):
+    model = cli_models.load_target(str(target), torch.float32)
+    SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).save_pretrained(tmp_path)
+    status, out, _ = run(*SMALL, "--draft", tmp_path, "--dtypes", "float32")
+    assert status == 0
+    assert float(rows(out)["SpecAttn"][0][2]) <= 3
+
+
+def test_another_text_in_float32_is_status_1(run, monkeypatch):
+    """And the report says where it parts, and that this is no near-tie."""
+    monkeypatch.setattr(demo, "measure", tampering(demo.measure, dtype=torch.float32))
+    status, out, _ = run(*SMALL)
+    assert status == 1
+    assert [cells[0][-1] for cells in rows(out).values()] == ["reference", "yes", "no"]
+    assert "SpecAttn in float32: NOT lossless: " in out.replace("\n", " ")
+    assert "it must not" in out
+
+
+def test_another_text_in_bfloat16_is_named(run, monkeypatch):
+    monkeypatch.setattr(demo, "measure", tampering(demo.measure, dtype=torch.bfloat16))
+    status, out, _ = run(*SMALL)
+    assert status == 0
+    assert rows(out)["SpecAttn"][1][-1] == "NOT lossless"
+
+
+def tampering(measure, dtype):
+    """`measure`, but the draft's text has one token that the model would not write."""
+
+    def tampered(name, model, *args):
+        row = measure(name, model, *args)
+        if name != "SpecAttn" or model.dtype != dtype:
+            return row
+        tokens = (*row.tokens[:4], 3 + (row.tokens[4] - 2) % 250, *row.tokens[5:])
+        return Measurement(row.name, tokens, row.first_token_seconds, row.decode_seconds, row.tau, row.drafted)
+
+    return tampered
+
+
+def test_a_target_from_the_hub_cache(target, tmp_path):
+    """Without a network, a repository is found by its name in the cache, in a process of its own."""
+    repo = tmp_path / "hub" / "models--someone--tiny"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(target, target_is_directory=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-m", "hf_longspec.cli.demo", *SMALL, "--dtypes", "float32", "--target"]
+    result = subprocess.run(
+        [*command, "someone/tiny"], capture_output=True, text=True, cwd=PROJECT, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "Loading someone/tiny" in result.stdout
+    assert rows(result.stdout)["SpecAttn"][0][-1] == "yes"
+
+
+def failing(run, *arguments, **options):
+    """The error line of a run that must fail with one."""
+    status, _, err = run(*arguments, **options)
+    assert status == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+class TestErrorLines:
+    """One line with a remedy, and exit status 2."""
+
+    def test_no_such_target(self, run):
+        assert "cannot load the tokenizer of '/no/such/folder'" in failing(run, target="/no/such/folder")
+
+    def test_no_tiny_target(self, monkeypatch, capsys):
+        monkeypatch.setattr(cli_models, "TINY_TARGET", Path("/no/such/folder"))
+        assert demo.main([]) == 2
+        assert "pass --target" in capsys.readouterr().err
+
+    def test_another_kind_of_model(self, run, target, tmp_path):
+        PreTrainedTokenizerFast.from_pretrained(target).save_pretrained(tmp_path)
+        T5Config().save_pretrained(tmp_path)
+        assert "cannot load the model" in failing(run, target=tmp_path)
+
+    def test_no_such_file(self, run):
+        assert "cannot read --file /no/such.txt: No such file" in failing(run, "--file", "/no/such.txt")
+
+    def test_a_file_that_is_no_text(self, run, tmp_path):
+        (tmp_path / "x.bin").write_bytes(b"\xff\xfe\x00")
+        assert "not UTF-8 text" in failing(run, "--file", tmp_path / "x.bin")
+
+    def test_a_file_that_is_too_short(self, run, tmp_path):
+        (tmp_path / "x.txt").write_text("short")
+        assert "pass a longer --file" in failing(run, "--file", tmp_path / "x.txt")
+
+    def test_a_context_that_does_not_fit(self, run):
+        assert "use at most --context 416" in failing(run, "--context", 500)
+
+    def test_more_new_tokens_than_positions(self, run):
+        assert "512 positions" in failing(run, "--max-new-tokens", MAX_POSITIONS)
+
+    def test_a_draft_for_another_target(self, run, tmp_path):
+        SpecAttnDraftModel.from_target(tiny_target("llama")).save_pretrained(tmp_path)
+        assert "vocab_size=128" in failing(run, *SMALL, "--draft", tmp_path)
+
+    def test_a_draft_that_is_none(self, run, target):
+        assert "not a draft" in failing(run, *SMALL, "--draft", target)
+
+    def test_rich_is_missing(self, run, monkeypatch):
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+        monkeypatch.delitem(sys.modules, "hf_longspec.cli.display", raising=False)
+        assert "pip install rich" in failing(run)
+
+    @pytest.mark.parametrize("arguments", [["--dtypes", "int8"], ["--context", "0"], ["--max-new-tokens", "many"]])
+    def test_impossible_options(self, arguments, capsys):
+        with pytest.raises(SystemExit) as ended:
+            demo.main(arguments)
+        assert ended.value.code == 2
+        assert arguments[0] in capsys.readouterr().err
+
+
+def test_control_c_ends_with_a_line(run, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "measure", interrupt)
+    status, _, err = run(*SMALL)
+    assert status == 130
+    assert err.strip() == "Interrupted."
+
+
+def test_settings_of_transformers_are_restored(run):
+    logging.set_verbosity_info()
+    try:
+        run("--file", "/no/such.txt")
+        assert logging.get_verbosity() == logging.INFO
+        assert logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity_warning()
+
+
+def test_a_prompt_ends_behind_a_word():
+    text = "# a heading\n\nThe keeper wrote every evening into a book.\nx = 1\n\ny ="
+    assert documents.end_inside_a_line(text) == "# a heading\n\nThe keeper wrote"
+    assert documents.end_inside_a_line("x = 1\ny = 2\n") == "x = 1\ny = 2\n"
+
+
+def test_modules_without_sources_are_skipped(monkeypatch):
+    monkeypatch.setattr(documents, "DEFAULT_MODULES", ("sys", "no_such_module", "tarfile"))
+    assert documents.read_document(None)[0] == "tarfile.py of the standard library"
+    monkeypatch.setattr(documents, "DEFAULT_MODULES", ("sys",))
+    with pytest.raises(CommandError, match="--file"):
+        documents.read_document(None)
+
+
+def test_the_watch_leaves_the_prompt_out():
+    first = []
+    watch = StopWatch(on_first_token=lambda: first.append(len(watch.arrivals)))
+    for value in ([[5, 6, 7]], [8], [9]):
+        watch.put(torch.tensor(value))
+    assert len(watch.arrivals) == 2
+    assert first == [1]
+
+
+class TestRemarks:
+    """The sentences follow from the numbers."""
+
+    def group(self, speeds, dtype="float32", name="SpecAttn", tokens=tuple(range(101))):
+        stock, plain, drafted = (100 / speed for speed in speeds)
+        rows = [
+            Measurement(remarks.HF, tokens, 1.0, stock),
+            Measurement(remarks.PLAIN, tokens, 1.0, plain, tau=1.0),
+            Measurement(name, tokens, 1.0, drafted, tau=3.0, drafted=4.0),
+        ]
+        return remarks.Group(dtype, rows)
+
+    def test_a_slower_draft(self):
+        said = " ".join(remarks.remarks([self.group((50, 100, 40))], 8000, True))
+        assert "plain loop ran at 2.00x the speed of HF generate" in said
+        assert "SpecAttn at 0.40x the speed of the plain loop; 50% of the drafted tokens" in said
+        assert "SpecAttn is slower than decoding without a draft here: it rereads all weights" in said
+
+    def test_a_draft_of_the_same_speed(self):
+        assert "no faster than" in " ".join(remarks.remarks([self.group((50, 100, 102))], 8000, True))
+
+    def test_a_faster_draft(self):
+        said = remarks.remarks([self.group((50, 100, 150))], 8000, True)
+        assert len(said) == 1
+        assert "SpecAttn at 1.50x" in said[0]
+
+    def test_only_the_types_in_which_it_does_not_pay(self):
+        groups = [self.group((50, 100, 150)), self.group((50, 100, 40), dtype="bfloat16")]
+        assert remarks.remarks(groups, 8000, None)[-1].startswith("In bfloat16 SpecAttn is slower than")
+
+    def test_another_draft_rereads_no_weights(self):
+        said = " ".join(remarks.remarks([self.group((50, 100, 40), name="LongSpec")], 8000, True))
+        assert "LongSpec is slower" in said
+        assert "weights" not in said
+
+    def test_emulated_bfloat16(self):
+        groups = [self.group((100, 100, 150)), self.group((25, 100, 150), dtype="bfloat16")]
+        assert "decoded at 0.25x its float32 speed" in remarks.remarks(groups, 8000, False)[-1]
+        assert len(remarks.remarks(groups, 8000, True)) == len(remarks.remarks(groups, 8000, None)) == 2
+
+    def test_a_text_that_loops(self):
+        said = remarks.remarks([self.group((50, 100, 150), tokens=(1, 2, 3) * 30)], 8000, True)
+        assert "it repeats itself" in said[-1]
+
+    def test_too_short_to_be_timed(self):
+        assert remarks.remarks([self.group((50, 100, 150), tokens=(1,))], 8000, True) == []

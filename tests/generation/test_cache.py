@@ -1,0 +1,358 @@
+"""The preallocated cache: alone against a list of lists, and as the memory of a conversation of several turns."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from hf_longspec import SpeculativeCache
+from hf_longspec.testing import WINDOW, tiny_prompts, tiny_target
+
+HEADS, KEY_SIZE, VALUE_SIZE, LAYERS = 2, 3, 5, 3  # keys and values of different width, as in MLA
+KINDS = pytest.mark.parametrize("kind", ["tree", "chain", "specattn"])
+
+
+def make_cache(batch_size=2, max_length=12, tree_slots=5):
+    config = tiny_target("llama", num_hidden_layers=LAYERS).config
+    return SpeculativeCache(config, batch_size, max_length, tree_slots=tree_slots)
+
+
+class Ledger:
+    """Writes numbered tokens into a cache; what every slot must hold is kept as lists of numbers."""
+
+    def __init__(self, cache):
+        self.cache = cache
+        self.rows = [[] for _ in range(cache.batch_size)]
+        self.next = 1
+
+    def write(self, count):
+        numbers = torch.arange(self.next, self.next + count * self.cache.batch_size).view(-1, count)
+        self.next += numbers.numel()
+        for layer in range(LAYERS):
+            keys, values = (
+                numbers[:, None, :, None].float().expand(-1, HEADS, -1, size) + 1000 * layer
+                for size in (KEY_SIZE, VALUE_SIZE)
+            )
+            self.seen = self.cache.update(keys, -values, layer)
+        return numbers.tolist()
+
+    def check(self):
+        """Every committed slot of every layer and head, by a loop."""
+        for layer, stored in enumerate(self.cache.layers):
+            for row, numbers in enumerate(self.rows):
+                for slot, number in enumerate(numbers):
+                    expected = number + 1000 * layer
+                    assert stored.keys[row, :, slot].eq(expected).all()
+                    assert stored.values[row, :, slot].eq(-expected).all()
+
+
+def test_plain_updates_append_and_return_what_is_stored():
+    ledger = Ledger(make_cache())
+    for count in (4, 1, 3):
+        written = ledger.write(count)
+        for row, numbers in zip(ledger.rows, written, strict=True):
+            row += numbers
+        keys, values = ledger.seen
+        stored = len(ledger.rows[0])
+        assert keys.shape == (2, HEADS, stored, KEY_SIZE) and values.shape == (2, HEADS, stored, VALUE_SIZE)
+        ledger.check()
+    assert ledger.cache.get_seq_length() == 8 and ledger.cache.get_mask_sizes(3, 0) == (11, 0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "path", "kept"),
+    [
+        ([6, 6], [[0, 2, 4], [0, 1, 3]], [3, 3]),
+        ([6, 2], [[0, 2, 4], [0, 1, 3]], [3, 2]),
+        ([0, 5], [[0, 3], [0, 2]], [2, 2]),
+        ([6, 2], [[0, 4, 4], [0, 0, 0]], [2, 0]),  # a row that is done keeps nothing
+        ([6, 2], None, [5, 1]),  # a chain moves nothing
+        ([6, 2], [[0], [0]], [1, 1]),
+    ],
+)
+def test_commit_keeps_the_path_right_behind_the_prefix(lengths, path, kept):
+    ledger = Ledger(make_cache())
+    for row, (numbers, length) in enumerate(zip(ledger.write(6), lengths, strict=True)):
+        ledger.rows[row] = numbers[:length]
+    ledger.cache.set_lengths(lengths)
+    ledger.cache.stage(5)
+    staged = ledger.write(5)
+    for row, count in enumerate(kept):
+        nodes = range(5) if path is None else path[row]
+        ledger.rows[row] += [staged[row][node] for node in list(nodes)[:count]]
+    ledger.cache.commit(None if path is None else torch.tensor(path), kept)
+    assert ledger.cache.host_lengths == tuple(map(len, ledger.rows))
+    ledger.check()
+
+
+def test_staged_nodes_come_right_behind_every_rows_own_prefix():
+    ledger = Ledger(make_cache())
+    ledger.write(6)
+    ledger.cache.set_lengths([6, 2])
+    ledger.cache.stage(3)
+    staged = ledger.write(3)
+    keys, _ = ledger.seen
+    assert keys.shape[2] == 9
+    for row, length in enumerate([6, 2]):
+        assert keys[row, 0, length : length + 3, 0].sub(1000 * (LAYERS - 1)).tolist() == staged[row]
+
+
+def test_rollback_forgets_what_was_staged():
+    ledger = Ledger(make_cache())
+    ledger.rows = ledger.write(4)
+    ledger.cache.set_lengths([4, 4])
+    ledger.cache.stage(5)
+    ledger.write(5)
+    ledger.cache.rollback()
+    assert ledger.cache.get_seq_length() == 4
+    ledger.check()
+    for row, numbers in zip(ledger.rows, ledger.write(2), strict=True):  # plain again, over the junk
+        row += numbers
+    ledger.check()
+
+
+def test_crop_reset_reorder_and_copy():
+    ledger = Ledger(make_cache())
+    ledger.rows = ledger.write(7)
+    ledger.cache.set_lengths([7, 7])
+    other = copy.deepcopy(ledger.cache)
+    ledger.cache.crop(-3)
+    ledger.rows = [row[:4] for row in ledger.rows]
+    assert ledger.cache.host_lengths == (4, 4) and ledger.cache.get_seq_length() == 4
+    assert other.host_lengths == (7, 7) and other.layers[0].rows is other.layers[1].rows is other.rows
+    ledger.cache.reorder_cache(torch.tensor([1, 0]))
+    ledger.rows.reverse()
+    ledger.check()
+    with pytest.raises(ValueError, match=r"crop\(2\)"):
+        ledger.cache.crop(2)
+    size = ledger.cache.nbytes
+    ledger.cache.reset()
+    assert ledger.cache.get_seq_length() == 0 and ledger.cache.nbytes == size
+
+
+def test_it_never_asks_for_compilation():
+    cache = make_cache()
+    assert not cache.is_compileable and not any(cache.is_sliding)
+
+
+@pytest.mark.parametrize("sizes", [(0, 5, 5), (1, 0, 5), (1, 5, 0)])
+def test_impossible_sizes(sizes):
+    with pytest.raises(ValueError, match="each must be at least 1"):
+        make_cache(*sizes)
+
+
+def test_too_much_is_refused_before_anything_is_written():
+    ledger = Ledger(make_cache(max_length=6, tree_slots=4))
+    with pytest.raises(ValueError, match=r"5 nodes do not fit behind 0 committed tokens .* tree_slots=4"):
+        ledger.cache.stage(5)
+    with pytest.raises(ValueError, match=r"made for batch_size=2, but .* 3 rows"):
+        ledger.cache.update(*torch.zeros(2, 3, HEADS, 1, KEY_SIZE), 0)
+    ledger.write(10)
+    with pytest.raises(ValueError, match="10 tokens are stored and 1 more do not fit into 10 slots"):
+        ledger.write(1)
+    ledger.cache.set_lengths([10, 3])
+    with pytest.raises(ValueError, match=r"rows hold \(10, 3\) tokens, and plain generation needs rows of one length"):
+        ledger.write(1)
+    with pytest.raises(ValueError, match="1 nodes do not fit behind 10 committed tokens"):
+        ledger.cache.stage(1)
+    with pytest.raises(ValueError, match="3 lengths for a cache of 2 rows"):
+        ledger.cache.set_lengths([1, 2, 3])
+
+
+class LargestAllocation(TorchDispatchMode):
+    """Bytes of the largest tensor that an operation made without it being a view of, or written into, another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.largest = set(), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, tensor.numel() * tensor.element_size())
+        return out
+
+
+def test_commit_works_in_place_with_temporaries_of_the_path_only():
+    cache = make_cache(batch_size=2, max_length=4000, tree_slots=17)
+    ledger = Ledger(cache)
+    ledger.write(3900)
+    cache.set_lengths([3900, 2500])
+    cache.stage(17)
+    ledger.write(17)
+    before = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers]
+    with LargestAllocation() as allocated:
+        cache.commit(torch.tensor([[0, 3, 9, 16]] * 2), [4, 3])
+    assert [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in cache.layers] == before
+    assert 0 < allocated.largest <= 2 * 4 * HEADS * VALUE_SIZE * 4  # rows x nodes x heads x width x bytes
+
+
+class Watch(StoppingCriteria):
+    """Looks at the cache after every token."""
+
+    def __init__(self, cache):
+        self.cache, self.seen = cache, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if self.cache.layers[0].is_initialized:
+            pointers = tuple(t.data_ptr() for layer in self.cache.layers for t in (layer.keys, layer.values))
+            self.seen.append((pointers, self.cache.nbytes))
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@KINDS
+@pytest.mark.parametrize("lengths", [(21,), (33, 3, 13)], ids=["one", "ragged"])
+def test_buffers_are_allocated_once_per_call(plain_run, kind, lengths):
+    run = plain_run("gemma3", lengths, max_new_tokens=12, eos_token_id=1)
+    cache = SpeculativeCache(run.model.config, len(lengths), 64)
+    watch = Watch(cache)
+    out = run.again(run.draft(kind), past_key_values=cache, stopping_criteria=StoppingCriteriaList([watch]))
+    assert out.tolist() == run.sequences.tolist()
+    assert len(watch.seen) >= 11 and len(set(watch.seen)) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
+def test_plain_generate_with_our_cache(plain_run, name):
+    """Left-padded rows, more tokens than a window holds."""
+    run = plain_run(name, (21, 3, 13), max_new_tokens=WINDOW + 4)
+    cache = SpeculativeCache(run.model.config, 3, 64)
+    out = run.model.generate(**run.inputs, past_key_values=cache)
+    assert out.tolist() == run.sequences.tolist()
+    assert cache.get_seq_length() == out.shape[1] - 1
+
+
+def test_beam_search_with_our_cache(target):
+    model = target("qwen3")
+    input_ids, attention_mask = tiny_prompts(128, (9, 5))
+    options = {"attention_mask": attention_mask, "num_beams": 3, "max_new_tokens": 9, "do_sample": False}
+    out = model.generate(input_ids, **options, past_key_values=SpeculativeCache(model.config, 6, 32))
+    assert out.tolist() == model.generate(input_ids, **options).tolist()
+
+
+class TestSecondTurn:
+    """A conversation: the whole text so far is passed again, with the cache that holds the beginning of it."""
+
+    NEW = 5
+
+    @pytest.fixture(params=["llama", "gemma3"])
+    def model(self, request, target):
+        return target(request.param)
+
+    @pytest.fixture(params=[(14,), (14, 14)], ids=["one", "two"])
+    def lengths(self, request):
+        return request.param
+
+    def talk(self, plain_run, model, lengths, speakers):
+        """Turns of `speakers` on one cache; every turn's text is compared with plain generation from scratch."""
+        run = plain_run(model, lengths, max_new_tokens=self.NEW, eos_token_id=1)
+        cache = SpeculativeCache(model.config, len(lengths), 80)
+        text = run.inputs["input_ids"]
+        for turn, speaker in enumerate(speakers):
+            # without a mask, transformers would take an emitted token 0 for padding
+            options = {"do_sample": False, "max_new_tokens": self.NEW, "eos_token_id": 1}
+            options |= {"attention_mask": torch.ones_like(text)}
+            expected = model.generate(text, **options)
+            if speaker != "plain":
+                draft = run.draft(speaker)
+                draft.hints = expected[:, text.shape[1] :].tolist()
+                options |= {"assistant_model": draft}
+            out = model.generate(text, **options, past_key_values=cache, return_dict_in_generate=True)
+            assert out.sequences.tolist() == expected.tolist()
+            assert out.past_key_values is cache
+            # the last token has not been through the model
+            assert cache.get_seq_length() == out.sequences.shape[1] - 1
+            said, _ = tiny_prompts(128, [5 + turn] * len(lengths), seed=turn + 1)
+            text = torch.cat([out.sequences, said], dim=1)
+
+    @pytest.mark.parametrize("kind", ["tree", "specattn"])
+    def test_speculative_turns(self, plain_run, model, lengths, kind):
+        self.talk(plain_run, model, lengths, [kind, kind])
+
+    @pytest.mark.parametrize("kind", ["tree", "specattn"])
+    def test_mixed_turns(self, plain_run, model, lengths, kind):
+        self.talk(plain_run, model, lengths, ["plain", kind, "plain", kind])
+
+    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, monkeypatch):
+        model = target("llama")
+        run = plain_run(model, (40,), max_new_tokens=5)
+        cache = SpeculativeCache(model.config, 1, 80)
+        out = run.again(run.draft("tree"), past_key_values=cache)
+        widths, forward = [], type(model).forward
+
+        def spy(self, input_ids=None, **kwargs):
+            widths.append(input_ids.shape[1])
+            return forward(self, input_ids=input_ids, **kwargs)
+
+        monkeypatch.setattr(model, "forward", spy.__get__(model))
+        text = torch.cat([out, torch.tensor([[9, 8, 7]])], dim=1)
+        model.generate(text, do_sample=False, max_new_tokens=4, past_key_values=cache, assistant_model=run.draft("tree"))
+        assert max(widths) <= 7  # a tree; the prompt had 40
+
+    @pytest.mark.parametrize("how", ["lengths", "padding"])
+    def test_ragged_rows_are_refused(self, plain_run, target, how):
+        model = target("llama")
+        run = plain_run(model, (9, 5) if how == "lengths" else (9, 9), max_new_tokens=4, eos_token_id=1)
+        cache = SpeculativeCache(model.config, 2, 64)
+        out = run.again(run.draft("tree"), past_key_values=cache)
+        mask = torch.ones_like(out)
+        mask[1, :4] = 0
+        with pytest.raises(ValueError, match=r"past_key_values holds \(\d+, \d+\) tokens: a further turn needs batch"):
+            model.generate(
+                out, attention_mask=mask, past_key_values=cache, max_new_tokens=4, assistant_model=run.draft("tree")
+            )
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_a_text_that_is_stored_already_is_refused(self, plain_run, target):
+        run = plain_run("llama", (9,), max_new_tokens=4)
+        cache = SpeculativeCache(run.model.config, 1, 64)
+        out = run.again(run.draft("tree"), past_key_values=cache)
+        with pytest.raises(ValueError, match="past_key_values holds 12 tokens and input_ids has 9: pass the whole"):
+            run.again(run.draft("tree"), past_key_values=cache)
+        assert cache.get_seq_length() == out.shape[1] - 1
+
+
+class TestRefusedCaches:
+    def refused(self, run, cache, match, **options):
+        before = run.model.config._attn_implementation, run.model.generation_config.to_dict()
+        lengths = getattr(cache, "host_lengths", None)
+        with pytest.raises(ValueError, match=match):
+            run.again(run.draft("tree"), past_key_values=cache, **options)
+        assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
+        assert getattr(cache, "host_lengths", None) == lengths
+
+    def test_too_small(self, plain_run):
+        run = plain_run("llama", (21,), max_new_tokens=12)
+        small = SpeculativeCache(run.model.config, 1, max_length=30, tree_slots=8)
+        self.refused(run, small, "max_length=30 tokens and tree_slots=8, but this call needs 33 and 7")
+
+    def test_too_few_slots_for_the_tree(self, plain_run):
+        run = plain_run("llama", (21,), max_new_tokens=12)
+        narrow = SpeculativeCache(run.model.config, 1, max_length=64, tree_slots=6)
+        self.refused(run, narrow, "max_length=64 tokens and tree_slots=6, but this call needs 33 and 7")
+
+    def test_wrong_batch_size(self, plain_run):
+        run = plain_run("llama", (21, 4), max_new_tokens=5)
+        self.refused(run, SpeculativeCache(run.model.config, 3, 64), "past_key_values has 3 rows and input_ids 2")
+
+    def test_foreign_cache_that_holds_something(self, plain_run):
+        run = plain_run("llama", (9,), max_new_tokens=5)
+        foreign = DynamicCache(config=run.model.config)
+        run.model(run.inputs["input_ids"][:, :4], past_key_values=foreign)
+        self.refused(run, foreign, "DynamicCache that already holds 4 tokens, and only a SpeculativeCache can be contin")
+
+    def test_foreign_cache_that_is_empty_is_ignored(self, plain_run):
+        run = plain_run("llama", (9,), max_new_tokens=5)
+        foreign = DynamicCache(config=run.model.config)
+        assert run.again(run.draft("tree"), past_key_values=foreign).tolist() == run.sequences.tolist()
+        assert foreign.get_seq_length() == 0
+
+    def test_cache_that_fits_exactly(self, plain_run):
+        run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=1)
+        exact = SpeculativeCache(run.model.config, 1, max_length=33, tree_slots=7)
+        assert run.again(run.draft("tree"), past_key_values=exact).tolist() == run.sequences.tolist()

@@ -1,0 +1,60 @@
+"""Noise rows: one per batch row and position, whatever a step asks for."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longspec.generation.noise import NoiseRows
+from hf_longspec.testing_law import MAX_SIGMA
+
+VOCAB = 5
+CPU = torch.device("cpu")
+
+
+def seeded(batch_size, seed=0):
+    torch.manual_seed(seed)
+    return NoiseRows(batch_size, VOCAB, CPU)
+
+
+# One step: how many rows it asks for, and how many tokens each batch row then emits out of those.
+steps = st.lists(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.tuples(*[st.integers(0, n)] * 3))))
+
+
+@given(steps=steps)
+def test_a_position_has_one_noise_row_however_the_text_advances(steps):
+    straight = seeded(3).rows(sum(count for count, _ in steps) + 1)
+    noise, emitted = seeded(3), [0, 0, 0]
+    for count, accepted in steps:
+        seen = noise.rows(count)
+        for row, start in enumerate(emitted):
+            assert torch.equal(seen[row], straight[row, start : start + count])
+        noise.advance(accepted)
+        emitted = [start + more for start, more in zip(emitted, accepted, strict=True)]
+
+
+def test_rows_and_positions_differ_and_the_seed_decides():
+    rows = seeded(3).rows(4).reshape(12, VOCAB)
+    assert len({tuple(row.tolist()) for row in rows}) == 12
+    assert torch.equal(seeded(3).rows(4), seeded(3).rows(4))
+    assert not torch.equal(seeded(3, seed=1).rows(4), seeded(3).rows(4))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_a_row_does_not_depend_on_the_size_of_the_batch(batch_size):
+    assert torch.equal(seeded(batch_size).rows(3)[0], seeded(2).rows(3)[0])
+
+
+def test_free_draws_do_not_touch_the_noise_rows():
+    disturbed = seeded(2)
+    torch.rand(7, generator=disturbed.generator)
+    torch.rand(7)
+    assert torch.equal(disturbed.rows(3), seeded(2).rows(3))
+
+
+def test_noise_is_standard_exponential():
+    draws = seeded(1).rows(40_000 // VOCAB).double().flatten()
+    assert draws.min() > 0
+    for power, mean, variance in ((1, 1, 1), (2, 2, 20)):  # moments of the exponential law: E x^k = k!
+        z = (draws.pow(power).mean() - mean) / (variance / draws.numel()) ** 0.5
+        assert z.abs() < MAX_SIGMA

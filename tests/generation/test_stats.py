@@ -1,0 +1,81 @@
+"""Statistics: their definitions, and their agreement with what was really emitted."""
+
+import json
+
+import pytest
+import torch
+
+from hf_longspec import SpeculationStats
+
+KINDS = pytest.mark.parametrize("kind", ["tree", "chain", "specattn", "plain"])
+
+
+def test_definitions():
+    stats = SpeculationStats(method="mine")
+    for emitted, drafted, accepted in ((3, 4, 2), (1, 4, 0), (1, 2, 0), (5, 4, 4)):
+        stats.record(emitted, drafted, accepted)
+    stats.decode_seconds = 2.0
+    assert stats.mean_acceptance_length == 10 / 4
+    assert stats.draft_acceptance_rate == 6 / 14
+    assert stats.tokens_per_second == 5.0
+    assert stats.acceptance_histogram == [2, 0, 1, 0, 1]
+    assert (stats.num_spec_steps, stats.num_emitted_tokens, stats.num_accepted_draft_tokens) == (4, 10, 6)
+    assert json.loads(json.dumps(stats.to_dict()))["mean_acceptance_length"] == 2.5
+    assert "mine: tau 2.50 over 4 verifications, 6/14 drafted tokens accepted, 5.0 tokens/s" in str(stats)
+
+
+def test_nothing_recorded_is_zero_not_an_error():
+    stats = SpeculationStats()
+    assert stats.mean_acceptance_length == stats.draft_acceptance_rate == stats.tokens_per_second == 0.0
+    assert "tau 0.00" in str(stats)
+
+
+@KINDS
+@pytest.mark.parametrize("lengths", [(21,), (33, 3, 13)], ids=["one", "ragged"])
+def test_counts_agree_with_the_text(plain_run, kind, lengths):
+    """Rows end at different places: an end token that one row emits early."""
+    free = plain_run("llama", lengths, max_new_tokens=14)
+    end = free.generated[0][6]
+    run = plain_run("llama", lengths, max_new_tokens=14, eos_token_id=end)
+    draft = run.draft(kind)
+    out = run.again(draft, return_dict_in_generate=True)
+    stats = out.speculation
+    assert draft.last_speculation is stats
+    texts = [row[: row.index(end) + 1] if end in row else row for row in run.generated]
+    # the first token of a row comes from its prompt
+    assert stats.num_emitted_tokens == sum(len(text) - 1 for text in texts)
+    histogram = stats.acceptance_histogram
+    assert sum(histogram) == stats.num_spec_steps
+    assert sum(count * accepted for accepted, count in enumerate(histogram)) == stats.num_accepted_draft_tokens
+    assert stats.num_emitted_tokens == stats.num_accepted_draft_tokens + stats.num_spec_steps
+    assert stats.mean_acceptance_length == stats.num_emitted_tokens / stats.num_spec_steps
+    assert stats.num_spec_steps <= len(lengths) * stats.num_forwards
+    if len(lengths) == 1:
+        assert stats.num_forwards == stats.num_spec_steps
+    proposed = {"tree": 6, "chain": 6, "specattn": 3, "plain": 0}[kind]
+    assert stats.num_accepted_draft_tokens <= stats.num_draft_tokens <= proposed * stats.num_spec_steps
+    assert stats.method == draft.config.model_type
+    assert 0 < stats.draft_seconds + stats.verify_seconds <= stats.decode_seconds
+    assert stats.prefill_seconds > 0
+    if hasattr(draft, "verifications"):  # what the drafter was told, without the seeding chain and the last step
+        steps = draft.verifications[1:]
+        assert stats.num_forwards == len(steps) + 1
+        assert all(1 <= n <= 7 or n == 0 for verification in steps for n in verification.num_nodes)
+
+
+def test_last_speculation_is_that_of_the_last_call(plain_run):
+    run = plain_run("llama", (21,), max_new_tokens=9)
+    draft = run.draft("tree")
+    assert draft.last_speculation is None
+    assert isinstance(run.again(draft), torch.Tensor)
+    first = draft.last_speculation
+    run.again(draft, max_new_tokens=3)
+    assert draft.last_speculation is not first
+    assert draft.last_speculation.num_emitted_tokens == 2 and first.num_emitted_tokens == 8
+
+
+def test_one_token_needs_no_verification(plain_run):
+    run = plain_run("llama", (21,), max_new_tokens=1)
+    stats = run.again(run.draft("tree"), return_dict_in_generate=True).speculation
+    assert stats.num_spec_steps == stats.num_forwards == 0 and stats.acceptance_histogram == []
+    assert stats.mean_acceptance_length == 0.0

@@ -1,0 +1,238 @@
+"""One tree step against a plain forward of the bare model on every root-to-node path: all targets, all our backends.
+
+Token identity alone is a weak check: a tiny model can keep its argmax although a window was dropped.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+
+from hf_longspec import SpeculativeCache
+from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.attention_backends.sparse import SparseContext
+from hf_longspec.generation.cache import SpeculativeLayer
+from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.target import TargetView, chain_of_last_tokens
+from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
+from hf_longspec.testing_law import random_tree
+
+# Largest error of a logit, as a share of the largest logit. float32 summed in another order gives up to 4.3e-6; a wrong mask,
+# position or window gives 1e-2 and more (the negative controls below).
+TOLERANCE = 1e-5
+BROKEN = 1e-2
+
+IMPLEMENTATIONS = ("hf_longspec", "hf_longspec_reference", "hf_longspec_torch")
+NODES = 9
+RAGGED = (33, 3, 20)
+# Within 15 tokens no window has passed anything yet, but some nodes are beyond it: layers with and without a window
+# must not share what they computed.
+BATCHES = {"ragged": RAGGED, "almost a window": (WINDOW - 1,), "two windows": (2 * WINDOW, 2 * WINDOW)}
+
+
+@cache
+def bare_model(name):
+    return tiny_target(name, attn_implementation="eager")
+
+
+def ancestors(tree, row, node):
+    """Nodes from the root down to `node`, by following parents."""
+    path = [node]
+    while path[0] > 0:
+        path.insert(0, int(tree.parents[row, path[0]]))
+    return path
+
+
+@torch.no_grad()
+def path_logits(model, prefix, tokens):
+    """What the bare model says after `tokens` behind `prefix`: one forward, no cache, no mask, no batch."""
+    return model(input_ids=torch.tensor([[*prefix, *tokens]]), use_cache=False).logits[0, -1]
+
+
+def expected_logits(name, prefixes, tree):
+    """Logits of every valid node by its own forward; NaN where the tree is padded."""
+    model = bare_model(name)
+    expected = torch.full((*tree.tokens.shape, model.config.vocab_size), torch.nan)
+    for row, prefix in enumerate(prefixes):
+        for node in tree.valid[row].nonzero().flatten().tolist():
+            tokens = tree.tokens[row, ancestors(tree, row, node)].tolist()
+            expected[row, node] = path_logits(model, prefix, tokens)
+    return expected
+
+
+def error(actual, expected):
+    known = ~expected.isnan()
+    assert known.any() and torch.isfinite(actual).all()  # padding is junk, but no poison
+    return ((actual[known] - expected[known]).abs().max() / expected[known].abs().max()).item()
+
+
+class TwoSteps:
+    """A tree step, a commit of a random path in every row, and a second tree step. The expectation is made once."""
+
+    def __init__(self, name, lengths, seed=0):
+        self.name = name
+        vocab_size = bare_model(name).config.vocab_size
+        ids, mask = tiny_prompts(vocab_size, lengths)
+        self.prompts = [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+        self.trees = [random_tree(seed + step, len(lengths), NODES, vocab_size) for step in range(2)]
+        generator = torch.Generator().manual_seed(seed)
+        leaves = [
+            valid.nonzero().flatten()[torch.randint(int(valid.sum()), (1,), generator=generator)].item()
+            for valid in self.trees[0].valid
+        ]
+        self.paths = [ancestors(self.trees[0], row, leaf) for row, leaf in enumerate(leaves)]
+        self.kept = [
+            prompt + self.trees[0].tokens[row, path].tolist()
+            for row, (prompt, path) in enumerate(zip(self.prompts, self.paths, strict=True))
+        ]
+        self.expected = [
+            expected_logits(name, prefixes, tree)
+            for prefixes, tree in zip((self.prompts, self.kept), self.trees, strict=True)
+        ]
+
+    def run(self, implementation, chunk_size=None):
+        """Errors of both steps."""
+        model = tiny_target(self.name, attn_implementation=implementation)
+        target, cache = TargetView(model), SpeculativeCache(model.config, len(self.prompts), 96, tree_slots=NODES)
+        with torch.no_grad(), target.attention():
+            rows = [torch.tensor(prompt) for prompt in self.prompts]
+            target.prefill(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), cache, chunk_size)
+            cache.set_lengths([len(prompt) for prompt in self.prompts])
+            first = target.verify(self.trees[0], cache)
+            longest = max(map(len, self.paths))
+            path = torch.tensor([path + [path[-1]] * (longest - len(path)) for path in self.paths])
+            cache.commit(path, [len(path) for path in self.paths])
+            second = target.verify(self.trees[1], cache)
+        assert first.context.calls.total == second.context.calls.total == model.config.num_hidden_layers
+        assert cache.host_lengths == tuple(map(len, self.kept))
+        return [error(step.logits, expected) for step, expected in zip((first, second), self.expected, strict=True)]
+
+
+@cache
+def two_steps(name, lengths):
+    return TwoSteps(name, lengths)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", TINY_TARGETS)
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_tree_steps_equal_a_forward_of_every_path(name, lengths, implementation):
+    """Two steps with a commit in between. Trees branch, rows are padded, and the committed path is no chain."""
+    case = two_steps(name, lengths)
+    assert any(path != list(range(len(path))) for path in case.paths)
+    assert not case.trees[0].valid.all()
+    assert max(case.run(implementation)) < TOLERANCE
+
+
+class TestTheCheckIsSharp:
+    """What a mistake would look like. Without these a tolerance says nothing."""
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+    def test_without_moving_the_committed_nodes(self, name, monkeypatch):
+        monkeypatch.setattr(SpeculativeLayer, "move", lambda self, path: None)
+        first, second = two_steps(name, RAGGED).run("hf_longspec")
+        assert first < TOLERANCE and second > BROKEN
+
+    @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "cohere2"])
+    def test_without_the_window(self, name, monkeypatch):
+        attend = TreeContext.attend
+        monkeypatch.setattr(TreeContext, "attend", lambda *args, **kw: attend(*args, **(kw | {"sliding_window": None})))
+        assert min(two_steps(name, RAGGED).run("hf_longspec")) > BROKEN
+
+    def test_without_the_softcap(self, monkeypatch):
+        attend = TreeContext.attend
+        monkeypatch.setattr(TreeContext, "attend", lambda *args, **kw: attend(*args, **(kw | {"softcap": None})))
+        assert min(two_steps("gemma2", RAGGED).run("hf_longspec")) > BROKEN
+
+    def test_without_the_sinks(self, monkeypatch):
+        attend = TreeContext.attend
+        monkeypatch.setattr(TreeContext, "attend", lambda *args, **kw: attend(*args, **(kw | {"sinks": None})))
+        assert min(two_steps("gpt_oss", RAGGED).run("hf_longspec")) > BROKEN
+
+    def test_with_a_chain_instead_of_the_tree(self):
+        case = TwoSteps("qwen3", (21,))
+        case.trees = [DraftTree.chain(tree.tokens) for tree in case.trees]
+        assert min(case.run("hf_longspec")) > BROKEN
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 16, 1000])
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "gpt_oss"])
+def test_prefill_in_chunks(name, chunk_size):
+    implementation = "hf_longspec" if chunk_size != 5 else "eager"
+    assert max(two_steps(name, RAGGED).run(implementation, chunk_size)) < TOLERANCE
+
+
+def test_positions_stay_below_the_limit():
+    """Nodes that can never be emitted must not index beyond a table of positions."""
+    model = tiny_target("llama", attn_implementation="hf_longspec")
+    target, cache, seen = TargetView(model), SpeculativeCache(model.config, 1, 16), []
+    handle = model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1]),
+        with_kwargs=True,
+    )
+    with torch.no_grad():
+        target.verify(DraftTree.chain(torch.tensor([[5, 6, 7, 8, 9]])), cache, limit=3)
+    handle.remove()
+    assert seen[0].tolist() == [[0, 1, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("context", ["tree", "sparse"])
+def test_contexts_move_like_tensors(context):
+    lengths, mask = torch.tensor([3, 5]), torch.ones(2, 1, 1, dtype=torch.bool)
+    if context == "tree":
+        made = TreeContext(lengths, (3, 5), lengths[:, None], mask)
+    else:
+        made = SparseContext(lengths, (3, 5), lengths[:, None], lengths, (3, 5))
+    assert made.to(None) is made and made.to("cpu") is made and made.to(torch.device("cpu")) is made
+    elsewhere = made.to("meta")
+    assert elsewhere.lengths.device.type == "meta" and elsewhere.host_lengths == (3, 5)
+    assert elsewhere.calls is made.calls and made.to("meta") is elsewhere
+
+
+class TestTraits:
+    @pytest.mark.parametrize("name", TINY_TARGETS)
+    def test_every_tiny_target_is_accepted(self, target, name):
+        assert TargetView(target(name)).why_not() == []
+
+    def test_sliding_layers(self, target):
+        sliding = {name: sorted(TargetView(target(name)).sliding_layers) for name in TINY_TARGETS}
+        assert {name: layers for name, layers in sliding.items() if layers} == {
+            "mistral": [0, 1, 2],
+            "gemma2": [0, 2],
+            "gemma3": [0, 1, 3],
+            "gpt_oss": [0, 2],
+            "cohere2": [0, 2],
+        }
+
+    def test_latent_cache(self, target):
+        assert [name for name in TINY_TARGETS if TargetView(target(name)).has_latent_cache] == ["deepseek_v3"]
+
+    @pytest.mark.parametrize("name", ["llama", "gemma2"])
+    def test_attention_is_switched_and_restored(self, name):
+        model = tiny_target(name)
+        before = model.config._attn_implementation
+        view = TargetView(model)
+        with view.attention():
+            assert model.config._attn_implementation == "hf_longspec"
+            with view.attention():
+                pass
+            assert model.config._attn_implementation == "hf_longspec"
+        assert model.config._attn_implementation == before
+        with pytest.raises(KeyboardInterrupt), view.attention():
+            raise KeyboardInterrupt
+        assert model.config._attn_implementation == before
+
+    @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+    def test_our_own_attention_is_left_alone(self, implementation):
+        model = tiny_target("llama", attn_implementation=implementation)
+        with TargetView(model).attention():
+            assert model.config._attn_implementation == implementation
+
+
+def test_chain_of_last_tokens_is_right_padded():
+    prompts = [torch.tensor([4, 5, 6, 7]), torch.tensor([8]), torch.tensor([9, 3])]
+    tree, sizes = chain_of_last_tokens(prompts, 3)
+    tree.validate()
+    assert sizes == [3, 1, 2] and tree.is_chain
+    assert [row[keep].tolist() for row, keep in zip(tree.tokens, tree.valid, strict=True)] == [[5, 6, 7], [8], [9, 3]]
+    assert chain_of_last_tokens(prompts[:1], 9)[0].tokens.tolist() == [[4, 5, 6, 7]]

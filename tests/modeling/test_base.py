@@ -1,0 +1,132 @@
+"""Drafts as Hugging Face models: settings, saving, loading, refusals."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, GenerationConfig
+
+from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.testing import tiny_prompts, tiny_target
+
+CLASSES = [PlainDraftModel, SpecAttnDraftModel]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama")
+
+
+def changed_draft(cls, target):
+    draft = cls.from_target(target)
+    if cls is SpecAttnDraftModel:
+        draft.generation_config.num_assistant_tokens = 3
+        draft.generation_config.selection = "window"
+    return draft
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("loader", ["own", "auto"])
+def test_round_trip_through_a_folder(cls, loader, target, tmp_path):
+    draft = changed_draft(cls, target)
+    draft.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "generation_config.json"]
+    loaded = (AutoModel if loader == "auto" else cls).from_pretrained(tmp_path)
+    assert type(loaded) is cls
+    assert loaded.config.target == draft.config.target
+    for name in cls.settings:
+        assert getattr(loaded.generation_config, name) == getattr(draft.generation_config, name)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_round_trip_through_an_offline_hub_cache(cls, target, tmp_path, monkeypatch):
+    """`models--org--draft` as huggingface_hub lays it out; nothing is asked of the network."""
+    commit = "0" * 40
+    repo = tmp_path / "models--org--draft"
+    changed_draft(cls, target).save_pretrained(repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    loaded = AutoModel.from_pretrained("org/draft", cache_dir=tmp_path, local_files_only=True)
+    assert type(loaded) is cls
+    if cls is SpecAttnDraftModel:
+        assert (loaded.generation_config.num_assistant_tokens, loaded.generation_config.selection) == (3, "window")
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_loaded_draft_generates(cls, target, tmp_path):
+    changed_draft(cls, target).save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    input_ids, mask = tiny_prompts(128, [23, 11])
+    kwargs = {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(target.generate(**kwargs, assistant_model=loaded), target.generate(**kwargs))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_weightless_drafts_have_no_parameters(cls, target):
+    draft = cls.from_target(target)
+    assert not list(draft.parameters())
+    assert draft.device == torch.device("cpu")
+    assert draft.dtype == torch.float32
+    with pytest.raises(NotImplementedError, match="assistant_model=draft"):
+        draft(torch.zeros(1, 1, dtype=torch.long))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_copies(cls, target):
+    draft = changed_draft(cls, target)
+    for twin in (copy.deepcopy(draft), pickle.loads(pickle.dumps(draft))):
+        assert twin.generation_config.to_dict() == draft.generation_config.to_dict()
+        assert twin.config.target == draft.config.target
+
+
+def test_settings_of_two_drafts_are_their_own(target):
+    first, second = SpecAttnDraftModel.from_target(target), SpecAttnDraftModel.from_target(target)
+    first.generation_config.num_assistant_tokens = 9
+    assert second.generation_config.num_assistant_tokens == SpecAttnDraftModel.settings["num_assistant_tokens"]
+
+
+def test_config_records_the_target(target, tmp_path):
+    SpecAttnDraftModel.from_target(target).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert config.vocab_size == target.config.vocab_size
+    assert config.eos_token_id == target.config.eos_token_id
+    assert config.target["num_hidden_layers"] == target.config.num_hidden_layers
+    assert "SpecAttnDraftModel" in json.loads((tmp_path / "config.json").read_text())["architectures"]
+
+
+def test_without_generation_config_the_defaults_stand(target, tmp_path):
+    SpecAttnDraftModel.from_target(target, num_assistant_tokens=2).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    loaded = SpecAttnDraftModel.from_pretrained(tmp_path)
+    assert loaded.generation_config.num_assistant_tokens == SpecAttnDraftModel.settings["num_assistant_tokens"]
+
+
+def test_overrides(target):
+    draft = SpecAttnDraftModel.from_target(target, sparse_ratio=0.2, target_name_or_path="org/name")
+    assert draft.generation_config.sparse_ratio == 0.2
+    assert draft.config.target_name_or_path == "org/name"
+    with pytest.raises(ValueError, match=r"unknown settings \['sparse_ration'\].*sparse_ratio"):
+        SpecAttnDraftModel.from_target(target, sparse_ration=0.2)
+
+
+def test_unknown_attribute_of_generation_config_is_refused(target):
+    draft = SpecAttnDraftModel.from_target(target)
+    draft.generation_config.sparse_ration = 0.2
+    with pytest.raises(ValueError, match=r"unknown settings \['sparse_ration'\]"):
+        target.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=2)
+
+
+def test_plain_generation_config_takes_the_defaults(target):
+    """A user may replace the whole object; settings it lacks are the class's."""
+    draft = SpecAttnDraftModel.from_target(target)
+    draft.generation_config = GenerationConfig()
+    assert draft.setting("selection") == "two_rows"
+
+
+def test_another_target_is_refused(target):
+    draft = SpecAttnDraftModel.from_target(target)
+    other = tiny_target("llama", num_hidden_layers=2)
+    with pytest.raises(ValueError, match="num_hidden_layers=3.*num_hidden_layers=2.*from_target"):
+        other.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=2)

@@ -1,0 +1,244 @@
+"""The audit, against text of plain `generate`, text that was tampered with, and one forward over the whole sequence."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_longspec.auditing import audit
+from hf_longspec.testing import EOS_TOKEN_ID, PAD_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
+
+LENGTHS, NEW_TOKENS = (23, 9, 17), 24
+PROMPT_LENGTH = max(LENGTHS)
+# Beyond float32 rounding of logits of magnitude 10, far below the distance of two tokens chosen at random.
+LOGIT_TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return tiny_prompts(128, LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def generated(target, prompts):
+    input_ids, attention_mask = prompts
+    return plain_generate(target, input_ids, attention_mask)
+
+
+def plain_generate(model, input_ids, attention_mask, **kwargs):
+    kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None} | kwargs
+    return model.generate(input_ids, attention_mask=attention_mask, pad_token_id=PAD_TOKEN_ID, **kwargs)
+
+
+@torch.no_grad()
+def gap_of(model, sequence, mask, position, token):
+    """Distance below the argmax, from one masked forward over the sequence up to `position`."""
+    positions = mask[:position].cumsum(0) - 1
+    logits = model(
+        input_ids=sequence[None, :position],
+        attention_mask=mask[None, :position],
+        position_ids=positions.clamp_min(0)[None],
+    ).logits[0, -1]
+    return (logits.max() - logits[token]).item()
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+def test_plain_generate_is_exact_in_float32(name, prompts):
+    model = tiny_target(name)
+    input_ids, attention_mask = prompts
+    report = audit(model, plain_generate(model, *prompts), input_ids.shape[1], attention_mask, eos_token_id=[])
+    assert report.verdict == "exact", str(report)
+    assert report.num_tokens == report.num_argmax == len(LENGTHS) * NEW_TOKENS
+    assert report.first_divergence is report.first_failure is None
+    assert report.max_gap == 0
+
+
+@pytest.mark.parametrize(("row", "column"), [(0, PROMPT_LENGTH), (1, PROMPT_LENGTH + 11), (2, -1)], ids=str)
+def test_a_wrong_token_is_found_with_its_gap(target, prompts, generated, row, column):
+    column %= generated.shape[1]
+    tampered = generated.clone()
+    tampered[row, column] = 3 + (tampered[row, column] - 2) % 125  # another token, and not a special one
+    mask = torch.cat([prompts[1], torch.ones(3, NEW_TOKENS, dtype=torch.long)], dim=1)
+    report = audit(target, tampered, PROMPT_LENGTH, mask, eos_token_id=[])
+    assert report.verdict == "NOT lossless"
+    assert report.first_divergence == report.first_failure == (row, column)
+    gap = gap_of(target, generated[row], mask[row], column, tampered[row, column])
+    assert report.max_gap >= gap - LOGIT_TOLERANCE
+    alone = audit(target, tampered[:, : column + 1], PROMPT_LENGTH, prompts[1], eos_token_id=[])
+    assert alone.max_gap == pytest.approx(gap, abs=LOGIT_TOLERANCE)
+    assert alone.num_argmax == alone.num_tokens - 1
+
+
+def test_the_earliest_of_several_is_reported(target, prompts, generated):
+    tampered = generated.clone()
+    for row, column in ((0, PROMPT_LENGTH + 9), (2, PROMPT_LENGTH + 4), (1, PROMPT_LENGTH + 6)):
+        tampered[row, column] = 3 + (tampered[row, column] - 2) % 125
+    assert audit(target, tampered, PROMPT_LENGTH, prompts[1]).first_divergence == (2, PROMPT_LENGTH + 4)
+
+
+def test_a_second_best_token_within_eps_is_a_near_tie(target, prompts, generated):
+    """The runner-up in place of the last token, once with eps above its gap and once below."""
+    mask = torch.cat([prompts[1], torch.ones(3, NEW_TOKENS, dtype=torch.long)], dim=1)
+    with torch.no_grad():
+        positions = (mask[:1].cumsum(1) - 1).clamp_min(0)
+        logits = target(input_ids=generated[:1], attention_mask=mask[:1], position_ids=positions).logits[0, -2]
+    (best, second), tokens = logits.topk(2)
+    gap = (best - second).item()
+    runner_up = generated.clone()
+    runner_up[0, -1] = tokens[1]
+    near = audit(target, runner_up, PROMPT_LENGTH, prompts[1], eps=gap + LOGIT_TOLERANCE, eos_token_id=[])
+    assert near.verdict == "near-tie"
+    assert near.first_divergence == (0, generated.shape[1] - 1)
+    assert near.first_failure is None
+    assert near.num_argmax == near.num_tokens - 1
+    assert near.max_gap == pytest.approx(gap, abs=LOGIT_TOLERANCE)
+    far = audit(target, runner_up, PROMPT_LENGTH, prompts[1], eps=gap - LOGIT_TOLERANCE, eos_token_id=[])
+    assert far.verdict == "NOT lossless"
+    assert far.first_failure == near.first_divergence
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_types_tell_rounding_from_mistakes(dtype, prompts):
+    """Text of the same model passes; one token of another prompt's text does not."""
+    model = tiny_target("llama", dtype=dtype)
+    text = plain_generate(model, *prompts)
+    report = audit(model, text, PROMPT_LENGTH, prompts[1], eos_token_id=[])
+    assert report.verdict in ("exact", "near-tie"), str(report)
+    assert 0 < report.eps < 1
+    text[0, PROMPT_LENGTH + 5] = 3 + (text[0, PROMPT_LENGTH + 5] - 2) % 125
+    assert audit(model, text, PROMPT_LENGTH, prompts[1], eos_token_id=[]).verdict == "NOT lossless"
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 22, 23, 1024])
+def test_the_chunk_size_does_not_matter(target, prompts, generated, chunk_size):
+    tampered = generated.clone()
+    tampered[1, PROMPT_LENGTH + 3] = 5
+    whole = audit(target, tampered, PROMPT_LENGTH, prompts[1], chunk_size=10_000)
+    report = audit(target, tampered, PROMPT_LENGTH, prompts[1], chunk_size=chunk_size)
+    assert report.max_gap == pytest.approx(whole.max_gap, abs=LOGIT_TOLERANCE)
+    for name in ("verdict", "num_tokens", "num_argmax", "first_divergence", "first_failure"):
+        assert getattr(report, name) == getattr(whole, name), name
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "deepseek_v3"])
+def test_chunks_smaller_than_a_window(name, prompts):
+    model = tiny_target(name)
+    text = plain_generate(model, *prompts)
+    assert audit(model, text, PROMPT_LENGTH, prompts[1], chunk_size=5, eos_token_id=[]).verdict == "exact"
+
+
+class TestEnds:
+    """Rows that finish early: their end is audited, what fills them up is not."""
+
+    @pytest.fixture
+    def finished(self, target, prompts, generated):
+        """The text with end-of-sequence set to what row 1 emits eleventh, and where every row ends then."""
+        stop = int(generated[1, PROMPT_LENGTH + 10])
+        text = plain_generate(target, *prompts, eos_token_id=stop)
+        emitted = [row[PROMPT_LENGTH:].tolist() for row in text]
+        return text, stop, [row.index(stop) + 1 if stop in row else len(row) for row in emitted]
+
+    def test_padding_behind_the_end_is_left_out(self, target, prompts, finished):
+        text, stop, lengths = finished
+        assert min(lengths) <= 11
+        report = audit(target, text, PROMPT_LENGTH, prompts[1], eos_token_id=stop)
+        assert (report.verdict, report.num_tokens) == ("exact", sum(lengths))
+
+    def test_a_wrong_end_is_found(self, target, prompts, finished):
+        text, stop, lengths = finished
+        row = lengths.index(max(lengths))
+        text[row, PROMPT_LENGTH + 1] = stop
+        text[row, PROMPT_LENGTH + 2 :] = PAD_TOKEN_ID
+        report = audit(target, text, PROMPT_LENGTH, prompts[1], eos_token_id=stop)
+        assert report.first_failure == (row, PROMPT_LENGTH + 1)
+
+    def test_padding_without_an_end_is_left_out(self, target, prompts, generated):
+        """As after a stop string."""
+        cut = generated.clone()
+        cut[1, PROMPT_LENGTH + 6 :] = PAD_TOKEN_ID
+        report = audit(target, cut, PROMPT_LENGTH, prompts[1], pad_token_id=PAD_TOKEN_ID, eos_token_id=EOS_TOKEN_ID)
+        assert report.num_tokens <= 2 * NEW_TOKENS + 6
+        assert report.verdict == "exact"
+
+    def test_padding_that_is_the_end(self, target, prompts, finished):
+        text, stop, lengths = finished
+        for row, length in enumerate(lengths):
+            text[row, PROMPT_LENGTH + length :] = stop
+        report = audit(target, text, PROMPT_LENGTH, prompts[1], pad_token_id=stop, eos_token_id=stop)
+        assert (report.verdict, report.num_tokens) == ("exact", sum(lengths))
+
+
+def test_left_padding_is_inferred_as_in_generate(target, prompts, generated):
+    """Without a mask, padding tokens in the prompt are masked; with one that hides nothing, they are read."""
+    assert audit(target, generated, PROMPT_LENGTH, eos_token_id=[]).verdict == "exact"
+    everything = torch.ones_like(prompts[0])
+    assert audit(target, generated, PROMPT_LENGTH, everything, eos_token_id=[]).verdict == "NOT lossless"
+
+
+def test_the_model_is_left_as_it_was(target, generated):
+    before = copy.deepcopy(target.config.to_dict()), copy.deepcopy(target.generation_config.to_dict())
+    weights = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    calls = len(target._forward_hooks)
+    audit(target, generated, PROMPT_LENGTH)
+    assert (target.config.to_dict(), target.generation_config.to_dict()) == before
+    assert not target.training
+    assert len(target._forward_hooks) == calls
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, weights[name])
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_the_report_is_one_line(target, prompts, generated):
+    tampered = generated.clone()
+    tampered[1, PROMPT_LENGTH + 3] = 5
+    good = str(audit(target, generated, PROMPT_LENGTH, prompts[1], eos_token_id=[]))
+    bad = str(audit(target, tampered, PROMPT_LENGTH, prompts[1], eos_token_id=[]))
+    assert good == "exact: 72 of 72 tokens are the argmax"
+    assert bad.startswith("NOT lossless: ")
+    assert f"first at row 1, position {PROMPT_LENGTH + 3}" in bad
+    assert "\n" not in bad
+
+
+def test_undefined_logits_are_a_failure(prompts, generated):
+    model = tiny_target("llama")
+    with torch.no_grad():
+        model.lm_head.weight[7] = torch.nan
+    assert audit(model, generated, PROMPT_LENGTH, prompts[1], eos_token_id=[]).verdict == "NOT lossless"
+
+
+def test_forbidden_tokens_do_not_widen_the_tolerance(prompts, generated):
+    """A head that bans a token by minus infinity leaves eps where it was."""
+    model = tiny_target("llama")
+    eps = audit(model, generated, PROMPT_LENGTH, prompts[1], eos_token_id=[]).eps
+    model.lm_head.register_forward_hook(
+        lambda module, args, logits: logits.index_fill(-1, torch.tensor([0]), -torch.inf)
+    )
+    banned = audit(model, generated, PROMPT_LENGTH, prompts[1], eos_token_id=[])
+    assert banned.verdict == "exact"
+    assert banned.eps == pytest.approx(eps, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_length": 0}, "prompt_length=0"),
+        ({"prompt_length": 47}, "prompt_length=47"),
+        ({"attention_mask": torch.ones(3, 5)}, r"attention_mask has shape \(3, 5\)"),
+        ({"chunk_size": 0}, "chunk_size=0"),
+        ({"attention_mask": torch.zeros(3, PROMPT_LENGTH)}, "row 0 is all padding"),
+    ],
+    ids=str,
+)
+def test_refusals(target, generated, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        audit(target, generated, **({"prompt_length": PROMPT_LENGTH} | arguments))
+
+
+def test_training_mode_is_refused(generated):
+    with pytest.raises(ValueError, match=r"model\.eval\(\)"):
+        audit(tiny_target("llama").train(), generated, PROMPT_LENGTH)
