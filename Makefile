@@ -32,11 +32,11 @@ demo: $(READY) ## continue a long document with and without speculation, and com
 
 test: $(READY) ## the whole test suite, on the newest transformers
 	@echo "Running the whole test suite and the examples in docstrings on the newest transformers."
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n auto $(ARGS)
 
 test-min: $(READY_MIN) ## the generation and modeling tests, on the oldest supported transformers
 	@echo "Running the generation and modeling tests on the oldest supported transformers."
-	$(VENV_MIN)/bin/python -m pytest $(wildcard $(MIN_TESTS)) $(ARGS)
+	$(VENV_MIN)/bin/python -m pytest -n auto $(wildcard $(MIN_TESTS)) $(ARGS)
 
 lint: $(READY) ## ruff (rules and format) and mypy
 	@echo "Checking the rules and the format of the source (ruff)."
@@ -47,7 +47,7 @@ lint: $(READY) ## ruff (rules and format) and mypy
 
 soak: $(READY) ## long property tests and the tests marked soak
 	@echo "Running the property tests with many more examples, and the tests marked soak. This takes long."
-	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -m "soak or hypothesis" $(ARGS)
+	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n auto -m "soak or hypothesis" $(ARGS)
 
 bench: $(READY) ## measure the engine; results go to benchmarks/results
 	@echo "Measuring the engine. Leave the machine alone meanwhile."

@@ -1,0 +1,205 @@
+"""Growing rows: stopping exact to the token, streaming every token once. Alone, and through `generate` against plain."""
+
+import threading
+
+import pytest
+import torch
+from transformers import TextIteratorStreamer, TextStreamer
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_longspec.generation.sequences import Sequences
+from hf_longspec.testing import PAD_TOKEN_ID, tiny_prompts, tiny_target
+
+ONE, RAGGED = (21,), (33, 3, 13)
+BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
+KINDS = pytest.mark.parametrize("kind", ["tree", "chain", "specattn"])
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given: the prompt first, then one tensor per position."""
+
+    def __init__(self):
+        self.puts, self.ends = [], 0
+
+    def put(self, value):
+        assert not self.ends
+        self.puts.append(value.tolist())
+
+    def end(self):
+        self.ends += 1
+
+
+class Recall(StoppingCriteria):
+    """Stops a row whose last tokens satisfy a rule on the whole row; remembers every row it was shown."""
+
+    def __init__(self, rule):
+        self.rule, self.seen = rule, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.seen += [tuple(row) for row in input_ids.tolist()]
+        return torch.tensor([self.rule(row) for row in input_ids.tolist()])
+
+
+def sequences(criteria=(), batch_size=2, max_length=9, reach=4, streamer=None):
+    input_ids, _ = tiny_prompts(50, [4] * batch_size)
+    return Sequences(input_ids, StoppingCriteriaList(criteria), PAD_TOKEN_ID, max_length, reach, streamer)
+
+
+class TestAlone:
+    def test_rows_grow_at_their_own_pace(self):
+        rows = sequences(batch_size=3)
+        prompts = rows.tokens[:, :4].tolist()
+        assert rows.append([[11, 12], [13], [14, 15]]) == [2, 1, 2]
+        assert rows.append([[21], [22, 23, 24], [25]]) == [1, 3, 1]
+        assert rows.lengths == [7, 8, 7]
+        assert rows.growing_rows_by_length() == {7: [0, 2], 8: [1]}
+        assert rows.end().tolist() == [
+            [*prompts[0], 11, 12, 21, PAD_TOKEN_ID],
+            [*prompts[1], 13, 22, 23, 24],
+            [*prompts[2], 14, 15, 25, PAD_TOKEN_ID],
+        ]
+
+    def test_the_length_limit_cuts_inside_a_step(self):
+        rows = sequences([MaxLengthCriteria(9)])
+        assert rows.append([[11, 12, 13, 14], [15]]) == [4, 1] and not rows.finished
+        assert rows.append([[21, 22, 23], [24, 25]]) == [1, 2]
+        assert rows.done == [True, False]
+        assert rows.append([[31], [32, 33, 34, 35]]) == [0, 2]
+        assert rows.finished and rows.growing_rows_by_length() == {}
+
+    def test_an_end_token_cuts_inside_a_step(self):
+        rows = sequences([EosTokenCriteria(torch.tensor([7, 8])), MaxLengthCriteria(9)])
+        assert rows.append([[11, 8, 12], [13, 14]]) == [2, 2]
+        assert rows.append([[7], [7]]) == [0, 1]
+        assert rows.finished and rows.generated == [[11, 8], [13, 14, 7]]
+
+    def test_criteria_are_asked_after_every_token_with_its_own_row(self):
+        criterion = Recall(lambda row: row[-1] == 30)
+        rows = sequences([criterion])
+        first, second = (tuple(row) for row in rows.tokens[:, :4].tolist())
+        assert rows.append([[11, 30, 12], [13, 14]]) == [2, 2]
+        shown = [(*first, 11), (*first, 11, 30), (*second, 13), (*second, 13, 14)]
+        assert criterion.seen == shown and rows.done == [True, False]
+
+    def test_criteria_get_the_scores_of_the_step_so_far(self):
+        given = []
+
+        class Keep(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                given.append(scores)
+                return torch.zeros(1, dtype=torch.bool)
+
+        scores = torch.rand(2, 2, 50)
+        sequences([Keep()]).append([[11, 12], [13]], scores)
+        assert [len(seen) for seen in given] == [1, 2, 1]
+        assert torch.equal(given[1][1], scores[:1, 1]) and torch.equal(given[2][0], scores[1:, 0])
+
+    @pytest.mark.parametrize("answer", [True, torch.tensor(True), torch.tensor([True])], ids=["bool", "scalar", "row"])
+    def test_criteria_may_answer_in_any_form(self, answer):
+        class Stop(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                return answer
+
+        rows = sequences([Stop()])
+        assert rows.append([[11, 12], [13]]) == [1, 1] and rows.finished
+
+    def test_tokens_that_are_tried_out_are_not_emitted(self):
+        rows = sequences()
+        rows.append([[11], [12, 13]])
+        rows.try_out(0, torch.tensor([40, 41]))
+        rows.try_out(1, torch.tensor([42, 43]))
+        assert rows.tokens[0, 4:7].tolist() == [11, 40, 42] and rows.tokens[1, 4:8].tolist() == [12, 13, 41, 43]
+        assert rows.lengths == [5, 6]
+        assert rows.end()[:, 4:].tolist() == [[11, PAD_TOKEN_ID], [12, 13]]
+
+    def test_streaming_waits_for_the_slowest_row(self):
+        streamer = Recorder()
+        rows = sequences([EosTokenCriteria(torch.tensor([7]))], streamer=streamer)
+        rows.append([[11, 12, 13], [21]])
+        assert streamer.puts == [[11, 21]]
+        rows.append([[14], [22, 7]])  # the second row is done: padding from here on
+        assert streamer.puts == [[11, 21], [12, 22], [13, 7], [14, PAD_TOKEN_ID]]
+        rows.end()
+        assert streamer.ends == 1
+
+
+@KINDS
+@BATCHES
+def test_a_custom_criterion_is_exact_to_the_token(plain_run, kind, lengths):
+    """It depends on the whole row, answers with a tensor, and fires in the middle of what one step accepted."""
+    plain_criterion, ours = (Recall(lambda row: sum(row) % 7 == 0 and len(row) > max(lengths) + 2) for _ in range(2))
+    free = plain_run("llama", lengths, max_new_tokens=20)
+    run = plain_run("llama", lengths, max_new_tokens=20, stopping_criteria=StoppingCriteriaList([plain_criterion]))
+    assert run.sequences.tolist() != free.sequences.tolist()
+    settings = {"sparse_ratio": 1.0} if kind == "specattn" else {"hints": free.generated, "luck": 0.95}
+    draft = run.draft(kind, **settings)
+    out = run.again(draft, stopping_criteria=StoppingCriteriaList([ours]))
+    assert out.tolist() == run.sequences.tolist()
+    assert sum(draft.last_speculation.acceptance_histogram[2:]) > 0
+    # no row was shown that plain decoding does not pass through, and none twice
+    assert len(set(ours.seen)) == len(ours.seen)
+    assert set(ours.seen) <= set(plain_criterion.seen)
+
+
+@KINDS
+@BATCHES
+def test_stop_strings(plain_run, tokenizer, kind, lengths):
+    model = tiny_target("llama", vocab_size=len(tokenizer))
+    free = plain_run(model, lengths, max_new_tokens=16, eos_token_id=1)
+    texts = [tokenizer.decode(row) for row in free.generated]
+    stops = [text[6 + row : 8 + row] for row, text in enumerate(texts)]
+    assert all(len(stop) == 2 for stop in stops)
+    run = plain_run(model, lengths, max_new_tokens=16, eos_token_id=1, stop_strings=stops, tokenizer=tokenizer)
+    assert run.sequences.tolist() != free.sequences.tolist()
+    settings = {"sparse_ratio": 1.0} if kind == "specattn" else {"hints": free.generated, "luck": 0.95}
+    draft = run.draft(kind, **settings)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@KINDS
+@BATCHES
+def test_a_streamer_gets_what_plain_generate_gives_it(plain_run, kind, lengths):
+    """Batch 3 too: transformers' own streamers refuse it, others need not. Rows end at different places."""
+    free = plain_run("llama", lengths, max_new_tokens=14)
+    plain, ours = Recorder(), Recorder()
+    run = plain_run("llama", lengths, max_new_tokens=14, eos_token_id=free.generated[0][6], streamer=plain)
+    assert run.again(run.draft(kind), streamer=ours).tolist() == run.sequences.tolist()
+    assert ours.puts == plain.puts
+    assert ours.ends == plain.ends == 1
+
+
+@KINDS
+def test_text_streamer(plain_run, tokenizer, capsys, kind):
+    model = tiny_target("llama", vocab_size=len(tokenizer))
+    run = plain_run(model, (9,), max_new_tokens=14, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    expected = capsys.readouterr().out
+    assert len(expected.strip()) >= 8
+    run.again(run.draft(kind), streamer=TextStreamer(tokenizer, skip_prompt=True))
+    assert capsys.readouterr().out == expected
+
+
+@KINDS
+def test_text_iterator_streamer_in_a_thread(plain_run, tokenizer, kind):
+    model = tiny_target("llama", vocab_size=len(tokenizer))
+    run = plain_run(model, (9,), max_new_tokens=14)
+    # its queue raises after this many seconds instead of waiting for an end that never comes
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    worker = threading.Thread(target=run.again, args=(run.draft(kind),), kwargs={"streamer": streamer})
+    worker.start()
+    pieces = list(streamer)
+    worker.join()
+    assert "".join(pieces) == tokenizer.decode(run.generated[0])
+    assert len(pieces) > 2
+
+
+def test_batches_are_refused_by_transformers_own_streamers(plain_run, tokenizer):
+    run = plain_run("llama", RAGGED, max_new_tokens=4)
+    with pytest.raises(ValueError, match="only supports batch size 1"):
+        run.again(run.draft("tree"), streamer=TextStreamer(tokenizer))
