@@ -53,3 +53,10 @@ def nothing_visible(query: torch.Tensor, value: torch.Tensor) -> AttentionState:
     shape = query.shape[:3]
     lse = query.new_full(shape, -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
     return value.new_zeros((*shape, value.shape[3])), lse
+
+
+def concatenate(states: Sequence[AttentionState], dim: int) -> AttentionState:
+    """States of different rows (`dim` 0) or queries (`dim` 2) as one."""
+    if len(states) == 1:
+        return states[0]
+    return torch.cat([out for out, _ in states], dim=dim), torch.cat([lse for _, lse in states], dim=dim)

@@ -4,8 +4,8 @@
     the blocks of keys are merged by log-sum-exp as they come (merge.py)
 
 Everything is computed in float32 (float64 for float64 input): on CPU a small bfloat16 product is 15 times slower than
-the float32 one (250 against 17 microseconds for 68 x 32 by 32 x 68, torch 2.13, AMD EPYC with AVX2), and scores rounded to bfloat16
-would cost accuracy.
+the float32 one (250 against 17 microseconds for 68 x 32 by 32 x 68, torch 2.13, AMD EPYC with AVX2), and scores rounded
+to bfloat16 would cost accuracy.
 """
 
 import torch

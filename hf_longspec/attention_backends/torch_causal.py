@@ -3,7 +3,7 @@
 import torch
 
 from .masks import PositionMask
-from .merge import AttentionState, merge_attention_states
+from .merge import AttentionState, concatenate, merge_attention_states
 from .torch_fused import can_fuse, fused_attention
 from .torch_packed import attend_all, attend_masked
 
@@ -57,4 +57,4 @@ def _attend_query_blocks(
         mask = PositionMask(positions, start, sliding_window, causal=True, dtype=query.dtype)
         keys, values = key[:, :, start:stop], value[:, :, start:stop]
         blocks.append(attend_masked(queries, keys, values, mask, scaling=scaling, softcap=softcap))
-    return torch.cat([out for out, _ in blocks], dim=2), torch.cat([lse for _, lse in blocks], dim=2)
+    return concatenate(blocks, dim=2)

@@ -12,8 +12,8 @@ from .torch_blockwise import blockwise_attention
 from .torch_fused import can_fuse, fused_attention
 
 # The CPU op works on 32 rows at a time. A lone row among the last 32 becomes a matrix-vector product, which in bfloat16
-# takes 3 times as long as two rows do (2,154 against 624 microseconds: 4,096 keys, 2 heads, D=128, AMD EPYC with AVX2); three rows
-# take 1.5 times as long as four. A copy of the first row is added then. Index: whether the dtype is float32.
+# takes 3 times as long as two rows do (2,154 against 624 microseconds: 4,096 keys, 2 heads, D=128, AMD EPYC with AVX2);
+# three rows take 1.5 times as long as four. A copy of the first row is added then. Index: whether it is float32.
 SLOW_TAILS = ((1, 3), (3,))
 
 

@@ -7,11 +7,11 @@ What the fused op cannot do (softcap; on CUDA any mask) runs as matrix products 
 import torch
 
 from .masks import ExplicitMask, PositionMask
-from .merge import AttentionState, merge_attention_states, nothing_visible
+from .merge import AttentionState, concatenate, merge_attention_states, nothing_visible
 from .reference import WINDOW_WITHOUT_POSITIONS
 from .registry import AttentionBackend, AttentionCall, register_backend
 from .slots import gather_slots
-from .torch_causal import causal_attention
+from .torch_causal import BLOCK_QUERIES, causal_attention
 from .torch_hybrid import hybrid_attention
 from .torch_packed import attend_all, attend_masked
 
@@ -48,7 +48,7 @@ def prefix_attention(
             rows.append(attend_all(*own, scaling=scaling, softcap=softcap))
         else:
             rows.append(_attend_window(*own, positions[b : b + 1], sliding_window, scaling, softcap))
-    return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
+    return concatenate(rows, dim=0)
 
 
 def tree_attention(
@@ -61,8 +61,13 @@ def tree_attention(
     softcap: float | None = None,
 ) -> AttentionState:
     """N queries against M keys under an explicit mask; see reference.py."""
-    visible = ExplicitMask(mask[:, None] if mask.dim() == 3 else mask, query.dtype)
-    return attend_masked(query, key, value, visible, scaling=scaling, softcap=softcap)
+    mask = mask[:, None] if mask.dim() == 3 else mask
+    blocks = []
+    for row in range(0, max(1, query.shape[2]), BLOCK_QUERIES):
+        rows = slice(row, row + BLOCK_QUERIES)
+        visible = ExplicitMask(mask[:, :, rows], query.dtype)
+        blocks.append(attend_masked(query[:, :, rows], key, value, visible, scaling=scaling, softcap=softcap))
+    return concatenate(blocks, dim=2)
 
 
 def sparse_attention(

@@ -23,7 +23,8 @@ def environment() -> dict[str, Any]:
         "command": command(),
         "commit": git_commit(),
         "cpu": cpu_name(),
-        "cores": usable_cores(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "native_bfloat16": native_bfloat16(),
         "simd": torch.backends.cpu.get_cpu_capability(),
@@ -36,12 +37,8 @@ def environment() -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line of this process, as a user would type it."""
-    arguments = list(sys.argv)
-    try:
-        arguments[0] = str(Path(arguments[0]).resolve().relative_to(Path.cwd()))
-    except ValueError:  # a script elsewhere
-        pass
+    """The command line of this process as one would type it in its folder: absolute paths become relative ones."""
+    arguments = [os.path.relpath(part) if os.path.isabs(part) else part for part in sys.argv]
     return shlex.join(["python", *arguments])
 
 

@@ -52,12 +52,13 @@ def environment_line(records: Sequence[Record]) -> str:
     native = {True: "native bfloat16", False: "no native bfloat16", None: "bfloat16 support unknown"}
     parts = [
         found["cpu"],
-        f"{found['threads']} threads on {found['cores']} cores",
+        f"{found['cores']} cores, {found['usable_cores']} usable, {found['threads']} used",
         native[found["native_bfloat16"]],
         *(f"{record['read_gb_per_second']} GB/s read" for record in of_kind(records, "ceilings")),
         f"torch {found['torch']}",
         f"transformers {found['transformers']}",
         f"commit {found['commit']}",
+        f"load average {found['load_average']} at the start",
         found["date"],
     ]
     state = "" if of_kind(records, "end") else " The run was not finished."

@@ -107,7 +107,8 @@ class TokenRule:
         elif tree.is_chain:
             scores = self._chain_scores(tree, logits)
         else:
-            return self._accept_stepwise(tree, logits)
+            acceptance, walked = self._accept_stepwise(tree, logits)
+            return acceptance, walked if with_scores else None
         acceptance = self._accept_scored(tree, scores)
         if not with_scores:
             return acceptance, None

@@ -5,7 +5,14 @@ from itertools import cycle
 import pytest
 import torch
 
-from hf_longspec.attention_backends import reference, torch_causal, torch_fused
+from hf_longspec.attention_backends import (
+    reference,
+    torch_blockwise,
+    torch_causal,
+    torch_fused,
+    torch_packed,
+    torch_sdpa,
+)
 from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
 from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention, random_tree
 
@@ -55,7 +62,8 @@ def prefix_case(nodes, groups, size, lengths, window, dtype, softcap=None, value
     query, key, value = tensors(len(lengths), 2, groups, nodes, max(lengths) + nodes, size, dtype, value_size)
     key, value = poison(key, lengths), poison(value, lengths)
     lengths = torch.tensor(lengths)
-    positions = lengths[:, None] + torch.randint(0, nodes, (len(lengths), nodes))
+    ahead = torch.randint(-1, nodes, (len(lengths), nodes), generator=torch.Generator().manual_seed(nodes))
+    positions = lengths[:, None] + ahead
     options = {"scaling": size**-0.5, "positions": positions, "sliding_window": window, "softcap": softcap}
     exact = reference.prefix_attention(*double(query, key, value), lengths, **options)
     visible = torch.arange(key.shape[2]) < lengths[:, None, None]
@@ -93,8 +101,10 @@ def test_prefix_in_other_dtypes(dtype):
     assert_within_budget(TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options), exact, plain)
 
 
-def test_softcap_over_several_key_blocks():
-    case = prefix_case(3, 2, 8, (5000,), 4500, torch.float32, softcap=2.0)
+@pytest.mark.parametrize("window", [None, 130])
+def test_softcap_over_several_key_blocks(window, monkeypatch):
+    monkeypatch.setattr(torch_blockwise, "BLOCK_KEYS", 64)
+    case = prefix_case(3, 2, 8, (150, 129), window, torch.float32, softcap=2.0)
     query, key, value, lengths, options, exact, plain = case
     assert_within_budget(TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options), exact, plain)
 
@@ -103,11 +113,9 @@ def test_a_window_on_a_device_whose_positions_are_not_read(monkeypatch):
     """What runs on CUDA: no position is read back, no fused op takes a mask."""
     case = prefix_case(7, 2, 16, (90, 0, 33), 20, torch.float32)
     query, key, value, lengths, options, exact, plain = case
-    monkeypatch.setattr("hf_longspec.attention_backends.torch_packed.can_fuse", lambda *args, masked=False: False)
-    monkeypatch.setattr(
-        "hf_longspec.attention_backends.torch_sdpa._window_bounds",
-        lambda positions, window, length: (max(0, length - window), length),
-    )
+    monkeypatch.setattr(torch_packed, "can_fuse", lambda *args, masked=False: False)
+    bounds = torch_sdpa._window_bounds
+    monkeypatch.setattr(torch_sdpa, "_window_bounds", lambda positions, *args: bounds(positions.to("meta"), *args))
     state = TORCH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=(90, 0, 33), **options)
     assert_within_budget(state, exact, plain)
 
@@ -129,9 +137,11 @@ def test_tree(nodes, groups, size, lengths, window, form, softcap, dtype):
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("heads", [1, 4])
-def test_tree_with_an_additive_mask(heads, softcap):
-    query, key, value = tensors(2, 2, 2, 600, 600, 8, torch.float32)
-    bias = torch.randn(2, heads, 600, 600, generator=torch.Generator().manual_seed(1))
+def test_tree_with_an_additive_mask(heads, softcap, monkeypatch):
+    monkeypatch.setattr(torch_blockwise, "BLOCK_KEYS", 20)
+    monkeypatch.setattr(torch_sdpa, "BLOCK_QUERIES", 30)
+    query, key, value = tensors(2, 2, 2, 50, 50, 8, torch.float32)
+    bias = torch.randn(2, heads, 50, 50, generator=torch.Generator().manual_seed(1))
     bias[0, :, 3] = torch.finfo(torch.float32).min
     bias[:, :, :, ::3] = -torch.inf
     options = {"scaling": 0.3, "softcap": softcap}
@@ -164,11 +174,12 @@ def test_sparse(batch, per_head, form, dtype):
         (40, 90, 30, 2.0),
         (40, 90, None, 2.0),
         (1, 90, 30, 2.0),
-        (600, 700, 130, None),  # more than one block of queries
-        (600, 700, None, 2.0),
+        (60, 90, 30, None),  # more than one block of queries
+        (60, 90, None, 2.0),
     ],
 )
-def test_causal(nodes, length, window, softcap, dtype):
+def test_causal(nodes, length, window, softcap, dtype, monkeypatch):
+    monkeypatch.setattr(torch_causal, "BLOCK_QUERIES", 50)
     query, key, value = tensors(2, 2, 3, nodes, length, 16, dtype)
     options = {"scaling": 0.25, "softcap": softcap}
     exact = reference.causal_attention(*double(query, key, value), sliding_window=window, **options)

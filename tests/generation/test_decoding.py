@@ -163,8 +163,10 @@ def test_scores_and_logits_are_those_of_plain_generate(plain_run, name, kind, le
     assert out.attentions is None and out.hidden_states is None
 
 
-def test_scores_and_logits_only_where_asked(plain_run):
-    run = plain_run("llama", ONE, max_new_tokens=4)
+@pytest.mark.parametrize("penalty", [1.0, 1.2])
+def test_scores_and_logits_only_where_asked(plain_run, penalty):
+    """With a history, scores are computed one by one on the way down a tree; they must not be kept either."""
+    run = plain_run("llama", ONE, max_new_tokens=4, repetition_penalty=penalty)
     bare = run.again(run.draft("tree"), return_dict_in_generate=True)
     assert bare.scores is None and bare.logits is None
     assert isinstance(run.again(run.draft("tree")), torch.Tensor)

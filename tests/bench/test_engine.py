@@ -1,0 +1,120 @@
+import pytest
+import torch
+
+import hf_longspec
+from hf_longspec.bench.decoding import Decoder
+from hf_longspec.bench.engine import HF, PLAIN, Cell, EngineBenchmark, order_of_cells
+from hf_longspec.bench.prefill import prefill, refuse_windows, row_windows
+from hf_longspec.bench.progress import Progress
+from hf_longspec.bench.reports import engine_report
+from hf_longspec.bench.results import ResultFile, read_records
+from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.testing import tiny_target
+
+
+def make_drafts(model):
+    return {
+        PLAIN: hf_longspec.PlainDraftModel.from_target(model),
+        "SpecAttn": hf_longspec.SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_min_tokens=8),
+    }
+
+
+def measure(target, prompts, tmp_path, cell=None, minutes=1.0, make_drafts=make_drafts):
+    benchmark = EngineBenchmark({"float32": target}, make_drafts, prompts, tokens=9, repeats=2, bandwidth=10.0)
+    cell = cell or Cell(40, 2, "float32")
+    with ResultFile(tmp_path / "engine.jsonl", "engine", engine_report, TimeGuard(minutes), {}) as results:
+        benchmark.measure(cell, results, Progress(1, quiet=True))
+    return read_records(tmp_path / "engine.jsonl")
+
+
+@pytest.mark.parametrize("name", [HF, PLAIN, "SpecAttn"])
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3)], ids=str)
+def test_text_from_a_prefilled_cache_is_that_of_the_whole_prompt(target, prompts, name, rows):
+    prompt = prompts.prompt(rows, 40)
+    truth = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
+    decoder = Decoder(target, prompts, tokens=9)
+    for _ in range(2):  # the second run finds the buffer of the first
+        run = decoder.run({HF: None, **make_drafts(target)}[name], rows, 40, "greedy", seed=0)
+        assert torch.equal(run.text, truth[:, 40:])
+        assert run.tokens == 8 * len(truth)
+        assert run.seconds > 0
+
+
+def test_a_run_leaves_the_prompts_as_they_were(target, prompts):
+    before = [part.clone() for layer in prompts.layers for part in layer]
+    decoder = Decoder(target, prompts, tokens=5)
+    for draft in (None, *make_drafts(target).values()):
+        decoder.run(draft, slice(0, 2), 50, "sample", seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(before, (p for layer in prompts.layers for p in layer), strict=True))
+
+
+def test_same_seed_same_sampled_text_in_the_plain_loop(target, prompts):
+    decoder, plain = Decoder(target, prompts, tokens=6), make_drafts(target)[PLAIN]
+    first, second, other = (decoder.run(plain, slice(0, 1), 40, "sample", seed).text for seed in (1, 1, 2))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+
+
+def test_every_method_is_measured_in_both_modes(target, prompts, tmp_path):
+    records = measure(target, prompts, tmp_path)
+    rows = [record for record in records if record["kind"] == "decoding"]
+    assert {(row["mode"], row["method"]) for row in rows} == {
+        (mode, method) for mode in ("sample", "greedy") for method in (HF, PLAIN, "SpecAttn")
+    }
+    for row in rows:
+        assert row["tokens_per_second"]["count"] == 2
+        assert 1 <= row["tau"] <= 4
+        assert (row["tau"] == 1) or row["method"] == "SpecAttn"
+    assert records[-1]["kind"] == "end"
+    assert "| float32 | 40 | 2 | SpecAttn |" in (tmp_path / "engine.md").read_text()
+
+
+def test_wrong_text_is_not_timed(target, prompts, tmp_path):
+    other = tiny_target("llama", seed=1)
+
+    class Wrong(hf_longspec.PlainDraftModel):
+        """Decodes with other weights."""
+
+        def longspec_decoding(self, model, input_ids, **kwargs):
+            return super().longspec_decoding(other, input_ids, **kwargs)
+
+    def wrong_drafts(model):
+        return {PLAIN: Wrong.from_target(model)}
+
+    records = measure(target, prompts, tmp_path, make_drafts=wrong_drafts)
+    assert [record["kind"] for record in records] == ["environment", "skipped", "end"]
+    assert "plain loop emits another float32 greedy text" in records[1]["reason"]
+
+
+def test_what_does_not_fit_is_left_out(target, prompts, tmp_path):
+    records = measure(target, prompts, tmp_path, minutes=0.0)
+    assert [record["kind"] for record in records] == ["environment", "skipped", "end"]
+    assert "s are left" in records[1]["reason"]
+
+
+def test_rounded_prompts_keep_their_tokens(prompts):
+    rounded = prompts.to(torch.bfloat16)
+    assert rounded.tokens is prompts.tokens
+    assert rounded.layers[0][0].dtype == torch.bfloat16
+
+
+def test_windows_are_refused():
+    with pytest.raises(ValueError, match="sliding-window or latent layers"):
+        refuse_windows(tiny_target("mistral"))
+    with pytest.raises(ValueError, match="sliding-window or latent layers"):
+        prefill(tiny_target("deepseek_v3"), torch.ones(1, 4, dtype=torch.long))
+
+
+def test_prompts_of_the_repeats_stay_in_range():
+    for rows in row_windows(5, 3, repeats=7):
+        assert 0 <= rows.start < rows.stop <= 5
+
+
+def test_cells_begin_with_the_longest_context():
+    cells = order_of_cells([16, 64], [1, 4], ["float32", "bfloat16"])
+    assert [str(cell) for cell in cells[:3]] == [
+        "float32, 64 tokens, batch 1",
+        "bfloat16, 64 tokens, batch 1",
+        "float32, 16 tokens, batch 1",
+    ]
+    assert len(cells) == 8

@@ -1,0 +1,151 @@
+import json
+
+import pytest
+
+from hf_longspec.bench.environment import environment
+from hf_longspec.bench.reports import HEADLINES, engine_report, environment_line, markdown_table
+from hf_longspec.bench.results import ResultFile, read_records
+from hf_longspec.bench.tables import main, replace_between
+from hf_longspec.bench.timing import TimeGuard
+
+README = "# Title\n\nbefore\n\n<!-- bench:start -->\nold table\n<!-- bench:end -->\n\nafter\n"
+
+
+def summary(value):
+    return {"median": value, "low": value - 0.1, "high": value + 0.1, "count": 5}
+
+
+def interval(value):
+    return {"mean": value, "low": value - 0.05, "high": value + 0.05, "count": 24}
+
+
+def decoding(method, mode, speed, tau=1.0):
+    return {
+        "kind": "decoding",
+        "context": 2048,
+        "batch": 1,
+        "dtype": "float32",
+        "mode": mode,
+        "method": method,
+        "tokens_per_second": summary(speed),
+        "ratio_to_hf": summary(speed / 50),
+        "ratio_to_plain": summary(speed / 60),
+        "tau": tau,
+        "draft_share": 0.5,
+        "share_of_floor": 0.25,
+    }
+
+
+def write(path, benchmark, records, finished=True):
+    head = {
+        "kind": "environment",
+        "benchmark": benchmark,
+        **environment(),
+        "commit": "abc123",
+        "command": "python x.py",
+    }
+    tail = [{"kind": "end", "seconds": 1.0}] if finished else []
+    path.write_text("".join(json.dumps(record) + "\n" for record in [head, *records, *tail]))
+
+
+@pytest.fixture
+def results(tmp_path):
+    modes = [
+        record
+        for mode in ("sample", "greedy")
+        for record in (
+            decoding("hf generate", mode, 50.0),
+            decoding("plain loop", mode, 60.0),
+            decoding("SpecAttn, gamma 4", mode, 75.0, tau=2.5),
+        )
+    ]
+    verification = {"kind": "verification", "part": "attention", "dtype": "bfloat16", "nodes": 17, "context": 16384}
+    verification |= {"hf_ms": summary(60.0), "ours_ms": summary(20.0), "ratio": summary(3.0)}
+    verification |= {"error": 0.0016, "budget": 0.003, "floor_ms": 4.0}
+    sampled = {"kind": "acceptance", "mode": "sample", "length": 8192, "tau": interval(2.5), "per_prompt": [2.5]}
+    write(tmp_path / "engine.jsonl", "engine", [{"kind": "ceilings", "read_gb_per_second": 20.5}, *modes])
+    write(tmp_path / "verification.jsonl", "verification", [verification])
+    write(
+        tmp_path / "acceptance.jsonl",
+        "acceptance",
+        [
+            {**sampled, "options": {"selection": "two_rows"}},
+            {**sampled, "options": {"selection": "window"}, "tau": interval(2.4), "difference": interval(-0.1)},
+        ],
+        finished=False,
+    )
+    return sorted(tmp_path.glob("*.jsonl"))
+
+
+def test_readme_gets_all_tables_and_keeps_the_rest(results, tmp_path, capsys):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    main([*map(str, results), "--readme", str(readme)])
+    text = readme.read_text()
+    assert text.startswith("# Title\n\nbefore\n\n<!-- bench:start -->\n")
+    assert text.endswith("<!-- bench:end -->\n\nafter\n")
+    assert "old table" not in text
+    assert "| float32 | 2048 | 1 | 50.0 | 1.20x | 1.50x; 1.25x plain, tau 2.50 |" in text
+    assert "| attention | bfloat16 | 17 | 60.0 | 20.0 | 3.00 (2.90-3.10) | 4.0 | 2e-03 |" in text
+    assert "| sample | window | 2.40 ± 0.05 (-0.10 ± 0.05) |" in text
+    assert text.count("commit abc123") == 3
+    assert "20.5 GB/s" in text
+    assert text.count("The run was not finished.") == 1
+    assert [text.index(f"### {title}") for title, _ in HEADLINES.values()] == sorted(
+        text.index(f"### {title}") for title, _ in HEADLINES.values()
+    )
+    assert "engine, verification, acceptance" in capsys.readouterr().out
+
+
+def test_writing_twice_changes_nothing(results, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    main([*map(str, results), "--readme", str(readme)])
+    first = readme.read_text()
+    main([*map(str, results), "--readme", str(readme)])
+    assert readme.read_text() == first
+
+
+@pytest.mark.parametrize("text", ["no markers", "<!-- bench:end --> <!-- bench:start -->"])
+def test_missing_markers_are_refused(text):
+    with pytest.raises(ValueError, match="bench:start"):
+        replace_between(text, "new")
+
+
+def test_a_file_of_something_else_is_refused(results, tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text('{"kind": "environment", "benchmark": "kitchen"}\n')
+    (tmp_path / "README.md").write_text(README)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "other.jsonl"), "--readme", str(tmp_path / "README.md")])
+    assert "benchmark 'kitchen': expected one of engine" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == README
+
+
+def test_a_line_that_was_cut_off_is_dropped(results):
+    whole = read_records(results[0])
+    with results[0].open("a") as file:
+        file.write('{"kind": "accep')
+    assert read_records(results[0]) == whole
+
+
+def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
+    path = tmp_path / "e.jsonl"
+
+    def run():
+        with ResultFile(path, "engine", engine_report, TimeGuard(1), {"tokens": 4}) as results:
+            results.write("ceilings", read_gb_per_second=12.0)
+            assert len(read_records(path)) == 2  # flushed line by line
+            results.skip("no time", context=2048)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert [record["kind"] for record in read_records(path)] == ["environment", "ceilings", "skipped"]
+    report = path.with_suffix(".md").read_text()
+    assert "The run was not finished" in report
+    assert "- context 2048: no time" in report
+    assert "12.0 GB/s" in environment_line(read_records(path))
+
+
+def test_tables_have_one_separator_per_column():
+    assert markdown_table(["a", "b", "c"], []).splitlines()[1] == "|---|---|---|"

@@ -1,0 +1,216 @@
+"""Logits processors along the accepted path: every node with its own prefix, each row with its own length."""
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    WatermarkLogitsProcessor,
+)
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.logits import HISTORY_FREE, TokenRule, refuse_stateful
+from hf_longspec.generation.sequences import Sequences
+from hf_longspec.testing_law import random_tree
+
+ONE, RAGGED = (21,), (33, 3, 13)
+BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
+KINDS = pytest.mark.parametrize("kind", ["tree", "chain", "specattn"])
+VOCAB = 11
+
+
+class Digest(LogitsProcessor):
+    """Bans and favours tokens by a sum over the whole row, padding and order included. Counts calls and rows."""
+
+    def __init__(self):
+        self.calls, self.rows = 0, 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        self.rows += input_ids.shape[0]
+        weights = torch.arange(1, input_ids.shape[1] + 1)
+        digest = (input_ids * weights).sum(1)
+        tokens = torch.arange(scores.shape[1])
+        scores = scores.masked_fill((tokens + digest[:, None]) % 3 == 0, -torch.inf)
+        return scores + 2.0 * ((tokens - digest[:, None]) % 5 == 0)
+
+
+class PerRow(LogitsProcessor):
+    """Keeps one number per row of the batch, as some of transformers' own do, and refuses any other batch."""
+
+    def __init__(self, offsets):
+        self.offsets = torch.tensor(offsets)
+
+    def __call__(self, input_ids, scores):
+        assert input_ids.shape[0] == scores.shape[0] == len(self.offsets)
+        banned = (input_ids[:, -1] + self.offsets) % scores.shape[1]
+        return scores.scatter(1, banned[:, None], -torch.inf).roll(1, dims=1)
+
+
+@KINDS
+@BATCHES
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_processors_with_a_history(plain_run, name, kind, lengths):
+    free = plain_run(name, lengths, max_new_tokens=14)
+    early = free.generated[0][2]
+    options = {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 9,
+        "bad_words_ids": [[free.generated[-1][1]], free.generated[0][3:5]],
+        "eos_token_id": early,
+    }
+    run = plain_run(name, lengths, max_new_tokens=14, **options)
+    assert run.sequences.tolist() != free.sequences.tolist()
+    draft = run.draft(kind)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@KINDS
+@BATCHES
+def test_custom_processors(plain_run, kind, lengths):
+    processors = LogitsProcessorList([Digest(), PerRow(range(3, 3 + len(lengths)))])
+    free = plain_run("llama", lengths, max_new_tokens=14)
+    run = plain_run("llama", lengths, max_new_tokens=14, logits_processor=processors)
+    assert run.sequences.tolist() != free.sequences.tolist()
+    draft = run.draft(kind, **({"sparse_ratio": 0.8} if kind == "specattn" else {}))
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", ["tree", "chain"])
+def test_a_processor_that_says_it_has_no_history_runs_once_per_step(plain_run, kind):
+    class Shift(Digest):
+        history_free = True
+
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            return scores + torch.arange(scores.shape[1]) % 3
+
+    processor = Shift()
+    run = plain_run("llama", RAGGED, max_new_tokens=10, logits_processor=LogitsProcessorList([processor]))
+    processor.calls = 0
+    draft = run.draft(kind)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert processor.calls == draft.last_speculation.num_forwards + 1  # and once for the prompt
+
+
+def test_which_processors_have_no_history():
+    class MyTopK(TopKLogitsWarper):
+        pass
+
+    class TemperatureLogitsWarper(LogitsProcessor):  # a namesake that nobody has looked at
+        def __call__(self, input_ids, scores):
+            return scores
+
+    def rule(*processors):
+        return make_rule(processors, [[1]])
+
+    assert rule().history_free
+    assert rule(TopKLogitsWarper(3)).history_free
+    assert not rule(TopKLogitsWarper(3), RepetitionPenaltyLogitsProcessor(1.1)).history_free
+    assert not rule(MyTopK(3)).history_free
+    assert not rule(TemperatureLogitsWarper()).history_free
+
+
+def test_the_listed_processors_exist_in_this_version():
+    from transformers.generation import logits_process
+
+    assert not {name for name in HISTORY_FREE if not hasattr(logits_process, name)} - {"TopHLogitsWarper"}
+
+
+def make_rule(processors, emitted, prompt=(4, 5, 4)):
+    """A rule over rows with one prompt that have emitted different tokens."""
+    input_ids = torch.tensor([prompt] * len(emitted))
+    sequences = Sequences(input_ids, StoppingCriteriaList(), pad_token_id=0, max_length=40, reach=20)
+    sequences.append(emitted)
+    return TokenRule(LogitsProcessorList(processors), do_sample=False, sequences=sequences, noise=None)
+
+
+def literal_walk(processors, prefix, tree, logits, row):
+    """The path of one row by a loop: process the node's logits with its own prefix, move to the child or stop."""
+    node, path, emitted, scores = 0, [0], [], []
+    while True:
+        ids = torch.tensor([[*prefix, *emitted]])
+        processed = logits[row, node][None].clone()
+        for processor in processors:
+            processed = processor(ids, processed)
+        scores.append(processed[0])
+        token = int(processed.argmax())
+        emitted.append(token)
+        children = [
+            child
+            for child in range(1, tree.num_nodes)
+            if tree.valid[row, child] and tree.parents[row, child] == node and tree.tokens[row, child] == token
+        ]
+        if not children:
+            return path, emitted, torch.stack(scores)
+        node = children[0]
+        path.append(node)
+
+
+@pytest.mark.parametrize("shape", ["tree", "chain"])
+@pytest.mark.parametrize(
+    "processors",
+    [
+        [],
+        [TemperatureLogitsWarper(0.5), TopKLogitsWarper(2)],
+        [RepetitionPenaltyLogitsProcessor(1.8), NoRepeatNGramLogitsProcessor(2)],
+        [Digest()],
+    ],
+    ids=["none", "warpers", "history", "digest"],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_acceptance_equals_a_walk_by_hand(shape, processors, seed):
+    """Rows have emitted 1, 4, 4 and 2 tokens, so that no two groups of rows share a length."""
+    emitted = [[7], [1, 2, 3, 4], [4, 4, 9, 1], [5, 3]]
+    generator = torch.Generator().manual_seed(seed)
+    tree = random_tree(seed, batch_size=4, num_nodes=17, vocab_size=3)
+    if shape == "chain":
+        tree = DraftTree.chain(tree.tokens[:, :6])
+    logits = torch.randn(4, tree.num_nodes, VOCAB, generator=generator)
+    for row, parents in enumerate(tree.parents.tolist()):  # what the tree holds is likely, so that walks are long
+        for node in range(1, tree.num_nodes):
+            logits[row, parents[node], tree.tokens[row, node]] += 3.0
+    rule = make_rule(processors, emitted)
+    acceptance, scores = rule.accept(tree, logits, with_scores=True)
+    for row, generated in enumerate(emitted):
+        path, tokens, expected = literal_walk(processors, [4, 5, 4, *generated], tree, logits, row)
+        count = len(path)
+        assert acceptance.num_nodes[row] == count
+        assert acceptance.path[row, :count].tolist() == path and acceptance.tokens[row, :count].tolist() == tokens
+        torch.testing.assert_close(scores[row, :count], expected)
+    assert acceptance.num_nodes.max() > 1
+    assert rule.accept(tree, logits)[1] is None
+
+
+def test_raw_logits_are_not_written_to():
+    logits = torch.randn(4, 5, VOCAB)
+    before = logits.clone()
+    for processors in ([TopKLogitsWarper(2)], [Digest()], []):
+        rule = make_rule(processors, [[1], [2], [3], [4]])
+        rule.accept(random_tree(0, 4, 5, VOCAB), logits)
+    assert torch.equal(logits, before)
+
+
+def test_rows_that_are_done_are_not_processed_with_a_length_of_their_own():
+    """A row that is done stops growing; it is stood in for, and what comes out for it is not used."""
+    digest = Digest()
+    rule = make_rule([digest], [[7], [1, 2, 3]])
+    rule.sequences.done[0] = True
+    scores = rule.scores_at(torch.randn(2, VOCAB), 0)
+    assert digest.calls == 1
+    assert torch.isneginf(scores[1]).any()
+
+
+@pytest.mark.parametrize("name", ["WatermarkLogitsProcessor"])
+def test_stateful_processors_are_refused(name):
+    stateful = WatermarkLogitsProcessor(vocab_size=VOCAB, device="cpu")
+    with pytest.raises(ValueError, match=f"{name} keeps state from call to call.*Call generate\\(\\) without assistant"):
+        refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3), stateful]))
+    refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3)]))

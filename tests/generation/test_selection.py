@@ -1,0 +1,176 @@
+"""Which entries drafting reads, against sorts and loops; the compact copies, slot by slot; and what they cost."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longspec import SpeculativeCache
+from hf_longspec.generation.selection import SINK_TOKENS, SelectedCache, budget, select_top, select_window
+from hf_longspec.testing import tiny_target
+
+
+@given(
+    prefix=st.integers(0, 3000), ratio=st.floats(0.001, 1.0, exclude_min=True), floor=st.integers(1, 600)
+)
+def test_budget_is_the_share_between_floor_and_prefix(prefix, ratio, floor):
+    count = budget(prefix, ratio, floor)
+    assert count == sorted([floor, math.ceil(ratio * prefix), prefix])[1] if floor <= prefix else count == prefix
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ratio", "floor", "expected"),
+    [(10_000, 0.05, 256, 500), (10_001, 0.05, 256, 501), (2000, 0.07, 256, 256), (100, 0.07, 256, 100), (9, 1.0, 1, 9)],
+)
+def test_budget_by_example(prefix, ratio, floor, expected):
+    assert budget(prefix, ratio, floor) == expected
+
+
+def best_by_sorting(scores, prefix, count):
+    """Sinks first, then the best others: a sort of pairs."""
+    others = sorted(range(SINK_TOKENS, prefix), key=lambda slot: -scores[slot])
+    return (list(range(min(SINK_TOKENS, prefix))) + others)[:count]
+
+
+@given(
+    prefixes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    heads=st.integers(1, 3),
+    share=st.floats(0.05, 1.0),
+    seed=st.integers(0, 10**6),
+)
+def test_top_entries_equal_a_sort(prefixes, heads, share, seed):
+    """Ragged rows: what lies beyond a row's prefix is junk, here the highest scores of all."""
+    longest = max(prefixes)
+    scores = torch.randn(len(prefixes), heads, longest, generator=torch.Generator().manual_seed(seed))
+    for row, prefix in enumerate(prefixes):
+        scores[row, :, prefix:] = 100.0
+    counts = [budget(prefix, share, SINK_TOKENS) for prefix in prefixes]
+    chosen = select_top(scores.clone(), torch.tensor(prefixes), max(counts))
+    assert chosen.shape == (len(prefixes), heads, max(counts))
+    for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
+        for head in range(heads):
+            expected = best_by_sorting(scores[row, head].tolist(), prefix, count)
+            assert sorted(chosen[row, head, :count].tolist()) == sorted(expected)
+
+
+@given(prefixes=st.lists(st.integers(1, 60), min_size=1, max_size=4), ratio=st.floats(0.05, 1.0))
+def test_window_is_sinks_and_the_most_recent(prefixes, ratio):
+    counts = [budget(prefix, ratio, 7) for prefix in prefixes]
+    chosen = select_window(torch.tensor(prefixes), torch.tensor(counts), max(counts))
+    assert chosen.shape == (len(prefixes), 1, max(counts))
+    for row, (prefix, count) in enumerate(zip(prefixes, counts, strict=True)):
+        sinks = min(SINK_TOKENS, count)
+        expected = [*range(sinks), *range(prefix - (count - sinks), prefix)]
+        assert chosen[row, 0, :count].tolist() == expected
+
+
+def filled_cache(lengths, num_layers=3, max_length=60, tree_slots=6):
+    """Every slot of the cache holds its own number, committed or not."""
+    model = tiny_target("llama", num_hidden_layers=num_layers)
+    cache = SpeculativeCache(model.config, len(lengths), max_length, tree_slots=tree_slots)
+    capacity = max_length + tree_slots
+    keys = torch.arange(len(lengths) * 2 * capacity * 3.0).view(len(lengths), 2, capacity, 3)
+    for layer in range(num_layers):
+        cache.update(keys + 10_000 * layer, -keys[..., :2] - 10_000 * layer, layer)
+    cache.set_lengths(lengths)
+    return cache
+
+
+@pytest.mark.parametrize("lengths", [(50,), (50, 9, 31), (20, 20)], ids=str)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_compact_copies_slot_by_slot(lengths, heads):
+    """Selected entries, then the tail, then room for the drafts, for every row, head and layer."""
+    cache, room = filled_cache(lengths), 3
+    selected = SelectedCache(cache, dense_layers=frozenset({1}), room=room)
+    tails = [1 + row for row in range(len(lengths))]
+    counts = [budget(length - tail, 0.3, 4) for length, tail in zip(lengths, tails, strict=True)]
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.zeros(len(lengths), heads, max(counts), dtype=torch.long)
+    for row, (length, tail) in enumerate(zip(lengths, tails, strict=True)):
+        for head in range(heads):
+            slots = torch.randperm(length - tail, generator=generator)[: max(counts)]
+            chosen[row, head, : len(slots)] = slots
+    selected.begin(counts, tails)
+    assert selected.sparse_layers == [0, 2]
+    for layer in selected.sparse_layers:
+        selected.fill(layer, chosen, counts, tails)
+        for row, (count, tail) in enumerate(zip(counts, tails, strict=True)):
+            for head in range(2):
+                slots = chosen[row, head % heads, :count].tolist()
+                slots += range(lengths[row] - tail, lengths[row])
+                for name in ("keys", "values"):
+                    full = getattr(cache.layers[layer], name)[row, head, slots]
+                    compact = getattr(selected.layers[layer], name)[row, head, : count + tail]
+                    assert torch.equal(compact, full)
+        assert selected.layers[layer].keys.shape[2] >= max(selected.used.host) + room
+    assert selected.used.host == tuple(count + tail for count, tail in zip(counts, tails, strict=True))
+    # dense layers are the target's own buffers
+    assert selected.layers[1].keys.data_ptr() == cache.layers[1].keys.data_ptr()
+    assert selected.dense_used.host == tuple(lengths)
+    selected.advance()
+    assert selected.used.host[0] == counts[0] + tails[0] + 1 and selected.dense_used.host[0] == lengths[0] + 1
+
+
+def test_what_is_drafted_goes_behind_the_tail_and_never_into_the_prefix():
+    lengths = (30, 12)
+    cache = filled_cache(lengths)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    selected = SelectedCache(cache, frozenset({1}), room=2)
+    counts, tails = [6, 5], [2, 1]
+    selected.begin(counts, tails)
+    for layer in selected.sparse_layers:
+        selected.fill(layer, torch.arange(6).expand(2, 1, -1), counts, tails)
+    for step in range(2):
+        for layer in range(3):
+            new = torch.full((2, 2, 1, 3), -1.0 - step)
+            keys, _ = selected.update(new, new[..., :2], layer)
+            used = (selected.dense_used if layer == 1 else selected.used).host
+            for row, length in enumerate(used):
+                assert keys[row, :, length].eq(-1.0 - step).all()
+        selected.advance()
+    for (keys, values), layer in zip(before, cache.layers, strict=True):
+        for row, length in enumerate(lengths):
+            assert torch.equal(layer.keys[row, :, :length], keys[row, :, :length])
+            assert torch.equal(layer.values[row, :, :length], values[row, :, :length])
+
+
+def nbytes(selected):
+    return sum(
+        t.numel() * t.element_size()
+        for index in selected.sparse_layers
+        for t in (selected.layers[index].keys, selected.layers[index].values)
+    )
+
+
+@pytest.mark.parametrize("lengths", [(400,), (400, 37, 250)], ids=["one", "ragged"])
+@pytest.mark.parametrize("ratio", [0.07, 0.5])
+def test_memory_is_the_share_and_the_floor_and_the_tail(plain_run, monkeypatch, lengths, ratio):
+    """Through `generate`: at most `ratio` of the cache, the floor, and as many entries as one phase adds."""
+    run = plain_run("llama", lengths, max_new_tokens=8, eos_token_id=1)
+    draft = run.draft("specattn", num_assistant_tokens=3, sparse_ratio=ratio, sparse_min_tokens=16)
+    made, sizes = [], []
+    init, begin = SelectedCache.__init__, SelectedCache.begin
+
+    def remember(self, cache, *args, **kwargs):
+        made.append(self)
+        init(self, cache, *args, **kwargs)
+
+    def measure(self, *args):
+        if any(layer.is_initialized for layer in self.layers):
+            sizes.append((nbytes(self), self.cache.host_lengths))
+        begin(self, *args)
+
+    monkeypatch.setattr(SelectedCache, "__init__", remember)
+    monkeypatch.setattr(SelectedCache, "begin", measure)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert len(made) == 1 and len(sizes) >= 2
+    config = run.model.config
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * len(lengths)
+    tail_and_room = 4 + 3  # root and drafts of the last phase, drafts of this one
+    for size, stored in sizes:
+        assert size <= per_token * (max(16, math.ceil(ratio * max(stored))) + tail_and_room)
+    for layer in made[0].layers:  # a view would keep what is larger alive
+        for copied in (layer.keys, layer.values):
+            assert copied.untyped_storage().nbytes() == copied.numel() * copied.element_size()
