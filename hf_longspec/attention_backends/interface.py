@@ -84,10 +84,10 @@ def attention_forward(
     call = AttentionCall(query.device.type, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = select(call, backend_name)
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    _refuse(kwargs)
     if tree is not None:
         out = tree.attend(backend, module.layer_idx, query, key, value, **options)
         return out.transpose(1, 2).contiguous(), None
-    _refuse(kwargs)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]

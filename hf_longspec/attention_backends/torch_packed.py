@@ -88,9 +88,7 @@ def one_head(cached: torch.Tensor) -> torch.Tensor:
     has to be copied to unpack it.
     """
     batch, heads, slots, size = cached.shape
-    if batch == 1 or cached.stride(0) == heads * cached.stride(1):  # any slice of a whole buffer
-        return cached.view(batch * heads, 1, slots, size)
-    return cached.reshape(batch * heads, 1, slots, size)
+    return cached.reshape(batch * heads, 1, slots, size)  # a view, if `cached` is a slice of a whole buffer
 
 
 def unpack(state: AttentionState, shape: torch.Size) -> AttentionState:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
-from ..auditing import audit
+from ..auditing import EXACT, AuditReport, audit
 from ..modeling.modeling_plain import PlainDraftModel
 from ..modeling.modeling_specattn import SpecAttnDraftModel
 from . import CommandError, models
-from .documents import Prompt, make_prompt, read_document
+from .documents import make_prompt, read_document
 from .measuring import Measurement, StopWatch, measure, prefill_work, warm_up, watched_layers
 from .remarks import HF, PLAIN, Group, remarks
 
@@ -77,62 +77,60 @@ def _dtypes(text: str) -> list[str]:
 
 
 class Demo:
-    """One run: every way to decode, in every dtype."""
+    """One run: every way to decode, in every dtype.
+
+    Raises:
+        CommandError: If target, text and lengths do not go together.
+    """
 
     def __init__(self, options: argparse.Namespace, display: "Display"):
-        self.options = options
         self.display = display
+        self.dtypes, self.draft_name = options.dtypes, options.draft
+        self.target = models.find_target(options.target)
+        document = read_document(options.file)
+        self.tokenizer = models.load_tokenizer(self.target)
         self.new_tokens = options.max_new_tokens or (QUICK_NEW_TOKENS if options.quick else NEW_TOKENS)
-        self.prompt: Prompt | None = None
-        self.streamed = False
+        wanted = options.context or (QUICK_CONTEXT if options.quick else CONTEXT)
+        room = models.max_positions(self.target) - self.new_tokens
+        if room < 1 or (options.context or 0) > room:
+            raise CommandError(
+                f"--context {wanted} and {self.new_tokens} new tokens do not fit into the {room + self.new_tokens} "
+                f"positions of the model: use at most --context {max(room, 0)}, or fewer --max-new-tokens."
+            )
+        self.prompt = make_prompt(self.tokenizer, *document, max_tokens=min(wanted, room))
+        self.ids = self.prompt.input_ids
 
     def run(self) -> int:
         """Measure, show, and return the exit status."""
-        target = models.find_target(self.options.target)
-        document = read_document(self.options.file)
-        tokenizer = models.load_tokenizer(target)
-        groups = []
-        for dtype in self.options.dtypes:
-            self.display.say(f"Loading {target} in {dtype}.")
-            model = models.load_target(target, models.DTYPES[dtype])
-            if self.prompt is None:
-                self.prompt = make_prompt(tokenizer, *document, max_tokens=self._most_prompt_tokens(model))
+        groups: list[Group] = []
+        for dtype in self.dtypes:
+            self.display.say(f"Loading {self.target} in {dtype}.")
+            model = models.load_target(self.target, models.DTYPES[dtype])
+            if not groups:
                 self._introduce(model)
-            group = Group(dtype, self._measure_all(model, tokenizer))
+            group = Group(dtype, self._measure_all(model, stream=not groups))
             self._check(group, model)
             groups.append(group)
-        self._conclude(groups, model.device)
+            native_bfloat16 = models.has_native_bfloat16(model.device)
+            del model  # before the next one is loaded
+        self._conclude(groups, native_bfloat16)
         return int(any("no" in group.checks for group in groups))
 
-    def _most_prompt_tokens(self, model: PreTrainedModel) -> int:
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        room = sys.maxsize if limit is None else limit - self.new_tokens
-        if room < 1 or (self.options.context or 0) > room:
-            raise CommandError(
-                f"--context {self.options.context or 1} and {self.new_tokens} new tokens do not fit into the {limit} "
-                f"positions of the model: use at most --context {max(room, 0)}, or fewer --max-new-tokens."
-            )
-        return self.options.context or min(QUICK_CONTEXT if self.options.quick else CONTEXT, room)
-
     def _introduce(self, model: PreTrainedModel) -> None:
-        assert self.prompt is not None
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         self.display.say(
             f"{type(model).__name__} with {size:.1f}M parameters on {models.describe_device(model.device)}.\n"
-            f"Prompt: the first {self.prompt.input_ids.shape[1]} tokens of {self.prompt.name}. Then "
-            f"{self.new_tokens} new tokens.\n"
+            f"Prompt: the first {self.ids.shape[1]} tokens of {self.prompt.name}; {self.new_tokens} tokens to come.\n"
         )
 
-    def _measure_all(self, model: PreTrainedModel, tokenizer: Any) -> list[Measurement]:
+    def _measure_all(self, model: PreTrainedModel, stream: bool) -> list[Measurement]:
         """The draft goes first, because its text is what one wants to see; the table has it last."""
         try:
-            if self.options.draft is not None:
-                draft = models.load_draft(self.options.draft, model)
+            if self.draft_name is not None:
+                draft = models.load_draft(self.draft_name, model)
             else:
                 draft = SpecAttnDraftModel.from_target(model)
-            name = type(draft).__name__.removesuffix("DraftModel")
-            drafted = self._measure(name, model, draft, None if self.streamed else tokenizer)
-            self.streamed = True
+            drafted = self._measure(type(draft).__name__.removesuffix("DraftModel"), model, draft, stream)
             stock = self._measure(HF, model, None)
             plain = self._measure(PLAIN, model, PlainDraftModel.from_target(model))
         except ValueError as error:  # a refusal, which names its rule and remedy
@@ -141,20 +139,12 @@ class Demo:
             raise CommandError("out of memory: pass a smaller --context, or leave float32 out of --dtypes.") from error
         return [stock, plain, drafted]
 
-    def _measure(self, name: str, model: PreTrainedModel, draft: Any, tokenizer: Any = None) -> Measurement:
-        """Measure one way to decode under a progress bar; with a tokenizer, stream its text."""
-        assert self.prompt is not None
-        ids, text = self.prompt.input_ids, None
-        if tokenizer is not None:
-            text = self.display.text_streamer(tokenizer, self.prompt.text)
-        warm_up(model, draft, ids)
-        with (
-            self.display.progress(f"{name}: reading the prompt", prefill_work(model, ids.shape[1])) as (
-                advance,
-                stop_bar,
-            ),
-            watched_layers(model, advance) as stop_watching,
-        ):
+    def _measure(self, name: str, model: PreTrainedModel, draft: Any, stream: bool = False) -> Measurement:
+        """Measure one way to decode, under a bar while it reads the prompt, and then possibly show its text."""
+        warm_up(model, draft, self.ids)
+        text = self.display.text_streamer(self.tokenizer, self.prompt.text) if stream else None
+        bar = self.display.progress(f"{name}: reading the prompt", prefill_work(model, self.ids.shape[1]))
+        with bar as (advance, stop_bar), watched_layers(model, advance) as stop_watching:
 
             def prefill_is_over() -> None:
                 stop_watching()
@@ -162,7 +152,7 @@ class Demo:
                 if text is not None:
                     text.begin()
 
-            row = measure(name, model, draft, ids, self.new_tokens, StopWatch(prefill_is_over, text))
+            row = measure(name, model, draft, self.ids, self.new_tokens, StopWatch(prefill_is_over, text))
         self.display.say(
             f"{name}: {len(row.tokens)} tokens, the first after {row.first_token_seconds:.2f} s, then "
             f"{row.tokens_per_second:.1f} tokens/s."
@@ -170,25 +160,24 @@ class Demo:
         return row
 
     def _check(self, group: Group, model: PreTrainedModel) -> None:
-        """Fill the last column: in float32 the text itself, otherwise the audit of every different text."""
-        assert self.prompt is not None
-        length = self.prompt.input_ids.shape[1]
-        reports: dict[tuple[int, ...], str] = {}
+        """Fill the last column: in float32 whether the text is plain `generate`'s, otherwise what the audit says."""
+        exact = group.dtype == "float32"
+        reports: dict[tuple[int, ...], AuditReport] = {}
         for row in group.rows:
             identical = row.tokens == group.rows[0].tokens
-            if row.tokens not in reports and (group.dtype != "float32" or not identical):
-                sequence = torch.cat([self.prompt.input_ids, torch.tensor([row.tokens], dtype=torch.long)], dim=1)
+            if row.tokens not in reports and not (exact and identical):
                 self.display.say(f"Auditing the text of {row.name} in {group.dtype}.")
-                reports[row.tokens] = str(audit(model, sequence, length, torch.ones(1, length)))
-            if group.dtype == "float32":
+                sequence = torch.cat([self.ids, torch.tensor([row.tokens], dtype=torch.long)], dim=1)
+                reports[row.tokens] = audit(model, sequence, self.ids.shape[1], torch.ones_like(self.ids))
+            if exact:
                 group.checks.append("reference" if row is group.rows[0] else "yes" if identical else "no")
             else:
-                group.checks.append(reports[row.tokens].partition(":")[0])
-            if group.checks[-1] not in ("reference", "yes", "exact"):
-                group.details.append(f"{row.name} in {group.dtype}: {reports[row.tokens]}.")
+                group.checks.append(reports[row.tokens].verdict)
+            report = reports.get(row.tokens)
+            if report is not None and (exact or report.verdict != EXACT):
+                group.details.append(f"{row.name} in {group.dtype}: {report}.")
 
-    def _conclude(self, groups: list[Group], device: torch.device) -> None:
-        assert self.prompt is not None
+    def _conclude(self, groups: list[Group], native_bfloat16: bool | None) -> None:
         self.display.say("")
         for group in groups:
             self.display.table(group)
@@ -196,8 +185,7 @@ class Demo:
             "tokens/s: decoding alone, without the prefill. tau: tokens per verification. speed ratio: to HF generate."
         )
         details = [line for group in groups for line in group.details]
-        native = models.has_native_bfloat16(device)
-        for line in details + remarks(groups, self.prompt.input_ids.shape[1], native):
+        for line in details + remarks(groups, self.ids.shape[1], native_bfloat16):
             self.display.say(line)
         if any("no" in group.checks for group in groups):
             self.display.say("A text in float32 differs from that of plain generate: it must not.", "bold red")

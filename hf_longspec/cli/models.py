@@ -1,13 +1,14 @@
 """Finding and loading the models of a command, with errors of one line."""
 
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..generation.target import TargetView
@@ -41,6 +42,17 @@ def load_tokenizer(target: str) -> Any:
     """
     with _loading(target, "tokenizer"):
         return AutoTokenizer.from_pretrained(target)
+
+
+def max_positions(target: str) -> int:
+    """Tokens that `target` has positions for; practically unlimited if its configuration names no limit.
+
+    Raises:
+        CommandError: If the configuration cannot be loaded.
+    """
+    with _loading(target, "configuration"):
+        config = AutoConfig.from_pretrained(target).get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def load_target(target: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -49,7 +49,7 @@ def remarks(groups: list[Group], context: int, native_bfloat16: bool | None) -> 
     if (repeated := max((repetition(group.rows[-1].tokens) for group in groups), default=0.0)) > LOOPING:
         said.append(
             f"{repeated:.0%} of the {LOOP_LENGTH}-token sequences of the text have occurred in it before: it repeats "
-            "itself, which makes drafting easy and tau high."
+            "itself, as greedy text of small models does, so expect a lower tau on text that does not."
         )
     if native_bfloat16 is False and any(group.dtype == "bfloat16" for group in timed):
         said.append(_emulation({group.dtype: group for group in timed}))

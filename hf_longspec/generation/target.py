@@ -16,6 +16,8 @@ from .draft_tree import DraftTree
 ATTENTION_NAME = "hf_longspec"
 # Layer types whose state is not a list of keys and values that a tree could branch from or a rollback shorten.
 RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
+# Layers that attend to all keys, or to those in a window.
+PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
 
 
 class TargetView:
@@ -65,6 +67,8 @@ class TargetView:
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if recurrent := sorted(kinds & RECURRENT_LAYERS):
             reasons.append(f"it has {', '.join(recurrent)} layers, whose state cannot branch into a tree or roll back")
+        if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - {"chunked_attention"}):
+            reasons.append(f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow")
         if "chunked_attention" in kinds or getattr(self.config, "attention_chunk_size", None):
             reasons.append("it has chunked attention, and attention backends are not told the chunk")
         if getattr(self.model, "_is_stateful", False):

@@ -11,17 +11,15 @@ from hf_longspec.testing import tiny_target
 
 def test_environment_is_complete_and_fit_for_json():
     found = json.loads(json.dumps(environment()))
-    assert {"cpu", "cores", "native_bfloat16", "torch", "transformers", "threads", "commit", "command", "date"} <= set(
-        found
-    )
+    wanted = {"cpu", "cores", "native_bfloat16", "torch", "transformers", "threads", "commit", "command", "date"}
+    assert wanted <= set(found)
     assert found["threads"] == torch.get_num_threads()
 
 
 def test_command_shows_no_absolute_paths(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        sys, "argv", [str(tmp_path / "run.py"), "--data", str(tmp_path.parent / "a b"), "--tokens", "4"]
-    )
+    arguments = [str(tmp_path / "run.py"), "--data", str(tmp_path.parent / "a b"), "--tokens", "4"]
+    monkeypatch.setattr(sys, "argv", arguments)
     assert command() == "python run.py --data '../a b' --tokens 4"
 
 

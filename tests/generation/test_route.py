@@ -1,0 +1,183 @@
+"""The way into the loop: one patch that can be put on twice and taken off, and the ways without it."""
+
+import contextlib
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+import hf_longspec
+from hf_longspec.generation import route
+from hf_longspec.testing import TINY_TARGETS, tiny_target
+
+KINDS = pytest.mark.parametrize("kind", ["tree", "chain", "specattn", "plain"])
+BATCHES = pytest.mark.parametrize("lengths", [(21,), (33, 3, 13)], ids=["one", "ragged"])
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    """Every test starts and ends with the patch in place."""
+    assert route.is_installed()
+    yield
+    route.install()
+
+
+def test_importing_installs_it_once():
+    stock = route.stock_assisted_decoding()
+    assert stock.__module__ == "transformers.generation.utils" and stock.__qualname__.endswith("_assisted_decoding")
+    for _ in range(3):
+        route.install()
+        assert route.stock_assisted_decoding() is stock
+    # one layer, not four
+    assert not hasattr(stock, route._STOCK)
+    assert getattr(GenerationMixin._assisted_decoding, route._STOCK) is stock
+
+
+def test_uninstalling_restores_the_very_function():
+    stock = route.stock_assisted_decoding()
+    for _ in range(2):
+        route.uninstall()
+        assert GenerationMixin._assisted_decoding is stock and not route.is_installed()
+    route.install()
+    assert route.is_installed() and route.stock_assisted_decoding() is stock
+
+
+def test_a_second_copy_of_this_module_replaces_the_patch_instead_of_stacking():
+    """A draft from the Hub brings its own copy of every module."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("copy_of_route", route.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    stock, ours = route.stock_assisted_decoding(), GenerationMixin._assisted_decoding
+    copy.install()
+    assert GenerationMixin._assisted_decoding is not ours
+    assert route.stock_assisted_decoding() is copy.stock_assisted_decoding() is stock
+    route.uninstall()
+    assert GenerationMixin._assisted_decoding is stock
+
+
+def test_signature_and_name_stay_those_of_the_stock_function():
+    patched = GenerationMixin._assisted_decoding
+    assert patched.__wrapped__ is route.stock_assisted_decoding()
+    assert patched.__doc__ == patched.__wrapped__.__doc__
+
+
+@contextlib.contextmanager
+def spied_stock(calls):
+    """The stock function is replaced by a spy, and the patch put over it anew."""
+    stock = route.stock_assisted_decoding()
+
+    def spy(self, *args, **kwargs):
+        calls.append(kwargs.get("assistant_model"))
+        return stock(self, *args, **kwargs)
+
+    GenerationMixin._assisted_decoding = spy
+    route.install()
+    try:
+        yield
+    finally:
+        GenerationMixin._assisted_decoding = stock
+        route.install()
+
+
+class TestWhoGoesWhere:
+    def test_another_language_model_takes_the_stock_function(self, plain_run):
+        run = plain_run("llama", (21,), max_new_tokens=8)
+        assistant = tiny_target("llama", seed=1)
+        calls = []
+        with spied_stock(calls):
+            out = run.model.generate(**run.inputs, assistant_model=assistant)
+        assert len(calls) == 1 and out.tolist() == run.sequences.tolist()
+
+    def test_prompt_lookup_takes_the_stock_function(self, plain_run):
+        run = plain_run("llama", (21,), max_new_tokens=8)
+        calls = []
+        with spied_stock(calls):
+            out = run.model.generate(**run.inputs, prompt_lookup_num_tokens=3)
+        assert calls == [None] and out.tolist() == run.sequences.tolist()
+
+    @KINDS
+    def test_drafts_do_not(self, plain_run, kind):
+        run = plain_run("llama", (21,), max_new_tokens=8)
+        calls, draft = [], run.draft(kind)
+        with spied_stock(calls):
+            out = run.again(draft)
+        assert calls == [] and out.tolist() == run.sequences.tolist()
+        assert draft.last_speculation.num_forwards > 0
+
+    def test_without_assistant_nothing_of_it_runs(self, plain_run, monkeypatch):
+        run = plain_run("llama", (21,), max_new_tokens=4)
+        monkeypatch.setattr(hf_longspec.DraftModel, "longspec_decoding", None)
+        assert run.model.generate(**run.inputs).tolist() == run.sequences.tolist()
+
+
+@KINDS
+def test_a_draft_made_before_uninstall_and_install_still_works(plain_run, kind):
+    run = plain_run("llama", (21, 5), max_new_tokens=6)
+    draft = run.draft(kind)
+    route.uninstall()
+    route.install()
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.last_speculation.num_forwards > 0
+
+
+def test_uninstalled_the_loop_is_not_entered(plain_run):
+    run = plain_run("llama", (21,), max_new_tokens=6)
+    draft = run.draft("plain")
+    route.uninstall()
+    with contextlib.suppress(Exception):  # stock decoding cannot use a draft; how it fails is its own business
+        run.again(draft)
+    assert draft.last_speculation is None
+
+
+class TestCustomGenerate:
+    """The documented way for people who forbid patching."""
+
+    @KINDS
+    @BATCHES
+    @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+    def test_the_text_is_the_same_without_the_patch(self, plain_run, name, kind, lengths):
+        run = plain_run(name, lengths, max_new_tokens=8, repetition_penalty=1.2)
+        draft = run.draft(kind)
+        route.uninstall()
+        out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, return_dict_in_generate=True)
+        assert out.sequences.tolist() == run.sequences.tolist()
+        assert out.speculation is draft.last_speculation and out.speculation.num_forwards > 0
+
+    def test_criteria_and_cache_reach_the_loop(self, plain_run):
+        class Stop(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 26)
+
+        criteria = StoppingCriteriaList([Stop()])
+        run = plain_run("llama", (21,), max_new_tokens=20, stopping_criteria=criteria, eos_token_id=1)
+        cache = hf_longspec.SpeculativeCache(run.model.config, 1, 64)
+        draft = run.draft("tree")
+        out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, past_key_values=cache)
+        assert out.tolist() == run.sequences.tolist() and out.shape[1] == 26
+        assert cache.get_seq_length() == 25
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+def test_no_architecture_overrides_what_is_patched(target, name):
+    assert "_assisted_decoding" not in {
+        attribute for cls in type(target(name)).__mro__ if cls is not GenerationMixin for attribute in vars(cls)
+    }
+
+
+def test_models_made_before_and_after_are_reached(tmp_path):
+    route.uninstall()
+    before = tiny_target("llama")
+    before.save_pretrained(tmp_path)
+    route.install()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path)
+    input_ids = torch.tensor([[5, 6, 7, 8]])
+    texts = []
+    for model in (before, after):
+        draft = hf_longspec.PlainDraftModel.from_target(model)
+        out = model.generate(input_ids, max_new_tokens=5, do_sample=False, assistant_model=draft)
+        assert draft.last_speculation.num_forwards > 0
+        texts.append(out.tolist())
+    assert texts[0] == texts[1]
