@@ -32,12 +32,15 @@ SETTINGS = (
     Setting.of(selection="all_rows"),
     Setting.of(selection="last_accepted"),
     Setting.of(selection="quest"),
-    Setting.of(selection="two_rows", score="weights"),
-    Setting.of(selection="all_rows", score="weights"),
+    Setting.of(selection="two_rows", score="logits"),
+    Setting.of(selection="all_rows", score="logits"),
     Setting.of(selection="two_rows", num_assistant_tokens=6),
     Setting.of("greedy", selection="two_rows"),
     Setting.of("greedy", selection="window"),
     Setting.of("greedy", selection="all_rows"),
+)
+# At the middle length only.
+MINOR_SETTINGS = (
     Setting.of(selection="two_rows", granularity="kv_head"),
     Setting.of(selection="two_rows", acceptance="coupled"),
     Setting.of(selection="two_rows", sparse_ratio=0.03),
@@ -53,13 +56,15 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
     guard = TimeGuard(args.minutes)
-    progress = Progress(total=len(SETTINGS) * len(args.lengths), quiet=args.quiet)
+    middle = sorted(args.lengths)[len(args.lengths) // 2]
+    progress = Progress(total=len(SETTINGS) * len(args.lengths) + len(MINOR_SETTINGS), quiet=args.quiet)
     defaults = {name: draft.setting(name) for name in draft.settings}
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "defaults": defaults, **origin}
     with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
         benchmark = AcceptanceBenchmark(model, draft, prompts, args.tokens, args.batch)
         benchmark.run(SETTINGS, args.lengths, results, progress)
+        benchmark.run(MINOR_SETTINGS, [middle], results, progress)
     progress.close()
     print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
 

@@ -16,7 +16,7 @@ from hf_longspec.bench.reports import verification_report
 from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.timing import TimeGuard
 from hf_longspec.bench.verification import VerificationBenchmark
-from hf_longspec.bench.verification_cases import Shape
+from hf_longspec.bench.verification_inputs import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 

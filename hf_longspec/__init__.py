@@ -17,6 +17,8 @@ from .modeling.modeling_specattn import SpecAttnDraftModel
 __version__ = "0.1.0"
 
 _LAZY = {
+    "AuditReport": "auditing",
+    "audit": "auditing",
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",
 }

@@ -121,7 +121,7 @@ def _choose(call: AttentionCall, name: str | None) -> AttentionBackend:
 
 _REMEDY = (
     'Load the model with attn_implementation="hf_longspec_reference" (slow, any device), '
-    "or add a backend: see docs/adding_a_backend.md."
+    "or add a backend: see the kernel recipe in CONTRIBUTING.md."
 )
 
 

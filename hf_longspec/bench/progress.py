@@ -23,8 +23,8 @@ class Progress:
     def say(self, text: str) -> None:
         """One line."""
         if not self._quiet:
-            elapsed = time.perf_counter() - self._started
-            tqdm.write(f"[{elapsed // 60:3.0f}:{elapsed % 60:02.0f}] {text}", file=sys.stderr)
+            minutes, seconds = divmod(int(time.perf_counter() - self._started), 60)
+            tqdm.write(f"[{minutes:3d}:{seconds:02d}] {text}", file=sys.stderr)
             sys.stderr.flush()
 
     def step(self, count: int = 1) -> None:

@@ -11,15 +11,8 @@ from .progress import Progress
 from .results import ResultFile
 from .summaries import ratios, significant, summarize
 from .timing import time_in_turns
-from .verification_cases import (
-    AttentionCase,
-    ForwardCase,
-    Layer,
-    Shape,
-    random_layers,
-    random_model,
-    random_tree,
-)
+from .verification_cases import AttentionCase, ForwardCase
+from .verification_inputs import Layer, Shape, cast, random_layers, random_model, random_tree
 
 
 class VerificationBenchmark:
@@ -48,7 +41,7 @@ class VerificationBenchmark:
         drawn = random_layers(self.shape, self.context + max(self.nodes))
         for name in dtypes:
             dtype = getattr(torch, name)
-            model.to(dtype)  # from bfloat16 to float32 and back without loss
+            cast(model, dtype)  # from bfloat16 to float32 and back without loss
             layers = [(keys.to(dtype), values.to(dtype)) for keys, values in drawn]
             for nodes in self.nodes:
                 self.measure_attention(name, nodes, model, layers, results, progress)

@@ -1,16 +1,11 @@
-"""One verification behind a long prefix: our backend against the masked block of transformers' `sdpa`.
+"""One verification behind a long prefix: our backend against the masked block of transformers' `sdpa`."""
 
-The model is random, wide and shallow, and its cache is filled with random keys and values, so nothing is prefilled.
-Weights, keys and values are bfloat16 numbers, also in the float32 section: both sections compute the same thing.
-"""
-
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention_backends.hybrid_tree import TreeContext
@@ -21,6 +16,7 @@ from ..generation.cache import SpeculativeCache
 from ..generation.draft_tree import DraftTree
 from ..generation.target import TargetView
 from .timing import seconds_of
+from .verification_inputs import Layer
 
 # Keys of the nodes are this much longer than those of the prefix. Their share of the attention is then large, and a
 # wrong tree mask shows in the output, which a few keys among thousands would not.
@@ -29,60 +25,6 @@ NODE_KEY_GAIN = 6.0
 FLOAT32_FLOOR, FLOAT32_FACTOR, BFLOAT16_FACTOR = 2e-6, 1.5, 2.0
 # Relative difference between the logits of the two forwards. In bfloat16 each is off by about 1e-2 by itself.
 LOGIT_BUDGET = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-
-Layer = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of the random model; the defaults are those of four layers of an 8B Llama with a small vocabulary."""
-
-    layers: int = 4
-    hidden: int = 4096
-    intermediate: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    vocab: int = 256
-
-    def config(self, max_length: int) -> LlamaConfig:
-        """As a Llama configuration."""
-        return LlamaConfig(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            max_position_embeddings=max_length,
-            attn_implementation="sdpa",
-        )
-
-
-def random_model(shape: Shape, max_length: int) -> LlamaForCausalLM:
-    """A random model in bfloat16."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM._from_config(shape.config(max_length), dtype=torch.bfloat16).eval()
-
-
-def random_layers(shape: Shape, length: int) -> list[Layer]:
-    """Random keys and values of every layer in bfloat16, `(1, K, length, D)` each."""
-    generator = torch.Generator().manual_seed(1)
-    size = (1, shape.kv_heads, length, shape.head_dim)
-    return [
-        (torch.randn(size, generator=generator).bfloat16(), torch.randn(size, generator=generator).bfloat16())
-        for _ in range(shape.layers)
-    ]
-
-
-def random_tree(num_nodes: int, vocab: int, seed: int = 0) -> DraftTree:
-    """A tree in which every node hangs below a random earlier one."""
-    draw = random.Random(seed)
-    tokens = [draw.randrange(vocab) for _ in range(num_nodes)]
-    parents = [-1] + [draw.randrange(node) for node in range(1, num_nodes)]
-    valid = torch.ones(1, num_nodes, dtype=torch.bool)
-    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), valid)
 
 
 def block_mask(tree: DraftTree, prefix: int) -> torch.Tensor | None:

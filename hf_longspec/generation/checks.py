@@ -15,6 +15,8 @@ KNOWN_MODEL_KWARGS = {
     "cache_position",
     "inputs_tensor",
     "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
     "past_key_values",
     "position_ids",
     "synced_gpus",
@@ -64,11 +66,27 @@ def _refuse_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwar
                 "Run the model once on out.sequences to get them."
             )
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and (mask.dim() != 2 or not bool(mask[:, -1].all())):
+    if mask is not None and (mask.shape != input_ids.shape or not bool(mask[:, -1].all())):
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} and must be 2-D with its padding on the left, so that every "
-            "row ends with a token. Tokenize with padding_side='left'."
+            f"attention_mask has shape {tuple(mask.shape)} and must have that of input_ids, {tuple(input_ids.shape)}, "
+            "with its padding on the left, so that every row ends with a token. Tokenize with padding_side='left'."
         )
+    _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
+
+
+def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
+    """Generate makes the positions itself unless the user does; the loop counts tokens and takes no others."""
+    if positions is None:
+        return
+    keep = torch.ones_like(input_ids) if mask is None else mask
+    if positions.shape[-1] == input_ids.shape[1]:
+        wrong = (positions != keep.long().cumsum(-1) - 1) & keep.bool()
+        if not bool(wrong.any()):
+            return
+    raise ValueError(
+        f"position_ids of shape {tuple(positions.shape)} do not count the tokens of input_ids, shape "
+        f"{tuple(input_ids.shape)}, from 0. Drop position_ids, and pass the whole text also on a second turn."
+    )
 
 
 def _refuse_foreign_cache(cache: Any) -> None:

@@ -68,7 +68,9 @@ class TargetView:
         if recurrent := sorted(kinds & RECURRENT_LAYERS):
             reasons.append(f"it has {', '.join(recurrent)} layers, whose state cannot branch into a tree or roll back")
         if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - {"chunked_attention"}):
-            reasons.append(f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow")
+            reasons.append(
+                f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
+            )
         if "chunked_attention" in kinds or getattr(self.config, "attention_chunk_size", None):
             reasons.append("it has chunked attention, and attention backends are not told the chunk")
         if getattr(self.model, "_is_stateful", False):

@@ -49,7 +49,7 @@ def test_the_error_says_everything(shelf):
         "  hf_longspec_triton: needs a GPU",
         "  hf_longspec_torch: cannot apply softcap",
         'Load the model with attn_implementation="hf_longspec_reference" (slow, any device), '
-        "or add a backend: see docs/adding_a_backend.md.",
+        "or add a backend: see the kernel recipe in CONTRIBUTING.md.",
     ]
 
 

@@ -85,7 +85,7 @@ def test_each_row_keeps_the_nodes_apart():
 
 
 def test_quest_bounds_every_logit_of_its_page():
-    """A page's score is at least the sum over heads and rows of the best logit inside it, and the same for all of it."""
+    """A page's score is at least the sum over heads and rows of the best logit inside it, and one for all of it."""
     query, key = inputs(seed=4)
     found = collect(query, key, score="quest", granularity="kv_head")
     group = query.shape[1] // key.shape[1]

@@ -19,11 +19,10 @@ def make_drafts(model):
     }
 
 
-def measure(target, prompts, tmp_path, cell=None, minutes=1.0, make_drafts=make_drafts):
+def measure(target, prompts, tmp_path, guard=None, make_drafts=make_drafts):
     benchmark = EngineBenchmark({"float32": target}, make_drafts, prompts, tokens=9, repeats=2, bandwidth=10.0)
-    cell = cell or Cell(40, 2, "float32")
-    with ResultFile(tmp_path / "engine.jsonl", "engine", engine_report, TimeGuard(minutes), {}) as results:
-        benchmark.measure(cell, results, Progress(1, quiet=True))
+    with ResultFile(tmp_path / "engine.jsonl", "engine", engine_report, guard or TimeGuard(1), {}) as results:
+        benchmark.measure(Cell(40, 2, "float32"), results, Progress(1, quiet=True))
     return read_records(tmp_path / "engine.jsonl")
 
 
@@ -86,10 +85,11 @@ def test_wrong_text_is_not_timed(target, prompts, tmp_path):
     assert "plain loop emits another float32 greedy text" in records[1]["reason"]
 
 
-def test_what_does_not_fit_is_left_out(target, prompts, tmp_path):
-    records = measure(target, prompts, tmp_path, minutes=0.0)
+@pytest.mark.parametrize(("minutes", "reason"), [(0.0, "no time left"), (1e-6, "it would take")])
+def test_what_does_not_fit_is_left_out(target, prompts, tmp_path, minutes, reason):
+    records = measure(target, prompts, tmp_path, TimeGuard(minutes, now=lambda: 0.0))
     assert [record["kind"] for record in records] == ["environment", "skipped", "end"]
-    assert "s are left" in records[1]["reason"]
+    assert reason in records[1]["reason"]
 
 
 def test_rounded_prompts_keep_their_tokens(prompts):

@@ -6,15 +6,8 @@ from hf_longspec.bench.reports import verification_report
 from hf_longspec.bench.results import ResultFile, read_records
 from hf_longspec.bench.timing import TimeGuard
 from hf_longspec.bench.verification import VerificationBenchmark
-from hf_longspec.bench.verification_cases import (
-    AttentionCase,
-    ForwardCase,
-    Shape,
-    block_mask,
-    random_layers,
-    random_model,
-    random_tree,
-)
+from hf_longspec.bench.verification_cases import AttentionCase, ForwardCase, block_mask
+from hf_longspec.bench.verification_inputs import Shape, cast, random_layers, random_model, random_tree
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 
@@ -88,6 +81,18 @@ def test_a_wrong_tree_mask_is_over_the_budget_of_the_forward(model):
     case.mask = block_mask(DraftTree(tree.tokens, chain.parents, tree.valid), PREFIX)
     difference, budget = case.errors()
     assert difference > budget
+
+
+def test_the_model_is_random_and_its_rotary_frequencies_are_exact(model):
+    weights = torch.cat([p.flatten() for p in model.parameters() if p.dim() > 1])
+    assert abs(weights.std().item() - 0.02) < 1e-3
+    first, second = (layer.mlp.up_proj.weight for layer in model.model.layers)
+    assert not torch.equal(first, second)
+    before = model.model.rotary_emb.inv_freq.clone()
+    cast(model, torch.bfloat16)
+    cast(model, torch.float32)
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
+    assert torch.equal(torch.cat([p.flatten() for p in model.parameters() if p.dim() > 1]), weights)
 
 
 def test_a_lone_root_needs_no_mask():

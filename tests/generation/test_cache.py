@@ -291,7 +291,9 @@ class TestSecondTurn:
 
         monkeypatch.setattr(model, "forward", spy.__get__(model))
         text = torch.cat([out, torch.tensor([[9, 8, 7]])], dim=1)
-        model.generate(text, do_sample=False, max_new_tokens=4, past_key_values=cache, assistant_model=run.draft("tree"))
+        model.generate(
+            text, do_sample=False, max_new_tokens=4, past_key_values=cache, assistant_model=run.draft("tree")
+        )
         assert max(widths) <= 7  # a tree; the prompt had 40
 
     @pytest.mark.parametrize("how", ["lengths", "padding"])
@@ -344,7 +346,9 @@ class TestRefusedCaches:
         run = plain_run("llama", (9,), max_new_tokens=5)
         foreign = DynamicCache(config=run.model.config)
         run.model(run.inputs["input_ids"][:, :4], past_key_values=foreign)
-        self.refused(run, foreign, "DynamicCache that already holds 4 tokens, and only a SpeculativeCache can be contin")
+        self.refused(
+            run, foreign, "DynamicCache that already holds 4 tokens, and only a SpeculativeCache can be contin"
+        )
 
     def test_foreign_cache_that_is_empty_is_ignored(self, plain_run):
         run = plain_run("llama", (9,), max_new_tokens=5)

@@ -211,6 +211,8 @@ def test_rows_that_are_done_are_not_processed_with_a_length_of_their_own():
 @pytest.mark.parametrize("name", ["WatermarkLogitsProcessor"])
 def test_stateful_processors_are_refused(name):
     stateful = WatermarkLogitsProcessor(vocab_size=VOCAB, device="cpu")
-    with pytest.raises(ValueError, match=f"{name} keeps state from call to call.*Call generate\\(\\) without assistant"):
+    with pytest.raises(
+        ValueError, match=f"{name} keeps state from call to call.*Call generate\\(\\) without assistant"
+    ):
         refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3), stateful]))
     refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3)]))

@@ -12,9 +12,7 @@ from hf_longspec.generation.selection import SINK_TOKENS, SelectedCache, budget,
 from hf_longspec.testing import tiny_target
 
 
-@given(
-    prefix=st.integers(0, 3000), ratio=st.floats(0.001, 1.0, exclude_min=True), floor=st.integers(1, 600)
-)
+@given(prefix=st.integers(0, 3000), ratio=st.floats(0.001, 1.0, exclude_min=True), floor=st.integers(1, 600))
 def test_budget_is_the_share_between_floor_and_prefix(prefix, ratio, floor):
     count = budget(prefix, ratio, floor)
     assert count == sorted([floor, math.ceil(ratio * prefix), prefix])[1] if floor <= prefix else count == prefix

@@ -1,4 +1,4 @@
-"""Growing rows: stopping exact to the token, streaming every token once. Alone, and through `generate` against plain."""
+"""Growing rows: stopping exact to the token, streaming every token once. Alone, and through `generate`."""
 
 import threading
 

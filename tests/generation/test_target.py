@@ -17,8 +17,8 @@ from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 from hf_longspec.testing_law import random_tree
 
-# Largest error of a logit, as a share of the largest logit. float32 summed in another order gives up to 4.3e-6; a wrong mask,
-# position or window gives 1e-2 and more (the negative controls below).
+# Largest error of a logit, as a share of the largest logit. float32 summed in another order gives up to 4.3e-6; a wrong
+# mask, position or window gives 1e-2 and more (the negative controls below).
 TOLERANCE = 1e-5
 BROKEN = 1e-2
 

@@ -30,7 +30,7 @@ class SpecAttnSettings:
         sparse_ratio (`float`): Share of the prefix that drafting reads.
         sparse_min_tokens (`int`): Fewest entries to select, as long as the prefix has them.
         selection (`str`): `two_rows` (the paper's), `all_rows`, `last_accepted`, `window` or `quest`.
-        score (`str`): `logits` or `weights`.
+        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities); `quest` has a score of its own.
         granularity (`str`): One selection per `layer` or per `kv_head`.
         acceptance (`str`): When sampling, `rejection` or `coupled`.
     """

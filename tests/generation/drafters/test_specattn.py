@@ -82,7 +82,7 @@ def test_drafting_leaves_the_committed_cache_alone(name):
 @pytest.mark.parametrize("selection", ["two_rows", "all_rows", "last_accepted", "quest", "window"])
 @torch.no_grad()
 def test_compact_buffers_hold_budget_and_tail(selection):
-    """Each row reads `max(floor, ceil(ratio * prefix))` entries of its prefix, sinks among them, and all that follows."""
+    """Each row reads `max(floor, ceil(ratio * prefix))` entries of its prefix, sinks among them, and what follows."""
     ratio, floor = 0.3, 8
     model = tiny_target("llama")
     drafter, _ = seeded_drafter(model, selection=selection, sparse_ratio=ratio, sparse_min_tokens=floor)

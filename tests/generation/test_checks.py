@@ -1,0 +1,371 @@
+"""Everything that is refused: the message says what and what to do, the model stays as it was, nothing is emitted."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec.testing import tiny_prompts, tiny_target
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+INDEXED = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "index_topk": 4,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+}
+
+
+class Prompt(BaseStreamer):
+    """What a refused call may have streamed: the prompt, which `generate` sends before it calls any decoding."""
+
+    def __init__(self):
+        self.puts = []
+
+    def put(self, value):
+        self.puts.append(value)
+
+
+def refused(model, draft, message, **options):
+    """`generate` raises ValueError with `message` and leaves no trace; returns the message."""
+    inputs = {"max_new_tokens": 6, "do_sample": False, "streamer": Prompt()} | options
+    if "input_ids" not in inputs and "inputs_embeds" not in inputs:
+        inputs["input_ids"], inputs["attention_mask"] = tiny_prompts(128, (9,))
+        inputs |= {name: value for name, value in options.items() if name == "attention_mask"}
+    before = snapshot(model), snapshot(draft)
+    with pytest.raises(ValueError, match=message) as caught:
+        model.generate(**inputs, assistant_model=draft)
+    assert (snapshot(model), snapshot(draft)) == before
+    if inputs["streamer"] is not None:
+        assert len(inputs["streamer"].puts) <= 1
+    assert draft.last_speculation is None or draft.last_speculation.num_emitted_tokens == 0
+    return str(caught.value)
+
+
+def snapshot(model):
+    implementations = [
+        module.config._attn_implementation for module in model.modules() if isinstance(module, PreTrainedModel)
+    ]
+    own = {name: value for name, value in vars(model).items() if name != "last_speculation"}
+    return implementations, copy.deepcopy(model.generation_config.to_dict()), model.training, sorted(own)
+
+
+@pytest.fixture
+def llama(target):
+    return target("llama")
+
+
+def build(name, **settings):
+    config = AutoConfig.for_model(name, **(SIZES | settings))
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+class TestTargets:
+    @pytest.mark.parametrize(
+        ("name", "settings", "reason"),
+        [
+            # in these two, transformers itself refuses: its stateful models know no assisted generation
+            ("qwen3_5_text", LINEAR, "not supported with stateful models"),
+            ("mamba", {"state_size": 8}, "not supported with stateful models"),
+            (
+                "minimax",
+                {"num_local_experts": 2, "num_experts_per_tok": 1},
+                "linear_attention layers, whose state cannot",
+            ),
+            ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "it has conv layers, whose state cannot branch"),
+            (
+                "llama4_text",
+                {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 16},
+                "it has chunked attention",
+            ),
+            ("deepseek_v32", INDEXED, r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
+            (
+                "gptj",
+                {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8},
+                "does not go through transformers' Att",
+            ),
+        ],
+        ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+    )
+    def test_architectures(self, name, settings, reason):
+        model = build(name, **settings)
+        message = refused(model, PlainDraftModel.from_target(model), reason)
+        if "stateful models" not in message:
+            assert type(model).__name__ in message and "Call generate() without assistant_model" in message
+
+    @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
+    def test_stateful_models_by_the_route_without_the_patch(self, name):
+        """`custom_generate` passes transformers' own check by."""
+        model = build(name, **(LINEAR if name == "qwen3_5_text" else {"state_size": 8}))
+        draft = PlainDraftModel.from_target(model)
+        with pytest.raises(ValueError, match=r"linear_attention layers, whose state.*; it is stateful") as caught:
+            model.generate(tiny_prompts(128, (9,))[0], max_new_tokens=3, custom_generate=draft.custom_generate)
+        assert "Call generate() without assistant_model" in str(caught.value)
+
+    def test_encoder_decoder(self):
+        settings = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+        model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", vocab_size=128, **settings)).eval()
+        refused(model, PlainDraftModel.from_target(model), "it is an encoder-decoder model, and the loop runs decoder")
+
+    def test_a_model_that_never_calls_the_backend(self):
+        """Found out by the first step, before any token: it would swallow the tree and return plausible logits."""
+        model = OldModel(OldConfig(**SIZES)).eval()
+        message = refused(model, PlainDraftModel.from_target(model), "OldModel never called the attention backend")
+        assert "AttentionInterface" in message and "nothing was generated" in message
+
+    def test_an_architecture_of_transformers_that_never_calls_it(self):
+        """StableLM chooses its attention by a dictionary of its own."""
+        model = build("stablelm")
+        refused(model, PlainDraftModel.from_target(model), "StableLmForCausalLM never called the attention backend")
+
+    def test_latent_cache_selected_per_head(self, target):
+        model = target("deepseek_v3")
+        draft = SpecAttnDraftModel.from_target(model)
+        draft.generation_config.granularity = "kv_head"
+        refused(model, draft, r"granularity='kv_head': this target caches one latent .*Use granularity='layer'")
+
+    def test_prompt_learning_adapter(self):
+        peft = pytest.importorskip("peft")
+        bare = tiny_target("llama")
+        draft = PlainDraftModel.from_target(bare)
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        model = peft.get_peft_model(bare, config).eval()
+        refused(model, draft, "a prompt-learning PEFT adapter is active.*merge or drop it")
+
+    def test_every_reason_is_named(self):
+        model = build("qwen3_5_text", **LINEAR)
+        draft = PlainDraftModel.from_target(model)
+        with pytest.raises(ValueError, match=r"cannot branch into a tree or roll back; it is stateful"):
+            model.generate(tiny_prompts(128, (9,))[0], max_new_tokens=3, custom_generate=draft.custom_generate)
+
+
+class OldConfig(PreTrainedConfig):
+    model_type = "old_remote_code"
+
+
+class OldModel(PreTrainedModel, GenerationMixin):
+    """A model file from before the attention interface: it takes any keyword and ignores it."""
+
+    config_class = OldConfig
+    all_tied_weights_keys = {}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, input_ids=None, past_key_values=None, attention_mask=None, **kwargs):
+        hidden = self.embed(input_ids)
+        return CausalLMOutputWithPast(logits=self.head(hidden.cumsum(1)), past_key_values=past_key_values)
+
+
+class TestProcessors:
+    def test_classifier_free_guidance(self, llama):
+        draft = PlainDraftModel.from_target(llama)
+        name = "UnbatchedClassifierFreeGuidanceLogitsProcessor"
+        message = refused(llama, draft, f"{name} keeps state from call to call", guidance_scale=1.5)
+        assert "without the setting that adds it" in message
+
+    @pytest.mark.parametrize(
+        ("config", "name"),
+        [
+            (WatermarkingConfig(), "WatermarkLogitsProcessor"),
+            (SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3), "SynthIDTextWatermarkLogitsProcessor"),
+        ],
+        ids=["watermark", "synthid"],
+    )
+    def test_watermarks(self, llama, config, name):
+        draft = PlainDraftModel.from_target(llama)
+        refused(llama, draft, f"{name} keeps state", watermarking_config=config, do_sample=True)
+
+
+class TestInputs:
+    def test_embeddings_instead_of_tokens(self, llama):
+        embeddings = llama.get_input_embeddings()(tiny_prompts(128, (9,))[0])
+        draft = PlainDraftModel.from_target(llama)
+        for more in ({}, {"input_ids": tiny_prompts(128, (9,))[0]}):
+            message = refused(llama, draft, "inputs_embeds cannot be drafted from", inputs_embeds=embeddings, **more)
+            assert "pass input_ids" in message
+
+    @pytest.mark.parametrize(
+        "mask",
+        [[[1, 1, 1, 1, 1, 1, 1, 0, 0]], [[1] * 7], [[0, 0] + [1] * 9]],
+        ids=["right-padded", "too short", "too long"],
+    )
+    def test_masks(self, llama, mask):
+        mask = torch.tensor(mask)
+        if mask.shape[1] != 9:  # transformers drops a mask of ones; what it derives from it is caught all the same
+            mask[0, 0] = 0
+        draft = PlainDraftModel.from_target(llama)
+        shape = re.escape(str(tuple(mask.shape)))
+        refused(llama, draft, rf"attention_mask has shape {shape}.*padding_side='left'", attention_mask=mask)
+
+    def test_a_mask_for_every_layer(self, llama):
+        draft = PlainDraftModel.from_target(llama)
+        with pytest.raises(ValueError, match=r"attention_mask"):
+            llama.generate(
+                tiny_prompts(128, (9,))[0],
+                attention_mask=torch.ones(1, 1, 9, 9),
+                max_new_tokens=3,
+                assistant_model=draft,
+            )
+
+    @pytest.mark.parametrize("positions", [range(0, 27, 3), range(5, 14)], ids=["spread", "shifted"])
+    def test_positions_of_ones_own(self, llama, positions):
+        positions = torch.tensor([list(positions)])
+        plain = llama.generate(tiny_prompts(128, (9,))[0], position_ids=positions, max_new_tokens=6, do_sample=False)
+        assert plain.shape[1] == 15  # transformers takes them
+        refused(llama, PlainDraftModel.from_target(llama), r"position_ids of shape \(1, 9\)", position_ids=positions)
+
+    def test_ordinary_positions_are_taken(self, plain_run):
+        run = plain_run("llama", (9, 4), max_new_tokens=5)
+        positions = (run.inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
+        assert run.again(run.draft("tree"), position_ids=positions).tolist() == run.sequences.tolist()
+
+    def test_only_the_new_tokens_of_a_second_turn(self, llama):
+        """5.23 continues a cache from the new tokens alone, told by a longer mask; we want the whole text."""
+        cache, draft = SpeculativeCache(llama.config, 1, 64), PlainDraftModel.from_target(llama)
+        prompt, _ = tiny_prompts(128, (5,))
+        llama.generate(prompt, past_key_values=cache, max_new_tokens=2, do_sample=False, assistant_model=draft)
+        draft.last_speculation = None
+        more, _ = tiny_prompts(128, (9,))
+        mask = torch.ones(1, cache.get_seq_length() + 9, dtype=torch.long)
+        refused(
+            llama,
+            draft,
+            "pass the whole text|attention_mask has shape",
+            input_ids=more,
+            attention_mask=mask,
+            past_key_values=cache,
+        )
+
+    def test_without_a_cache(self, llama):
+        draft = PlainDraftModel.from_target(llama)
+        refused(llama, draft, "use_cache=False: speculative decoding needs the cache. Drop", use_cache=False)
+
+    @pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
+    def test_outputs_that_a_tree_does_not_have(self, llama, name):
+        draft = PlainDraftModel.from_target(llama)
+        options = {name: True, "return_dict_in_generate": True}
+        message = refused(llama, draft, f"{name}=True is not supported with a draft", **options)
+        assert "Run the model once on out.sequences" in message
+
+    @pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
+    def test_without_a_dictionary_plain_generate_ignores_them_and_so_do_we(self, plain_run, name):
+        run = plain_run("llama", (9,), max_new_tokens=4, **{name: True})
+        assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
+
+    def test_arguments_that_would_not_reach_the_model(self, target):
+        model = target("qwen3_moe")
+        draft = PlainDraftModel.from_target(model)
+        refused(model, draft, "output_router_logits would not reach the model.*Drop them", output_router_logits=True)
+
+
+class TestDrafts:
+    def test_another_vocabulary(self, llama):
+        """transformers compares vocabularies first, in words of its own."""
+        other = tiny_target("llama", vocab_size=100)
+        draft = PlainDraftModel.from_target(other)
+        with pytest.raises(ValueError, match="tokenizer"):
+            llama.generate(tiny_prompts(100, (9,))[0], max_new_tokens=3, assistant_model=draft)
+        draft.config.vocab_size = 128  # and if that is doctored, what the draft recorded still tells
+        refused(llama, draft, "made for a target with vocab_size=100, and this target has vocab_size=128")
+
+    @pytest.mark.parametrize(
+        ("changes", "field"),
+        [
+            ({"hidden_size": 32, "head_dim": 16}, "hidden_size=32.*hidden_size=64"),
+            ({"num_hidden_layers": 2}, "num_hidden_layers=2.*num_hidden_layers=3"),
+            ({"num_attention_heads": 8}, "num_attention_heads=8.*num_attention_heads=4"),
+            ({"num_key_value_heads": 4}, "num_key_value_heads=4.*num_key_value_heads=2"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_other_shapes(self, llama, changes, field):
+        draft = SpecAttnDraftModel.from_target(tiny_target("llama", **changes))
+        message = refused(llama, draft, f"made for a target with {field}")
+        assert "make one with from_target(target)" in message
+
+    def test_another_architecture(self, llama, target):
+        draft = PlainDraftModel.from_target(target("qwen2"))
+        refused(llama, draft, "made for a target with model_type=qwen2, and this target has model_type=llama")
+
+    def test_unknown_setting(self, llama):
+        draft = SpecAttnDraftModel.from_target(llama)
+        draft.generation_config.sparse_raito = 0.2
+        refused(llama, draft, r"unknown settings \['sparse_raito'\]; SpecAttnDraftModel has .*'sparse_ratio'")
+
+    def test_impossible_setting(self, llama):
+        draft = SpecAttnDraftModel.from_target(llama)
+        draft.generation_config.sparse_ratio = 1.5
+        refused(llama, draft, r"sparse_ratio=1.5: expected a number in \(0, 1\]")
+
+
+class TestWhatTransformersDecides:
+    """These never reach our code; a change in transformers shall be noticed."""
+
+    def test_several_return_sequences_are_refused(self, llama):
+        draft = PlainDraftModel.from_target(llama)
+        message = "num_return_sequences has to be 1 when doing assisted generate, but is 2"
+        refused(llama, draft, message, num_return_sequences=2, do_sample=True)
+
+    def test_beam_search_runs_without_the_draft(self, llama):
+        draft = PlainDraftModel.from_target(llama)
+        input_ids, attention_mask = tiny_prompts(128, (9, 5))
+        options = {"attention_mask": attention_mask, "num_beams": 3, "do_sample": False, "max_new_tokens": 6}
+        out = llama.generate(input_ids, **options, assistant_model=draft)
+        assert out.tolist() == llama.generate(input_ids, **options).tolist()
+        assert draft.last_speculation is None
+
+    def test_unknown_arguments_are_refused(self, llama):
+        draft = PlainDraftModel.from_target(llama)
+        refused(llama, draft, r"model_kwargs.*not used by the model: \['tree'\]", tree=object())

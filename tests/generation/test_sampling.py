@@ -1,0 +1,230 @@
+"""Sampling through the whole loop: the same seed gives the same text with and without speculation, where the rule
+promises it; where it does not (rejection), the text follows the bare model's law.
+"""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.generation import decoding, logits
+from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
+from hf_longspec.testing import TINY_TARGETS, tiny_prompts
+from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing_law import MAX_SIGMA, max_z_score
+
+RAGGED = (33, 3, 13)
+NEVER = 1  # no end token, so that all rows stay in play
+WARPED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
+FREE = {"temperature": 1.3, "top_k": 0}
+
+
+def sample(model, draft, lengths=RAGGED, seed=0, new=12, **options):
+    """Prompts and sampled continuations, as lists."""
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, lengths)
+    torch.manual_seed(seed)
+    out = model.generate(
+        input_ids,
+        attention_mask=attention_mask,
+        do_sample=True,
+        max_new_tokens=new,
+        eos_token_id=NEVER,
+        assistant_model=draft,
+        **options,
+    )
+    return out[:, max(lengths) :].tolist()
+
+
+def random_draft(model, hints, **settings):
+    draft = RandomTreeDraftModel.from_target(model)
+    for name, value in ({"hints": hints, "num_nodes": 9} | settings).items():
+        setattr(draft, name, value)
+    return draft
+
+
+def coupled(model, **settings):
+    settings = {"num_assistant_tokens": 3, "sparse_ratio": 0.6, "sparse_min_tokens": 6} | settings
+    return SpecAttnDraftModel.from_target(model, acceptance="coupled", **settings)
+
+
+@pytest.mark.parametrize("options", [FREE, WARPED], ids=["free", "warped"])
+@pytest.mark.parametrize("name", TINY_TARGETS)
+class TestSameSeedSameText:
+    def test_random_trees_and_chains(self, target, name, options):
+        model = target(name)
+        text = sample(model, PlainDraftModel.from_target(model), **options)
+        for chain in (False, True):
+            draft = random_draft(model, text, chain=chain, luck=0.6)
+            assert sample(model, draft, **options) == text
+            histogram = draft.last_speculation.acceptance_histogram
+            assert histogram[0] > 0 and sum(histogram[2:]) > 0
+
+    def test_specattn_coupled(self, target, name, options):
+        model = target(name)
+        text = sample(model, PlainDraftModel.from_target(model), new=8, **options)
+        draft = coupled(model)
+        assert sample(model, draft, new=8, **options) == text
+        assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+def test_the_text_is_the_race_of_the_bare_model_under_documented_noise(target):
+    """An independent replay: seeds as documented, a forward of the bare model per token, one noise row per token."""
+    model = target("qwen3")
+    drawn = sample(model, random_draft(model, []), seed=7, new=6, **WARPED)
+    torch.manual_seed(7)
+    seeds = torch.randint(2**62, (len(RAGGED) + 1,)).tolist()
+    processors = [
+        RepetitionPenaltyLogitsProcessor(WARPED["repetition_penalty"]),
+        TemperatureLogitsWarper(WARPED["temperature"]),
+        TopKLogitsWarper(WARPED["top_k"]),
+        TopPLogitsWarper(WARPED["top_p"]),
+    ]
+    input_ids, attention_mask = tiny_prompts(128, RAGGED)
+    for row, (seed, keep) in enumerate(zip(seeds[1:], attention_mask.bool(), strict=True)):
+        generator = torch.Generator().manual_seed(seed)
+        text, padded = input_ids[row, keep][None], input_ids[row][None]
+        for token in drawn[row]:
+            with torch.no_grad():
+                scores = model(text).logits[:, -1]
+            scores = LogitsProcessorList(processors)(padded, scores)
+            noise = torch.empty(128, dtype=torch.float64).exponential_(generator=generator)
+            assert token == int((scores.softmax(-1).double() / noise).argmax())
+            new = torch.tensor([[token]])
+            text, padded = torch.cat([text, new], 1), torch.cat([padded, new], 1)
+
+
+def test_seeds_matter_and_rows_do_not(target):
+    model = target("llama")
+    plain = PlainDraftModel.from_target(model)
+    texts = [sample(model, plain, seed=seed, **FREE) for seed in range(3)]
+    assert len({str(text) for text in texts}) == 3
+    same_prompts = sample(model, plain, lengths=(9, 9), **FREE)
+    assert same_prompts[0] != same_prompts[1]
+    # the first row's noise is the same in a smaller batch
+    assert sample(model, plain, lengths=RAGGED[:1], **FREE)[0] == texts[0][0]
+
+
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_sampling_is_reproducible(target, acceptance):
+    model = target("llama")
+    draft = coupled(model)
+    draft.generation_config.acceptance = acceptance
+    first = sample(model, draft, seed=3, **WARPED)
+    assert sample(model, draft, seed=3, **WARPED) == first
+    assert sample(model, draft, seed=4, **WARPED) != first
+
+
+def test_temperature_near_zero_is_greedy(plain_run):
+    run = plain_run("llama", RAGGED, max_new_tokens=8)
+    for kind in ("tree", "specattn"):
+        assert run.again(run.draft(kind), do_sample=True, temperature=1e-4).tolist() == run.sequences.tolist()
+
+
+class TestLaw:
+    """Frequencies of the first three tokens of many equal prompts, against the law of the bare model.
+
+    The first token comes from the prompt alone; the second and the third come from speculation. With these rows the
+    right rules stay below 3.3 sigma, the wrong ones are at 18 and 20.
+    """
+
+    ROWS, RUNS, VOCAB, PROMPT = 256, 6, 7, 40
+
+    @pytest.fixture
+    def model(self, target):
+        return target("llama", seed=1, vocab_size=self.VOCAB, num_hidden_layers=2)
+
+    def prompt(self):
+        return tiny_prompts(self.VOCAB, (self.PROMPT,))[0]
+
+    def exact(self, model, options):
+        """Joint law `(V, V, V)` of three tokens by forwards of the bare model on every continuation."""
+        processors = []
+        if "repetition_penalty" in options:
+            processors.append(RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
+        processors.append(TemperatureLogitsWarper(options["temperature"]))
+        if options["top_k"]:
+            processors.append(TopKLogitsWarper(options["top_k"]))
+        if "top_p" in options:
+            processors.append(TopPLogitsWarper(options["top_p"]))
+
+        def law(ids):
+            with torch.no_grad():
+                logits = model(ids).logits[:, -1]
+            return LogitsProcessorList(processors)(ids, logits).double().softmax(-1)
+
+        tokens = torch.arange(self.VOCAB)
+        pairs = torch.cartesian_prod(tokens, tokens)
+        first = law(self.prompt())
+        second = law(torch.cat([self.prompt().expand(self.VOCAB, -1), tokens[:, None]], 1))
+        third = law(torch.cat([self.prompt().expand(len(pairs), -1), pairs], 1))
+        joint = first[0][:, None] * second
+        return joint[:, :, None] * third.view(self.VOCAB, self.VOCAB, -1)
+
+    def draws(self, model, draft, options, runs=RUNS):
+        prompts = self.prompt().expand(self.ROWS, -1)
+        samples, histogram = [], torch.zeros(2)
+        for seed in range(runs):
+            torch.manual_seed(seed)
+            out = model.generate(
+                prompts, do_sample=True, max_new_tokens=3, eos_token_id=None, assistant_model=draft, **options
+            )
+            samples.append(out[:, self.PROMPT :])
+            histogram += torch.tensor(draft.last_speculation.acceptance_histogram)
+        # a drafted token was taken in some rows, and refused in others
+        assert (histogram / histogram.sum()).min() > 0.05
+        return torch.cat(samples)
+
+    def specattn(self, model, acceptance="rejection"):
+        settings = {"num_assistant_tokens": 2, "sparse_ratio": 0.3, "sparse_min_tokens": 5}
+        return SpecAttnDraftModel.from_target(model, acceptance=acceptance, **settings)
+
+    @pytest.mark.parametrize(
+        ("acceptance", "options"),
+        [
+            ("rejection", FREE),
+            ("rejection", {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2}),
+            ("coupled", FREE),
+        ],
+        ids=["rejection", "rejection-warped", "coupled"],
+    )
+    def test_specattn_follows_the_law_of_the_target(self, model, acceptance, options):
+        samples = self.draws(model, self.specattn(model, acceptance), options)
+        assert max_z_score(samples, self.exact(model, options)) < MAX_SIGMA
+
+    def test_random_trees_follow_the_law_of_the_target(self, model):
+        law = self.exact(model, FREE)
+        likely = torch.cartesian_prod(*[torch.arange(self.VOCAB)] * 3)[law.argmax()]
+        draft = random_draft(model, [likely.tolist()] * self.ROWS, num_nodes=6, luck=1.0)
+        assert max_z_score(self.draws(model, draft, FREE), law) < MAX_SIGMA
+
+    def test_a_misdeclared_draft_law_is_noticed(self, model, monkeypatch):
+        choose = SpecAttnDrafter._choose
+
+        def uniform(self, logits, depth):
+            token, law = choose(self, logits, depth)
+            return token, torch.full_like(law, 1 / law.shape[-1])
+
+        monkeypatch.setattr(SpecAttnDrafter, "_choose", uniform)
+        samples = self.draws(model, self.specattn(model), FREE)
+        assert max_z_score(samples, self.exact(model, FREE)) > 2 * MAX_SIGMA
+
+    def test_a_lenient_rule_is_noticed(self, model, monkeypatch):
+        """The check again, with a rule that accepts too much: the law of the draft is another one."""
+        rule = logits.accept_rejection
+
+        def lenient(tree, scores, uniforms, noise):
+            return rule(tree, scores, uniforms / 8, noise)
+
+        monkeypatch.setattr(logits, "accept_rejection", lenient)
+        samples = self.draws(model, self.specattn(model), FREE)
+        assert max_z_score(samples, self.exact(model, FREE)) > 2 * MAX_SIGMA
+
+
+def test_noise_is_not_drawn_when_nothing_is_sampled(plain_run, monkeypatch):
+    """Greedy decoding must leave the user's random state alone."""
+    monkeypatch.setattr(decoding, "NoiseRows", None)
+    run = plain_run("llama", RAGGED, max_new_tokens=4)
+    before = torch.get_rng_state()
+    assert run.again(run.draft("specattn")).tolist() == run.sequences.tolist()
+    assert torch.equal(torch.get_rng_state(), before)
