@@ -30,8 +30,16 @@ def main(arguments: list[str] | None = None) -> None:
     with ResultFile(args.output, "verification", verification_report, guard, settings) as results:
         bandwidth = read_gb_per_second()
         results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
-        benchmark = VerificationBenchmark(args.shape, args.context, args.nodes, args.repeats, bandwidth)
-        benchmark.run(args.dtypes, results, progress)
+        benchmark = VerificationBenchmark(
+            args.shape,
+            args.context,
+            args.nodes,
+            repeats=args.repeats,
+            bandwidth=bandwidth,
+            results=results,
+            progress=progress,
+        )
+        benchmark.run(args.dtypes)
     progress.close()
     print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
 

@@ -81,7 +81,7 @@ def attention_forward(
         if sliding_window == NOT_PASSED:
             sliding_window = _windows[module] = window_of_layer(module)
     sizes = (query.shape[3], value.shape[3])
-    call = AttentionCall(query.device.type, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
+    call = AttentionCall(query.device, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = select(call, backend_name)
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
     _refuse(kwargs)

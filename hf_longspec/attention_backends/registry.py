@@ -18,7 +18,7 @@ class AttentionCall(NamedTuple):
     """What a backend has to know to accept or refuse. Hashable, equal for every step of one layer.
 
     Args:
-        device (`str`): Device type of the tensors, such as `"cpu"` or `"cuda"`.
+        device (`torch.device`): Device of the tensors. Asking it for its type takes longer than all of `select`.
         dtype (`torch.dtype`): Dtype of query, key and value.
         head_dim (`int`): Size of a query and a key vector.
         value_dim (`int`): Size of a value vector.
@@ -27,7 +27,7 @@ class AttentionCall(NamedTuple):
         sinks (`bool`, *optional*, defaults to `False`): Whether the layer adds sink logits to the denominator.
     """
 
-    device: str
+    device: torch.device
     dtype: torch.dtype
     head_dim: int
     value_dim: int

@@ -27,14 +27,14 @@ def causal_attention(
         sliding_window = None
     if nodes == 1:  # the last position sees everything, or the last window
         first = 0 if sliding_window is None else length - sliding_window
-        return attend_all(query, key[:, :, first:], value[:, :, first:], scaling=scaling, softcap=softcap)
+        return attend_all(query, key, value, first, length, scaling=scaling, softcap=softcap)
     if sliding_window is not None or softcap is not None or not can_fuse(query, value):
         return _attend_query_blocks(query, key, value, sliding_window, scaling, softcap)
     before = length - nodes
     own = fused_attention(query, key[:, :, before:], value[:, :, before:], scaling=scaling, is_causal=True)
     if before == 0:
         return own
-    return merge_attention_states([attend_all(query, key[:, :, :before], value[:, :, :before], scaling=scaling), own])
+    return merge_attention_states([attend_all(query, key, value, 0, before, scaling=scaling), own])
 
 
 def _attend_query_blocks(

@@ -66,22 +66,11 @@ def hybrid_attention(
             additive = torch.cat([edge[:, 0], additive], dim=-1)
         packed_mask = memo[name] = pack_mask(additive, query, kv_heads)
     packed = pack(query, kv_heads)
-    first, count = (start, length + nodes - start) if dense else (length, nodes)
+    first = start if dense else length
+    own = one_head(key, first, length + nodes), one_head(value, first, length + nodes)
     # a node sees itself: no row of the mask hides everything
-    state = _attend_slots(packed, key, value, first, count, scaling, packed_mask)
+    state = fused_attention(packed, *own, packed_mask, scaling=scaling, hides_all=False)
     if not dense:
-        state = merge_attention_states([_attend_slots(packed, key, value, 0, length, scaling), state])
+        before = one_head(key, 0, length), one_head(value, 0, length)
+        state = merge_attention_states([fused_attention(packed, *before, scaling=scaling), state])
     return unpack(state, query.shape)
-
-
-def _attend_slots(
-    packed: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    first: int,
-    count: int,
-    scaling: float,
-    mask: torch.Tensor | None = None,
-) -> AttentionState:
-    keys, values = one_head(key.narrow(2, first, count)), one_head(value.narrow(2, first, count))
-    return fused_attention(packed, keys, values, mask, scaling=scaling, hides_all=False)

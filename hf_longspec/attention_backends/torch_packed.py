@@ -18,14 +18,23 @@ SLOW_TAILS = ((1, 3), (3,))
 
 
 def attend_all(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scaling: float, softcap: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    stop: int,
+    *,
+    scaling: float,
+    softcap: float | None = None,
 ) -> AttentionState:
-    """All queries see all keys.
+    """All queries see the keys from `start` to `stop`, and no others.
 
     Args:
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, M, Dv)`): Values.
+        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys.
+        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
+        start (`int`): First key that is seen.
+        stop (`int`): Key behind the last that is seen.
         scaling (`float`): Factor of the scores.
         softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
 
@@ -33,9 +42,10 @@ def attend_all(
         `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`.
     """
     if softcap is not None or not can_fuse(query, value):
-        return blockwise_attention(query, key, value, scaling=scaling, softcap=softcap)
-    state = fused_attention(pack(query, key.shape[1]), one_head(key), one_head(value), scaling=scaling)
-    return unpack(state, query.shape)
+        seen = key[:, :, start:stop], value[:, :, start:stop]
+        return blockwise_attention(query, *seen, scaling=scaling, softcap=softcap)
+    seen = one_head(key, start, stop), one_head(value, start, stop)
+    return unpack(fused_attention(pack(query, key.shape[1]), *seen, scaling=scaling), query.shape)
 
 
 def attend_masked(
@@ -81,14 +91,27 @@ def pack_mask(mask: torch.Tensor, query: torch.Tensor, kv_heads: int) -> torch.T
     return packed if packed.shape[0] == 1 else packed.repeat_interleave(kv_heads, dim=0)
 
 
-def one_head(cached: torch.Tensor) -> torch.Tensor:
-    """Keys or values `(B, K, M, D)` as `(B * K, 1, M, D)`.
+def one_head(cached: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Slots `start` to `stop` of keys or values `(B, K, S, D)`, as `(B * K, 1, stop - start, D)`.
 
     The op writes `(batch, rows, heads, D)`. With one head per batch row this is `(B, H, N, D)` in memory, and nothing
     has to be copied to unpack it.
+
+    Raises:
+        ValueError: If there are fewer slots.
     """
     batch, heads, slots, size = cached.shape
-    return cached.reshape(batch * heads, 1, slots, size)  # a view, if `cached` is a slice of a whole buffer
+    if stop > slots:
+        raise ValueError(
+            f"slots {start} to {stop} were asked for, but the buffer has {slots}. Hand over the whole buffer."
+        )
+    of_batch, of_head, of_slot, of_number = cached.stride()
+    one_buffer = batch == 1 or of_batch == heads * of_head
+    if not one_buffer or torch.compiler.is_compiling():
+        return cached[:, :, start:stop].reshape(batch * heads, 1, stop - start, size)
+    # One op instead of narrow and reshape: 4 microseconds per layer and buffer
+    shape, strides = (batch * heads, 1, stop - start, size), (of_head, of_head, of_slot, of_number)
+    return cached.as_strided(shape, strides, cached.storage_offset() + start * of_slot)
 
 
 def unpack(state: AttentionState, shape: torch.Size) -> AttentionState:

@@ -35,19 +35,15 @@ def prefix_attention(
         host_lengths = tuple(lengths.tolist())
     if sliding_window is not None and positions is None:
         raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
+    window = None if sliding_window is None or positions is None else (positions, sliding_window)
     length = host_lengths[0]
     if len(host_lengths) == 1 or host_lengths.count(length) == len(host_lengths):
-        key, value = key.narrow(2, 0, length), value.narrow(2, 0, length)
-        if sliding_window is None or positions is None:
-            return attend_all(query, key, value, scaling=scaling, softcap=softcap)
-        return _attend_window(query, key, value, positions, sliding_window, scaling, softcap)
+        return _attend_prefix(query, key, value, length, window, scaling, softcap)
     rows = []
     for b, length in enumerate(host_lengths):
-        own = query[b : b + 1], key[b : b + 1, :, :length], value[b : b + 1, :, :length]
-        if sliding_window is None or positions is None:
-            rows.append(attend_all(*own, scaling=scaling, softcap=softcap))
-        else:
-            rows.append(_attend_window(*own, positions[b : b + 1], sliding_window, scaling, softcap))
+        row = slice(b, b + 1)
+        own = None if window is None else (window[0][row], window[1])
+        rows.append(_attend_prefix(query[row], key[row], value[row], length, own, scaling, softcap))
     return concatenate(rows, dim=0)
 
 
@@ -92,23 +88,25 @@ def why_not(call: AttentionCall) -> str | None:
     return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
 
 
-def _attend_window(
+def _attend_prefix(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    positions: torch.Tensor,
-    sliding_window: int,
+    length: int,
+    window: tuple[torch.Tensor, int] | None,
     scaling: float,
     softcap: float | None,
 ) -> AttentionState:
-    """Only the keys in the union of the windows are read; only those that some queries do not see get a mask."""
-    length = key.shape[2]
-    start, inner = _window_bounds(positions, sliding_window, length)
+    """Rows of one length. Of a window `(positions, size)`, only the keys that some queries do not see get a mask."""
+    if window is None:
+        return attend_all(query, key, value, 0, length, scaling=scaling, softcap=softcap)
+    positions, size = window
+    start, inner = _window_bounds(positions, size, length)
     parts = []
     if inner < length:
-        parts.append(attend_all(query, key[:, :, inner:], value[:, :, inner:], scaling=scaling, softcap=softcap))
+        parts.append(attend_all(query, key, value, inner, length, scaling=scaling, softcap=softcap))
     if start < inner:
-        mask = PositionMask(positions, start, sliding_window, causal=False, dtype=query.dtype)
+        mask = PositionMask(positions, start, size, causal=False, dtype=query.dtype)
         edge = key[:, :, start:inner], value[:, :, start:inner]
         parts.append(attend_masked(query, *edge, mask, scaling=scaling, softcap=softcap))
     return merge_attention_states(parts) if parts else nothing_visible(query, value)

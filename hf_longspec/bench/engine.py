@@ -89,12 +89,12 @@ class EngineBenchmark:
             progress.say(f"{cell}: left out, it would take {expected:.0f} s")
             return
         progress.say(f"{cell}: timing, about {expected:.0f} s")
-        for mode in MODES:
-            runs = self.timed_runs(cell, windows, mode)
-            if mode == "greedy" and cell.dtype == "float32" and (differing := _first_difference(runs)) is not None:
-                results.skip(f"times dropped: {differing}", mode=mode, **what)
-                continue
-            for name, record in self.summaries(cell, runs).items():
+        runs = {mode: self.timed_runs(cell, windows, mode) for mode in MODES}
+        if cell.dtype == "float32" and (differing := _first_difference(runs["greedy"])) is not None:
+            results.skip(f"times dropped: {differing}", **what)
+            return
+        for mode, by_name in runs.items():
+            for name, record in self.summaries(cell, by_name).items():
                 results.write("decoding", **what, mode=mode, method=name, **record)
 
     def differing_text(self, cell: Cell, rows: slice) -> str | None:

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .engine import HF, PLAIN
 from .results import Record
 
 MODES = {"sample": "Sampling at temperature 1", "greedy": "Greedy"}
-HF, PLAIN = "hf generate", "plain loop"
 NOTES = {
     "engine": (
         "Tokens per second of all rows together, from the first token to the last, on a cache that was prefilled "
         "before; median of interleaved repeats, lowest and highest in brackets, ratios taken within a repeat. `hf "
-        "generate` is plain `model.generate` (DynamicCache, sdpa); plain loop is ours without a draft. tau: tokens "
-        "per verification, the target's own included. Floor: reading weights and cache once from memory; a model "
-        "that fits into the processor's cache can be below it."
+        "generate` is plain `model.generate` (DynamicCache, sdpa); plain loop is ours without a draft. Ratios (x) "
+        "are to `generate`, unless it says plain. tau: tokens per verification, the target's own included. Floor: "
+        "reading weights and cache once from memory; a model that fits into the processor's cache can be below it."
     ),
     "verification": (
         "Milliseconds for one layer (attention) and for the whole model (forward), medians of interleaved repeats; "
@@ -71,12 +71,22 @@ def range_of(summary: dict[str, Any], digits: int = 2) -> str:
 
 
 def left_out(records: Sequence[Record]) -> list[str]:
-    """A list of what was not measured, with the reasons."""
-    lines = []
+    """What was not measured, one line per reason."""
+    reasons: dict[str, list[str]] = {}
     for record in of_kind(records, "skipped"):
-        what = ", ".join(f"{name} {value}" for name, value in record.items() if name not in ("kind", "reason"))
-        lines.append(f"- {what}: {record['reason']}")
+        values = [value for name, value in record.items() if name not in ("kind", "reason", "options")]
+        values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
+        reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
+    lines = [f"- {reason}: {'; '.join(what)}" for reason, what in reasons.items()]
     return ["Left out:\n\n" + "\n".join(lines)] if lines else []
+
+
+def note(records: Sequence[Record]) -> str:
+    """How the numbers of a result file are to be read."""
+    found = of_kind(records, "environment")[0]
+    defaults = found.get("settings", {}).get("defaults", {})
+    named = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    return NOTES[found["benchmark"]] + (f" Defaults: {named}." if named else "")
 
 
 def engine_headline(records: Sequence[Record]) -> str:
@@ -109,7 +119,7 @@ def _ratios(row: Record | None) -> str:
 
 def engine_report(records: Sequence[Record]) -> str:
     """Everything that was measured, one table per mode."""
-    parts = ["# Decoding speed", environment_line(records), NOTES["engine"]]
+    parts = ["# Decoding speed", environment_line(records), note(records)]
     header = ["dtype", "context", "batch", "method", "tokens/s", "x `generate`", "x plain loop", "tau"]
     header += ["time in drafter", "share of floor"]
     for mode, title in MODES.items():
@@ -155,7 +165,7 @@ def verification_headline(records: Sequence[Record]) -> str:
 
 def verification_report(records: Sequence[Record]) -> str:
     """The table with its environment."""
-    parts = ["# One verification", environment_line(records), NOTES["verification"], verification_headline(records)]
+    parts = ["# One verification", environment_line(records), note(records), verification_headline(records)]
     return "\n\n".join([*parts, *left_out(records)]) + "\n"
 
 
@@ -185,7 +195,7 @@ def _half(interval: dict[str, Any]) -> str:
 
 def acceptance_report(records: Sequence[Record]) -> str:
     """The table with its environment."""
-    parts = ["# Tokens per verification", environment_line(records), NOTES["acceptance"], acceptance_headline(records)]
+    parts = ["# Tokens per verification", environment_line(records), note(records), acceptance_headline(records)]
     return "\n\n".join([*parts, *left_out(records)]) + "\n"
 
 

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from .reports import HEADLINES, NOTES, environment_line, of_kind
+from .reports import HEADLINES, environment_line, note, of_kind
 from .results import Record, read_records
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
@@ -24,7 +24,7 @@ def section(records: Sequence[Record]) -> tuple[str, str]:
     if name not in HEADLINES:
         raise ValueError(f"benchmark {name!r}: expected one of {', '.join(HEADLINES)}. Is this a result file?")
     title, table = HEADLINES[name]
-    return name, "\n\n".join([f"### {title}", table(records), NOTES[name], environment_line(records)])
+    return name, "\n\n".join([f"### {title}", table(records), note(records), environment_line(records)])
 
 
 def replace_between(text: str, content: str) -> str:
@@ -48,12 +48,12 @@ def replace_between(text: str, content: str) -> str:
 
 
 def write_tables(results: Sequence[Path], readme: Path) -> list[str]:
-    """Put the tables of the result files into `readme`, in a fixed order; returns the names of the benchmarks."""
-    sections = dict(section(read_records(path)) for path in results)
-    order = [name for name in HEADLINES if name in sections]
-    text = replace_between(readme.read_text(encoding="utf-8"), "\n\n".join(sections[name] for name in order))
+    """Put the tables of the result files into `readme`, in the order of `HEADLINES`; returns what was written."""
+    order = list(HEADLINES)
+    sections = sorted((section(read_records(path)) for path in results), key=lambda found: order.index(found[0]))
+    text = replace_between(readme.read_text(encoding="utf-8"), "\n\n".join(text for _, text in sections))
     readme.write_text(text, encoding="utf-8")
-    return order
+    return [name for name, _ in sections]
 
 
 def main(arguments: list[str] | None = None) -> None:

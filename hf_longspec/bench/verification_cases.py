@@ -157,9 +157,10 @@ class ForwardCase:
         self.cache.rollback()
         return seconds, logits[0]
 
-    def errors(self) -> tuple[float, float]:
-        """Relative difference of the logits, and what it may be."""
-        return relative_error(self.ours()[1], self.hf()[1].double()), LOGIT_BUDGET[self.model.dtype]
+    def errors(self) -> tuple[float, float, float]:
+        """Relative difference of the logits, what it may be, and the seconds that both sides took."""
+        (ours_seconds, ours), (hf_seconds, hf) = self.ours(), self.hf()
+        return relative_error(ours, hf.double()), LOGIT_BUDGET[self.model.dtype], ours_seconds + hf_seconds
 
     def sides(self) -> dict[str, Callable[[], float]]:
         """Functions that return seconds."""

@@ -8,7 +8,7 @@ from hf_longspec.attention_backends.reference import REFERENCE_BACKEND
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, register_backend, select
 from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
 
-CALL = AttentionCall("cpu", torch.bfloat16, 96, 96)
+CALL = AttentionCall(torch.device("cpu"), torch.bfloat16, 96, 96)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_the_error_says_everything(shelf):
     register_backend(backend("hf_longspec_triton", "needs a GPU"), priority=5)
     register_backend(backend("hf_longspec_reference"))
     with pytest.raises(ValueError) as error:
-        select(AttentionCall("cpu", torch.bfloat16, 96, 96, softcap=50.0, sinks=True))
+        select(AttentionCall(torch.device("cpu"), torch.bfloat16, 96, 96, softcap=50.0, sinks=True))
     assert str(error.value).splitlines() == [
         "no attention backend supports this call "
         "(device=cpu, dtype=bfloat16, head_dim=96, value_dim=96, softcap=50.0, sinks=True):",

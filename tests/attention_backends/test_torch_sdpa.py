@@ -219,6 +219,14 @@ def test_equal_prefixes_are_one_call_on_the_cache_itself(spy):
     assert spy.masks == [None]
 
 
+def test_a_buffer_that_is_too_short():
+    query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
+    whole = torch.zeros(1, 2, 90, 16)
+    whole[:, :, :50] = key  # the numbers behind the slice exist in memory, and must not be read
+    with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
+        TORCH_BACKEND.prefix_attention(query, whole[:, :, :50], value, torch.tensor([60]), scaling=1.0)
+
+
 def test_ragged_prefixes_are_one_call_each(spy):
     query, key, value = tensors(3, 2, 4, 1, 50, 16, torch.float32)
     TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([40, 0, 7]), scaling=1.0)

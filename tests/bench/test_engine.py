@@ -118,3 +118,19 @@ def test_cells_begin_with_the_longest_context():
         "float32, 16 tokens, batch 1",
     ]
     assert len(cells) == 8
+
+
+def test_times_are_dropped_when_a_later_turn_emits_other_text(target, prompts, tmp_path, monkeypatch):
+    run = Decoder.run
+
+    def run_with_a_slip(self, draft, rows, context, mode, seed, tokens=None):
+        result = run(self, draft, rows, context, mode, seed, tokens)
+        if draft is not None and mode == "greedy" and seed == 1:  # in the second turn only
+            result.text[0, -1] += 1
+        return result
+
+    monkeypatch.setattr(Decoder, "run", run_with_a_slip)
+    records = measure(target, prompts, tmp_path)
+    assert [record["kind"] for record in records] == ["environment", "skipped", "end"]
+    assert "times dropped" in records[1]["reason"]
+    assert "turn 1" in records[1]["reason"]

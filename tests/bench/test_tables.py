@@ -37,13 +37,8 @@ def decoding(method, mode, speed, tau=1.0):
 
 
 def write(path, benchmark, records, finished=True):
-    head = {
-        "kind": "environment",
-        "benchmark": benchmark,
-        **environment(),
-        "commit": "abc123",
-        "command": "python x.py",
-    }
+    settings = {"defaults": {"num_assistant_tokens": 4}} if benchmark == "acceptance" else {}
+    head = {"kind": "environment", "benchmark": benchmark, "settings": settings, **environment(), "commit": "abc123"}
     tail = [{"kind": "end", "seconds": 1.0}] if finished else []
     path.write_text("".join(json.dumps(record) + "\n" for record in [head, *records, *tail]))
 
@@ -89,6 +84,7 @@ def test_readme_gets_all_tables_and_keeps_the_rest(results, tmp_path, capsys):
     assert "| attention | bfloat16 | 17 | 60.0 | 20.0 | 3.00 (2.90-3.10) | 4.0 | 2e-03 |" in text
     assert "| sample | window | 2.40 ± 0.05 (-0.10 ± 0.05) |" in text
     assert text.count("commit abc123") == 3
+    assert "Defaults: num_assistant_tokens=4." in text
     assert "20.5 GB/s" in text
     assert text.count("The run was not finished.") == 1
     assert [text.index(f"### {title}") for title, _ in HEADLINES.values()] == sorted(
@@ -136,14 +132,15 @@ def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
             results.write("ceilings", read_gb_per_second=12.0)
             assert len(read_records(path)) == 2  # flushed line by line
             results.skip("no time", context=2048)
+            results.skip("no time", context=8192)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert [record["kind"] for record in read_records(path)] == ["environment", "ceilings", "skipped"]
+    assert [record["kind"] for record in read_records(path)] == ["environment", "ceilings", "skipped", "skipped"]
     report = path.with_suffix(".md").read_text()
     assert "The run was not finished" in report
-    assert "- context 2048: no time" in report
+    assert "- no time: 2048; 8192" in report
     assert "12.0 GB/s" in environment_line(read_records(path))
 
 

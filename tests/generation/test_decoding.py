@@ -55,7 +55,8 @@ class TestEveryTarget:
         assert run.again(draft).tolist() == run.sequences.tolist()
         histogram = draft.last_speculation.acceptance_histogram
         assert sum(histogram[1:]) > 0
-        assert histogram[0] > 0 or every_sliding(run.model)  # nothing is sparse then: every draft is right
+        # drafts were refused: the end of the text cuts one step of a row short, but no more
+        assert sum(histogram[:3]) > len(lengths) or every_sliding(run.model)  # nothing is sparse then
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ class TestEveryTarget:
         {"selection": "last_accepted"},
         {"selection": "window"},
         {"selection": "quest"},
-        {"score": "weights"},
+        {"score": "logits"},
         {"score": "weights", "selection": "all_rows", "granularity": "kv_head"},
         {"granularity": "kv_head"},
         {"selection": "last_accepted", "granularity": "kv_head"},

@@ -208,11 +208,10 @@ def test_rows_that_are_done_are_not_processed_with_a_length_of_their_own():
     assert torch.isneginf(scores[1]).any()
 
 
-@pytest.mark.parametrize("name", ["WatermarkLogitsProcessor"])
-def test_stateful_processors_are_refused(name):
+def test_stateful_processors_are_refused():
     stateful = WatermarkLogitsProcessor(vocab_size=VOCAB, device="cpu")
     with pytest.raises(
-        ValueError, match=f"{name} keeps state from call to call.*Call generate\\(\\) without assistant"
+        ValueError, match=r"WatermarkLogitsProcessor keeps state from call to call.*Call generate\(\) without"
     ):
         refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3), stateful]))
     refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3)]))

@@ -4,6 +4,7 @@ import copy
 import json
 import pickle
 
+import huggingface_hub.constants
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, GenerationConfig
@@ -48,6 +49,8 @@ def test_round_trip_through_an_offline_hub_cache(cls, target, tmp_path, monkeypa
     changed_draft(cls, target).save_pretrained(repo / "snapshots" / commit)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)
+    # AutoModel looks for an adapter without passing local_files_only on: 20 seconds of retries where there is no network
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     loaded = AutoModel.from_pretrained("org/draft", cache_dir=tmp_path, local_files_only=True)
     assert type(loaded) is cls
     if cls is SpecAttnDraftModel:
@@ -130,3 +133,59 @@ def test_another_target_is_refused(target):
     other = tiny_target("llama", num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"num_hidden_layers=3.*num_hidden_layers=2.*from_target"):
         other.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_what_users_do_to_models_in_general(cls, target, tmp_path):
+    """Arguments and methods that make sense for weights do no harm where there are none."""
+    draft = changed_draft(cls, target)
+    draft.save_pretrained(tmp_path)
+    for kwargs in (
+        {"dtype": "auto"},
+        {"dtype": torch.bfloat16},
+        {"attn_implementation": "sdpa"},
+        {"use_safetensors": True},
+    ):
+        loaded = AutoModel.from_pretrained(tmp_path, **kwargs)
+        assert loaded.generation_config.to_dict() == draft.generation_config.to_dict()
+    moved = draft.to("cpu").to(torch.bfloat16).eval()
+    assert moved is draft and not draft.training and draft.num_parameters() == 0 and draft.state_dict() == {}
+    # loaded with a config at hand, as AutoModel does
+    assert cls.from_pretrained(tmp_path, config=draft.config).config is draft.config
+    # saved again, nothing changes
+    (tmp_path / "again").mkdir()
+    loaded.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "generation_config.json").read_text() == (
+        tmp_path / "generation_config.json"
+    ).read_text()
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["target"] == draft.config.target
+
+
+def test_saved_settings_decide_how_a_loaded_draft_drafts(target, tmp_path):
+    SpecAttnDraftModel.from_target(target, num_assistant_tokens=2, sparse_ratio=1.0).save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    input_ids, _ = tiny_prompts(128, [23])
+    target.generate(input_ids, max_new_tokens=13, min_new_tokens=13, do_sample=False, assistant_model=loaded)
+    assert loaded.last_speculation.acceptance_histogram == [0, 0, 4]  # 12 tokens in fours of 3
+
+
+def test_an_unknown_setting_in_a_repo_is_refused_when_used(target, tmp_path):
+    """A repo made by hand with a setting that this version does not have is refused when it is used."""
+    SpecAttnDraftModel.from_target(target).save_pretrained(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tree_height": 3}))
+    loaded = AutoModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"unknown settings \['tree_height'\]; SpecAttnDraftModel has"):
+        target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, assistant_model=loaded)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_copied_draft_generates(cls, target):
+    draft = changed_draft(cls, target)
+    input_ids, mask = tiny_prompts(128, [13, 5])
+    kwargs = {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": 5, "do_sample": False}
+    expected = target.generate(**kwargs)
+    target.generate(**kwargs, assistant_model=draft)  # a draft that was used can be copied too
+    for twin in (copy.deepcopy(draft), pickle.loads(pickle.dumps(draft))):
+        assert torch.equal(target.generate(**kwargs, assistant_model=twin), expected)
+        assert twin.last_speculation is not draft.last_speculation

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_longspec import SpecAttnDraftModel
+from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafters.base import Binding, Verification
 from hf_longspec.generation.selection import SINK_TOKENS
@@ -161,3 +162,33 @@ def test_memory_of_the_compact_buffers_is_the_budget():
         draft.make_drafter = make_and_watch
         model.generate(input_ids, assistant_model=draft, max_new_tokens=20, do_sample=False)
         assert max(sizes) <= max(math.ceil(ratio * (length + 20)), floor) + (gamma + 1) + gamma
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss", "granite"])
+@pytest.mark.parametrize("rows", ["two_rows", "all_rows"])
+@torch.no_grad()
+def test_weights_are_the_attention_that_transformers_reports(name, rows):
+    """Scores of every layer without a window against the probabilities of the eager implementation, summed.
+
+    They include what the layers do to their logits: scaling, softcap (gemma2), sinks in the denominator (gpt_oss).
+    """
+    model = tiny_target(name, attn_implementation="eager")
+    target, nodes = TargetView(model), 5
+    input_ids, _ = tiny_prompts(128, [39])
+    reported = model(input_ids, output_attentions=True, use_cache=False).attentions
+    cache = SpeculativeCache(model.config, 1, 64, tree_slots=nodes)
+    target.prefill(input_ids[:, :-nodes], cache, None)
+    capture = ScoreCapture(last_node=torch.tensor([nodes - 1]), rows=rows, score="weights", granularity="kv_head")
+    with target.attention():
+        tree, _ = chain_of_last_tokens([input_ids[0]], nodes)
+        cache.set_lengths([39 - nodes])
+        target.verify(tree, cache, capture)
+    kv_heads = model.config.num_key_value_heads
+    layers = set(range(model.config.num_hidden_layers)) - target.sliding_layers
+    assert layers <= set(capture.scores)
+    for layer in layers:
+        weights = reported[layer][0, :, -nodes:, :-nodes]  # [H, N, prefix]
+        counted = weights[:, [0, -1]] if rows == "two_rows" else weights
+        expected = counted.sum(1).view(kv_heads, -1, 39 - nodes).sum(1)
+        # float32 in another order, on probabilities
+        torch.testing.assert_close(capture.scores[layer][0], expected, atol=1e-5, rtol=1e-4)
