@@ -84,6 +84,23 @@ def test_prefix(nodes, groups, size, lengths, window, form, dtype):
     assert_within_budget(state, exact, plain)
 
 
+@pytest.mark.parametrize("form", LAYOUTS)
+def test_layouts_of_a_batch(form):
+    query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (50, 50), None, torch.float32)
+    key, value = layout(key, form), layout(value, form)
+    assert_within_budget(TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options), exact, plain)
+
+
+def test_no_queries():
+    query, key, value = tensors(2, 2, 2, 0, 7, 8, torch.float32)
+    mask = torch.ones(2, 0, 7, dtype=torch.bool)
+    for out, lse in (
+        TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([7, 7]), scaling=1.0),
+        TORCH_BACKEND.tree_attention(query, key, value, mask, scaling=1.0),
+    ):
+        assert (out.shape, lse.shape) == ((2, 4, 0, 8), (2, 4, 0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("window", "softcap", "value_size"),

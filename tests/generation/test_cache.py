@@ -87,6 +87,11 @@ def test_commit_keeps_the_path_right_behind_the_prefix(lengths, path, kept):
     ledger.cache.commit(None if path is None else torch.tensor(path), kept)
     assert ledger.cache.host_lengths == tuple(map(len, ledger.rows))
     ledger.check()
+    if len(set(map(len, ledger.rows))) == 1:  # rows of one length can go on plainly
+        for numbers, new in zip(ledger.rows, ledger.write(2), strict=True):
+            numbers += new
+        assert ledger.cache.get_seq_length() == len(ledger.rows[0])
+        ledger.check()
 
 
 def test_staged_nodes_come_right_behind_every_rows_own_prefix():

@@ -198,6 +198,21 @@ def test_raw_logits_are_not_written_to():
     assert torch.equal(logits, before)
 
 
+def test_processors_see_no_row_that_does_not_exist():
+    """While rows of one length are processed, the others are stood in for: their own would be too short or too long."""
+    shown = []
+
+    def record(input_ids, scores):
+        shown.extend(input_ids.tolist())
+        return scores
+
+    emitted = [[7], [1, 2, 3, 4], [4, 4, 9, 1], [5, 3]]
+    make_rule([record], emitted).scores_at(torch.randn(4, VOCAB), 0)
+    existing = [[4, 5, 4, *generated] for generated in emitted]
+    assert len(shown) == 12 and all(row in existing for row in shown)
+    assert all(row in shown for row in existing)
+
+
 def test_rows_that_are_done_are_not_processed_with_a_length_of_their_own():
     """A row that is done stops growing; it is stood in for, and what comes out for it is not used."""
     digest = Digest()

@@ -148,6 +148,23 @@ def test_a_custom_criterion_is_exact_to_the_token(plain_run, kind, lengths):
 
 
 @KINDS
+def test_a_custom_criterion_gets_the_scores_of_its_token(plain_run, kind):
+    """As in plain generation, if scores are asked for; the last one belongs to the last token."""
+    given = []
+
+    class Keep(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            given.append((int(input_ids[0, -1]), int(scores[-1][0].argmax())))
+            return torch.zeros(1, dtype=torch.bool)
+
+    run = plain_run("llama", ONE, max_new_tokens=9)
+    options = {"output_scores": True, "return_dict_in_generate": True}
+    run.again(run.draft(kind), stopping_criteria=StoppingCriteriaList([Keep()]), **options)
+    assert len(given) == 8  # the ninth token ends the text by its length
+    assert all(token == best for token, best in given)
+
+
+@KINDS
 @BATCHES
 def test_stop_strings(plain_run, tokenizer, kind, lengths):
     model = tiny_target("llama", vocab_size=len(tokenizer))
