@@ -54,7 +54,9 @@ def hybrid_attention(
         return None
     start = 0 if sliding_window is None else max(0, length - sliding_window + 1)
     dense = length + nodes - start <= DENSE_KEYS
-    if start > 0 and not dense:
+    # the deepest node is at most N - 1 positions past the root: does it see slot 0?
+    unmasked = sliding_window is None or length + nodes <= sliding_window
+    if not dense and not unmasked:
         return None
     kv_heads = key.shape[1]
     name = ("torch_hybrid", start, dense, sliding_window, query.dtype, query.shape[1] // kv_heads)

@@ -26,7 +26,7 @@ from .remarks import HF, PLAIN, Group, remarks
 if TYPE_CHECKING:
     from .display import Display
 
-CONTEXT, NEW_TOKENS = 8192, 96
+CONTEXT, NEW_TOKENS = 6144, 64
 QUICK_CONTEXT, QUICK_NEW_TOKENS = 2048, 32
 
 

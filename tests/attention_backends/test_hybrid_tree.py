@@ -72,7 +72,14 @@ def expected(context, query, key, value, window, softcap, sinks):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("window", "softcap", "sinks", "value_size"),
-    [(None, None, False, 16), (4, None, True, 16), (40, None, False, 16), (400, 3.0, True, 16), (4, 3.0, False, 12)],
+    [
+        (None, None, False, 16),
+        (4, None, True, 16),
+        (92, None, False, 16),
+        (40, None, False, 16),
+        (400, 3.0, True, 16),
+        (4, 3.0, False, 12),
+    ],
 )
 @pytest.mark.parametrize("nodes", [1, 5, 33])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
@@ -109,8 +116,10 @@ def test_both_ways_of_the_torch_backend(lengths, nodes, size, groups, dtype, den
 def test_layers_with_different_windows_share_a_context(monkeypatch):
     context, query, key, value = build((90, 90), 17)
     for dense_keys in (0, 60, 4096):
+        context = replace(context)
         monkeypatch.setattr(torch_hybrid, "DENSE_KEYS", dense_keys)
-        for layer, window in enumerate((None, 3, 40, None, 3)):
+        # 92: slot 0 of the 90 is hidden from the deepest nodes only
+        for layer, window in enumerate((None, 3, 40, 92, None, 200, 3)):
             context.capture = Capture()
             exact, plain = expected(context, query, key, value, window, None, None)
             out = context.attend(TORCH_BACKEND, layer, query, key, value, scaling=SCALING, sliding_window=window)
