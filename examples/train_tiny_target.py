@@ -30,8 +30,8 @@ HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", 
 SUFFIXES = {".txt", ".py", ".md", ".rst"}
 END, PAD = "<|endoftext|>", "<|pad|>"
 STAGE_LENGTHS = (512, 8192, 16384)
-TOKENS_PER_STEP = 4096  # at least one window
-PEAK_LR, FINAL_LR, WARMUP_STEPS = 2e-3, 1e-4, 30
+TOKENS_PER_STEP = 2048  # at least one window; small batches: with few million tokens the number of steps decides
+PEAK_LR, FINAL_LR, WARMUP_STEPS = 2e-3, 1e-4, 100
 
 
 @dataclass
@@ -163,7 +163,7 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
 
 
 def train(model: LlamaForCausalLM, corpora: list[Corpus], args: argparse.Namespace) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
     state = {"elapsed": 0.0, "steps": 0, "tokens": 0}
     history: list[dict] = []
     checkpoint = args.output / "checkpoint.pt"

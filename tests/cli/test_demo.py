@@ -211,7 +211,8 @@ class TestErrorLines:
         assert "pass a longer --file" in failing(run, "--file", tmp_path / "x.txt")
 
     def test_a_context_that_does_not_fit(self, run):
-        assert "use at most --context 416" in failing(run, "--context", 500)
+        room = MAX_POSITIONS - demo.NEW_TOKENS
+        assert f"use at most --context {room}" in failing(run, "--context", 500)
 
     def test_more_new_tokens_than_positions(self, run):
         assert "512 positions" in failing(run, "--max-new-tokens", MAX_POSITIONS)

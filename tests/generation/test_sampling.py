@@ -54,11 +54,14 @@ class TestSameSeedSameText:
     def test_random_trees_and_chains(self, target, name, options):
         model = target(name)
         text = sample(model, PlainDraftModel.from_target(model), **options)
+        histograms = []
         for chain in (False, True):
             draft = random_draft(model, text, chain=chain, luck=0.6)
             assert sample(model, draft, **options) == text
-            histogram = draft.last_speculation.acceptance_histogram
-            assert histogram[0] > 0 and sum(histogram[2:]) > 0
+            histograms.append(draft.last_speculation.acceptance_histogram)
+        # nothing was accepted in some steps, several tokens in others
+        assert sum(histogram[0] for histogram in histograms) > 0
+        assert sum(sum(histogram[2:]) for histogram in histograms) > 0
 
     def test_specattn_coupled(self, target, name, options):
         model = target(name)
