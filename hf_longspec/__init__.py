@@ -9,8 +9,10 @@ from typing import Any
 from transformers import AutoConfig, AutoModel
 
 from .modeling.base import DraftModel
+from .modeling.configuration_longspec import LongSpecConfig
 from .modeling.configuration_plain import PlainConfig
 from .modeling.configuration_specattn import SpecAttnConfig
+from .modeling.modeling_longspec import LongSpecDraftModel
 from .modeling.modeling_plain import PlainDraftModel
 from .modeling.modeling_specattn import SpecAttnDraftModel
 
@@ -22,9 +24,23 @@ _LAZY = {
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",
 }
-__all__ = ["DraftModel", "PlainConfig", "PlainDraftModel", "SpecAttnConfig", "SpecAttnDraftModel", *_LAZY]
+_DRAFTS = {
+    PlainConfig: PlainDraftModel,
+    SpecAttnConfig: SpecAttnDraftModel,
+    LongSpecConfig: LongSpecDraftModel,
+}
+__all__ = [
+    "DraftModel",
+    "LongSpecConfig",
+    "LongSpecDraftModel",
+    "PlainConfig",
+    "PlainDraftModel",
+    "SpecAttnConfig",
+    "SpecAttnDraftModel",
+    *_LAZY,
+]
 
-for _config, _model in ((PlainConfig, PlainDraftModel), (SpecAttnConfig, SpecAttnDraftModel)):
+for _config, _model in _DRAFTS.items():
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
     AutoModel.register(_config, _model, exist_ok=True)
 

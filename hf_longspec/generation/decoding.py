@@ -65,6 +65,7 @@ class Session:
 
     cache: SpeculativeCache
     drafter: Drafter
+    texts: list[torch.Tensor]
     prompts: list[torch.Tensor]
     root: torch.Tensor
     proposed: list[int]
@@ -110,7 +111,8 @@ class Session:
             cache = SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
         cache.require(input_ids, mask, self.max_length, nodes)
         self.cache = cache
-        self.prompts = [row[keep.bool()][cache.get_seq_length() :] for row, keep in zip(input_ids, mask, strict=True)]
+        self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
+        self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
         binding = Binding(self.target, cache, self.rule, self.max_length)
         self.drafter = self.draft.make_drafter(binding)
 
@@ -133,7 +135,7 @@ class Session:
         self._accept_and_emit(DraftTree.root_only(tree.tokens[:, 0]), last)
         self.cache.commit(None, sizes)
         path = torch.arange(max(sizes), device=logits.device).expand(len(sizes), -1)
-        self.drafter.observe(Verification(path, sizes, before, capture))
+        self.drafter.start(self.texts, Verification(path, sizes, before, capture))
         self.stats.prefill_seconds = time.perf_counter() - self.started
 
     def iterate(self) -> None:

@@ -13,7 +13,7 @@ from ..generation.drafters.base import Binding, Drafter
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
 from ..generation.target import TargetView
-from .configuration_base import DraftConfig, describe
+from .configuration_base import DraftConfig
 
 register()
 install()
@@ -93,7 +93,7 @@ class DraftModel(PreTrainedModel):
         Raises:
             ValueError: With both values, the rule and the remedy.
         """
-        found = describe(target.model)
+        found = self.config.describe(target.model)
         for name, recorded in (self.config.target or {}).items():
             if recorded != found.get(name):
                 raise ValueError(

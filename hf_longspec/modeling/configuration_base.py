@@ -30,15 +30,15 @@ class DraftConfig(PreTrainedConfig):
         text = target.config.get_text_config(decoder=True)
         values: dict[str, Any] = {
             "vocab_size": text.vocab_size,
-            "target": describe(target),
+            "target": cls.describe(target),
             "target_name_or_path": target.config._name_or_path or None,
         }
         # pipelines read them off the assistant's config
         values |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return cls(**(values | overrides))
 
-
-def describe(target: PreTrainedModel) -> dict[str, Any]:
-    """Model type and shapes of a target: what a draft is made for."""
-    text = target.config.get_text_config(decoder=True)
-    return {"model_type": text.model_type} | {name: getattr(text, name, None) for name in TARGET_SHAPES}
+    @classmethod
+    def describe(cls, target: PreTrainedModel) -> dict[str, Any]:
+        """What a draft is made for: model type and shapes of a target. Recorded, and compared before drafting."""
+        text = target.config.get_text_config(decoder=True)
+        return {"model_type": text.model_type} | {name: getattr(text, name, None) for name in TARGET_SHAPES}

@@ -1,5 +1,6 @@
 """Drafter: a draft bound to a target for one call of `generate`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,14 @@ class Drafter(CandidateGenerator):
         """How many of the last prompt tokens run through the verification path, so that the drafter sees them."""
         return 1
 
+    def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Begin behind `texts`, the tokens of every row, which are all committed.
+
+        Args:
+            verification ([`Verification`]): That of their last tokens, `seed_tokens` of them, as a chain.
+        """
+        self.observe(verification)
+
     def propose(self, root: torch.Tensor) -> DraftTree:
         """A tree of candidates after `root` `(batch,)`, the last emitted tokens."""
         raise NotImplementedError
@@ -108,4 +117,4 @@ class Drafter(CandidateGenerator):
             target.verify(tree, cache, capture)
         cache.commit(None, sizes)
         path = torch.arange(sizes[0], device=tokens.device)[None]
-        self.observe(Verification(path, sizes, before, capture))
+        self.start([tokens], Verification(path, sizes, before, capture))

@@ -1,0 +1,119 @@
+"""What a trained draft borrows from its target: embedding, language-model head, rotary embedding.
+
+The modules and functions are the target's own, found and called, never copied. What differs between architectures
+outside of them is the rows of data below; tests/generation/test_target_parts.py compares each with the target's own
+hidden states, queries and logits.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+# Layers of these types do not rotate queries and keys, although the model has a rotary embedding.
+UNROTATED_LAYERS = {"cohere2": "full_attention", "cohere2_moe": "full_attention", "exaone4": "full_attention"}
+
+# Factor, by config field, between the embedding module and the first layer (where the module does not apply it).
+EMBEDDING_FACTORS = {"granite": "embedding_multiplier", "granitemoe": "embedding_multiplier"}
+
+# Between the head module and the logits, by config field: a factor, a divisor.
+LOGIT_FACTORS = {"cohere": "logit_scale", "cohere2": "logit_scale", "cohere2_moe": "logit_scale"}
+LOGIT_DIVISORS = {"granite": "logits_scaling", "granitemoe": "logits_scaling"}
+
+Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class TargetParts:
+    """The modules of a target that a draft uses, with the cache layer it reads.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, used as it is.
+        kv_layer (`int`): The layer whose keys and values the draft attends to.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv_layer: int):
+        self.model = model
+        self.kv_layer = kv_layer
+        self.config = model.config.get_text_config(decoder=True)
+        self.decoder = decoder_of(model)
+        self.attention = self.decoder.layers[kv_layer].self_attn
+        self.rotates = rotates(self.config, kv_layer)
+        self._rotation = vars(sys.modules[type(self.attention).__module__])["apply_rotary_pos_emb"]
+        self._per_layer_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
+
+    @property
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the keys that the KV layer computes."""
+        hook = getattr(self.attention, "_hf_hook", None)  # accelerate: weights may wait elsewhere than they run
+        device = getattr(hook, "execution_device", None)
+        if device is None:
+            device = next(self.attention.parameters()).device
+        return torch.device(device), self.model.get_input_embeddings().weight.dtype
+
+    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """What the target's first layer gets for `tokens` `(B, N)`: `(B, N, hidden)`."""
+        hidden = self.model.get_input_embeddings()(tokens)
+        factor = EMBEDDING_FACTORS.get(self.config.model_type)
+        return hidden if factor is None else hidden * getattr(self.config, factor)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `(..., vocab)` of hidden states `(..., hidden)`; the target's final norm is not applied."""
+        logits = self.model.get_output_embeddings()(hidden)
+        kind = self.config.model_type
+        if kind in LOGIT_FACTORS:
+            logits = logits * getattr(self.config, LOGIT_FACTORS[kind])
+        if kind in LOGIT_DIVISORS:
+            logits = logits / getattr(self.config, LOGIT_DIVISORS[kind])
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def rotary(self, positions: torch.LongTensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of `positions` `(B, N)` at the KV layer, in the dtype and on the device of `like`."""
+        extra: dict[str, Any] = {}
+        if self._per_layer_type:
+            extra["layer_type"] = self.config.layer_types[self.kv_layer]
+        cos, sin = self.decoder.rotary_emb(like, positions, **extra)
+        return cos, sin
+
+    def rotate(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Queries or keys `(B, heads, N, D)` rotated as the target does."""
+        rotated: torch.Tensor = self._rotation(states, states[:, :0], cos, sin)[0]
+        return rotated
+
+    def rotate_query(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Queries for the cached keys of the KV layer, whose rotation they share or lack together."""
+        return self.rotate(states, cos, sin) if self.rotates else states
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The module with the layers and the rotary embedding.
+
+    Raises:
+        ValueError: If there is none, as in models with learned or ALiBi positions.
+    """
+    for module in model.get_decoder().modules():
+        if hasattr(module, "rotary_emb") and hasattr(module, "layers"):
+            return module
+    raise ValueError(
+        f"{type(model).__name__} has no rotary embedding beside its layers, and a trained draft rotates its queries "
+        "as the target does. Use a training-free draft, such as SpecAttnDraftModel."
+    )
+
+
+def rotates(config: Any, layer: int) -> bool:
+    """Whether layer `layer` of a target rotates its queries and keys."""
+    unrotated = UNROTATED_LAYERS.get(config.model_type)
+    if unrotated is not None and config.layer_types[layer] == unrotated:
+        return False
+    no_rope_layers = getattr(config, "no_rope_layers", None)  # 1: the layer rotates
+    return True if not no_rope_layers else bool(no_rope_layers[layer])
+
+
+def last_full_layer(config: Any) -> int:
+    """The last layer without a sliding window; the last one at all if every layer has one."""
+    kinds = getattr(config, "layer_types", None) or []
+    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    return full[-1] if full else int(config.num_hidden_layers) - 1
