@@ -1,4 +1,4 @@
-"""A draft for tests: random tokens on random trees, with some right ones among them."""
+"""Drafts for tests: random tokens on random trees with some right ones among them, and a random LongSpec block."""
 
 import random
 from typing import Any, ClassVar
@@ -10,6 +10,24 @@ from .generation.drafters.base import Binding, Drafter, Verification
 from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.configuration_plain import PlainConfig
+from .modeling.modeling_longspec import LongSpecDraftModel
+
+
+def random_longspec_draft(target: Any, seed: int = 3, **overrides: Any) -> LongSpecDraftModel:
+    """An untrained LongSpec draft with peaked attention and spread logits, so that a wrong key or position shows.
+
+    Args:
+        target (`PreTrainedModel`): Its target.
+        seed (`int`, *optional*, defaults to 3): Seed of the weights.
+        **overrides: As in `LongSpecDraftModel.from_target`.
+    """
+    draft = LongSpecDraftModel.from_target(target, **overrides)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(noise * (0.3 if weight.dim() == 2 else 0.5))
+    return draft
 
 
 class RandomTreeDraftModel(DraftModel):

@@ -38,9 +38,7 @@ def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     return out[:, :, :length]
 
 
-def shifted_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gaps: Sequence[int]
-) -> torch.Tensor:
+def shifted_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gaps: Sequence[int]) -> torch.Tensor:
     """Attention in which the query at place t of row b sees the keys at places up to `t - gaps[b]`.
 
     This is Flash Noisy Training (LongSpec, https://huggingface.co/papers/2502.17421, section 3.2): dropping the first

@@ -19,6 +19,8 @@ class Beam:
     Attributes:
         tokens (`torch.LongTensor` of shape `(B, n)`): The newest level.
         reach (`torch.BoolTensor` of shape `(B, n, N)`): Which of all N nodes so far each of them descends from or is.
+        levels (`list[torch.LongTensor]`): Tokens of every level, the root's first.
+        parents (`list[torch.LongTensor]`): Index of each one's parent.
         scores (`torch.Tensor` of shape `(B, n)`): Sum of the draft's log-probabilities along their paths.
     """
 
@@ -27,7 +29,7 @@ class Beam:
         self.reach = torch.ones(*self.tokens.shape, 1, dtype=torch.bool, device=root.device)
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
         self.levels = [self.tokens]
-        self._parents = [torch.full_like(self.tokens, -1)]
+        self.parents = [torch.full_like(self.tokens, -1)]
         self._reaches = [self.reach]
 
     @property
@@ -57,7 +59,7 @@ class Beam:
         inherited = self.reach.gather(1, parent[..., None].expand(-1, -1, self.num_nodes))
         self.reach = torch.cat([inherited, _identity(size, chosen.device).expand(len(chosen), -1, -1)], dim=-1)
         self.levels.append(self.tokens)
-        self._parents.append(parent + first)
+        self.parents.append(parent + first)
         self._reaches.append(self.reach)
 
     def tree(self) -> DraftTree:
@@ -65,7 +67,7 @@ class Beam:
         tokens = torch.cat(self.levels, 1)
         depths, valid = _depths(tuple(level.shape[1] for level in self.levels), tokens.device)
         depths, valid = depths.expand_as(tokens), valid.expand_as(tokens)
-        tree = DraftTree(tokens, torch.cat(self._parents, 1), valid, max_depth=len(self.levels) - 1)
+        tree = DraftTree(tokens, torch.cat(self.parents, 1), valid, max_depth=len(self.levels) - 1)
         total = tokens.shape[1]
         mask = torch.cat([torch.nn.functional.pad(r, (0, total - r.shape[2])) for r in self._reaches], 1)
         tree.__dict__.update(depths=depths, mask=mask)  # fills the cached properties

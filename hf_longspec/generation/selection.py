@@ -64,6 +64,9 @@ class SelectedCache(Cache):
         self.used = RowLengths(cache.batch_size)
         self.dense_used = RowLengths(cache.batch_size)
         self.used.staged = self.dense_used.staged = True
+        self._counts: list[int] = []
+        self._shift: list[int] = []
+        self._behind: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
         super().__init__(
             layers=[
                 SpeculativeLayer(self.dense_used if index in dense_layers else self.used, layer.capacity)
@@ -84,18 +87,23 @@ class SelectedCache(Cache):
         """Start a phase: `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
         self.used.set([count + tail for count, tail in zip(counts, tails, strict=True)])
         self.dense_used.set(self.cache.host_lengths)
+        self._counts = list(counts)
+        # from a place behind the selected entries to its slot
+        self._shift = [stored - used for stored, used in zip(self.cache.host_lengths, self.used.host, strict=True)]
+        self._behind.clear()
         for index in self.dense_layers:
             source, layer = self.cache.layers[index], self.layers[index]
             layer.keys, layer.values, layer.is_initialized = source.keys, source.values, source.is_initialized
 
-    def fill(self, layer_idx: int, selected: torch.Tensor, counts: Sequence[int], tails: Sequence[int]) -> None:
+    def fill(self, layer_idx: int, selected: torch.Tensor) -> None:
         """Copy one layer's selected entries and tail.
 
         Args:
-            selected (`torch.LongTensor` of shape `(B, 1 or K, T)`): Slots; a row's first `counts[b]` are meant.
+            selected (`torch.LongTensor` of shape `(B, 1 or K, max(counts))`): Slots; a row's first `counts[b]` are
+                meant.
         """
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
-        slots = self._slots(selected.to(source.keys.device), counts, tails)
+        slots = self._slots(selected.to(source.keys.device))
         layer.keys = _gather(source.keys, slots)
         layer.values = _gather(source.values, slots)
         layer.is_initialized = True
@@ -105,19 +113,28 @@ class SelectedCache(Cache):
         for rows in (self.used, self.dense_used):
             rows.set([length + 1 for length in rows.host])
 
-    def _slots(self, selected: torch.Tensor, counts: Sequence[int], tails: Sequence[int]) -> torch.Tensor:
+    def _slots(self, selected: torch.Tensor) -> torch.Tensor:
         """Slots of selected entries, then of the tail, then `room` arbitrary ones: `(B, 1 or K, T)`."""
-        device = selected.device
-        count = torch.tensor(counts, device=device)[:, None]
-        start = self.cache.rows.on(device)[:, None] - torch.tensor(tails, device=device)[:, None]
-        width = self.used.longest + self.room
-        place = torch.arange(width, device=device)
-        tail = (start + place - count).clamp_(0, self.cache.layers[0].capacity - 1)[:, None]
-        if self.used.equal_length is not None and min(counts) == max(counts):
-            tail = tail[..., counts[0] :].expand(-1, selected.shape[1], -1)
-            return torch.cat([selected[..., : counts[0]], tail], dim=-1)
-        chosen = torch.nn.functional.pad(selected, (0, width - selected.shape[-1]))
-        return torch.where(place < count[:, None], chosen, tail)
+        behind, is_selected = self._behind_selected(selected.device)
+        if is_selected is None:
+            return torch.cat([selected, behind.expand(-1, selected.shape[1], -1)], dim=-1)
+        padded = torch.nn.functional.pad(selected, (0, behind.shape[-1] - selected.shape[-1]))
+        return torch.where(is_selected, padded, behind)
+
+    def _behind_selected(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the layers on a device share in a phase: the slots behind the selected ones, and where those end.
+
+        With one count for all rows the slots are `(B, 1, T - count)`, and no mask is needed. Otherwise both are
+        `(B, 1, T)`, and the mask says which places hold selected entries.
+        """
+        if device not in self._behind:
+            equal = min(self._counts) == max(self._counts)
+            place = torch.arange(self._counts[0] if equal else 0, self.used.longest + self.room, device=device)
+            shift = torch.tensor(self._shift, device=device)[:, None, None]
+            slots = (place + shift).clamp_(0, self.cache.layers[0].capacity - 1)
+            is_selected = None if equal else place < torch.tensor(self._counts, device=device)[:, None, None]
+            self._behind[device] = slots, is_selected
+        return self._behind[device]
 
 
 def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,7 @@ class TargetParts:
             device = next(self.attention.parameters()).device
         return torch.device(device), self.model.get_input_embeddings().weight.dtype
 
-    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """What the target's first layer gets for `tokens` `(B, N)`: `(B, N, hidden)`."""
         hidden = self.model.get_input_embeddings()(tokens)
         factor = EMBEDDING_FACTORS.get(self.config.model_type)
@@ -70,7 +70,7 @@ class TargetParts:
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
-    def rotary(self, positions: torch.LongTensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of `positions` `(B, N)` at the KV layer, in the dtype and on the device of `like`."""
         extra: dict[str, Any] = {}
         if self._per_layer_type:

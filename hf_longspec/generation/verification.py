@@ -44,6 +44,8 @@ class Acceptance:
     @property
     def next_root(self) -> Tensor:
         """The bonus token of each row, `(batch_size,)`, which the next tree grows from."""
+        if self.tokens.shape[1] == 1:
+            return self.tokens[:, 0]
         return self.tokens.gather(1, self.num_nodes[:, None] - 1).squeeze(1)
 
 
@@ -91,6 +93,9 @@ def walk(tree: DraftTree, choice: Tensor) -> Acceptance:
     >>> result.path.tolist(), result.num_nodes.tolist(), result.tokens.tolist()
     ([[0, 2, 2, 2]], [2], [[2, 7, 0, 0]])
     """
+    if tree.max_depth == 0:  # plain decoding: nothing to compare
+        tokens = choice[:, :1]
+        return Acceptance(torch.zeros_like(tokens), tokens.new_ones(tokens.shape[0]), tokens)
     if not tree.is_chain:
         return walk_lazily(tree, lambda depth, node: choice.gather(1, node[:, None]).squeeze(1))
     agreed = (choice[:, :-1] == tree.tokens[:, 1:]) & tree.valid[:, 1:]
@@ -107,15 +112,23 @@ def accept_greedy(tree: DraftTree, logits: Tensor) -> Acceptance:
     return walk(tree, logits.argmax(-1))
 
 
-def draw_noise(*shape: int, generator: torch.Generator | None = None, device: torch.device | None = None) -> Tensor:
+def draw_noise(
+    *shape: int, generator: torch.Generator | None = None, device: torch.device | None = None, by_row: bool = False
+) -> Tensor:
     """Standard exponential noise for [`race`], in float32, shape `(*shape)`.
+
+    With `by_row`, entry i of the first dimension holds what the i-th of as many single draws would give. One draw of
+    several rows need not: a GPU deals its random numbers out by the size of the draw.
 
     >>> draw_noise(2, 5, 11, generator=torch.Generator().manual_seed(0)).shape
     torch.Size([2, 5, 11])
     """
     # float64: single precision draws on a GPU lie on a grid of 6e-8 near 0, where unlikely tokens win their races
     dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
-    return torch.empty(shape, dtype=dtype, device=device).exponential_(generator=generator).float()
+    noise = torch.empty(shape, dtype=dtype, device=device)
+    for part in noise if by_row else (noise,):
+        part.exponential_(generator=generator)
+    return noise.float()
 
 
 def race(scores: Tensor, noise: Tensor) -> Tensor:
@@ -166,8 +179,9 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
     """
     if noise.shape[1] <= tree.max_depth:
         raise ValueError(f"noise has {noise.shape[1]} rows, expected {tree.max_depth + 1}. Draw one for each depth.")
-    if tree.is_chain:  # node i has depth i
-        return walk(tree, race(scores, noise[:, : tree.num_nodes]))
+    if tree.is_chain or tree.max_depth == 0:  # node i has depth i
+        reached = tree.max_depth + 1
+        return walk(tree, race(scores[:, :reached], noise[:, :reached]))
 
     def draw(depth: int, node: Tensor) -> Tensor:
         return race(_row(scores, node), noise[:, depth])

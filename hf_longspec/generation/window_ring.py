@@ -42,7 +42,7 @@ class WindowRing:
         return sum(states.numel() * states.element_size() for states in (self.keys, self.values, self.positions))
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store tokens `(B, K, T, D)` by their `positions` `(B, T)`, at most `window` of them; negative ones are not."""
+        """Store at most `window` tokens `(B, K, T, D)` by their `positions` `(B, T)`; negative ones are padding."""
         slots = torch.where(positions >= 0, positions % self.window, self.spare)
         self.keys[self._rows, :, slots] = keys.transpose(1, 2)
         self.values[self._rows, :, slots] = values.transpose(1, 2)

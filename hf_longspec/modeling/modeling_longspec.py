@@ -48,6 +48,7 @@ class LongSpecDraftModel(DraftModel):
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "LongSpecDraftModel":
         """An untrained draft for `target`, with its dtype, on the device of the layer that it reads."""
+        decoder_of(target)  # refuses targets without rotary positions by name
         draft = super().from_target(target, **overrides)
         assert isinstance(draft, cls)
         return draft.to(*TargetParts(target, draft.config.kv_layer).place)
@@ -127,12 +128,11 @@ class LongSpecBlock(GradientCheckpointingLayer):
 
     def __init__(self, config: LongSpecConfig):
         super().__init__()
-        norm = {"eps": config.rms_norm_eps}
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, **norm)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = SelfAttention(config)
-        self.post_self_attention_layernorm = nn.RMSNorm(config.hidden_size, **norm)
+        self.post_self_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.cross_attn = CrossAttention(config)
-        self.post_cross_attention_layernorm = nn.RMSNorm(config.hidden_size, **norm)
+        self.post_cross_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
     def forward(

@@ -5,10 +5,13 @@ import math
 import pytest
 import torch
 
+from hf_longspec.attention_backends import scores
 from hf_longspec.attention_backends.scores import QUEST_PAGE, ScoreCapture
 
 # float32 sums of a few hundred products in another order
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
+# queries are summed, and products rounded, in the type of the model: 2 to 3 digits of scores around 10
+HALF_TOLERANCE = {torch.bfloat16: {"rtol": 2e-2, "atol": 0.3}, torch.float16: {"rtol": 2e-3, "atol": 0.03}}
 LENGTHS = (37, 21)
 
 
@@ -74,6 +77,24 @@ def test_weights_are_probabilities_of_single_heads(rows, softcap):
     expected = literal(query, key, ROWS[rows], weight)
     found = collect(query, key, lse, softcap, rows=rows, score="weights", granularity="kv_head")
     torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", HALF_TOLERANCE)
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+@pytest.mark.parametrize("cast_block", [64, 2**20])
+def test_half_types_cast_in_blocks_or_not_at_all(monkeypatch, dtype, capability, cast_block):
+    """Whether the processor multiplies half types itself, and however many keys are cast at a time."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(scores, "CAST_BLOCK", cast_block)
+    query, key = (values.to(dtype) for values in inputs(seed=5))
+    lse = torch.full(query.shape[:3], 3.0)
+    logits = literal(query.float(), key.float(), ROWS["two_rows"])
+    found = collect(query, key, granularity="kv_head")
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, logits, **HALF_TOLERANCE[dtype])
+    weights = literal(query.float(), key.float(), ROWS["all_rows"], lambda dot, b, h, n: math.exp(0.3 * dot - 3.0))
+    found = collect(query, key, lse, rows="all_rows", score="weights", granularity="kv_head")
+    torch.testing.assert_close(found, weights, **TOLERANCE)
 
 
 def test_each_row_keeps_the_nodes_apart():

@@ -4,8 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longspec.generation.noise import NoiseRows
+from hf_longspec.generation.verification import draw_noise
 from hf_longspec.testing_law import MAX_SIGMA
 
 VOCAB = 5
@@ -31,6 +33,50 @@ def test_a_position_has_one_noise_row_however_the_text_advances(steps):
             assert torch.equal(seen[row], straight[row, start : start + count])
         noise.advance(accepted)
         emitted = [start + more for start, more in zip(emitted, accepted, strict=True)]
+
+
+@pytest.mark.parametrize("vocab_size", [5, 48, 1001])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_rows_are_single_draws_of_a_generator_per_batch_row(batch_size, vocab_size):
+    """The numbers that a seed gives stay those of the first release."""
+    torch.manual_seed(7)
+    noise = NoiseRows(batch_size, vocab_size, CPU)
+    torch.manual_seed(7)
+    for row, seed in enumerate(torch.randint(2**62, (batch_size + 1,)).tolist()[1:]):
+        generator = torch.Generator().manual_seed(seed)
+        expected = [draw_noise(vocab_size, generator=generator) for _ in range(6)]
+        for count in (1, 4, 2, 6):
+            assert torch.equal(noise.rows(count)[row], torch.stack(expected[:count]))
+
+
+class DrawSizes(TorchDispatchMode):
+    """Collects how many numbers each draw takes from a generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "exponential_":
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_no_draw_spans_two_rows_and_none_is_repeated(batch_size):
+    """On a GPU the numbers depend on the size of the draw, which must not depend on what a step asks for."""
+    noise = seeded(batch_size)
+    with DrawSizes() as draws:
+        for count in (3, 1, 5):
+            noise.rows(count)
+        noise.advance([2] * batch_size)
+        noise.rows(4)
+    assert draws.sizes == [VOCAB] * 6 * batch_size
+
+
+def test_rows_of_one_batch_row_are_not_copied():
+    noise = seeded(1)
+    assert noise.rows(4).data_ptr() == noise.rows(2).data_ptr()
 
 
 def test_rows_and_positions_differ_and_the_seed_decides():

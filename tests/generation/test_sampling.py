@@ -11,7 +11,7 @@ from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import decoding, logits
 from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
 from hf_longspec.testing_law import MAX_SIGMA, max_z_score
 
 RAGGED = (33, 3, 13)
@@ -62,6 +62,15 @@ class TestSameSeedSameText:
         # nothing was accepted in some steps, several tokens in others
         assert sum(histogram[0] for histogram in histograms) > 0
         assert sum(sum(histogram[2:]) for histogram in histograms) > 0
+
+    def test_longspec(self, target, name, options):
+        if name == "deepseek_v3":
+            pytest.skip("latent caches cannot be cross-attended")
+        model = target(name)
+        text = sample(model, PlainDraftModel.from_target(model), **options)
+        draft = random_longspec_draft(model, window=8, tree_widths=[40, 40])
+        assert sample(model, draft, **options) == text
+        assert draft.last_speculation.num_accepted_draft_tokens > 0
 
     def test_specattn_coupled(self, target, name, options):
         model = target(name)

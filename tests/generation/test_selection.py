@@ -93,7 +93,7 @@ def test_compact_copies_slot_by_slot(lengths, heads):
     selected.begin(counts, tails)
     assert selected.sparse_layers == [0, 2]
     for layer in selected.sparse_layers:
-        selected.fill(layer, chosen, counts, tails)
+        selected.fill(layer, chosen)
         for row, (count, tail) in enumerate(zip(counts, tails, strict=True)):
             for head in range(2):
                 slots = chosen[row, head % heads, :count].tolist()
@@ -111,6 +111,35 @@ def test_compact_copies_slot_by_slot(lengths, heads):
     assert selected.used.host[0] == counts[0] + tails[0] + 1 and selected.dense_used.host[0] == lengths[0] + 1
 
 
+PHASES = [
+    # committed tokens, selected entries and tail of every row
+    ((50, 30), (6, 6), (2, 2)),
+    ((54, 31), (6, 6), (4, 1)),
+    ((55, 36), (9, 5), (1, 5)),
+    ((59, 37), (4, 8), (4, 1)),
+    ((60, 40), (7, 7), (1, 3)),
+]
+
+
+def test_every_phase_has_slots_of_its_own():
+    """What layers share within a phase is not carried into the next, whatever rows have in common."""
+    cache, room = filled_cache((1, 1)), 3
+    selected = SelectedCache(cache, frozenset(), room)
+    for lengths, counts, tails in PHASES:
+        cache.set_lengths(lengths)
+        chosen = torch.arange(max(counts)).mul(3).expand(2, 1, -1)
+        selected.begin(counts, tails)
+        for layer, source in enumerate(cache.layers):
+            selected.fill(layer, chosen)
+            compact = selected.layers[layer]
+            assert compact.keys.shape[2] == max(selected.used.host) + room
+            for row, (length, count, tail) in enumerate(zip(lengths, counts, tails, strict=True)):
+                slots = [*range(0, 3 * count, 3), *range(length - tail, length)]
+                assert torch.equal(compact.keys[row, :, : count + tail], source.keys[row][:, slots])
+                assert torch.equal(compact.values[row, :, : count + tail], source.values[row][:, slots])
+        selected.advance()
+
+
 def test_what_is_drafted_goes_behind_the_tail_and_never_into_the_prefix():
     lengths = (30, 12)
     cache = filled_cache(lengths)
@@ -119,7 +148,7 @@ def test_what_is_drafted_goes_behind_the_tail_and_never_into_the_prefix():
     counts, tails = [6, 5], [2, 1]
     selected.begin(counts, tails)
     for layer in selected.sparse_layers:
-        selected.fill(layer, torch.arange(6).expand(2, 1, -1), counts, tails)
+        selected.fill(layer, torch.arange(6).expand(2, 1, -1))
     for step in range(2):
         for layer in range(3):
             new = torch.full((2, 2, 1, 3), -1.0 - step)

@@ -18,6 +18,7 @@ from hf_longspec.generation.verification import (
     draw_noise,
     race,
     walk,
+    walk_lazily,
 )
 from hf_longspec.testing_law import MarkovTarget, random_tree
 
@@ -87,6 +88,23 @@ def test_walk_stops_at_a_depth_bound():
     choice = torch.tensor([[1, 2, 3, 4]])
     assert walk(tree, choice).tokens.tolist() == [[1, 2, 3, 4]]
     assert walk(short, choice).tokens.tolist() == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 9])
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_lone_root_takes_what_the_general_walk_takes(num_nodes, chain):
+    """Plain decoding, and a tree of which the root alone may be used, take a shortcut."""
+    drawn, noise = random_tree(3, 4, num_nodes, V), draw_noise(4, 3, V, generator=seeded(1))
+    tree = DraftTree(drawn.tokens, drawn.parents, drawn.valid, max_depth=0)
+    tree = DraftTree.root_only(drawn.tokens[:, 0]) if chain else tree
+    scores = torch.randn(4, tree.num_nodes, V, generator=seeded(2))
+    draw = race(scores[:, 0], noise[:, 0])
+    found = {scores[:, 0].argmax(-1): accept_greedy(tree, scores), draw: accept_sampled(tree, scores, noise)}
+    for choice, short in found.items():
+        general = walk_lazily(tree, lambda depth, node, choice=choice: choice)
+        for field in ("path", "num_nodes", "tokens", "next_root"):
+            torch.testing.assert_close(getattr(short, field), getattr(general, field), rtol=0, atol=0)
+        assert torch.equal(short.next_root, choice)
 
 
 def markov(history: bool) -> MarkovTarget:

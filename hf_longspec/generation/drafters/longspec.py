@@ -57,8 +57,8 @@ class LongSpecDrafter(Drafter):
         positions = ends[:, None] - width + torch.arange(width, device=tokens.device)
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
         positions = positions.to(self.device)
-        keys = self.block.keys(hidden, self.parts.rotary(positions, hidden), self.parts)
-        self.ring.fill(*keys, positions)
+        keys, values = self.block.keys(hidden, self.parts.rotary(positions, hidden), self.parts)
+        self.ring.fill(keys, values, positions)
         self.last_token = tokens[:, -1]
 
     def propose(self, root: torch.Tensor) -> DraftTree:
@@ -75,7 +75,7 @@ class LongSpecDrafter(Drafter):
         return beam.tree()
 
     def observe(self, verification: Verification) -> None:
-        """Keep the accepted nodes' keys. Those of the deepest level have none yet: the next draft makes the last one."""
+        """Keep the accepted nodes' keys. A node of the deepest level has none yet: the next draft makes them."""
         numbers = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
         path = verification.path.to(self.device)
         self.ring.keep(path, numbers[0], numbers[1])

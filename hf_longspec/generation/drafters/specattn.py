@@ -97,7 +97,7 @@ class SpecAttnDrafter(Drafter):
         self.selected.begin(counts, verification.num_nodes)
         for layer_idx in self.selected.sparse_layers:
             chosen = self._select(layer_idx, verification, counts)
-            self.selected.fill(layer_idx, chosen, counts, verification.num_nodes)
+            self.selected.fill(layer_idx, chosen)
 
     def _select(self, layer_idx: int, verification: Verification, counts: list[int]) -> torch.Tensor:
         capture = verification.capture
