@@ -1,9 +1,10 @@
-"""tau of SpecAttn's selections, scores and settings on held-out text, with 95 % intervals over prompts.
+"""tau on held-out text with 95 % intervals over prompts: of SpecAttn's settings, or of a LongSpec draft's trees.
 
 tau is the mean number of tokens emitted per verification, the target's own token included. Nothing here is timed, so
 other work may go on beside it. Every result is written as soon as it is known, the most telling settings first.
 
     python benchmarks/acceptance.py --target hub_cards/tiny-target --data novels --data stdlib --threads 1
+    python benchmarks/acceptance.py --draft hub_cards/tiny-longspec --output benchmarks/results/longspec.jsonl
 """
 
 import argparse
@@ -48,23 +49,35 @@ MINOR_SETTINGS = (
 )
 
 
+LONGSPEC_SETTINGS = tuple(
+    Setting.of(mode, tree_widths=widths)
+    for widths in ([4, 4, 4, 3], [4, 16, 16, 16, 16], [1, 1, 1])
+    for mode in ("sample", "greedy")
+)
+
+
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     set_threads(args.threads)
     model = load_target(args.target, torch.float32)
-    draft = hf_longspec.SpecAttnDraftModel.from_target(model)
+    if args.draft:
+        draft = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=torch.float32)
+        major, minor = LONGSPEC_SETTINGS, ()
+    else:
+        draft = hf_longspec.SpecAttnDraftModel.from_target(model)
+        major, minor = SETTINGS, MINOR_SETTINGS
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
     guard = TimeGuard(args.minutes)
     middle = sorted(args.lengths)[len(args.lengths) // 2]
-    progress = Progress(total=len(SETTINGS) * len(args.lengths) + len(MINOR_SETTINGS), quiet=args.quiet)
+    progress = Progress(total=len(major) * len(args.lengths) + len(minor), quiet=args.quiet)
     defaults = {name: draft.setting(name) for name in draft.settings}
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "defaults": defaults, **origin}
     with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
         benchmark = AcceptanceBenchmark(model, draft, prompts, args.tokens, args.batch)
-        benchmark.run(SETTINGS, args.lengths, results, progress)
-        benchmark.run(MINOR_SETTINGS, [middle], results, progress)
+        benchmark.run(major, args.lengths, results, progress)
+        benchmark.run(minor, [middle], results, progress)
     progress.close()
     print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
 
@@ -72,6 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser(__doc__, ROOT / "benchmarks" / "results" / "acceptance.jsonl", minutes=40)
     add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
+    made.add_argument("--draft", help="folder or Hub id of a LongSpec draft (default: SpecAttn, which has no weights)")
     made.add_argument("--lengths", type=integers, default=[2048, 8192, 15872], help="default: 2048,8192,15872")
     made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
     made.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")

@@ -1,24 +1,25 @@
-"""Decoding speed on held-out text: plain `generate`, our loop without a draft, SpecAttn.
+"""Decoding speed on held-out text: transformers' own ways, our loop without a draft, SpecAttn, LongSpec.
 
 Every prompt is prefilled once; each run continues a copy of its cache. Speed is counted from the first token to the
 last, for all methods by the same clock. Headline rows sample at temperature 1; greedy text of small models repeats
 itself, which flatters every drafter. What does not emit the greedy float32 text of plain `generate` is not timed.
 
-    python benchmarks/engine.py --target hub_cards/tiny-target
+    python benchmarks/engine.py --target hub_cards/tiny-target --draft hub_cards/tiny-longspec
+
+With `--assistant`, an ordinary small model of the same vocabulary drafts in transformers' assisted generation.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_longspec
 from hf_longspec.bench.arguments import add_prompts, add_repeats, integers, names, parser, set_threads
 from hf_longspec.bench.ceilings import read_gb_per_second
-from hf_longspec.bench.decoding import load_target
+from hf_longspec.bench.decoding import HfMethod, endless, load_target
 from hf_longspec.bench.engine import PLAIN, EngineBenchmark, order_of_cells
 from hf_longspec.bench.prefill import prefill
 from hf_longspec.bench.progress import Progress
@@ -28,6 +29,7 @@ from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.timing import TimeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
+TREES_HELP = "nodes per level of LongSpec's trees (default: 1+1+1,4+4+4+3,4+16+16+16+16)"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -48,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
         benchmark = EngineBenchmark(
             models,
-            lambda model: make_drafts(model, args.gammas),
+            lambda model: make_methods(model, args),
             prompts,
             tokens=args.tokens,
             repeats=args.repeats,
@@ -61,13 +63,31 @@ def main(arguments: list[str] | None = None) -> None:
     print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
 
 
-def make_drafts(model: PreTrainedModel, gammas: Sequence[int]) -> dict[str, Any]:
-    """Our baseline, and SpecAttn with every number of drafted tokens."""
-    drafts: dict[str, Any] = {PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
-    for gamma in gammas:
+def make_methods(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:
+    """transformers' drafters, our baseline, SpecAttn with every number of drafted tokens, LongSpec with every tree."""
+    lookup = {"prompt_lookup_num_tokens": args.lookup_tokens}
+    methods: dict[str, Any] = {"hf prompt lookup": HfMethod(lookup, max_batch=1)}
+    if args.assistant:
+        assistant = endless(AutoModelForCausalLM.from_pretrained(args.assistant, dtype=model.dtype).eval())
+        methods["hf assisted"] = HfMethod({"assistant_model": assistant}, max_batch=1)
+    methods[PLAIN] = hf_longspec.PlainDraftModel.from_target(model)
+    for gamma in args.gammas:
         draft = hf_longspec.SpecAttnDraftModel.from_target(model, num_assistant_tokens=gamma)
-        drafts[f"SpecAttn, gamma {gamma}"] = draft
-    return drafts
+        methods[f"SpecAttn, gamma {gamma}"] = draft
+    for widths in args.trees if args.draft else ():
+        draft = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype)
+        draft.generation_config.tree_widths = widths
+        methods[f"LongSpec, {'+'.join(map(str, widths))}"] = draft
+    return methods
+
+
+def trees(text: str) -> list[list[int]]:
+    """Widths of several trees.
+
+    >>> trees("4+4+4,1+1")
+    [[4, 4, 4], [1, 1]]
+    """
+    return [[int(width) for width in tree.split("+")] for tree in text.split(",")]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -78,6 +98,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--batches", type=integers, default=[1, 4], help="default: 1,4")
     made.add_argument("--dtypes", type=names, default=["float32", "bfloat16"], help="default: float32,bfloat16")
     made.add_argument("--gammas", type=integers, default=[4, 6], help="drafted tokens of SpecAttn (default: 4,6)")
+    made.add_argument("--draft", help="folder or Hub id of a LongSpec draft (default: none)")
+    made.add_argument("--trees", type=trees, default=[[1, 1, 1], [4, 4, 4, 3], [4, 16, 16, 16, 16]], help=TREES_HELP)
+    made.add_argument("--assistant", help="folder or Hub id of an ordinary small model with the target's vocabulary")
+    made.add_argument("--lookup-tokens", type=int, default=4, help="of transformers' prompt lookup (default: 4)")
     made.add_argument("--tokens", type=int, default=48, help="per row and run (default: %(default)s)")
     return made.parse_args(arguments)
 

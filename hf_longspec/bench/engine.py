@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .ceilings import step_bytes
-from .decoding import MODES, Decoder, Run
+from .decoding import MODES, Decoder, HfMethod, Run
 from .prefill import PrefilledPrompts, row_windows
 from .progress import Progress
 from .results import ResultFile
@@ -66,7 +66,7 @@ class EngineBenchmark:
             name: Decoder(model, prompts.to(getattr(torch, name)), tokens) for name, model in models.items()
         }
         self.methods: dict[str, dict[str, Any]] = {
-            name: {HF: None, **make_drafts(model)} for name, model in models.items()
+            name: {HF: HfMethod(), **make_drafts(model)} for name, model in models.items()
         }
         self._checked: dict[tuple[int, int], str | None] = {}
 
@@ -101,7 +101,7 @@ class EngineBenchmark:
         """Where the float32 greedy text of a method differs from that of plain `generate`, or None."""
         key = cell.context, cell.batch
         if key not in self._checked:
-            decoder, methods = self.decoders["float32"], self.methods["float32"]
+            decoder, methods = self.decoders["float32"], self._methods("float32", cell.batch)
             runs = {name: [decoder.run(draft, rows, cell.context, "greedy", 0)] for name, draft in methods.items()}
             self._checked[key] = _first_difference(runs)
         return self._checked[key]
@@ -109,19 +109,24 @@ class EngineBenchmark:
     def expected_seconds(self, cell: Cell, rows: slice) -> float:
         """Estimate for one cell, from a short run of every method, which also warms up."""
         decoder, total = self.decoders[cell.dtype], 0.0
-        for name, draft in self.methods[cell.dtype].items():
+        for name, draft in self._methods(cell.dtype, cell.batch).items():
             run = decoder.run(draft, rows, cell.context, "sample", 0, tokens=WARM_UP_TOKENS)
             total += run.seconds / run.tokens * cell.batch * self._tokens(name)
         return total * self.repeats * len(MODES)
 
     def timed_runs(self, cell: Cell, windows: Sequence[slice], mode: str) -> dict[str, list[Run]]:
         """The runs of every method, in turns; in one turn all methods continue the same prompts from one seed."""
-        decoder, methods = self.decoders[cell.dtype], self.methods[cell.dtype]
+        decoder, methods = self.decoders[cell.dtype], self._methods(cell.dtype, cell.batch)
         runs: dict[str, list[Run]] = {name: [] for name in methods}
         for repeat, name in in_turns(list(methods), self.repeats):
             run = decoder.run(methods[name], windows[repeat], cell.context, mode, repeat, self._tokens(name))
             runs[name].append(run)
         return runs
+
+    def _methods(self, dtype: str, batch: int) -> dict[str, Any]:
+        """The methods that decode `batch` rows."""
+        most = {name: getattr(method, "max_batch", None) for name, method in self.methods[dtype].items()}
+        return {name: self.methods[dtype][name] for name, limit in most.items() if limit is None or batch <= limit}
 
     def _tokens(self, name: str) -> int:
         tokens = self.decoders["float32"].tokens
@@ -140,11 +145,16 @@ class EngineBenchmark:
                 "ratio_to_hf": ratios(speeds[name], speeds[HF]).to_dict(),
                 "ratio_to_plain": ratios(speeds[name], speeds[PLAIN]).to_dict(),
                 "tau": significant(tau),
-                "draft_share": significant(sum(run.draft_share for run in turns) / len(turns)),
+                "shares": _mean_shares(turns),
+                "draft_state_bytes": max(run.draft_state_bytes for run in turns),
                 # tau tokens per floor at most: for the two loops without a draft the share of the floor itself
                 "share_of_floor": significant(floor * speed.median / cell.batch / tau),
             }
         return found
+
+
+def _mean_shares(turns: Sequence[Run]) -> dict[str, float]:
+    return {name: significant(sum(run.shares[name] for run in turns) / len(turns)) for name in turns[0].shares}
 
 
 def _first_difference(runs: Mapping[str, Sequence[Run]]) -> str | None:

@@ -121,7 +121,7 @@ def engine_report(records: Sequence[Record]) -> str:
     """Everything that was measured, one table per mode."""
     parts = ["# Decoding speed", environment_line(records), note(records)]
     header = ["dtype", "context", "batch", "method", "tokens/s", "x `generate`", "x plain loop", "tau"]
-    header += ["time in drafter", "share of floor"]
+    header += ["drafting / verifying / rest", "draft state", "share of floor"]
     for mode, title in MODES.items():
         rows = [
             [
@@ -133,7 +133,8 @@ def engine_report(records: Sequence[Record]) -> str:
                 range_of(row["ratio_to_hf"]),
                 range_of(row["ratio_to_plain"]),
                 f"{row['tau']:.2f}",
-                f"{row['draft_share']:.0%}",
+                " / ".join(f"{share:.0%}" for share in row["shares"].values()),
+                f"{row['draft_state_bytes'] / 1024:.0f} KiB" if row["draft_state_bytes"] else "",
                 f"{row['share_of_floor']:.0%}",
             ]
             for row in of_kind(records, "decoding")
@@ -173,13 +174,17 @@ def acceptance_headline(records: Sequence[Record]) -> str:
     """One row per setting, one column per length: mean and interval, and the difference to the first setting."""
     rows = of_kind(records, "acceptance")
     lengths = sorted({row["length"] for row in rows})
-    settings = list(dict.fromkeys((row["mode"], tuple(row["options"].items())) for row in rows))
-    by_key = {(row["mode"], tuple(row["options"].items()), row["length"]): row for row in rows}
+    settings = list(dict.fromkeys((row["mode"], _options(row)) for row in rows))
+    by_key = {(row["mode"], _options(row), row["length"]): row for row in rows}
     lines = []
     for mode, options in settings:
-        shown = ", ".join(str(value) if name == "selection" else f"{name}={value}" for name, value in options)
+        shown = ", ".join(value if name == "selection" else f"{name}={value}" for name, value in options)
         lines.append([mode, shown, *(_tau(by_key.get((mode, options, length))) for length in lengths)])
     return markdown_table(["mode", "setting", *(f"tau at {length}" for length in lengths)], lines)
+
+
+def _options(row: Record) -> tuple[tuple[str, str], ...]:
+    return tuple((name, str(value)) for name, value in row["options"].items())
 
 
 def _tau(row: Record | None) -> str:

@@ -3,43 +3,56 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import torch
 from transformers.generation.streamers import BaseStreamer
 
 MIN_REPEATS = 5
 
 
 class TokenClock(BaseStreamer):
-    """A streamer that notes when each token arrives: the same clock for `generate` and for our loop.
+    """A streamer that notes when tokens arrive: the same clock for `generate` and for our loop.
 
-    `generate` hands it the prompt first, then one call per token and step. Decoding is what happens between the first
-    and the last token, so neither prefill nor the preparation of inputs and caches is in it.
+    `generate` hands it the prompt first, then the tokens of each step, or our loop one token after another. Decoding is
+    what happens between the first arrival and the last, so neither prefill nor the preparation of inputs and caches is
+    in it, nor the tokens that arrived first.
 
-    >>> clock = TokenClock(iter([0.0, 3.0, 3.5, 4.0]).__next__)
-    >>> for value in ("prompt", "first", "second", "third"):
+    Args:
+        batch_size (`int`): Rows that are decoded together; a step of plain `generate` has one token of each.
+
+    >>> clock = TokenClock(1, iter([0.0, 3.0, 3.5, 4.0]).__next__)
+    >>> for value in ("prompt", torch.tensor([7]), torch.tensor([7, 8]), torch.tensor([9])):
     ...     clock.put(value)
-    >>> clock.num_tokens, clock.decode_seconds
-    (2, 1.0)
+    >>> clock.first_tokens, clock.num_tokens, clock.decode_seconds
+    (1, 3, 1.0)
     """
 
-    def __init__(self, now: Callable[[], float] = time.perf_counter):
+    def __init__(self, batch_size: int = 1, now: Callable[[], float] = time.perf_counter):
+        self.batch_size = batch_size
         self._now = now
         self._times: list[float] = []
+        self._tokens: list[int] = []
 
     def put(self, value: object) -> None:
-        """Note the time."""
+        """Note the time, and how many tokens per row came."""
         self._times.append(self._now())
+        self._tokens.append(value.numel() // self.batch_size if isinstance(value, torch.Tensor) else 1)
 
     def end(self) -> None:
         """Nothing to close."""
 
     @property
+    def first_tokens(self) -> int:
+        """Tokens per row that came first."""
+        return self._tokens[1] if len(self._tokens) > 1 else 0
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens per row after the first."""
-        return max(0, len(self._times) - 2)
+        """Tokens per row after those that came first."""
+        return sum(self._tokens[2:])
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the last."""
+        """From the first arrival to the last."""
         return self._times[-1] - self._times[1] if len(self._times) > 2 else 0.0
 
 

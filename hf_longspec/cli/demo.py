@@ -50,7 +50,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; unknown ones end the process as argparse does."""
     parser = argparse.ArgumentParser(prog="python -m hf_longspec.cli.demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", help="Hub id or folder of the model (default: the tiny target of the repository)")
-    parser.add_argument("--draft", help="Hub id or folder of a draft (default: SpecAttn, which needs no training)")
+    parser.add_argument("--draft", help="Hub id or folder of a draft (default: SpecAttn, and the tiny target's own)")
     parser.add_argument("--file", type=Path, help="text to continue (default: a module of the standard library)")
     parser.add_argument("--context", type=_positive, help=f"most prompt tokens (default: {CONTEXT}, or what fits)")
     parser.add_argument("--max-new-tokens", type=_positive, help=f"tokens to generate (default: {NEW_TOKENS})")
@@ -124,20 +124,29 @@ class Demo:
         )
 
     def _measure_all(self, model: PreTrainedModel, stream: bool) -> list[Measurement]:
-        """The draft goes first, because its text is what one wants to see; the table has it last."""
+        """The last draft goes first, because its text is what one wants to see; the table has it last."""
         try:
-            if self.draft_name is not None:
-                draft = models.load_draft(self.draft_name, model)
-            else:
-                draft = SpecAttnDraftModel.from_target(model)
-            drafted = self._measure(type(draft).__name__.removesuffix("DraftModel"), model, draft, stream)
+            drafts = {type(draft).__name__.removesuffix("DraftModel"): draft for draft in self._drafts(model)}
+            drafted = [
+                self._measure(name, model, draft, stream and turn == 0)
+                for turn, (name, draft) in enumerate(reversed(drafts.items()))
+            ]
             stock = self._measure(HF, model, None)
             plain = self._measure(PLAIN, model, PlainDraftModel.from_target(model))
         except ValueError as error:  # a refusal, which names its rule and remedy
             raise CommandError(str(error)) from error
         except torch.OutOfMemoryError as error:
             raise CommandError("out of memory: pass a smaller --context, or leave float32 out of --dtypes.") from error
-        return [stock, plain, drafted]
+        return [stock, plain, *reversed(drafted)]
+
+    def _drafts(self, model: PreTrainedModel) -> list[Any]:
+        """The draft that was asked for; otherwise SpecAttn, and for the tiny target the one trained for it."""
+        if self.draft_name is not None:
+            return [models.load_draft(self.draft_name, model)]
+        drafts: list[Any] = [SpecAttnDraftModel.from_target(model)]
+        if self.target == str(models.TINY_TARGET) and models.TINY_DRAFT.is_dir():
+            drafts.append(models.load_draft(str(models.TINY_DRAFT), model))
+        return drafts
 
     def _measure(self, name: str, model: PreTrainedModel, draft: Any, stream: bool = False) -> Measurement:
         """Measure one way to decode, under a bar while it reads the prompt, and then possibly show its text."""

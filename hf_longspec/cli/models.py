@@ -16,6 +16,7 @@ from . import CommandError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TINY_TARGET = Path(__file__).resolve().parents[2] / "hub_cards" / "tiny-target"
+TINY_DRAFT = TINY_TARGET.with_name("tiny-longspec")
 
 
 def find_target(name: str | None) -> str:
@@ -80,7 +81,7 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
         CommandError: If it cannot be loaded, is no draft, or was made for another target.
     """
     with _loading(name, "draft"):
-        draft = AutoModel.from_pretrained(name)
+        draft = AutoModel.from_pretrained(name, dtype=model.dtype)
         if not getattr(draft, "_is_longspec_draft", False):
             raise ValueError(f"it is a {type(draft).__name__}, not a draft")
         draft.check(TargetView(model))

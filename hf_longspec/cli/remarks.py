@@ -15,7 +15,7 @@ LOOP_LENGTH, LOOPING = 4, 0.5
 
 @dataclass
 class Group:
-    """Everything measured in one dtype: the stock loop, our loop without a draft, and the draft.
+    """Everything measured in one dtype: the stock loop, our loop without a draft, and the drafts.
 
     Args:
         dtype (`str`): Name of the type.
@@ -34,18 +34,22 @@ class Group:
         return _ratio(row.tokens_per_second, self.rows[0].tokens_per_second)
 
     @property
-    def gain(self) -> float:
-        """Speed of decoding with the draft, relative to our loop without one."""
-        return _ratio(self.rows[2].tokens_per_second, self.rows[1].tokens_per_second)
+    def drafted(self) -> dict[str, Measurement]:
+        """The rows that were decoded with a draft, by name."""
+        return {row.name: row for row in self.rows[2:]}
+
+    def gain(self, name: str) -> float:
+        """Speed of decoding with a draft, relative to our loop without one."""
+        return _ratio(self.drafted[name].tokens_per_second, self.rows[1].tokens_per_second)
 
 
 def remarks(groups: list[Group], context: int, native_bfloat16: bool | None) -> list[str]:
     """The ratios of every group, why a draft did not pay where it did not, and what makes the numbers special."""
     timed = [group for group in groups if all(row.tokens_per_second for row in group.rows)]
     said = [_ratios(group) for group in timed]
-    unpaid = [group for group in timed if group.gain < 1 + SAME_SPEED]
-    if unpaid:
-        said.append(_why_not(unpaid, context))
+    for name in timed[0].drafted if timed else ():
+        if unpaid := [group for group in timed if group.gain(name) < 1 + SAME_SPEED]:
+            said.append(_why_not(name, unpaid, context))
     if (repeated := max((repetition(group.rows[-1].tokens) for group in groups), default=0.0)) > LOOPING:
         said.append(
             f"{repeated:.0%} of the {LOOP_LENGTH}-token sequences of the text have occurred in it before: it repeats "
@@ -57,19 +61,19 @@ def remarks(groups: list[Group], context: int, native_bfloat16: bool | None) -> 
 
 
 def _ratios(group: Group) -> str:
-    stock, plain, drafted = group.rows
-    accepted = _ratio((drafted.tau or 1.0) - 1.0, drafted.drafted)
-    return (
-        f"{group.dtype}: the {plain.name} ran at {group.speed_ratio(plain):.2f}x the speed of {stock.name}, and "
-        f"{drafted.name} at {group.gain:.2f}x the speed of the {plain.name}; {accepted:.0%} of the drafted tokens were "
-        "accepted."
-    )
+    stock, plain = group.rows[:2]
+    said = [f"the {plain.name} ran at {group.speed_ratio(plain):.2f}x the speed of {stock.name}"]
+    for name, row in group.drafted.items():
+        accepted = _ratio((row.tau or 1.0) - 1.0, row.drafted)
+        said.append(
+            f"{name} at {group.gain(name):.2f}x that of the {plain.name} ({accepted:.0%} of its drafts accepted)"
+        )
+    return f"{group.dtype}: {', '.join(said)}."
 
 
-def _why_not(groups: list[Group], context: int) -> str:
-    name = groups[0].rows[-1].name
+def _why_not(name: str, groups: list[Group], context: int) -> str:
     where = " and ".join(group.dtype for group in groups)
-    outcome = "slower than" if all(group.gain < 1 - SAME_SPEED for group in groups) else "no faster than"
+    outcome = "slower than" if all(group.gain(name) < 1 - SAME_SPEED for group in groups) else "no faster than"
     finding = f"In {where} {name} is {outcome} decoding without a draft here"
     if name != "SpecAttn":
         return f"{finding}: drafting cost as much as it saved, or more."

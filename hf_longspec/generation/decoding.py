@@ -146,15 +146,16 @@ class Session:
 
         before, capture = self.cache.host_lengths, self.drafter.capture(tree)
         logits = self.target.verify(tree, self.cache, capture, limit=self.max_length).logits
+        verified = time.perf_counter()
         growing = [not done for done in self.sequences.done]
         path, emitted = self._accept_and_emit(tree, logits)
         self.cache.commit(None if tree.is_chain else path, emitted)
-        verified = time.perf_counter()
+        committed = time.perf_counter()
 
         if not self.sequences.finished:
             self.drafter.observe(Verification(path, emitted, before, capture))
         self._record(growing, emitted)
-        self.stats.draft_seconds += drafted - started + time.perf_counter() - verified
+        self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
     def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
@@ -188,6 +189,7 @@ class Session:
     def finish(self) -> SpeculationStats:
         """Close the times; statistics of an interrupted call are kept too."""
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
+        self.stats.draft_state_bytes = self.drafter.state_bytes
         return self.stats
 
     def output(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:

@@ -29,19 +29,20 @@ class NoiseRows:
         self.device = device
         self.generator = torch.Generator(device).manual_seed(seeds[0])
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds[1:]]
-        self._kept = [torch.empty(0, vocab_size, device=device)] * batch_size
+        self._kept: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
 
     def rows(self, count: int) -> torch.Tensor:
         """Noise of the next `count` tokens of every row, shape `(batch, count, vocab)`. Do not write to it."""
-        for row, (generator, kept) in enumerate(zip(self._generators, self._kept, strict=True)):
-            missing = count - len(kept)
-            if missing > 0:
-                drawn = draw_noise(missing, self.vocab_size, generator=generator, device=self.device, by_row=True)
-                self._kept[row] = torch.cat([kept, drawn]) if len(kept) else drawn
-        if len(self._kept) == 1:
-            return self._kept[0][None, :count]
-        return torch.stack([kept[:count] for kept in self._kept])
+        for generator, kept in zip(self._generators, self._kept, strict=True):
+            # One draw per row: a GPU deals its random numbers out by the size of the draw, and that must not depend on
+            # what a step asks for.
+            while len(kept) < count:
+                kept.append(draw_noise(self.vocab_size, generator=generator, device=self.device))
+        wanted = [noise for kept in self._kept for noise in kept[:count]]
+        noise = wanted[0] if len(wanted) == 1 else torch.stack(wanted)
+        return noise.view(-1, count, self.vocab_size)
 
     def advance(self, counts: Sequence[int]) -> None:
         """Forget the noise of tokens that have been emitted."""
-        self._kept = [kept[count:] for kept, count in zip(self._kept, counts, strict=True)]
+        for kept, count in zip(self._kept, counts, strict=True):
+            del kept[:count]

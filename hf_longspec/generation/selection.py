@@ -83,6 +83,12 @@ class SelectedCache(Cache):
             if layer.is_initialized and index not in self.dense_layers
         ]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies; layers that keep their own attention have none."""
+        own = [self.layers[index] for index in self.sparse_layers if self.layers[index].is_initialized]
+        return sum(part.numel() * part.element_size() for layer in own for part in (layer.keys, layer.values))
+
     def begin(self, counts: Sequence[int], tails: Sequence[int]) -> None:
         """Start a phase: `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
         self.used.set([count + tail for count, tail in zip(counts, tails, strict=True)])

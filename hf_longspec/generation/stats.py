@@ -20,9 +20,11 @@ class SpeculationStats:
         num_emitted_tokens (`int`): Tokens emitted by verifications, bonus tokens included.
         acceptance_histogram (`list[int]`): Entry k counts the row-steps that emitted k drafted tokens.
         prefill_seconds (`float`): Until the first token (time to first token).
-        draft_seconds (`float`): In the drafter, selection and bookkeeping included.
-        verify_seconds (`float`): In verification forwards and acceptance.
+        draft_seconds (`float`): In the drafter, with what it does to catch up after a verification.
+        verify_seconds (`float`): In verification forwards. Steps on a GPU run on after the call has returned, and the
+            wait for them falls into the rest.
         decode_seconds (`float`): Everything after the first token.
+        draft_state_bytes (`int`): What the drafter kept beside the target's cache.
     """
 
     method: str = ""
@@ -36,6 +38,7 @@ class SpeculationStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     decode_seconds: float = 0.0
+    draft_state_bytes: int = 0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -46,6 +49,11 @@ class SpeculationStats:
     def draft_acceptance_rate(self) -> float:
         """Share of the drafted tokens that were emitted."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def rest_seconds(self) -> float:
+        """Decoding time outside of drafting and verification forwards: acceptance, commit, stopping, streaming."""
+        return max(0.0, self.decode_seconds - self.draft_seconds - self.verify_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -67,6 +75,7 @@ class SpeculationStats:
             **asdict(self),
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
+            "rest_seconds": self.rest_seconds,
             "tokens_per_second": self.tokens_per_second,
         }
 

@@ -112,23 +112,15 @@ def accept_greedy(tree: DraftTree, logits: Tensor) -> Acceptance:
     return walk(tree, logits.argmax(-1))
 
 
-def draw_noise(
-    *shape: int, generator: torch.Generator | None = None, device: torch.device | None = None, by_row: bool = False
-) -> Tensor:
+def draw_noise(*shape: int, generator: torch.Generator | None = None, device: torch.device | None = None) -> Tensor:
     """Standard exponential noise for [`race`], in float32, shape `(*shape)`.
-
-    With `by_row`, entry i of the first dimension holds what the i-th of as many single draws would give. One draw of
-    several rows need not: a GPU deals its random numbers out by the size of the draw.
 
     >>> draw_noise(2, 5, 11, generator=torch.Generator().manual_seed(0)).shape
     torch.Size([2, 5, 11])
     """
     # float64: single precision draws on a GPU lie on a grid of 6e-8 near 0, where unlikely tokens win their races
     dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
-    noise = torch.empty(shape, dtype=dtype, device=device)
-    for part in noise if by_row else (noise,):
-        part.exponential_(generator=generator)
-    return noise.float()
+    return torch.empty(shape, dtype=dtype, device=device).exponential_(generator=generator).float()
 
 
 def race(scores: Tensor, noise: Tensor) -> Tensor:

@@ -25,20 +25,25 @@ class DraftConfig(PreTrainedConfig):
     target_name_or_path: str | None = None
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftConfig":
-        """The configuration of a draft for `target`."""
-        text = target.config.get_text_config(decoder=True)
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "DraftConfig":
+        """The configuration of a draft for `target`, a model or its configuration."""
+        text = text_config(target)
         values: dict[str, Any] = {
             "vocab_size": text.vocab_size,
             "target": cls.describe(target),
-            "target_name_or_path": target.config._name_or_path or None,
+            "target_name_or_path": getattr(target, "config", target)._name_or_path or None,
         }
         # pipelines read them off the assistant's config
         values |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return cls(**(values | overrides))
 
     @classmethod
-    def describe(cls, target: PreTrainedModel) -> dict[str, Any]:
+    def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
         """What a draft is made for: model type and shapes of a target. Recorded, and compared before drafting."""
-        text = target.config.get_text_config(decoder=True)
+        text = text_config(target)
         return {"model_type": text.model_type} | {name: getattr(text, name, None) for name in TARGET_SHAPES}
+
+
+def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:
+    """The part of a model's configuration that describes its language model."""
+    return getattr(target, "config", target).get_text_config(decoder=True)

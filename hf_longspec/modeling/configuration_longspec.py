@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..generation.target_parts import last_full_layer
-from .configuration_base import DraftConfig
+from .configuration_base import DraftConfig, text_config
 
 
 class LongSpecConfig(DraftConfig):
@@ -45,9 +45,9 @@ class LongSpecConfig(DraftConfig):
     trained_max_length: int | None = None
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "LongSpecConfig":
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "LongSpecConfig":
         """The configuration of a draft for `target`; every shape is the target's unless overridden."""
-        text = target.config.get_text_config(decoder=True)
+        text = text_config(target)
         values = {
             "hidden_size": text.hidden_size,
             "intermediate_size": text.intermediate_size,
@@ -63,9 +63,9 @@ class LongSpecConfig(DraftConfig):
         return config
 
     @classmethod
-    def describe(cls, target: PreTrainedModel) -> dict[str, Any]:
+    def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
         """Shapes, head size and rotary settings of a target."""
-        text = target.config.get_text_config(decoder=True)
+        text = text_config(target)
         rotary = getattr(text, "rope_parameters", None)
         return super().describe(target) | {"head_dim": head_dim(text), "rope_parameters": rotary}
 

@@ -92,6 +92,7 @@ def test_half_types_cast_in_blocks_or_not_at_all(monkeypatch, dtype, capability,
     found = collect(query, key, granularity="kv_head")
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, logits, **HALF_TOLERANCE[dtype])
+    assert torch.equal(found, found.to(dtype).float()) == (capability == "AVX512")
     weights = literal(query.float(), key.float(), ROWS["all_rows"], lambda dot, b, h, n: math.exp(0.3 * dot - 3.0))
     found = collect(query, key, lse, rows="all_rows", score="weights", granularity="kv_head")
     torch.testing.assert_close(found, weights, **TOLERANCE)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import hf_longspec
-from hf_longspec.bench.decoding import Decoder
+from hf_longspec.bench.decoding import Decoder, HfMethod
 from hf_longspec.bench.engine import HF, PLAIN, Cell, EngineBenchmark, order_of_cells
 from hf_longspec.bench.prefill import prefill, refuse_windows, row_windows
 from hf_longspec.bench.progress import Progress
@@ -33,16 +33,34 @@ def test_text_from_a_prefilled_cache_is_that_of_the_whole_prompt(target, prompts
     truth = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
     decoder = Decoder(target, prompts, tokens=9)
     for _ in range(2):  # the second run finds the buffer of the first
-        run = decoder.run({HF: None, **make_drafts(target)}[name], rows, 40, "greedy", seed=0)
+        run = decoder.run({HF: HfMethod(), **make_drafts(target)}[name], rows, 40, "greedy", seed=0)
         assert torch.equal(run.text, truth[:, 40:])
         assert run.tokens == 8 * len(truth)
         assert run.seconds > 0
 
 
+def test_prompt_lookup_is_clocked_from_its_first_tokens_on(target, prompts):
+    """Several tokens arrive at once: those of the first arrival are not decoded on the clock, all others are."""
+    prompt = prompts.prompt(slice(0, 1), 40)
+    truth = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
+    method = HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)
+    run = Decoder(target, prompts, tokens=9).run(method, slice(0, 1), 40, "greedy", seed=0)
+    assert torch.equal(run.text, truth[:, 40:])
+    assert 5 <= run.tokens <= 8 and 1 <= run.steps <= run.tokens and run.shares == {}
+
+
+def test_methods_that_decode_single_prompts_are_left_out_of_batches(target, prompts, tmp_path):
+    def with_lookup(model):
+        return make_drafts(model) | {"lookup": HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)}
+
+    records = measure(target, prompts, tmp_path, make_drafts=with_lookup)
+    assert {record["method"] for record in records if record["kind"] == "decoding"} == {HF, PLAIN, "SpecAttn"}
+
+
 def test_a_run_leaves_the_prompts_as_they_were(target, prompts):
     before = [part.clone() for layer in prompts.layers for part in layer]
     decoder = Decoder(target, prompts, tokens=5)
-    for draft in (None, *make_drafts(target).values()):
+    for draft in (HfMethod(), *make_drafts(target).values()):
         decoder.run(draft, slice(0, 2), 50, "sample", seed=1)
     assert all(torch.equal(a, b) for a, b in zip(before, (p for layer in prompts.layers for p in layer), strict=True))
 
@@ -64,6 +82,8 @@ def test_every_method_is_measured_in_both_modes(target, prompts, tmp_path):
         assert row["tokens_per_second"]["count"] == 2
         assert 1 <= row["tau"] <= 4
         assert (row["tau"] == 1) or row["method"] == "SpecAttn"
+        assert (row["draft_state_bytes"] > 0) == (row["method"] == "SpecAttn")
+        assert row["method"] == HF or sum(row["shares"].values()) == pytest.approx(1, abs=1e-2)
     assert records[-1]["kind"] == "end"
     assert "| float32 | 40 | 2 | SpecAttn |" in (tmp_path / "engine.md").read_text()
 

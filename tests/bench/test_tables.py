@@ -31,7 +31,8 @@ def decoding(method, mode, speed, tau=1.0):
         "ratio_to_hf": summary(speed / 50),
         "ratio_to_plain": summary(speed / 60),
         "tau": tau,
-        "draft_share": 0.5,
+        "shares": {"draft": 0.5, "verify": 0.4, "rest": 0.1},
+        "draft_state_bytes": 2048,
         "share_of_floor": 0.25,
     }
 

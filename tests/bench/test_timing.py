@@ -15,7 +15,7 @@ class Now:
 
 def test_clock_ignores_prompt_and_first_token():
     now = Now()
-    clock = TokenClock(now)
+    clock = TokenClock(1, now)
     for seconds in (0.0, 100.0, 101.0, 103.0):  # prompt, first token after a long prefill, two more
         now.seconds = seconds
         clock.put(None)

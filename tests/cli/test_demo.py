@@ -295,7 +295,7 @@ class TestRemarks:
     def test_a_slower_draft(self):
         said = " ".join(remarks.remarks([self.group((50, 100, 40))], 8000, True))
         assert "plain loop ran at 2.00x the speed of HF generate" in said
-        assert "SpecAttn at 0.40x the speed of the plain loop; 50% of the drafted tokens" in said
+        assert "SpecAttn at 0.40x that of the plain loop (50% of its drafts accepted)" in said
         assert "SpecAttn is slower than decoding without a draft here: it rereads all weights" in said
 
     def test_a_draft_of_the_same_speed(self):

@@ -74,9 +74,12 @@ def test_no_draw_spans_two_rows_and_none_is_repeated(batch_size):
     assert draws.sizes == [VOCAB] * 6 * batch_size
 
 
-def test_rows_of_one_batch_row_are_not_copied():
-    noise = seeded(1)
-    assert noise.rows(4).data_ptr() == noise.rows(2).data_ptr()
+def test_emitted_tokens_without_noise_take_none():
+    """Rejection sampling emits tokens that no noise row decided: later draws go on where the last one ended."""
+    noise, expected = seeded(2), seeded(2).rows(4)
+    noise.rows(2)
+    noise.advance([5, 1])
+    assert torch.equal(noise.rows(2)[0], expected[0, 2:]) and torch.equal(noise.rows(2)[1], expected[1, 1:3])
 
 
 def test_rows_and_positions_differ_and_the_seed_decides():

@@ -95,12 +95,12 @@ def test_walk_stops_at_a_depth_bound():
 def test_a_lone_root_takes_what_the_general_walk_takes(num_nodes, chain):
     """Plain decoding, and a tree of which the root alone may be used, take a shortcut."""
     drawn, noise = random_tree(3, 4, num_nodes, V), draw_noise(4, 3, V, generator=seeded(1))
-    tree = DraftTree(drawn.tokens, drawn.parents, drawn.valid, max_depth=0)
-    tree = DraftTree.root_only(drawn.tokens[:, 0]) if chain else tree
+    bounded = DraftTree(drawn.tokens, drawn.parents, drawn.valid, max_depth=0)
+    tree = DraftTree.root_only(drawn.tokens[:, 0]) if chain else bounded
     scores = torch.randn(4, tree.num_nodes, V, generator=seeded(2))
     draw = race(scores[:, 0], noise[:, 0])
-    found = {scores[:, 0].argmax(-1): accept_greedy(tree, scores), draw: accept_sampled(tree, scores, noise)}
-    for choice, short in found.items():
+    accepted = accept_greedy(tree, scores), accept_sampled(tree, scores, noise)
+    for choice, short in zip((scores[:, 0].argmax(-1), draw), accepted, strict=True):
         general = walk_lazily(tree, lambda depth, node, choice=choice: choice)
         for field in ("path", "num_nodes", "tokens", "next_root"):
             torch.testing.assert_close(getattr(short, field), getattr(general, field), rtol=0, atol=0)

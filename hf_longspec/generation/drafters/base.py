@@ -70,6 +70,11 @@ class Drafter(CandidateGenerator):
         """How many of the last prompt tokens run through the verification path, so that the drafter sees them."""
         return 1
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what the drafter keeps beside the target's cache."""
+        return 0
+
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Begin behind `texts`, the tokens of every row, which are all committed.
 

@@ -48,6 +48,11 @@ class LongSpecDrafter(Drafter):
             AttentionCall(self.device, self.dtype, config.head_dim, config.head_dim)
         )
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the ring: the same at every context length."""
+        return self.ring.nbytes
+
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Fill the ring with the last tokens of the texts: the only prefill that this draft needs."""
         last = [text[-self.config.window :] for text in texts]

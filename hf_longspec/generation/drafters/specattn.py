@@ -65,6 +65,11 @@ class SpecAttnDrafter(Drafter):
         """A chain of the drafts' length, so that the first phase is not blind."""
         return self.num_nodes
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the copies of selected entries."""
+        return self.selected.nbytes
+
     def propose(self, root: torch.Tensor) -> DraftTree:
         """A chain of gamma tokens behind `root` `(batch,)`."""
         tokens, laws = [root], [torch.empty(0)]
