@@ -8,10 +8,12 @@ other work may go on beside it. Every result is written as soon as it is known, 
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_longspec
 from hf_longspec.bench.acceptance import AcceptanceBenchmark, Setting
@@ -25,6 +27,7 @@ from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.timing import TimeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
+DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a LongSpec draft; repeat to compare (default: SpecAttn)"
 
 # Differences are taken to the first setting of each mode.
 SETTINGS = (
@@ -60,32 +63,42 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     set_threads(args.threads)
     model = load_target(args.target, torch.float32)
-    if args.draft:
-        draft = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=torch.float32)
-        major, minor = LONGSPEC_SETTINGS, ()
-    else:
-        draft = hf_longspec.SpecAttnDraftModel.from_target(model)
-        major, minor = SETTINGS, MINOR_SETTINGS
+    drafts = make_drafts(model, args.draft)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
     guard = TimeGuard(args.minutes)
+    major, minor = (LONGSPEC_SETTINGS, ()) if args.draft else (SETTINGS, MINOR_SETTINGS)
     middle = sorted(args.lengths)[len(args.lengths) // 2]
-    progress = Progress(total=len(major) * len(args.lengths) + len(minor), quiet=args.quiet)
-    defaults = {name: draft.setting(name) for name in draft.settings}
+    runs = len(drafts) * (len(major) * len(args.lengths) + len(minor))
+    progress = Progress(total=runs, quiet=args.quiet)
+    defaults = {} if args.draft else {name: drafts[None].setting(name) for name in drafts[None].settings}
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "defaults": defaults, **origin}
     with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
-        benchmark = AcceptanceBenchmark(model, draft, prompts, args.tokens, args.batch)
-        benchmark.run(major, args.lengths, results, progress)
-        benchmark.run(minor, [middle], results, progress)
+        benchmark = None
+        for name, draft in drafts.items():
+            benchmark = AcceptanceBenchmark(model, draft, prompts, args.tokens, args.batch, name, benchmark)
+            benchmark.run(major, args.lengths, results, progress)
+            benchmark.run(minor, [middle], results, progress)
     progress.close()
     print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str | None, Any]:
+    """LongSpec drafts by the name before "=", or of their folder; SpecAttn, which needs no name, if there are none."""
+    if not named:
+        return {None: hf_longspec.SpecAttnDraftModel.from_target(model)}
+    drafts: dict[str | None, Any] = {}
+    for entry in named:
+        name, path = entry.split("=", 1) if "=" in entry else (Path(entry).name, entry)
+        drafts[name] = hf_longspec.LongSpecDraftModel.from_pretrained(path, dtype=torch.float32)
+    return drafts
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser(__doc__, ROOT / "benchmarks" / "results" / "acceptance.jsonl", minutes=40)
     add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
-    made.add_argument("--draft", help="folder or Hub id of a LongSpec draft (default: SpecAttn, which has no weights)")
+    made.add_argument("--draft", action="append", help=DRAFT_HELP)
     made.add_argument("--lengths", type=integers, default=[2048, 8192, 15872], help="default: 2048,8192,15872")
     made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
     made.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")

@@ -9,7 +9,8 @@ itself every two minutes and continues from there when the same command is given
 
 `stdlib` stands for the Python standard library (sources and pydoc topics) of the interpreter that runs the script,
 without the modules in `HELD_OUT`. The loop is written out because its schedule is a function of time, which
-`transformers.Trainer` (a function of steps) does not offer.
+`transformers.Trainer` (a function of steps) does not offer. A smaller model with the same tokenizer, to compare drafts
+with, comes from copying the folder `tokenizer` into a new `--output` and passing `--hidden-size 128 --layers 2`.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def main() -> None:
     corpora = [
         load_or_encode(args.output, name, texts, tokenizer) for name, texts in zip(args.corpus, documents, strict=True)
     ]
-    model = LlamaForCausalLM(model_config(tokenizer))
+    model = LlamaForCausalLM(model_config(tokenizer, args.hidden_size, args.layers))
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
     train(model, corpora, args)
     model.to(torch.bfloat16).save_pretrained(args.output / "model")
@@ -82,6 +83,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", default="45,30,10", help="wall-clock minutes per stage of 512, 8K, 16K windows")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 128 (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.minutes = [float(m) for m in args.minutes.split(",")]
@@ -145,14 +148,14 @@ def load_or_encode(output: Path, name: str, texts: list[str], tokenizer: PreTrai
     return Corpus(name, tokens)
 
 
-def model_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+def model_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 5 // 2,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 128,
         max_position_embeddings=STAGE_LENGTHS[-1],
         rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         tie_word_embeddings=True,

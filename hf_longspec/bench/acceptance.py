@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -73,22 +74,35 @@ class AcceptanceBenchmark:
         prompts ([`PrefilledPrompts`]): One row per prompt.
         tokens (`int`): Tokens per prompt.
         batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
+        name (`str`, *optional*): What the results call the draft.
+        before ([`AcceptanceBenchmark`], *optional*): That of another draft on the same prompts, to compare with: then
+            differences are to its result of the same setting.
     """
 
-    def __init__(self, model: PreTrainedModel, draft: Any, prompts: PrefilledPrompts, tokens: int, batch: int):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draft: Any,
+        prompts: PrefilledPrompts,
+        tokens: int,
+        batch: int,
+        name: str | None = None,
+        before: "AcceptanceBenchmark | None" = None,
+    ):
         self.draft = draft
         self.prompts = prompts
         self.batch = batch
         self.decoder = Decoder(model, prompts, tokens)
-        self._first: dict[tuple[str, int], list[float]] = {}
-        self._greedy_text: dict[int, torch.Tensor] = {}
+        self.name = {} if name is None else {"draft": name}
+        self._first: dict[Any, list[float]] = {} if before is None else before._first
+        self._greedy_text: dict[int, torch.Tensor] = {} if before is None else before._greedy_text
 
     def run(self, settings: Sequence[Setting], lengths: Sequence[int], results: ResultFile, progress: Progress) -> None:
         """All settings at all lengths, in the order given, as far as the time goes."""
         longest = 0.0
         for setting in settings:
             for length in lengths:
-                what = {"mode": setting.mode, "options": dict(setting.options), "length": length}
+                what = {"mode": setting.mode, "options": self.name | dict(setting.options), "length": length}
                 if not results.guard.fits(longest):
                     results.skip("no time left", **what)
                     continue
@@ -103,6 +117,7 @@ class AcceptanceBenchmark:
     def measure(self, setting: Setting, length: int) -> dict[str, Any]:
         """tau of one setting at one length: mean over prompts with interval, and difference to the first setting."""
         taus, texts = [], []
+        histogram: list[int] = []
         with changed(self.draft, dict(setting.options)):
             for start in range(0, len(self.prompts.tokens), self.batch):
                 rows = slice(start, min(start + self.batch, len(self.prompts.tokens)))
@@ -111,11 +126,15 @@ class AcceptanceBenchmark:
                 per_row = run.tokens // len(run.text)
                 taus += [per_row / count for count in steps.counts]
                 texts.append(run.text)
+                counts = self.draft.last_speculation.acceptance_histogram
+                histogram = [a + b for a, b in zip_longest(histogram, counts, fillvalue=0)]
         record: dict[str, Any] = {
             "tau": mean_interval(taus).to_dict(),
             "per_prompt": [significant(tau) for tau in taus],
+            "histogram": histogram,
         }
-        first = self._first.setdefault((setting.mode, length), taus)
+        # drafts are compared setting by setting, the settings of one draft with its first
+        first = self._first.setdefault((setting.mode, str(setting.options) if self.name else "", length), taus)
         if first is not taus:
             difference = [tau - other for tau, other in zip(taus, first, strict=True)]
             record["difference"] = mean_interval(difference).to_dict()

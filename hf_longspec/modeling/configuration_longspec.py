@@ -23,6 +23,7 @@ class LongSpecConfig(DraftConfig):
         qkv_bias (`bool`): Whether the query, key and value projections have a bias, as in the authors' checkpoints.
         window (`int`): Positions that a self-attention query sees, its own included.
         kv_layer (`int`): Layer of the target whose keys and values are read.
+        cross_attention (`bool`): Whether the target's cache is read at all; without it the draft sees its window only.
         noise_range (`list[int]`): Smallest and largest gap between a query and the newest target key it sees in
             training. Drafting at depth d has gap d + 1, so the second number is the depth of the tree.
         trained_max_length (`int`, *optional*): Largest position seen in training.
@@ -41,6 +42,7 @@ class LongSpecConfig(DraftConfig):
     qkv_bias: bool = False
     window: int = 512
     kv_layer: int = 0
+    cross_attention: bool = True
     noise_range: list[int] | tuple[int, ...] = (1, 5)
     trained_max_length: int | None = None
 

@@ -130,8 +130,11 @@ class LongSpecBlock(GradientCheckpointingLayer):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = SelfAttention(config)
-        self.post_self_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.cross_attn = CrossAttention(config)
+        if config.cross_attention:
+            self.post_self_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.cross_attn: CrossAttention | None = CrossAttention(config)
+        else:
+            self.cross_attn = None
         self.post_cross_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = SwiGLU(config)
 
@@ -156,8 +159,9 @@ class LongSpecBlock(GradientCheckpointingLayer):
             hidden, rotary = hidden[:, -num_queries:], (rotary[0][:, -num_queries:], rotary[1][:, -num_queries:])
         query = parts.rotate(self.self_attn.query(self.input_layernorm(hidden)), *rotary)
         hidden = hidden + self.self_attn.output(attend_self(query, key, value))
-        query = self.cross_attn.query(self.post_self_attention_layernorm(hidden))
-        hidden = hidden + self.cross_attn.output(attend_target(parts.rotate_query(query, *rotary)))
+        if self.cross_attn is not None:
+            query = self.cross_attn.query(self.post_self_attention_layernorm(hidden))
+            hidden = hidden + self.cross_attn.output(attend_target(parts.rotate_query(query, *rotary)))
         return hidden + self.mlp(self.post_cross_attention_layernorm(hidden))
 
     def keys(self, hidden: torch.Tensor, rotary: Rotary, parts: TargetParts) -> tuple[torch.Tensor, torch.Tensor]:

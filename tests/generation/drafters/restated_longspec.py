@@ -69,9 +69,10 @@ class Restated:
         query = self.heads(self.project("self_attn.q_proj", self.norm("input_layernorm", hidden)))
         attended = attend(turn(query, here, self.theta), torch.stack(keys, 1), torch.stack(values, 1))
         hidden = hidden + self.project("self_attn.o_proj", attended.flatten())
-        query = self.heads(self.project("cross_attn.q_proj", self.norm("post_self_attention_layernorm", hidden)))
-        attended = attend(turn(query, here, self.theta), *target_keys)
-        hidden = hidden + self.project("cross_attn.o_proj", attended.flatten())
+        if self.config.cross_attention:
+            query = self.heads(self.project("cross_attn.q_proj", self.norm("post_self_attention_layernorm", hidden)))
+            attended = attend(turn(query, here, self.theta), *target_keys)
+            hidden = hidden + self.project("cross_attn.o_proj", attended.flatten())
         normed = self.norm("post_cross_attention_layernorm", hidden)
         gate = torch.nn.functional.silu(self.project("mlp.gate_proj", normed))
         return self.head @ (hidden + self.project("mlp.down_proj", gate * self.project("mlp.up_proj", normed)))

@@ -157,10 +157,10 @@ def test_the_state_does_not_grow(recorded):
     assert rings[0] == rings[1]
 
 
-@pytest.mark.parametrize("kv_layer", [0, 2])
-def test_the_chosen_layer_is_read(recorded, kv_layer):
+@pytest.mark.parametrize("options", [{"kv_layer": 0}, {"kv_layer": 2}, {"cross_attention": False}], ids=str)
+def test_the_chosen_layer_is_read(recorded, options):
     model = tiny_target("llama")
-    draft = noisy_draft(model, kv_layer=kv_layer)
+    draft = noisy_draft(model, **options)
     generate(model, draft, (19,), new=6)
     restated, step = Restated(draft, model), recorded[1]
     text = step["texts"][0]

@@ -1,0 +1,88 @@
+"""Train the LongSpec draft of the tiny target on a CPU, or one of the ablations it is compared with.
+
+    python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/tiny-longspec
+    python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/no-noise --without noise
+
+`--streams` is the folder of `train_tiny_target.py`, with the texts as tokens; a stream that is much shorter than the
+longest is repeated until it has half its length, as the target's training weighted them. A run that was interrupted
+continues when the same command is given again.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import ConcatDataset
+from transformers import AutoModelForCausalLM
+
+from hf_longspec import LongSpecDraftModel
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+
+ROOT = Path(__file__).resolve().parents[1]
+# What each ablation takes away: overrides of the draft, and of the training arguments.
+ABLATIONS: dict[str, tuple[dict, dict]] = {
+    "offsets": ({}, {"max_offset": 0}),
+    "noise": ({"noise_range": [1, 1]}, {}),
+    "cross-attention": ({"cross_attention": False}, {}),
+}
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    overrides, settings = ABLATIONS[args.without] if args.without else ({}, {})
+    torch.manual_seed(args.seed)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+    draft = LongSpecDraftModel.from_target(target, **overrides)
+    # the local folder of this run says nothing to others
+    draft.config.target_name_or_path = Path(args.target).name
+    streams = [np.load(path, mmap_mode="r") for path in sorted(args.streams.glob("*.npy"))]
+    if not streams:
+        raise SystemExit(f"{args.streams} has no *.npy: run examples/train_tiny_target.py with this --output first")
+    longest = max(map(len, streams))
+    repeated = [stream for stream in streams for _ in range(max(1, round(longest / 2 / len(stream))))]
+    rows = ConcatDataset([TokenWindows(stream, args.length) for stream in repeated])
+    training = DraftTrainingArguments(
+        str(args.output),
+        loss="kl",
+        max_steps=args.steps,
+        per_device_train_batch_size=args.batch,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=50,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        logging_steps=25,
+        save_steps=100,
+        save_total_limit=1,
+        use_cpu=True,
+        seed=args.seed,
+        report_to="none",
+        **settings,
+    )
+    trainer = DraftTrainer(draft, target, training, train_dataset=rows)
+    trainer.train(resume_from_checkpoint=any(args.output.glob("checkpoint-*")) or None)
+    trainer.save_state()
+    draft.to(torch.bfloat16).save_pretrained(args.output / "final")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(ROOT / "hub_cards" / "tiny-target"), help="folder or Hub id")
+    parser.add_argument("--streams", type=Path, required=True, help="folder with the token streams")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--length", type=int, default=512, help="tokens per row (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=4, help="rows per step (default: %(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--without", choices=sorted(ABLATIONS), help="train an ablation")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
