@@ -66,7 +66,18 @@ def main() -> None:
     trainer = DraftTrainer(draft, target, training, train_dataset=rows)
     trainer.train(resume_from_checkpoint=any(args.output.glob("checkpoint-*")) or None)
     trainer.save_state()
+    (args.output / "command.txt").write_text(command(args), encoding="utf-8")
     draft.to(torch.bfloat16).save_pretrained(args.output / "final")
+
+
+def command(args: argparse.Namespace) -> str:
+    """What was run, without the folders of the machine that ran it."""
+    without = f" --without {args.without}" if args.without else ""
+    numbers = f"--steps {args.steps} --length {args.length} --batch {args.batch} --learning-rate {args.learning_rate:g}"
+    return (
+        f"python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/{args.output.name} \\\n"
+        f"    {numbers} --seed {args.seed}{without}\n"
+    )
 
 
 def parse_arguments() -> argparse.Namespace:

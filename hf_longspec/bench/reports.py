@@ -21,6 +21,10 @@ NOTES = {
         "with a 4-D mask on a DynamicCache; for a single node, as in plain decoding, without a mask. Error: "
         "attention against float64, logits of one forward against the other's."
     ),
+    "draft_state": (
+        "Bytes that the draft keeps for one row beside the target's cache, bytes of that cache, and the median time to "
+        "draft one tree, on a random model of 3 layers."
+    ),
     "acceptance": (
         "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
         "interval. In brackets: difference to the first row of the same mode, prompt by prompt, with its 95 % "
@@ -204,9 +208,31 @@ def acceptance_report(records: Sequence[Record]) -> str:
     return "\n\n".join([*parts, *left_out(records)]) + "\n"
 
 
+def draft_state_headline(records: Sequence[Record]) -> str:
+    """One row per context."""
+    header = ["context", "draft state, KiB", "target's cache, MiB", "ms per draft tree"]
+    rows = [
+        [
+            str(row["context"]),
+            f"{row['draft_state_bytes'] / 2**10:.0f}",
+            f"{row['target_cache_bytes'] / 2**20:.1f}",
+            f"{row['draft_ms']:.2f}",
+        ]
+        for row in of_kind(records, "draft_state")
+    ]
+    return markdown_table(header, rows)
+
+
+def draft_state_report(records: Sequence[Record]) -> str:
+    """The table with its environment."""
+    parts = ["# State of a LongSpec draft", environment_line(records), note(records), draft_state_headline(records)]
+    return "\n\n".join([*parts, *left_out(records)]) + "\n"
+
+
 # What README quotes of each benchmark: title and table.
 HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "engine": ("Decoding speed", engine_headline),
     "verification": ("One verification behind a long prefix", verification_headline),
+    "draft_state": ("State of a LongSpec draft", draft_state_headline),
     "acceptance": ("Tokens per verification (tau)", acceptance_headline),
 }

@@ -7,7 +7,6 @@ hidden states, queries and logits.
 
 import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ EMBEDDING_FACTORS = {"granite": "embedding_multiplier", "granitemoe": "embedding
 # Between the head module and the logits, by config field: a factor, a divisor.
 LOGIT_FACTORS = {"cohere": "logit_scale", "cohere2": "logit_scale", "cohere2_moe": "logit_scale"}
 LOGIT_DIVISORS = {"granite": "logits_scaling", "granitemoe": "logits_scaling"}
-
-Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class TargetParts:
@@ -78,14 +75,16 @@ class TargetParts:
         cos, sin = self.decoder.rotary_emb(like, positions, **extra)
         return cos, sin
 
-    def rotate(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Queries or keys `(B, heads, N, D)` rotated as the target does."""
-        rotated: torch.Tensor = self._rotation(states, states[:, :0], cos, sin)[0]
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `(B, H, N, D)` and keys `(B, K, N, D)` rotated as the target does."""
+        rotated: tuple[torch.Tensor, torch.Tensor] = self._rotation(query, key, cos, sin)
         return rotated
 
-    def rotate_query(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def rotate_query(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Queries for the cached keys of the KV layer, whose rotation they share or lack together."""
-        return self.rotate(states, cos, sin) if self.rotates else states
+        return self.rotate(query, query[:, :0], cos, sin)[0] if self.rotates else query
 
 
 def decoder_of(model: PreTrainedModel) -> Any:

@@ -154,10 +154,12 @@ class LongSpecBlock(GradientCheckpointingLayer):
             attend_self (`Callable`): Query `(B, H, Q, D)`, key and value `(B, K, N, D)` to `(B, H, Q, D)`.
             attend_target (`Callable`): Query `(B, H, Q, D)` to `(B, H, Q, D)`.
         """
-        key, value = self.keys(hidden, rotary, parts)
+        normed = self.input_layernorm(hidden)
+        key, value = self.self_attn.key_value(normed)
+        query, key = parts.rotate(self.self_attn.query(normed), key, *rotary)
         if num_queries is not None:
-            hidden, rotary = hidden[:, -num_queries:], (rotary[0][:, -num_queries:], rotary[1][:, -num_queries:])
-        query = parts.rotate(self.self_attn.query(self.input_layernorm(hidden)), *rotary)
+            hidden, query = hidden[:, -num_queries:], query[:, :, -num_queries:]
+            rotary = rotary[0][:, -num_queries:], rotary[1][:, -num_queries:]
         hidden = hidden + self.self_attn.output(attend_self(query, key, value))
         if self.cross_attn is not None:
             query = self.cross_attn.query(self.post_self_attention_layernorm(hidden))
@@ -166,9 +168,8 @@ class LongSpecBlock(GradientCheckpointingLayer):
 
     def keys(self, hidden: torch.Tensor, rotary: Rotary, parts: TargetParts) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values `(B, K, N, D)` of embeddings: functions of token and position alone, whatever the context."""
-        normed = self.input_layernorm(hidden)
-        key, value = self.self_attn.key_value(normed)
-        return parts.rotate(key, *rotary), value
+        key, value = self.self_attn.key_value(self.input_layernorm(hidden))
+        return parts.rotate(key[:, :0], key, *rotary)[1], value
 
 
 class CrossAttention(nn.Module):
