@@ -15,7 +15,8 @@ from pathlib import Path
 from transformers import AutoModel
 
 import hf_longspec
-from hf_longspec.bench.reports import acceptance_headline, environment_line, note
+from hf_longspec.bench.report_parts import environment_line, note
+from hf_longspec.bench.reports import acceptance_headline
 from hf_longspec.bench.results import read_records
 
 ROOT = Path(__file__).resolve().parents[1]

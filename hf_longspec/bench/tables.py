@@ -7,7 +7,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from .reports import HEADLINES, environment_line, note, of_kind
+from .report_parts import environment_line, note, of_kind
+from .reports import HEADLINES
 from .results import Record, read_records
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from hf_longspec.bench.environment import environment
-from hf_longspec.bench.reports import HEADLINES, engine_report, environment_line, markdown_table
+from hf_longspec.bench.report_parts import environment_line, markdown_table
+from hf_longspec.bench.reports import HEADLINES, engine_report
 from hf_longspec.bench.results import ResultFile, read_records
 from hf_longspec.bench.tables import main, replace_between
 from hf_longspec.bench.timing import TimeGuard
