@@ -60,6 +60,10 @@ def results(tmp_path):
     verification |= {"hf_ms": summary(60.0), "ours_ms": summary(20.0), "ratio": summary(3.0)}
     verification |= {"error": 0.0016, "budget": 0.003, "floor_ms": 4.0}
     sampled = {"kind": "acceptance", "mode": "sample", "length": 8192, "tau": interval(2.5), "per_prompt": [2.5]}
+    state = {"kind": "draft_state", "context": 65536, "draft_state_bytes": 139264, "target_cache_bytes": 2**25}
+    moved = {"kind": "offsets", "offset": 8192, "anchors": 4, "loss": interval(4.5), "difference": interval(0.01)}
+    write(tmp_path / "draft_state.jsonl", "draft_state", [state | {"draft_ms": 3.25}])
+    write(tmp_path / "offsets.jsonl", "offsets", [moved])
     write(tmp_path / "engine.jsonl", "engine", [{"kind": "ceilings", "read_gb_per_second": 20.5}, *modes])
     write(tmp_path / "verification.jsonl", "verification", [verification])
     write(
@@ -85,14 +89,16 @@ def test_readme_gets_all_tables_and_keeps_the_rest(results, tmp_path, capsys):
     assert "| float32 | 2048 | 1 | 50.0 | 1.20x | 1.50x; 1.25x plain, tau 2.50 |" in text
     assert "| attention | bfloat16 | 17 | 60.0 | 20.0 | 3.00 (2.90-3.10) | 4.0 | 2e-03 |" in text
     assert "| sample | window | 2.40 ± 0.05 (-0.10 ± 0.05) |" in text
-    assert text.count("commit abc123") == 3
+    assert "| 65536 | 136 | 32.0 | 3.25 |" in text
+    assert "| 8192 | 4 | 4.500 ± 0.05 | +0.0100 ± 0.0500 |" in text
+    assert text.count("commit abc123") == 5
     assert "Defaults: num_assistant_tokens=4." in text
     assert "20.5 GB/s" in text
     assert text.count("The run was not finished.") == 1
     assert [text.index(f"### {title}") for title, _ in HEADLINES.values()] == sorted(
         text.index(f"### {title}") for title, _ in HEADLINES.values()
     )
-    assert "engine, verification, acceptance" in capsys.readouterr().out
+    assert "engine, verification, draft_state, offsets, acceptance" in capsys.readouterr().out
 
 
 def test_writing_twice_changes_nothing(results, tmp_path):
