@@ -44,8 +44,10 @@ class TargetParts:
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
         """Device and dtype of the keys that the KV layer computes."""
-        hook = getattr(self.attention, "_hf_hook", None)  # accelerate: weights may wait elsewhere than they run
-        device = getattr(hook, "execution_device", None)
+        # accelerate: weights may wait elsewhere than they run, and the modules that hold them know where that is
+        hooks = (getattr(module, "_hf_hook", None) for module in self.attention.modules())
+        devices = (getattr(hook, "execution_device", None) for hook in hooks)
+        device = next((device for device in devices if device is not None), None)
         if device is None:
             device = next(self.attention.parameters()).device
         return torch.device(device), self.model.get_input_embeddings().weight.dtype

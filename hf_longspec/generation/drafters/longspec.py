@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select
 from ..beam import Beam
@@ -16,6 +17,8 @@ from ..draft_tree import DraftTree
 from ..target_parts import TargetParts
 from ..window_ring import WindowRing
 from .base import Binding, Drafter, Verification
+
+logger = logging.get_logger(__name__)
 
 
 class LongSpecDrafter(Drafter):
@@ -55,6 +58,7 @@ class LongSpecDrafter(Drafter):
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Fill the ring with the last tokens of the texts: the only prefill that this draft needs."""
+        self._warn_of_length(max(map(len, texts)))
         last = [text[-self.config.window :] for text in texts]
         width = max(map(len, last))
         tokens = torch.stack([torch.nn.functional.pad(text, (width - len(text), 0)) for text in last])
@@ -86,6 +90,14 @@ class LongSpecDrafter(Drafter):
         self.ring.keep(path, numbers[0], numbers[1])
         last = verification.path.gather(1, (numbers[0] - 1).clamp_min(0)[:, None].to(verification.path.device))
         self.last_token = self.tokens.gather(1, last).squeeze(1)
+
+    def _warn_of_length(self, length: int) -> None:
+        trained = self.config.trained_max_length
+        if trained and length > trained:
+            logger.warning_once(
+                f"the prompt has {length} tokens, and this draft was trained up to trained_max_length={trained}: the "
+                "text stays exact, but fewer drafts may be accepted. Train it further with larger offsets."
+            )
 
     def _run(
         self, beam: Beam, depth: int, positions: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]

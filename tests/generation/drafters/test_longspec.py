@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from hf_longspec import SpeculativeCache
+from hf_longspec import LongSpecDraftModel, SpeculativeCache
 from hf_longspec.generation.beam import Beam
+from hf_longspec.generation.drafters import longspec
 from hf_longspec.generation.drafters.base import Binding
 from hf_longspec.generation.drafters.longspec import LongSpecDrafter
 from hf_longspec.generation.target import TargetView
@@ -173,6 +174,29 @@ def test_a_draft_in_another_dtype_is_copied_not_changed(plain_run):
     draft = noisy_draft(run.model).to(torch.bfloat16)
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert draft.dtype == torch.bfloat16
+
+
+def test_a_prompt_beyond_the_trained_length_warns_by_name(plain_run, monkeypatch):
+    said = []
+    monkeypatch.setattr(longspec.logger, "warning_once", said.append)
+    run = plain_run("llama", LENGTHS, max_new_tokens=9)
+    draft = noisy_draft(run.model, trained_max_length=33)
+    run.again(draft)
+    assert said == []
+    draft.config.trained_max_length = 32
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert len(said) == 1 and "33 tokens" in said[0] and "trained_max_length=32" in said[0]
+
+
+def test_an_offloaded_target(plain_run):
+    """Its weights wait on the meta device and come when a layer runs; the draft finds its place by the hook."""
+    accelerate = pytest.importorskip("accelerate")
+    run = plain_run(tiny_target("qwen3"), LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
+    draft = noisy_draft(run.model)
+    accelerate.cpu_offload(run.model, execution_device=torch.device("cpu"))
+    assert next(run.model.parameters()).device.type == "meta"
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert run.again(LongSpecDraftModel.from_target(run.model, window=8)).tolist() == run.sequences.tolist()
 
 
 def test_a_second_turn_on_the_same_cache(plain_run):
