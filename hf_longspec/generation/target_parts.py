@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-# Layers of these types do not rotate queries and keys, although the model has a rotary embedding.
-UNROTATED_LAYERS = {"cohere2": "full_attention", "cohere2_moe": "full_attention", "exaone4": "full_attention"}
+# Where some layers slide a window, layers of this type do not rotate queries and keys.
+UNROTATED_LAYERS = dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "exaone_moe"), "full_attention")
+
+_GRANITE = ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared")
 
 # Factor, by config field, between the embedding module and the first layer (where the module does not apply it).
-EMBEDDING_FACTORS = {"granite": "embedding_multiplier", "granitemoe": "embedding_multiplier"}
+EMBEDDING_FACTORS = dict.fromkeys((*_GRANITE, "hyperclovax"), "embedding_multiplier")
 
 # Between the head module and the logits, by config field: a factor, a divisor.
-LOGIT_FACTORS = {"cohere": "logit_scale", "cohere2": "logit_scale", "cohere2_moe": "logit_scale"}
-LOGIT_DIVISORS = {"granite": "logits_scaling", "granitemoe": "logits_scaling"}
+LOGIT_FACTORS = dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "logit_scale") | {"hyperclovax": "logits_scaling"}
+LOGIT_DIVISORS = dict.fromkeys(_GRANITE, "logits_scaling")
 
 
 class TargetParts:
@@ -107,7 +109,7 @@ def decoder_of(model: PreTrainedModel) -> Any:
 def rotates(config: Any, layer: int) -> bool:
     """Whether layer `layer` of a target rotates its queries and keys."""
     unrotated = UNROTATED_LAYERS.get(config.model_type)
-    if unrotated is not None and config.layer_types[layer] == unrotated:
+    if unrotated is not None and config.sliding_window is not None and config.layer_types[layer] == unrotated:
         return False
     no_rope_layers = getattr(config, "no_rope_layers", None)  # 1: the layer rotates
     return True if not no_rope_layers else bool(no_rope_layers[layer])

@@ -4,7 +4,7 @@ import importlib
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
 
 from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.cache import SpeculativeCache
@@ -29,9 +29,30 @@ def watch(module, store, pre):
     return module.register_forward_pre_hook(before, with_kwargs=True) if pre else module.register_forward_hook(after)
 
 
-@pytest.mark.parametrize("name", TINY_TARGETS)
-def test_embedding_and_head(target, name):
-    model = target(name)
+# Rows of data beyond the architectures of the other tests: what they are built like, and their own type.
+RELATIVES = [
+    ("granite", "granite_swa"),
+    ("granite", "hyperclovax"),
+    ("granite", "granitemoe"),
+    ("granite", "granitemoeshared"),
+    ("llama", "cohere"),
+    ("cohere2", "exaone4"),
+]
+
+
+@pytest.fixture
+def relative(target):
+    def make(name, model_type):
+        if model_type not in CONFIG_MAPPING:
+            pytest.skip(f"this transformers has no {model_type}")
+        return target(name, model_type=model_type)
+
+    return make
+
+
+@pytest.mark.parametrize("name", [*TINY_TARGETS, *RELATIVES], ids=str)
+def test_embedding_and_head(target, relative, name):
+    model = target(name) if isinstance(name, str) else relative(*name)
     parts = TargetParts(model, 0)
     ids = tiny_prompts(128, (LENGTH,))[0]
     first, normed = [], []
@@ -44,10 +65,10 @@ def test_embedding_and_head(target, name):
         handle.remove()
 
 
-@pytest.mark.parametrize("name", ROTARY_TARGETS)
-def test_queries_and_keys_are_rotated_as_in_every_layer(target, name, monkeypatch):
+@pytest.mark.parametrize("name", [*ROTARY_TARGETS, *RELATIVES], ids=str)
+def test_queries_and_keys_are_rotated_as_in_every_layer(target, relative, name, monkeypatch):
     """The backend's query and the cached key of each layer are what `rotate_query` makes of the unrotated ones."""
-    model = target(name)
+    model = target(name) if isinstance(name, str) else relative(*name)
     ids = tiny_prompts(128, (LENGTH,))[0]
     positions = torch.arange(LENGTH)[None]
     rotated, unrotated = {}, {}
@@ -81,12 +102,13 @@ def test_queries_and_keys_are_rotated_as_in_every_layer(target, name, monkeypatc
         torch.testing.assert_close(parts.rotate_query(without, *rotary), with_rotation, **EQUAL)
 
 
-@pytest.mark.parametrize("name", ["cohere2", "smollm3"])
-def test_some_layers_do_not_rotate(target, name):
-    config = target(name).config
+@pytest.mark.parametrize("name", ["cohere2", "smollm3", ("cohere2", "exaone4")], ids=str)
+def test_some_layers_do_not_rotate(target, relative, name):
+    model = target(name) if isinstance(name, str) else relative(*name)
+    config = model.config
     turning = [rotates(config, layer) for layer in range(config.num_hidden_layers)]
     assert turning == [True, False, True, False]
-    parts = TargetParts(target(name), 1)
+    parts = TargetParts(model, 1)
     states = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
     rotary = parts.rotary(torch.arange(5)[None], states)
     assert torch.equal(parts.rotate_query(states, *rotary), states)
