@@ -16,8 +16,8 @@ VENV_MIN := .venv-min
 READY := $(VENV)/.ready
 READY_MIN := $(VENV_MIN)/.ready
 
-# What can differ between transformers versions: models, cache, generate().
-MIN_TESTS := tests/generation tests/modeling tests/test_testing.py tests/test_public_api.py
+# What can differ between transformers versions: models, cache, generate(), Trainer.
+MIN_TESTS := tests/generation tests/modeling tests/training tests/test_testing.py tests/test_public_api.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-min lint soak bench clean
@@ -34,8 +34,8 @@ test: $(READY) ## the whole test suite, on the newest transformers
 	@echo "Running the whole test suite and the examples in docstrings on the newest transformers."
 	$(VENV)/bin/python -m pytest -n auto $(ARGS)
 
-test-min: $(READY_MIN) ## the generation and modeling tests, on the oldest supported transformers
-	@echo "Running the generation and modeling tests on the oldest supported transformers."
+test-min: $(READY_MIN) ## the generation, modeling and training tests, on the oldest supported transformers
+	@echo "Running the generation, modeling and training tests on the oldest supported transformers."
 	$(VENV_MIN)/bin/python -m pytest -n auto $(wildcard $(MIN_TESTS)) $(ARGS)
 
 lint: $(READY) ## ruff (rules and format) and mypy

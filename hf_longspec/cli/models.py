@@ -41,7 +41,7 @@ def load_tokenizer(target: str) -> Any:
     Raises:
         CommandError: If it cannot be loaded.
     """
-    with _loading(target, "tokenizer"):
+    with loading(target, "tokenizer"):
         return AutoTokenizer.from_pretrained(target)
 
 
@@ -51,7 +51,7 @@ def max_positions(target: str) -> int:
     Raises:
         CommandError: If the configuration cannot be loaded.
     """
-    with _loading(target, "configuration"):
+    with loading(target, "configuration"):
         config = AutoConfig.from_pretrained(target).get_text_config(decoder=True)
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
@@ -62,7 +62,7 @@ def load_target(target: str, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         CommandError: If it cannot be loaded, or cannot be decoded speculatively.
     """
-    with _loading(target, "model"):
+    with loading(target, "model"):
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
     if reasons := TargetView(model).why_not():
         raise CommandError(f"{target} cannot be used: {'; '.join(reasons)}. Pass another --target.")
@@ -80,7 +80,7 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
     Raises:
         CommandError: If it cannot be loaded, is no draft, or was made for another target.
     """
-    with _loading(name, "draft"):
+    with loading(name, "draft"):
         draft = AutoModel.from_pretrained(name, dtype=model.dtype)
         if not getattr(draft, "_is_longspec_draft", False):
             raise ValueError(f"it is a {type(draft).__name__}, not a draft")
@@ -89,7 +89,7 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
 
 
 @contextmanager
-def _loading(name: str, what: str) -> Iterator[None]:
+def loading(name: str, what: str) -> Iterator[None]:
     """Whatever goes wrong while loading is said in one line."""
     try:
         yield

@@ -1,0 +1,87 @@
+"""The command `hf-longspec`."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from . import CommandError
+
+try:
+    import typer
+except ImportError:
+    sys.exit("error: hf-longspec needs typer, which is not installed: pip install 'hf_longspec[train]'")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Lossless speculative decoding at long context.",
+)
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Option(help="Recipe, such as examples/longspec_pretrain.yaml.")],
+    target: Annotated[str | None, typer.Option(help="Hub id or folder of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft to go on with.")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="Where checkpoints and the draft are written.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="Any other key: training.seed=1.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """Train a draft as a recipe says."""
+    named = {
+        "target": target,
+        "draft": draft,
+        "training.output_dir": output_dir,
+        "training.max_steps": max_steps,
+        "training.learning_rate": learning_rate,
+    }
+    try:
+        from . import recipes
+        from . import train as command
+
+        overrides = {name: value for name, value in named.items() if value is not None}
+        overrides |= dict(recipes.parse_setting(text) for text in setting or [])
+        status = command.main(config, overrides, resume, debug)
+    except CommandError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    raise typer.Exit(status)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="Published id, folder or weight file of the authors' draft.")],
+    output: Annotated[Path, typer.Option(help="New folder for the converted draft.")],
+    target: Annotated[str | None, typer.Option(help="Id, folder or config.json of its target.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """Convert one of the authors' LongSpec checkpoints."""
+    from . import convert as command
+
+    raise typer.Exit(command.main(source, target, output, debug))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    help="Continue a long document with and without speculation, and compare.",
+)
+def demo(context: typer.Context) -> None:
+    """Everything behind `demo` is for the demo, `--help` too."""
+    from .demo import main as run
+
+    raise typer.Exit(run(context.args))
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

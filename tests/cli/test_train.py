@@ -1,0 +1,237 @@
+"""`hf-longspec train`: every recipe of examples/, shrunk to a tiny target, and what is said when it cannot run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_longspec import LongSpecDraftModel
+from hf_longspec.cli import CommandError, demo, recipes
+from hf_longspec.testing import tiny_prompts
+from tests.cli.test_demo import save_target
+
+pytest.importorskip("datasets")
+typer_testing = pytest.importorskip("typer.testing")
+app = pytest.importorskip("hf_longspec.cli.app")
+
+PROJECT = Path(__file__).resolve().parents[2]
+EXAMPLES = PROJECT / "examples"
+SHRUNK = ["--max-steps", "2", "--set", "training.bf16=false", "--set", "training.use_cpu=true"]
+SHRUNK += ["--set", "training.per_device_train_batch_size=2", "--set", "training.gradient_accumulation_steps=1"]
+SHRUNK += ["--set", "dtype=float32", "--set", "training.disable_tqdm=true", "--set", "training.save_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = save_target(tmp_path_factory.mktemp("target"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Texts and conversations as JSON lines, tokens as an array."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = []
+    for number in range(8):
+        text = " ".join(f"word{(number + 3) * index % 17}" for index in range(20))
+        messages = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": text}]
+        rows.append(json.dumps({"text": text, "messages": messages}))
+    for name in ("text", "messages"):
+        lines = [json.dumps({name: json.loads(row)[name]}) for row in rows]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    np.save(folder / "tokens.npy", np.arange(600, dtype=np.uint16) % 90 + 5)
+    return folder
+
+
+@pytest.fixture
+def run(target, monkeypatch):
+    """`run("train", ...)` on the tiny target: exit status and everything printed, errors too."""
+
+    monkeypatch.chdir(PROJECT)
+
+    def call(*arguments, target=target):
+        result = typer_testing.CliRunner().invoke(app.app, [*map(str, arguments), "--target", str(target)])
+        return result.exit_code, result.output
+
+    return call
+
+
+def json_lines(data, name):
+    return f"dataset={{path: json, data_files: {data / name}.jsonl, split: train}}"
+
+
+def test_the_three_stages_follow_each_other(run, data, tmp_path, target):
+    """Packed texts, a long stage that goes on with the draft, conversations one by one; the last draft drafts."""
+    folders = [str(tmp_path / stage) for stage in ("pretrain", "long", "sft")]
+    chunks = ["--set", "training.target_chunk_size=20"]
+    stages = {
+        "pretrain": ["--set", json_lines(data, "text"), "--set", "pack=30", "--set", "draft.window=16"],
+        "long": ["--set", json_lines(data, "text"), "--set", "pack=90", "--draft", folders[0], *chunks],
+        "sft": [
+            "--set",
+            json_lines(data, "messages"),
+            "--set",
+            "training.max_length=80",
+            "--draft",
+            folders[1],
+            *chunks,
+        ],
+    }
+    for folder, (stage, arguments) in zip(folders, stages.items(), strict=True):
+        config = EXAMPLES / f"longspec_{stage}.yaml"
+        status, output = run("train", "--config", config, "--output-dir", folder, *SHRUNK, *arguments)
+        assert status == 0, output
+        assert f"Saved in {folder} after 2 steps." in output
+    drafts = [LongSpecDraftModel.from_pretrained(folder) for folder in folders]
+    assert drafts[2].config.window == 16
+    lengths = [draft.config.trained_max_length for draft in drafts]
+    assert 30 < lengths[0] < 512 and lengths == sorted(lengths)
+    assert not torch.equal(drafts[1].block.mlp.up_proj.weight, drafts[2].block.mlp.up_proj.weight)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    prompt, mask = tiny_prompts(90, [25])
+    settings = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    drafted = model.generate(prompt, assistant_model=drafts[2], **settings)
+    assert drafted.tolist() == model.generate(prompt, **settings).tolist()
+
+
+@pytest.fixture
+def recipe(data, tmp_path):
+    """A recipe of a stream of tokens, which needs no tokenizer."""
+    text = f"""
+        target: not/set
+        draft: {{window: 16}}
+        dataset: {{tokens: [{data / "tokens.npy"}]}}
+        eval_dataset: {{tokens: {data / "tokens.npy"}}}
+        pack: 25
+        training: {{output_dir: {tmp_path / "run"}, learning_rate: 1e-3, max_steps: 4, save_steps: 2, use_cpu: true,
+                    disable_tqdm: true}}
+        """
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_run_can_be_resumed(run, recipe, tmp_path):
+    assert run("train", "--config", recipe, "--max-steps", 2)[0] == 0
+    status, output = run("train", "--config", recipe, "--resume")
+    assert status == 0, output
+    state = json.loads((tmp_path / "run" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["global_step"] == 4
+    # saved by the resumed run alone: the first one ended at step 2
+    assert "after 4 steps" in output
+
+
+def test_the_same_recipe_gives_the_same_draft(run, recipe, tmp_path):
+    folders = [tmp_path / name for name in ("one", "two", "three")]
+    for folder, seed in zip(folders, (7, 7, 8), strict=True):
+        arguments = ["--output-dir", folder, "--max-steps", 1, "--set", f"training.seed={seed}"]
+        assert run("train", "--config", recipe, *arguments)[0] == 0
+    one, two, three = ((folder / "model.safetensors").read_bytes() for folder in folders)
+    assert one == two != three
+
+
+def test_lora_saves_an_adapter(run, recipe, tmp_path):
+    pytest.importorskip("peft")
+    status, output = run(
+        "train", "--config", recipe, "--set", "lora={r: 2, target_modules: [q_proj]}", "--max-steps", 1
+    )
+    assert status == 0, output
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--config", "missing.yaml"], "cannot read 'missing.yaml': No such file"),
+        (["--set", "training.learning_rat=1"], "unknown key 'learning_rat' in training: did you mean learning_rate?"),
+        (["--set", "datset={}"], "unknown key 'datset' in recipe: did you mean dataset?"),
+        (["--set", "training.output_dir=null"], "training has no output_dir"),
+        (["--set", "dataset=null"], "has no dataset: a recipe needs target, training, dataset"),
+        (["--set", "training=3"], "training: 3 is no mapping"),
+        (["--set", "training.loss=mse"], "loss='mse': expected one of kl, ce"),
+        (["--set", "seed"], "expected key=value"),
+        (["--set", "pack.size=3"], "pack is 25 in the recipe, not a mapping"),
+        (["--set", "pack=null"], "say with pack how many tokens"),
+        (["--set", "pack=601"], "fewer than one row of length=601"),
+        (["--set", "pack=550"], "550 tokens, and the target has 512 positions"),
+        (["--set", "dataset.tokens=none.npy"], "cannot load the tokens of 'none.npy'"),
+        (["--set", "dataset={path: json, data_files: none.jsonl, split: train}"], "cannot load the dataset of 'json'"),
+        (["--set", "draft.windw=3"], "unknown settings ['windw']"),
+        (["--draft", "examples"], "cannot load the draft of 'examples'"),
+        (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
+        (["--resume"], "has no complete checkpoint to resume from"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_said_in_one_line(run, recipe, arguments, complaint):
+    config = [] if "--config" in arguments else ["--config", recipe]
+    status, output = run("train", *config, *arguments)
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert status == 2
+    assert len(lines) == 1 and complaint in lines[0]
+
+
+def test_a_wrong_column_and_a_missing_split_are_said_in_one_line(run, recipe, data):
+    status, output = run(
+        "train", "--config", recipe, "--set", json_lines(data, "text"), "--set", "training.text_column=body"
+    )
+    assert status == 2 and "the dataset has the columns ['text']" in output
+    status, output = run("train", "--config", recipe, "--set", f"dataset={{path: json, data_files: {data}/text.jsonl}}")
+    assert status == 2 and "has the splits train: add split" in output
+
+
+def test_debug_shows_where_an_error_came_from(target, recipe):
+    arguments = ["train", "--config", str(recipe), "--target", str(target), "--set", "pack=601", "--debug"]
+    result = typer_testing.CliRunner().invoke(app.app, arguments)
+    assert isinstance(result.exception, CommandError)
+
+
+def test_a_diverged_run_has_its_own_exit_status(run, recipe, target, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    status, output = run("train", "--config", recipe, target=tmp_path / "broken")
+    assert status == 1
+    assert "error: the loss at step 1 is nan" in output
+
+
+def test_the_demo_gets_everything_behind_its_name(monkeypatch):
+    seen = []
+    monkeypatch.setattr(demo, "main", lambda arguments: seen.append(arguments) or 3)
+    result = typer_testing.CliRunner().invoke(app.app, ["demo", "--context", "5", "--help", "--dtypes=float32"])
+    assert seen == [["--context", "5", "--help", "--dtypes=float32"]]
+    assert result.exit_code == 3
+
+
+def test_the_command_runs_as_a_module():
+    command = [sys.executable, "-m", "hf_longspec.cli.app", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
+    assert result.returncode == 0
+    assert "train" in result.stdout and "demo" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("5e-4", 5e-4), ("-1.5E3", -1500.0), ("3", 3), ("2.5", 2.5), ("e4", "e4")]
+)
+def test_numbers_are_read_as_python_reads_them(text, number):
+    value = recipes.parse_setting(f"key={text}")[1]
+    assert value == number and type(value) is type(number)
+
+
+@pytest.mark.parametrize("name", ["multi_gpu", "fsdp", "deepspeed"])
+def test_accelerate_reads_its_configurations(name):
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    config = config_args.load_config_from_file(str(EXAMPLES / "accelerate" / f"{name}.yaml"))
+    assert config.distributed_type.value == name.upper()
+    assert config.num_processes == 8
+    if name == "fsdp":
+        assert config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] in LongSpecDraftModel._no_split_modules

@@ -1,0 +1,95 @@
+"""A tiny target, a draft for it, and a trainer whose runs take milliseconds."""
+
+import copy
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from hf_longspec import LongSpecDraftModel
+from hf_longspec.testing import tiny_target
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+
+
+@pytest.fixture(scope="session")
+def pristine_target():
+    """Never trained beside and never changed: compare with it."""
+    return tiny_target("llama", vocab_size=260, max_position_embeddings=512)
+
+
+@pytest.fixture
+def target(pristine_target):
+    return copy.deepcopy(pristine_target)
+
+
+@pytest.fixture
+def make_draft(target):
+    """`make_draft(window=8)`: a draft with the same weights every time."""
+
+    def make(**overrides):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return LongSpecDraftModel.from_target(target, **{"window": 16, **overrides})
+
+    return make
+
+
+@pytest.fixture
+def draft(make_draft):
+    return make_draft()
+
+
+@pytest.fixture(scope="session")
+def tokens():
+    """A stream that can be learned: each token follows from the two before it, with some noise."""
+    generator = torch.Generator().manual_seed(5)
+    stream = [3, 4]
+    for surprise in torch.rand(4999, generator=generator).tolist():
+        after = 3 + (5 * stream[-1] + 3 * stream[-2]) % 29
+        stream.append(after if surprise < 0.9 else 3 + int(surprise * 1000) % 29)
+    return torch.tensor(stream)
+
+
+@pytest.fixture
+def make_trainer(draft, target, tokens, tmp_path):
+    """`make_trainer(max_steps=3, model=..., dataset=...)`: a trainer of `draft` for `target` on `tokens`."""
+
+    def make(model=draft, dataset=None, eval_dataset=None, peft_config=None, tokenizer=None, **settings):
+        settings = {
+            "output_dir": str(tmp_path / "run"),
+            "max_steps": 3,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "save_strategy": "no",
+            "logging_steps": 1,
+            **settings,
+        }
+        return DraftTrainer(
+            model,
+            target,
+            DraftTrainingArguments(**settings),
+            train_dataset=TokenWindows(tokens, 33) if dataset is None else dataset,
+            eval_dataset=eval_dataset,
+            peft_config=peft_config,
+            processing_class=tokenizer,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """Bytes and two special tokens, with a chat template that marks what the assistant says."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}<eos>{% endgeneration %}"
+        "{% else %}U:{{ m.content }}{% endif %}{% endfor %}"
+    )
+    return tokenizer

@@ -1,0 +1,59 @@
+"""One run of three steps of eight ragged rows, however they are divided.
+
+`accelerate launch --multi_gpu --num_processes 2 divided.py FOLDER` divides them over processes.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from hf_longspec import LongSpecDraftModel
+from hf_longspec.testing import tiny_target
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments
+
+ROWS_PER_STEP, STEPS = 8, 3
+
+
+def make_trainer(folder, rows, accumulation):
+    """Rows of 9 to 40 tokens, so that micro-batches predict different numbers of them.
+
+    SGD, since Adam's division by the size of the gradient would turn rounding into steps.
+    """
+    target = tiny_target("llama", max_position_embeddings=512)
+    torch.manual_seed(1)
+    draft = LongSpecDraftModel.from_target(target, window=16)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(9, 41, (ROWS_PER_STEP * STEPS,), generator=generator).tolist()
+    dataset = [{"input_ids": torch.randint(3, 128, (length,), generator=generator)} for length in lengths]
+    args = DraftTrainingArguments(
+        str(folder),
+        num_train_epochs=1,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=0.3,
+        optim="sgd",
+        logging_steps=1,
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return DraftTrainer(draft, target, args, train_dataset=dataset, eval_dataset=dataset)
+
+
+def history(trainer):
+    """What the log says of each step, without times."""
+    names = ("loss", "grad_norm", "num_input_tokens_seen", "acceptance_gap_1", "acceptance_gap_5")
+    return [{name: entry.get(name) for name in names} for entry in trainer.state.log_history if "loss" in entry]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    output = Path(sys.argv[1])
+    run = make_trainer(output, 2, 2)
+    run.train()
+    metrics = run.evaluate()
+    run.save_model()
+    if run.accelerator.is_main_process:
+        (output / "history.json").write_text(json.dumps({"steps": history(run), "metrics": metrics}))

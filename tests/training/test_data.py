@@ -1,0 +1,134 @@
+"""From datasets to rows and batches."""
+
+import numpy as np
+import pytest
+import torch
+
+from hf_longspec.training import DraftCollator, DraftTrainingArguments, TokenWindows, pack
+from hf_longspec.training.documents import DocumentEncoder
+
+datasets = pytest.importorskip("datasets")
+TEXTS = ["one", "second text", "", "the third of the texts"]
+
+
+@pytest.fixture
+def args(tmp_path):
+    return DraftTrainingArguments(str(tmp_path), use_cpu=True)
+
+
+def encode(text, tokenizer):
+    return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+
+
+def test_a_text_ends_with_the_end_of_text_which_is_predicted(args, tokenizer):
+    tokens, labels = DocumentEncoder(args, tokenizer)({"text": "some text"})
+    assert tokens.tolist() == labels.tolist() == encode("some text", tokenizer)
+    again, _ = DocumentEncoder(args, tokenizer)({"text": "some text<eos>"})
+    assert again.tolist() == tokens.tolist()
+
+
+def test_tokens_and_labels_are_taken_as_they_are(args):
+    tokens, labels = DocumentEncoder(args)({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "text": 3})
+    assert tokens.tolist() == [5, 6, 7] and labels.tolist() == [-100, 6, 7]
+
+
+def test_a_text_is_cut_at_max_length(args, tokenizer):
+    args.max_length = 4
+    tokens, labels = DocumentEncoder(args, tokenizer)({"text": "some text"})
+    assert tokens.tolist() == labels.tolist() == encode("some text", tokenizer)[:4]
+
+
+@pytest.mark.parametrize("assistant_only", [False, True])
+def test_conversations_go_through_the_template(args, tokenizer, assistant_only):
+    args.assistant_only = assistant_only
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    tokens, labels = DocumentEncoder(args, tokenizer)({"messages": messages})
+    assert tokenizer.decode(tokens) == "U:hiA:yes<eos>"
+    predicted = labels[labels != -100]
+    assert tokenizer.decode(predicted) == ("yes<eos>" if assistant_only else "U:hiA:yes<eos>")
+
+
+def test_a_template_without_marks_cannot_train_the_assistant_alone(args, tokenizer):
+    args.assistant_only = True
+    unmarked = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        with pytest.raises(ValueError, match="marks nothing as the assistant's"):
+            DocumentEncoder(args, tokenizer)({"messages": [{"role": "assistant", "content": "yes"}]})
+    finally:
+        tokenizer.chat_template = unmarked
+
+
+def test_batches_are_padded_on_the_right(args):
+    rows = [{"input_ids": [7, 8, 9]}, {"input_ids": torch.tensor([4])}]
+    batch = DraftCollator(DocumentEncoder(args), vocab_size=10, pad_token_id=1)(rows)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        "input_ids": [[7, 8, 9], [4, 1, 1]],
+        "labels": [[7, 8, 9], [4, -100, -100]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+    }
+
+
+@pytest.mark.parametrize("token", [-1, 10])
+def test_tokens_that_the_target_does_not_have_are_refused(args, token):
+    collate = DraftCollator(DocumentEncoder(args), vocab_size=10)
+    with pytest.raises(ValueError, match=f"the token {token}, and the target's vocabulary is 0 to 9.*tokenizer"):
+        collate([{"input_ids": [3, token]}])
+
+
+def test_empty_rows_are_refused(args):
+    with pytest.raises(ValueError, match="no tokens: filter"):
+        DraftCollator(DocumentEncoder(args), vocab_size=10)([{"input_ids": [3]}, {"input_ids": []}])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("length", [5, 1000])
+def test_packed_rows_are_the_documents_one_after_the_other(args, tokenizer, streaming, length):
+    documents = datasets.Dataset.from_dict({"number": [1, 2, 3, 4], "text": TEXTS})
+    rows = list(pack(documents.to_iterable_dataset() if streaming else documents, tokenizer, args, length))
+    stream = [token for text in TEXTS for token in encode(text, tokenizer)]
+    assert [token for row in rows for token in row["input_ids"]] == stream
+    assert [len(row["input_ids"]) for row in rows[:-1]] == [length] * (len(rows) - 1)
+    assert all(set(row) == {"input_ids", "labels"} and row["labels"] == row["input_ids"] for row in rows)
+
+
+def test_packed_conversations_keep_their_labels(args, tokenizer):
+    args.assistant_only = True
+    turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]] * 2
+    (row,) = pack(datasets.Dataset.from_dict({"messages": turns}), tokenizer, args, 100)
+    assert tokenizer.decode(row["input_ids"]) == "U:hiA:yes<eos>" * 2
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == "yes<eos>" * 2
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor, lambda tokens: np.array(tokens, dtype=np.uint16)])
+def test_windows_of_a_stream(kind):
+    windows = TokenWindows(kind(list(range(11))), 3)
+    assert [row["input_ids"].tolist() for row in windows] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert windows[2]["input_ids"].dtype == torch.int64
+
+
+def test_a_memory_mapped_stream_is_not_written_to(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(8, dtype=np.int64))
+    windows = TokenWindows(np.load(tmp_path / "tokens.npy", mmap_mode="r"), 4)
+    windows[1]["input_ids"].zero_()
+    assert windows[1]["input_ids"].tolist() == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("tokens", "length"), [([1, 2], 3), ([1, 2, 3], 1)])
+def test_windows_that_hold_no_row_are_refused(tokens, length):
+    with pytest.raises(ValueError, match=r"fewer than one row|needs 2 tokens"):
+        TokenWindows(tokens, length)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_dataset_of_texts_trains(make_trainer, tokenizer, streaming):
+    """Packed, and as documents of different lengths."""
+    texts = datasets.Dataset.from_dict({"text": [text * 5 for text in TEXTS] * 4})
+    texts = texts.to_iterable_dataset() if streaming else texts
+    trainer = make_trainer(dataset=texts, tokenizer=tokenizer, max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    packed = pack(texts, tokenizer, trainer.args, 30)
+    trainer = make_trainer(dataset=packed, max_steps=2)
+    trainer.train()
+    assert trainer.state.num_input_tokens_seen == 2 * 2 * 30

@@ -1,0 +1,30 @@
+"""The calls in docs/training.md, as they stand but for their sizes."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+SMALLER = {"max_steps=2000": "max_steps=1", "1024)": "40)", "max_new_tokens=64": "max_new_tokens=4", "size=4": "size=1"}
+
+
+def test_the_calls_run(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft")
+    text = (PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
+    train, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    for size, smaller in SMALLER.items():
+        assert size in train
+        train = train.replace(size, smaller)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub_cards").symlink_to(PROJECT / "hub_cards")
+    (tmp_path / "runs").mkdir()
+    np.save("runs/tokens.npy", np.arange(400, dtype=np.uint16) + 5)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    names = {}
+    exec(train, names)  # noqa: S102 - the documentation's own code
+    assert "longspec: tau" in capsys.readouterr().out
+    names["rows"] = names["TokenWindows"](names["tokens"], 40)
+    exec(adapt, names)  # noqa: S102 - likewise
+    assert (tmp_path / "runs" / "draft" / "checkpoint-1" / "adapter_model.safetensors").is_file()
