@@ -63,36 +63,50 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     set_threads(args.threads)
     model = load_target(args.target, torch.float32)
-    drafts = make_drafts(model, args.draft)
+    named = names_of(args.draft)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
     guard = TimeGuard(args.minutes)
-    major, minor = (LONGSPEC_SETTINGS, ()) if args.draft else (SETTINGS, MINOR_SETTINGS)
-    middle = sorted(args.lengths)[len(args.lengths) // 2]
-    runs = len(drafts) * (len(major) * len(args.lengths) + len(minor))
-    progress = Progress(total=runs, quiet=args.quiet)
-    defaults = {} if args.draft else {name: drafts[None].setting(name) for name in drafts[None].settings}
-    settings = {"target": Path(args.target).name, "tokens": args.tokens, "defaults": defaults, **origin}
+    plans = [plan(index, bool(args.draft), args.lengths) for index in range(len(named))]
+    progress = Progress(total=sum(len(runs) for runs in plans), quiet=args.quiet)
+    settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
+    if not args.draft:
+        settings["defaults"] = dict(hf_longspec.SpecAttnDraftModel.settings)
     with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
         benchmark = None
-        for name, draft in drafts.items():
+        for (name, path), runs in zip(named.items(), plans, strict=True):
+            draft = load_draft(model, path)
             benchmark = AcceptanceBenchmark(model, draft, prompts, args.tokens, args.batch, name, benchmark)
-            benchmark.run(major, args.lengths, results, progress)
-            benchmark.run(minor, [middle], results, progress)
+            for setting, length in runs:
+                benchmark.run([setting], [length], results, progress)
     progress.close()
     print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
 
 
-def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str | None, Any]:
-    """LongSpec drafts by the name before "=", or of their folder; SpecAttn, which needs no name, if there are none."""
-    if not named:
-        return {None: hf_longspec.SpecAttnDraftModel.from_target(model)}
-    drafts: dict[str | None, Any] = {}
-    for entry in named:
-        name, path = entry.split("=", 1) if "=" in entry else (Path(entry).name, entry)
-        drafts[name] = hf_longspec.LongSpecDraftModel.from_pretrained(path, dtype=torch.float32)
-    return drafts
+def plan(index: int, longspec: bool, lengths: Sequence[int]) -> list[tuple[Setting, int]]:
+    """What is measured of one draft: of the first everything, of those it is compared with its first tree alone."""
+    middle = sorted(lengths)[len(lengths) // 2]
+    if not longspec:
+        major, minor = SETTINGS, [(setting, middle) for setting in MINOR_SETTINGS]
+    else:
+        major, minor = LONGSPEC_SETTINGS if index == 0 else LONGSPEC_SETTINGS[:2], []
+    return [(setting, length) for setting in major for length in lengths] + minor
+
+
+def names_of(drafts: Sequence[str] | None) -> dict[str | None, str | None]:
+    """Folder or Hub id by the name before "=", or by its last part; SpecAttn needs neither."""
+    if not drafts:
+        return {None: None}
+    pairs = (entry.split("=", 1) if "=" in entry else (Path(entry).name, entry) for entry in drafts)
+    return dict(pairs)
+
+
+def load_draft(model: PreTrainedModel, path: str | None) -> Any:
+    """The LongSpec draft in `path`; SpecAttn without one."""
+    if path is None:
+        return hf_longspec.SpecAttnDraftModel.from_target(model)
+    return hf_longspec.LongSpecDraftModel.from_pretrained(path, dtype=torch.float32)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
