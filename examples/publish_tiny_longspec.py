@@ -92,6 +92,9 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         shutil.copyfile(source / name, args.output / name)
+    # trained on the same weights under another folder
+    draft.config.target_name_or_path = "tiny-target"
+    draft.config.save_pretrained(args.output)
     (args.output / "README.md").write_text(card(draft, args), encoding="utf-8")
     print(f"{args.output}: {size / 1e6:.1f} MB")
 

@@ -55,7 +55,7 @@ def main() -> None:
         weight_decay=0.1,
         adam_beta2=0.95,
         max_grad_norm=1.0,
-        logging_steps=25,
+        logging_steps=min(25, args.steps),
         save_steps=100,
         save_total_limit=1,
         use_cpu=True,

@@ -1,0 +1,108 @@
+"""Training and publishing the tiny draft: the two scripts in turn, on a random target and a random stream."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel
+
+from hf_longspec.testing import tiny_target
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+ENVIRONMENT = {
+    "kind": "environment",
+    "benchmark": "acceptance",
+    "cpu": "a processor",
+    "cores": 2,
+    "usable_cores": 2,
+    "threads": 1,
+    "native_bfloat16": False,
+    "torch": "2.13",
+    "transformers": "5.23",
+    "commit": "abc",
+    "load_average": 0.5,
+    "date": "today",
+    "command": "python benchmarks/acceptance.py",
+}
+
+
+def measured(draft, mean):
+    return {
+        "kind": "acceptance",
+        "mode": "greedy",
+        "options": {"draft": draft, "tree_widths": [4, 4]},
+        "length": 1024,
+        "tau": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
+    }
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """`run(script, *arguments)`: its main with these arguments."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+    def call(script, *arguments):
+        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+        importlib.import_module(script).main()
+
+    return call
+
+
+@pytest.fixture
+def trained(run, tmp_path):
+    tiny_target("llama", max_position_embeddings=256).save_pretrained(tmp_path / "target")
+    (tmp_path / "streams").mkdir()
+    stream = np.random.default_rng(0).integers(3, 128, 2000).astype(np.uint16)
+    np.save(tmp_path / "streams" / "text.npy", stream)
+
+    def train(*options):
+        places = ("--target", tmp_path / "target", "--streams", tmp_path / "streams", "--output", tmp_path / "run")
+        run("train_tiny_longspec", *places, "--steps", 3, "--length", 32, "--batch", 2, *options)
+        return tmp_path / "run"
+
+    return train
+
+
+def test_from_training_to_the_card(run, trained, tmp_path):
+    folder = trained()
+    results = tmp_path / "longspec.jsonl"
+    records = [ENVIRONMENT, measured("tiny-longspec", 2.5), measured("another", 1.5), {"kind": "end"}]
+    results.write_text("\n".join(map(json.dumps, records)) + "\n")
+    run("publish_tiny_longspec", "--run", folder, "--results", results, "--output", tmp_path / "card")
+    text = (tmp_path / "card" / "README.md").read_text()
+    assert "2.50 ± 0.10" in text and "1.50" not in text and "Not measured" not in text
+    assert "3 steps of 2 rows" in text and "--steps 3 --length 32 --batch 2" in text
+    assert str(tmp_path) not in text
+    draft = AutoModel.from_pretrained(tmp_path / "card")
+    assert draft.dtype == torch.bfloat16 and draft.config.target_name_or_path == "tiny-target"
+    assert 0 < draft.config.trained_max_length <= 256
+
+
+def test_without_results_the_card_says_so(run, trained, tmp_path):
+    folder = trained()
+    run("publish_tiny_longspec", "--run", folder, "--results", tmp_path / "none", "--output", tmp_path / "card")
+    assert "Not measured." in (tmp_path / "card" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("ablation", "field", "value"),
+    [("noise", "noise_range", [1, 1]), ("cross-attention", "cross_attention", False), ("offsets", "window", 512)],
+)
+def test_ablations_take_away_one_thing(trained, ablation, field, value):
+    folder = trained("--without", ablation)
+    draft = AutoModel.from_pretrained(folder / "final")
+    assert getattr(draft.config, field) == value
+    assert (draft.config.trained_max_length <= 32) == (ablation == "offsets")
+    assert (draft.config.noise_range == [1, 5]) == (ablation != "noise")
+    assert f"--without {ablation}" in (folder / "command.txt").read_text()
+
+
+def test_without_streams(run, tmp_path):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(SystemExit, match=r"has no \*\.npy: run examples/train_tiny_target.py"):
+        run("train_tiny_longspec", "--streams", tmp_path / "none", "--output", tmp_path / "run")
