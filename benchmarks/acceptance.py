@@ -54,7 +54,7 @@ MINOR_SETTINGS = (
 
 LONGSPEC_SETTINGS = tuple(
     Setting.of(mode, tree_widths=widths)
-    for widths in ([4, 4, 4, 3], [4, 16, 16, 16, 16], [1, 1, 1])
+    for widths in ([4, 4, 4, 3], [1, 1, 1], [4, 16, 16, 16, 16])
     for mode in ("sample", "greedy")
 )
 
@@ -67,31 +67,33 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
     guard = TimeGuard(args.minutes)
-    plans = [plan(index, bool(args.draft), args.lengths) for index in range(len(named))]
-    progress = Progress(total=sum(len(runs) for runs in plans), quiet=args.quiet)
+    runs = plan(list(named), bool(args.draft), args.lengths)
+    progress = Progress(total=len(runs), quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = dict(hf_longspec.SpecAttnDraftModel.settings)
     with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
-        benchmark = None
-        for (name, path), runs in zip(named.items(), plans, strict=True):
-            draft = load_draft(model, path)
-            benchmark = AcceptanceBenchmark(model, draft, prompts, args.tokens, args.batch, name, benchmark)
-            for setting, length in runs:
-                benchmark.run([setting], [length], results, progress)
+        benchmarks: dict[str | None, AcceptanceBenchmark] = {}
+        for name, setting, length in runs:
+            if name not in benchmarks:
+                first = next(iter(benchmarks.values()), None)
+                draft = load_draft(model, named[name])
+                benchmarks[name] = AcceptanceBenchmark(model, draft, prompts, args.tokens, args.batch, name, first)
+            benchmarks[name].run([setting], [length], results, progress)
     progress.close()
     print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
 
 
-def plan(index: int, longspec: bool, lengths: Sequence[int]) -> list[tuple[Setting, int]]:
-    """What is measured of one draft: of the first everything, of those it is compared with its first tree alone."""
+def plan(names: Sequence[Any], longspec: bool, lengths: Sequence[int]) -> list[tuple[Any, Setting, int]]:
+    """What is measured, the most telling first: LongSpec drafts are compared with one tree, the first has others."""
     middle = sorted(lengths)[len(lengths) // 2]
+    first, *_ = names
     if not longspec:
-        major, minor = SETTINGS, [(setting, middle) for setting in MINOR_SETTINGS]
-    else:
-        major, minor = LONGSPEC_SETTINGS if index == 0 else LONGSPEC_SETTINGS[:2], []
-    return [(setting, length) for setting in major for length in lengths] + minor
+        runs = [(first, setting, length) for setting in SETTINGS for length in lengths]
+        return runs + [(first, setting, middle) for setting in MINOR_SETTINGS]
+    compared = [(name, setting, length) for name in names for setting in LONGSPEC_SETTINGS[:2] for length in lengths]
+    return compared + [(first, setting, length) for setting in LONGSPEC_SETTINGS[2:] for length in lengths]
 
 
 def names_of(drafts: Sequence[str] | None) -> dict[str | None, str | None]:
