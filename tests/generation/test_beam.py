@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longspec.generation.beam import Beam, log_normaliser
 from hf_longspec.generation.draft_tree import DraftTree
@@ -74,3 +75,31 @@ def test_log_normaliser(dtype, tolerance):
     expected = logits.double().logsumexp(-1)
     assert (log_normaliser(logits).double() - expected).abs().max() < tolerance
     assert log_normaliser(logits).dtype == torch.float32
+
+
+class LargeFloat32(TorchDispatchMode):
+    """Notes every operation that makes a float32 tensor of at least `size` numbers."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.found = size, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32 and tensor.numel() >= self.size:
+                self.found.append(str(function))
+        return out
+
+
+def test_bfloat16_logits_are_never_copied_to_float32():
+    vocab, width = 5001, 7
+    beam = Beam(torch.tensor([3, 4]))
+    logits = [random_logits(2, nodes, nodes, vocab).bfloat16() for nodes in (1, width)]
+    with LargeFloat32(vocab) as noted:
+        beam.grow(logits[0], width)
+        beam.grow(logits[1], width)
+    assert noted.found == []
+    with LargeFloat32(vocab) as noted:
+        logits[1].log_softmax(-1, dtype=torch.float32)
+    assert noted.found != []  # the notes do notice one

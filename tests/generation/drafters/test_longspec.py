@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longspec import LongSpecDraftModel, SpeculativeCache
 from hf_longspec.generation.beam import Beam
@@ -143,6 +144,33 @@ def test_rows_do_not_interact(plain_run):
         alone.append(draft.last_speculation)
     assert whole.num_spec_steps == sum(stats.num_spec_steps for stats in alone)
     assert whole.num_accepted_draft_tokens == sum(stats.num_accepted_draft_tokens for stats in alone)
+
+
+def test_no_level_waits_for_the_host(plain_run, monkeypatch):
+    """No number is read back while a tree is drafted: not between the levels, and not for any of its tensors."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            return function(*args, **(kwargs or {}))
+
+    trees, propose = [], LongSpecDrafter.propose
+
+    def counting(self, root):
+        with Reads() as reads:
+            trees.append(propose(self, root))
+        assert reads.count == 0
+        return trees[-1]
+
+    monkeypatch.setattr(LongSpecDrafter, "propose", counting)
+    run = plain_run("gemma3", LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
+    assert run.again(noisy_draft(run.model)).tolist() == run.sequences.tolist()
+    assert len(trees) > 1
+    with Reads() as reads:
+        trees[0].tokens[0, 0].item()
+    assert reads.count == 1  # the count does notice one
 
 
 def test_the_state_does_not_grow(recorded):
