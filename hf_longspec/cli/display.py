@@ -47,7 +47,7 @@ class Display:
     def table(self, group: Group) -> None:
         """The measurements in one dtype."""
         last = "identical text" if group.dtype == "float32" else "verdict"
-        table = Table(title=group.dtype, title_justify="left", title_style="bold")
+        table = Table(title=f"{group.dtype}, behind {group.context} tokens", title_justify="left", title_style="bold")
         table.add_column("decoding")
         for heading in ("tokens/s", "speed ratio", "tau", "first token"):
             table.add_column(heading, justify="right", no_wrap=True)

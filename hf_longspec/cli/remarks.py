@@ -20,12 +20,14 @@ class Group:
     Args:
         dtype (`str`): Name of the type.
         rows (`list[Measurement]`): In that order.
+        context (`int`): Tokens of the prompt.
         checks (`list[str]`): What the last column says of each row.
         details (`list[str]`): Sentences on rows that failed their check.
     """
 
     dtype: str
     rows: list[Measurement]
+    context: int
     checks: list[str] = field(default_factory=list)
     details: list[str] = field(default_factory=list)
 
@@ -43,13 +45,13 @@ class Group:
         return _ratio(self.drafted[name].tokens_per_second, self.rows[1].tokens_per_second)
 
 
-def remarks(groups: list[Group], context: int, native_bfloat16: bool | None) -> list[str]:
+def remarks(groups: list[Group], native_bfloat16: bool | None) -> list[str]:
     """The ratios of every group, why a draft did not pay where it did not, and what makes the numbers special."""
     timed = [group for group in groups if all(row.tokens_per_second for row in group.rows)]
     said = [_ratios(group) for group in timed]
     for name in timed[0].drafted if timed else ():
         if unpaid := [group for group in timed if group.gain(name) < 1 + SAME_SPEED]:
-            said.append(_why_not(name, unpaid, context))
+            said.append(_why_not(name, unpaid))
     if (repeated := max((repetition(group.rows[-1].tokens) for group in groups), default=0.0)) > LOOPING:
         said.append(
             f"{repeated:.0%} of the {LOOP_LENGTH}-token sequences of the text have occurred in it before: it repeats "
@@ -71,15 +73,16 @@ def _ratios(group: Group) -> str:
     return f"{group.dtype}: {', '.join(said)}."
 
 
-def _why_not(name: str, groups: list[Group], context: int) -> str:
+def _why_not(name: str, groups: list[Group]) -> str:
     where = " and ".join(group.dtype for group in groups)
+    contexts = " and ".join(dict.fromkeys(str(group.context) for group in groups))
     outcome = "slower than" if all(group.gain(name) < 1 - SAME_SPEED for group in groups) else "no faster than"
     finding = f"In {where} {name} is {outcome} decoding without a draft here"
     if name != "SpecAttn":
         return f"{finding}: drafting cost as much as it saved, or more."
     return (
         f"{finding}: it rereads all weights of the model for every drafted token and saves only on reading the cache, "
-        f"which does not make up for it with this model at {context} tokens."
+        f"which does not make up for it with this model at {contexts} tokens."
     )
 
 
@@ -87,6 +90,8 @@ def _emulation(groups: dict[str, Group]) -> str:
     detected = "This machine has no bfloat16 instructions, so PyTorch emulates them"
     if "float32" not in groups:
         return f"{detected}: do not take its bfloat16 speeds for those of other machines."
+    if groups["bfloat16"].context != groups["float32"].context:
+        return f"{detected}: do not compare the speeds of the two groups, whose prompts differ in length."
     half, full = (groups[name].rows[0] for name in ("bfloat16", "float32"))
     decoding = _ratio(half.tokens_per_second, full.tokens_per_second)
     prefill = _ratio(half.first_token_seconds, full.first_token_seconds)

@@ -72,7 +72,12 @@ def test_texts_and_tables(run):
     assert list(table) == ["HF generate", "plain loop", "SpecAttn"]
     assert [table[name][0][-1] for name in table] == ["reference", "yes", "yes"]
     assert {table[name][1][-1] for name in table} <= {"exact", "near-tie"}
-    assert out.index("float32  ") < out.index("identical text") < out.index("bfloat16  ") < out.index("verdict")
+    assert (
+        out.index("float32, behind")
+        < out.index("identical text")
+        < out.index("bfloat16, behind")
+        < out.index("verdict")
+    )
     for name, groups in table.items():
         for speed, ratio, tau, first, _ in groups:
             assert float(speed) > 0
@@ -123,6 +128,29 @@ def test_a_published_draft(run, target, tmp_path):
     status, out, _ = run(*SMALL, "--draft", tmp_path, "--dtypes", "float32")
     assert status == 0
     assert float(rows(out)["SpecAttn"][0][2]) <= 3
+
+
+@pytest.mark.parametrize(
+    ("native", "options", "contexts"),
+    [(False, (), [64, 24]), (True, (), [64, 64]), (None, (), [64, 64]), (False, ("--context", "64"), [64, 64])],
+)
+def test_emulated_bfloat16_gets_a_shorter_prompt(run, monkeypatch, native, options, contexts):
+    """Unless a length was asked for; every method of a group gets the same prompt."""
+    monkeypatch.setattr(cli_models, "has_native_bfloat16", lambda device: native)
+    monkeypatch.setattr(demo, "EMULATED_CONTEXT", 24)
+    monkeypatch.setattr(demo, "CONTEXT", 64)
+    seen, measure = [], demo.measure
+
+    def noting(name, model, draft, ids, *args):
+        seen.append((str(model.dtype), ids.shape[1]))
+        return measure(name, model, draft, ids, *args)
+
+    monkeypatch.setattr(demo, "measure", noting)
+    status, out, _ = run("--max-new-tokens", 4, *options)
+    assert status == 0
+    assert list(dict.fromkeys(seen)) == [("torch.float32", contexts[0]), ("torch.bfloat16", contexts[1])]
+    assert ("cut to 24 tokens" in out.replace("\n", " ")) == (contexts[1] == 24)
+    assert f"bfloat16, behind {contexts[1]} tokens" in out
 
 
 def test_another_text_in_float32_is_status_1(run, monkeypatch):
@@ -283,46 +311,53 @@ def test_the_watch_leaves_the_prompt_out():
 class TestRemarks:
     """The sentences follow from the numbers."""
 
-    def group(self, speeds, dtype="float32", name="SpecAttn", tokens=tuple(range(101))):
+    def group(self, speeds, dtype="float32", name="SpecAttn", tokens=tuple(range(101)), context=8000):
         stock, plain, drafted = (100 / speed for speed in speeds)
         rows = [
             Measurement(remarks.HF, tokens, 1.0, stock),
             Measurement(remarks.PLAIN, tokens, 1.0, plain, tau=1.0),
             Measurement(name, tokens, 1.0, drafted, tau=3.0, drafted=4.0),
         ]
-        return remarks.Group(dtype, rows)
+        return remarks.Group(dtype, rows, context)
 
     def test_a_slower_draft(self):
-        said = " ".join(remarks.remarks([self.group((50, 100, 40))], 8000, True))
+        said = " ".join(remarks.remarks([self.group((50, 100, 40))], True))
         assert "plain loop ran at 2.00x the speed of HF generate" in said
         assert "SpecAttn at 0.40x that of the plain loop (50% of its drafts accepted)" in said
         assert "SpecAttn is slower than decoding without a draft here: it rereads all weights" in said
+        assert "with this model at 8000 tokens" in said
 
     def test_a_draft_of_the_same_speed(self):
-        assert "no faster than" in " ".join(remarks.remarks([self.group((50, 100, 102))], 8000, True))
+        assert "no faster than" in " ".join(remarks.remarks([self.group((50, 100, 102))], True))
 
     def test_a_faster_draft(self):
-        said = remarks.remarks([self.group((50, 100, 150))], 8000, True)
+        said = remarks.remarks([self.group((50, 100, 150))], True)
         assert len(said) == 1
         assert "SpecAttn at 1.50x" in said[0]
 
     def test_only_the_types_in_which_it_does_not_pay(self):
         groups = [self.group((50, 100, 150)), self.group((50, 100, 40), dtype="bfloat16")]
-        assert remarks.remarks(groups, 8000, None)[-1].startswith("In bfloat16 SpecAttn is slower than")
+        assert remarks.remarks(groups, None)[-1].startswith("In bfloat16 SpecAttn is slower than")
 
     def test_another_draft_rereads_no_weights(self):
-        said = " ".join(remarks.remarks([self.group((50, 100, 40), name="LongSpec")], 8000, True))
+        said = " ".join(remarks.remarks([self.group((50, 100, 40), name="LongSpec")], True))
         assert "LongSpec is slower" in said
         assert "weights" not in said
 
     def test_emulated_bfloat16(self):
         groups = [self.group((100, 100, 150)), self.group((25, 100, 150), dtype="bfloat16")]
-        assert "decoded at 0.25x its float32 speed" in remarks.remarks(groups, 8000, False)[-1]
-        assert len(remarks.remarks(groups, 8000, True)) == len(remarks.remarks(groups, 8000, None)) == 2
+        assert "decoded at 0.25x its float32 speed" in remarks.remarks(groups, False)[-1]
+        assert len(remarks.remarks(groups, True)) == len(remarks.remarks(groups, None)) == 2
+
+    def test_emulated_bfloat16_behind_a_shorter_prompt(self):
+        groups = [self.group((100, 100, 40)), self.group((25, 100, 40), dtype="bfloat16", context=2048)]
+        said = remarks.remarks(groups, False)
+        assert "do not compare the speeds of the two groups" in said[-1]
+        assert "with this model at 8000 and 2048 tokens" in " ".join(said)
 
     def test_a_text_that_loops(self):
-        said = remarks.remarks([self.group((50, 100, 150), tokens=(1, 2, 3) * 30)], 8000, True)
+        said = remarks.remarks([self.group((50, 100, 150), tokens=(1, 2, 3) * 30)], True)
         assert "it repeats itself" in said[-1]
 
     def test_too_short_to_be_timed(self):
-        assert remarks.remarks([self.group((50, 100, 150), tokens=(1,))], 8000, True) == []
+        assert remarks.remarks([self.group((50, 100, 150), tokens=(1,))], True) == []
