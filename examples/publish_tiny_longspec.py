@@ -21,6 +21,8 @@ from hf_longspec.bench.results import read_records
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_BYTES = 4_000_000  # what a clone of the repository is asked to carry
+# What pays on two CPU cores: checking 16 nodes takes four times as long as checking one (benchmarks/results/engine.md).
+CPU_TREE = [1, 1, 1]
 FILES = ("config.json", "generation_config.json", "model.safetensors")
 
 CARD = """\
@@ -53,6 +55,9 @@ tokenizer = AutoTokenizer.from_pretrained("hub_cards/tiny-target")
 inputs = tokenizer("It was a dark and stormy night", return_tensors="pt")
 out = target.generate(**inputs, assistant_model=draft, max_new_tokens=32)
 ```
+
+Its `generation_config` asks for a chain of {depth} tokens, which pays most on a CPU. Wider trees accept more; where
+checking them is cheap, try `draft.generation_config.tree_widths = [4, 4, 4, 3]`.
 
 ## Acceptance by context length
 
@@ -95,6 +100,8 @@ def main() -> None:
     # trained on the same weights under another folder
     draft.config.target_name_or_path = "tiny-target"
     draft.config.save_pretrained(args.output)
+    draft.generation_config.tree_widths = CPU_TREE
+    draft.generation_config.save_pretrained(args.output)
     (args.output / "README.md").write_text(card(draft, args), encoding="utf-8")
     print(f"{args.output}: {size / 1e6:.1f} MB")
 
@@ -113,6 +120,7 @@ def card(draft: hf_longspec.LongSpecDraftModel, args: argparse.Namespace) -> str
         parameters=sum(weight.numel() for weight in draft.parameters()) / 1e6,
         window=draft.config.window,
         layer=draft.config.kv_layer,
+        depth=len(CPU_TREE),
         table=acceptance_headline(own) if own else "Not measured.",
         note=note(own) if own else "",
         environment=environment_line(own) if own else "",
