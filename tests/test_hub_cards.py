@@ -65,4 +65,4 @@ def test_the_bundled_draft(target, prompt):
 
 
 # Measured with torch 2.13 on a CPU. Another order of float sums can turn a near-tie in the draft, and a step or two.
-BUNDLED_TAU, TAU_TOLERANCE = 1.94, 0.1
+BUNDLED_TAU, TAU_TOLERANCE = 1.73, 0.1
