@@ -16,7 +16,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 import hf_longspec
-from hf_longspec.bench.acceptance import AcceptanceBenchmark, Setting
+from hf_longspec.bench.acceptance import AcceptanceBenchmark, Planned, Setting
 from hf_longspec.bench.arguments import add_prompts, integers, parser, set_threads
 from hf_longspec.bench.decoding import load_target
 from hf_longspec.bench.prefill import prefill
@@ -63,52 +63,38 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     set_threads(args.threads)
     model = load_target(args.target, torch.float32)
-    named = names_of(args.draft)
+    drafts = make_drafts(model, args.draft)
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
     guard = TimeGuard(args.minutes)
-    runs = plan(list(named), bool(args.draft), args.lengths)
+    runs = plan(list(drafts), args.lengths)
     progress = Progress(total=len(runs), quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = dict(hf_longspec.SpecAttnDraftModel.settings)
     with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
-        benchmarks: dict[str | None, AcceptanceBenchmark] = {}
-        for name, setting, length in runs:
-            if name not in benchmarks:
-                first = next(iter(benchmarks.values()), None)
-                draft = load_draft(model, named[name])
-                benchmarks[name] = AcceptanceBenchmark(model, draft, prompts, args.tokens, args.batch, name, first)
-            benchmarks[name].run([setting], [length], results, progress)
+        AcceptanceBenchmark(model, drafts, prompts, args.tokens, args.batch).run(runs, results, progress)
     progress.close()
     print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
 
 
-def plan(names: Sequence[Any], longspec: bool, lengths: Sequence[int]) -> list[tuple[Any, Setting, int]]:
+def plan(names: Sequence[str | None], lengths: Sequence[int]) -> list[Planned]:
     """What is measured, the most telling first: LongSpec drafts are compared with one tree, the first has others."""
-    middle = sorted(lengths)[len(lengths) // 2]
-    first, *_ = names
-    if not longspec:
-        runs = [(first, setting, length) for setting in SETTINGS for length in lengths]
+    first, middle = names[0], sorted(lengths)[len(lengths) // 2]
+    if first is None:
+        runs: list[Planned] = [(first, setting, length) for setting in SETTINGS for length in lengths]
         return runs + [(first, setting, middle) for setting in MINOR_SETTINGS]
     compared = [(name, setting, length) for name in names for setting in LONGSPEC_SETTINGS[:2] for length in lengths]
     return compared + [(first, setting, length) for setting in LONGSPEC_SETTINGS[2:] for length in lengths]
 
 
-def names_of(drafts: Sequence[str] | None) -> dict[str | None, str | None]:
-    """Folder or Hub id by the name before "=", or by its last part; SpecAttn needs neither."""
-    if not drafts:
-        return {None: None}
-    pairs = (entry.split("=", 1) if "=" in entry else (Path(entry).name, entry) for entry in drafts)
-    return dict(pairs)
-
-
-def load_draft(model: PreTrainedModel, path: str | None) -> Any:
-    """The LongSpec draft in `path`; SpecAttn without one."""
-    if path is None:
-        return hf_longspec.SpecAttnDraftModel.from_target(model)
-    return hf_longspec.LongSpecDraftModel.from_pretrained(path, dtype=torch.float32)
+def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str | None, Any]:
+    """LongSpec drafts by the name before "=", or by the last part of the path; SpecAttn, without a name, if none."""
+    if not named:
+        return {None: hf_longspec.SpecAttnDraftModel.from_target(model)}
+    pairs = (entry.split("=", 1) if "=" in entry else (Path(entry).name, entry) for entry in named)
+    return {name: hf_longspec.LongSpecDraftModel.from_pretrained(path, dtype=torch.float32) for name, path in pairs}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
 """tau, the tokens emitted per verification, over many held-out prompts and drafter settings."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -35,6 +35,10 @@ class Setting:
         return cls(mode, tuple(options.items()))
 
 
+# Name of a draft, setting, length of the prompts.
+Planned = tuple[str | None, Setting, int]
+
+
 class RowSteps:
     """Counts the verifications of every row of a batch while a draft is used; the loop's statistics sum over rows."""
 
@@ -66,67 +70,62 @@ class RowSteps:
 
 
 class AcceptanceBenchmark:
-    """Measures settings one after another on the same prompts with the same random numbers.
+    """Measures settings of one or several drafts on the same prompts with the same random numbers.
 
     Args:
         model (`PreTrainedModel`): The target, in float32.
-        draft (`DraftModel`): Its settings are changed from run to run.
+        drafts (`Mapping[str, DraftModel]`): By the name that the results call them by, or `None` for an only draft
+            that needs no name. Their settings are changed from run to run.
         prompts ([`PrefilledPrompts`]): One row per prompt.
         tokens (`int`): Tokens per prompt.
         batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
-        name (`str`, *optional*): What the results call the draft.
-        before ([`AcceptanceBenchmark`], *optional*): That of another draft on the same prompts, to compare with: then
-            differences are to its result of the same setting.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        draft: Any,
+        drafts: Mapping[str | None, Any],
         prompts: PrefilledPrompts,
         tokens: int,
         batch: int,
-        name: str | None = None,
-        before: "AcceptanceBenchmark | None" = None,
     ):
-        self.draft = draft
+        self.drafts = drafts
         self.prompts = prompts
         self.batch = batch
         self.decoder = Decoder(model, prompts, tokens)
-        self.name = {} if name is None else {"draft": name}
-        self._first: dict[Any, list[float]] = {} if before is None else before._first
-        self._greedy_text: dict[int, torch.Tensor] = {} if before is None else before._greedy_text
+        self._first: dict[tuple[str, str, int], list[float]] = {}
+        self._greedy_text: dict[int, torch.Tensor] = {}
 
-    def run(self, settings: Sequence[Setting], lengths: Sequence[int], results: ResultFile, progress: Progress) -> None:
-        """All settings at all lengths, in the order given, as far as the time goes."""
+    def run(self, plan: Sequence[Planned], results: ResultFile, progress: Progress) -> None:
+        """Everything planned, in the order given, as far as the time goes."""
         longest = 0.0
-        for setting in settings:
-            for length in lengths:
-                what = {"mode": setting.mode, "options": self.name | dict(setting.options), "length": length}
-                if not results.guard.fits(longest):
-                    results.skip("no time left", **what)
-                    continue
-                started = time.perf_counter()
-                record = self.measure(setting, length)
-                seconds = time.perf_counter() - started
-                longest = max(longest, seconds)
-                results.write("acceptance", **what, **record, seconds=round(seconds, 1))
-                progress.say(f"{label(setting)} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
-                progress.step()
+        for name, setting, length in plan:
+            options = ({} if name is None else {"draft": name}) | dict(setting.options)
+            what = {"mode": setting.mode, "options": options, "length": length}
+            if not results.guard.fits(longest):
+                results.skip("no time left", **what)
+                continue
+            started = time.perf_counter()
+            record = self.measure(name, setting, length)
+            seconds = time.perf_counter() - started
+            longest = max(longest, seconds)
+            results.write("acceptance", **what, **record, seconds=round(seconds, 1))
+            progress.say(f"{label(setting)} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
+            progress.step()
 
-    def measure(self, setting: Setting, length: int) -> dict[str, Any]:
-        """tau of one setting at one length: mean over prompts with interval, and difference to the first setting."""
-        taus, texts = [], []
+    def measure(self, name: str | None, setting: Setting, length: int) -> dict[str, Any]:
+        """tau of one setting at one length: mean over prompts with interval, and difference to what came first."""
+        taus, texts, draft = [], [], self.drafts[name]
         histogram: list[int] = []
-        with changed(self.draft, dict(setting.options)):
+        with changed(draft, dict(setting.options)):
             for start in range(0, len(self.prompts.tokens), self.batch):
                 rows = slice(start, min(start + self.batch, len(self.prompts.tokens)))
-                with RowSteps().of(self.draft) as steps:
-                    run = self.decoder.run(self.draft, rows, length, setting.mode, seed=start)
+                with RowSteps().of(draft) as steps:
+                    run = self.decoder.run(draft, rows, length, setting.mode, seed=start)
                 per_row = run.tokens // len(run.text)
                 taus += [per_row / count for count in steps.counts]
                 texts.append(run.text)
-                counts = self.draft.last_speculation.acceptance_histogram
+                counts = draft.last_speculation.acceptance_histogram
                 histogram = [a + b for a, b in zip_longest(histogram, counts, fillvalue=0)]
         record: dict[str, Any] = {
             "tau": mean_interval(taus).to_dict(),
@@ -134,7 +133,7 @@ class AcceptanceBenchmark:
             "histogram": histogram,
         }
         # drafts are compared setting by setting, the settings of one draft with its first
-        first = self._first.setdefault((setting.mode, str(setting.options) if self.name else "", length), taus)
+        first = self._first.setdefault((setting.mode, "" if name is None else str(setting.options), length), taus)
         if first is not taus:
             difference = [tau - other for tau, other in zip(taus, first, strict=True)]
             record["difference"] = mean_interval(difference).to_dict()

@@ -86,8 +86,7 @@ def verification_headline(records: Sequence[Record]) -> str:
 
 def verification_report(records: Sequence[Record]) -> str:
     """The table with its environment."""
-    parts = ["# One verification", environment_line(records), note(records), verification_headline(records)]
-    return "\n\n".join([*parts, *left_out(records)]) + "\n"
+    return _report("One verification", verification_headline(records), records)
 
 
 def acceptance_headline(records: Sequence[Record]) -> str:
@@ -116,8 +115,7 @@ def _tau(row: Record | None) -> str:
 
 def acceptance_report(records: Sequence[Record]) -> str:
     """The table with its environment."""
-    parts = ["# Tokens per verification", environment_line(records), note(records), acceptance_headline(records)]
-    return "\n\n".join([*parts, *left_out(records)]) + "\n"
+    return _report("Tokens per verification", acceptance_headline(records), records)
 
 
 def draft_state_headline(records: Sequence[Record]) -> str:
@@ -137,8 +135,7 @@ def draft_state_headline(records: Sequence[Record]) -> str:
 
 def draft_state_report(records: Sequence[Record]) -> str:
     """The table with its environment."""
-    parts = ["# State of a LongSpec draft", environment_line(records), note(records), draft_state_headline(records)]
-    return "\n\n".join([*parts, *left_out(records)]) + "\n"
+    return _report("State of a LongSpec draft", draft_state_headline(records), records)
 
 
 def offsets_headline(records: Sequence[Record]) -> str:
@@ -157,7 +154,12 @@ def offsets_headline(records: Sequence[Record]) -> str:
 
 def offsets_report(records: Sequence[Record]) -> str:
     """The table with its environment."""
-    parts = ["# The target under offsets", environment_line(records), note(records), offsets_headline(records)]
+    return _report("The target under offsets", offsets_headline(records), records)
+
+
+def _report(title: str, table: str, records: Sequence[Record]) -> str:
+    """One table with everything that belongs to it."""
+    parts = [f"# {title}", environment_line(records), note(records), table]
     return "\n\n".join([*parts, *left_out(records)]) + "\n"
 
 

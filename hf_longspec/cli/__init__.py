@@ -3,3 +3,8 @@
 
 class CommandError(Exception):
     """Ends a command: the message is one line that names what is wrong and the remedy."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, as one line; its type if it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

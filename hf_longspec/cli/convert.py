@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from ..modeling import convert as converting
+from . import first_line
 
 
 def main(source: str, target: str | None, output: Path, debug: bool = False) -> int:
@@ -29,8 +30,7 @@ def main(source: str, target: str | None, output: Path, debug: bool = False) -> 
     except (ValueError, OSError) as error:
         if debug:
             raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        print(f"error: {lines[0]}", file=sys.stderr)
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 2
     parameters = sum(weight.numel() for weight in draft.parameters()) / 1e6
     print(f"{output}: {parameters:.1f}M parameters for {draft.config.target_name_or_path or target}.")

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from transformers.utils import logging
 
 from ..generation.target import TargetView
-from . import CommandError
+from . import CommandError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TINY_TARGET = Path(__file__).resolve().parents[2] / "hub_cards" / "tiny-target"
@@ -94,7 +94,7 @@ def loading(name: str, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, RuntimeError) as error:
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = first_line(error)
         remedy = (
             "Check its files" if Path(name).is_dir() else "Check the name; offline, only what is cached can be loaded"
         )

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 from ..modeling.modeling_longspec import LongSpecDraftModel
 from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
 from ..training.checks import last_complete_checkpoint
-from . import CommandError
+from . import CommandError, first_line
 from .models import load_tokenizer, loading
 from .recipes import Recipe, check_names, read_recipe
 
@@ -38,8 +38,7 @@ def main(config: Path, overrides: dict[str, Any], resume: bool = False, debug: b
     except (CommandError, ValueError, OSError, ImportError, FloatingPointError) as error:
         if debug:
             raise
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        print(f"error: {lines[0]}", file=sys.stderr)
+        print(f"error: {first_line(error)}", file=sys.stderr)
         return 1 if isinstance(error, FloatingPointError) else 2
     return 0
 

@@ -18,9 +18,6 @@ from .configuration_base import DraftConfig
 register()
 install()
 
-# Keyword arguments of from_pretrained that a repo without weights has no use for.
-WEIGHT_KWARGS = {"dtype", "torch_dtype", "device_map", "attn_implementation", "low_cpu_mem_usage", "use_safetensors"}
-
 
 class DraftModel(PreTrainedModel):
     """A draft model as a Hugging Face model: `config` holds its architecture, `generation_config` how it drafts.

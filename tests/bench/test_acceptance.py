@@ -50,9 +50,9 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
         Setting.of("greedy", selection="window"),
         Setting.of("greedy", selection="two_rows", num_assistant_tokens=1),
     ]
-    benchmark = AcceptanceBenchmark(target, draft, prompts, tokens=9, batch=2)
+    benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=9, batch=2)
     with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, TimeGuard(1), {}) as results:
-        benchmark.run(settings, [40, 60], results, Progress(1, quiet=True))
+        benchmark.run([(None, s, n) for s in settings for n in (40, 60)], results, Progress(1, quiet=True))
     rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
     assert [(row["options"]["selection"], row["length"]) for row in rows[:3]] == [
         ("two_rows", 40),
@@ -68,10 +68,10 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
 
 
 def test_nothing_is_measured_without_time(target, prompts, draft, tmp_path):
-    benchmark = AcceptanceBenchmark(target, draft, prompts, tokens=4, batch=3)
+    benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=4, batch=3)
     guard = TimeGuard(minutes=1e-9)
     with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, guard, {}) as results:
-        benchmark.run([Setting.of()] * 2, [40], results, Progress(1, quiet=True))
+        benchmark.run([(None, Setting.of(), 40)] * 2, results, Progress(1, quiet=True))
         # the first one runs, as nobody knows yet how long it takes
     kinds = [record["kind"] for record in read_records(tmp_path / "a.jsonl")]
     assert kinds == ["environment", "acceptance", "skipped", "end"]
@@ -79,6 +79,28 @@ def test_nothing_is_measured_without_time(target, prompts, draft, tmp_path):
 
 def test_tau_does_not_depend_on_the_batch(target, prompts, draft):
     setting = Setting.of("greedy", selection="all_rows")
-    taus = [AcceptanceBenchmark(target, draft, prompts, 9, batch).measure(setting, 50) for batch in (1, 3)]
+    taus = [
+        AcceptanceBenchmark(target, {None: draft}, prompts, 9, batch).measure(None, setting, 50) for batch in (1, 3)
+    ]
     assert taus[0]["per_prompt"] == taus[1]["per_prompt"]
     assert torch.tensor(taus[0]["per_prompt"]).mean().item() == pytest.approx(taus[0]["tau"]["mean"], rel=1e-3)
+
+
+def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts, draft, tmp_path):
+    """Differences are to the first draft's result of the same setting; one clock watches over all drafts."""
+    other = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=1, sparse_min_tokens=8)
+    settings = [Setting.of("greedy", selection="two_rows"), Setting.of("greedy", selection="window")]
+    plan = [(name, setting, 40) for name in ("long", "short") for setting in settings]
+    benchmark = AcceptanceBenchmark(target, {"long": draft, "short": other}, prompts, tokens=9, batch=3)
+    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, TimeGuard(1), {}) as results:
+        benchmark.run(plan, results, Progress(1, quiet=True))
+    rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
+    assert [row["options"]["draft"] for row in rows] == ["long", "long", "short", "short"]
+    assert ["difference" in row for row in rows] == [False, False, True, True]
+    for first, second in zip(rows[:2], rows[2:], strict=True):
+        gap = second["tau"]["mean"] - first["tau"]["mean"]
+        assert second["difference"]["mean"] == pytest.approx(gap, abs=1e-2)  # four significant digits are stored
+    with ResultFile(tmp_path / "b.jsonl", "acceptance", acceptance_report, TimeGuard(minutes=1e-9), {}) as results:
+        benchmark.run(plan, results, Progress(1, quiet=True))
+    kinds = [record["kind"] for record in read_records(tmp_path / "b.jsonl")]
+    assert kinds == ["environment", "acceptance", "skipped", "skipped", "skipped", "end"]

@@ -80,8 +80,9 @@ class LongSpecDrafter(Drafter):
         for depth, width in enumerate(self.widths):
             hidden = self._run(beam, depth, positions, rotary)
             beam.grow(self.parts.head(hidden).to(root.device), width)
-        self.tokens = torch.cat(beam.levels, 1)
-        return beam.tree()
+        tree = beam.tree()
+        self.tokens = tree.tokens
+        return tree
 
     def observe(self, verification: Verification) -> None:
         """Keep the accepted nodes' keys. A node of the deepest level has none yet: the next draft makes them."""
