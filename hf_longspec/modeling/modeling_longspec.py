@@ -47,11 +47,11 @@ class LongSpecDraftModel(DraftModel):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "LongSpecDraftModel":
-        """An untrained draft for `target`, with its dtype, on the device of the layer that it reads."""
+        """An untrained draft for `target` in eval mode, with its dtype, on the device of the layer that it reads."""
         decoder_of(target)  # refuses targets without rotary positions by name
         draft = super().from_target(target, **overrides)
         assert isinstance(draft, cls)
-        return draft.to(*TargetParts(target, draft.config.kv_layer).place)
+        return draft.to(*TargetParts(target, draft.config.kv_layer).place).eval()
 
     def forward(
         self,
@@ -93,10 +93,11 @@ class LongSpecDraftModel(DraftModel):
         parts = TargetParts(binding.target.model, self.config.kv_layer)
         device, dtype = parts.place
         block = self.block
-        if (block.input_layernorm.weight.device, block.input_layernorm.weight.dtype) != (device, dtype):
-            # a copy, since the user may be training this draft in another dtype
-            block = copy.deepcopy(block).to(device, dtype)
-        return LongSpecDrafter(binding, block.eval(), self.config, parts, list(self.setting("tree_widths")))
+        weight = block.input_layernorm.weight
+        if block.training or (weight.device, weight.dtype) != (device, dtype):
+            # a copy: the user may be training this draft, in another dtype, and finds it as it was
+            block = copy.deepcopy(block).to(device, dtype).eval()
+        return LongSpecDrafter(binding, block, self.config, parts, list(self.setting("tree_widths")))
 
     def max_nodes(self, target: TargetView) -> int:
         """Root and all levels of the tree."""

@@ -204,6 +204,13 @@ def test_a_draft_in_another_dtype_is_copied_not_changed(plain_run):
     assert draft.dtype == torch.bfloat16
 
 
+def test_a_draft_that_is_being_trained_stays_in_train_mode(plain_run):
+    run = plain_run("llama", LENGTHS, max_new_tokens=9)
+    draft = noisy_draft(run.model).train()
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert all(module.training for module in draft.modules())
+
+
 def test_a_prompt_beyond_the_trained_length_warns_by_name(plain_run, monkeypatch):
     said = []
     monkeypatch.setattr(longspec.logger, "warning_once", said.append)
