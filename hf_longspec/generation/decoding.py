@@ -23,7 +23,7 @@ from .logits import TokenRule, along_path
 from .noise import NoiseRows
 from .sequences import Sequences
 from .stats import SpeculationStats
-from .target import TargetView, chain_of_last_tokens
+from .target import Step, TargetView, chain_of_last_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -129,13 +129,13 @@ class Session:
         """Run the last prompt tokens as a chain: gives the first token, and the drafter its first look."""
         tree, sizes = chain_of_last_tokens(self.prompts, self.drafter.seed_tokens)
         before, capture = self.cache.host_lengths, self.drafter.capture(tree)
-        logits = self.target.verify(tree, self.cache, capture, limit=self.max_length).logits
-        rows = torch.arange(len(sizes), device=logits.device)
-        last = logits[rows, torch.tensor(sizes, device=logits.device) - 1][:, None]
-        self._accept_and_emit(DraftTree.root_only(tree.tokens[:, 0]), last)
+        step = self._verify(tree, capture)
+        rows = torch.arange(len(sizes), device=step.logits.device)
+        last = step.logits[rows, torch.tensor(sizes, device=rows.device) - 1][:, None]
+        _, tokens = self._accept_and_emit(DraftTree.root_only(tree.tokens[:, 0]), last)
         self.cache.commit(None, sizes)
-        path = torch.arange(max(sizes), device=logits.device).expand(len(sizes), -1)
-        self.drafter.start(self.texts, Verification(path, sizes, before, capture))
+        path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
+        self.drafter.start(self.texts, Verification(path, sizes, before, capture, tokens, step.hidden))
         self.stats.prefill_seconds = time.perf_counter() - self.started
 
     def iterate(self) -> None:
@@ -145,20 +145,24 @@ class Session:
         drafted = time.perf_counter()
 
         before, capture = self.cache.host_lengths, self.drafter.capture(tree)
-        logits = self.target.verify(tree, self.cache, capture, limit=self.max_length).logits
+        step = self._verify(tree, capture)
         verified = time.perf_counter()
         growing = [not done for done in self.sequences.done]
-        path, emitted = self._accept_and_emit(tree, logits)
+        path, tokens = self._accept_and_emit(tree, step.logits)
+        emitted = [len(row) for row in tokens]
         self.cache.commit(None if tree.is_chain else path, emitted)
         committed = time.perf_counter()
 
         if not self.sequences.finished:
-            self.drafter.observe(Verification(path, emitted, before, capture))
+            self.drafter.observe(Verification(path, emitted, before, capture, tokens, step.hidden))
         self._record(growing, emitted)
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    def _verify(self, tree: DraftTree, capture: Any) -> Step:
+        return self.target.verify(tree, self.cache, capture, self.max_length, self.drafter.wants_hidden)
+
+    def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
         """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""
         wants_scores = bool(self.config.return_dict_in_generate and self.config.output_scores)
         acceptance, scores = self.rule.accept(tree, logits, with_scores=wants_scores)
@@ -166,13 +170,14 @@ class Session:
         counts = torch.stack([acceptance.num_nodes, tree.valid.sum(1)], dim=1)
         host = torch.cat([counts, acceptance.tokens], dim=1).tolist()
         self.proposed = [row[1] - 1 for row in host]
-        emitted = self.sequences.append([row[2 : 2 + row[0]] for row in host], scores)
+        chosen = [row[2 : 2 + row[0]] for row in host]
+        emitted = self.sequences.append(chosen, scores)
         self.rule.advance(emitted)
         self.root = acceptance.next_root
         self._keep(self.kept_scores, scores, emitted)
         if self.config.return_dict_in_generate and self.config.output_logits:
             self._keep(self.kept_logits, along_path(logits.float(), acceptance.path), emitted)
-        return acceptance.path, emitted
+        return acceptance.path, [row[:count] for row, count in zip(chosen, emitted, strict=True)]
 
     @staticmethod
     def _keep(store: list[list[torch.Tensor]], values: torch.Tensor | None, emitted: list[int]) -> None:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ..attention_backends.hybrid_tree import TreeContext
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
+from .final_norm import FinalNormInput
 
 ATTENTION_NAME = "hf_longspec"
 # Layer types whose state is not a list of keys and values that a tree could branch from or a rollback shorten.
@@ -126,7 +127,14 @@ class TargetView:
                 **extra,
             )
 
-    def verify(self, tree: DraftTree, cache: SpeculativeCache, capture: Any = None, limit: int | None = None) -> "Step":
+    def verify(
+        self,
+        tree: DraftTree,
+        cache: SpeculativeCache,
+        capture: Any = None,
+        limit: int | None = None,
+        with_hidden: bool = False,
+    ) -> "Step":
         """One forward over all nodes of the tree; their keys and values are staged in `cache`.
 
         Args:
@@ -135,6 +143,8 @@ class TargetView:
             limit (`int`, *optional*):
                 Positions are clamped below it. Nodes there can never be emitted, but models with a position table
                 would index beyond its end.
+            with_hidden (`bool`, *optional*, defaults to `False`):
+                Whether the input of the final norm is wanted.
         """
         device = tree.tokens.device
         lengths = cache.rows.on(device)
@@ -148,14 +158,15 @@ class TargetView:
         positions = lengths[:, None] + tree.depths
         if limit is not None:
             positions = positions.clamp_max(limit - 1)
-        logits = self.step(tree.tokens, positions, cache, tree.mask[:, None], context, num_nodes=tree.num_nodes)
+        with FinalNormInput(self.model) if with_hidden else nullcontext() as caught:
+            logits = self.step(tree.tokens, positions, cache, tree.mask[:, None], context, num_nodes=tree.num_nodes)
         if context.calls.total == 0:
             cache.rollback()
             raise ValueError(
                 f"{type(self.model).__name__} never called the attention backend, so it would ignore the draft tree. "
                 "Its attention must go through transformers' AttentionInterface; nothing was generated."
             )
-        return Step(logits, context)
+        return Step(logits, context, None if caught is None else caught.hidden)
 
     def step(self, tokens, positions, cache, mask, context, num_nodes: int | None = None) -> torch.Tensor:
         """Run the model on `(batch, N)` tokens with an attention context; returns `(batch, N, vocab)` logits."""
@@ -173,10 +184,17 @@ class TargetView:
 
 @dataclass
 class Step:
-    """Result of one verification: logits `(batch, N, vocab)` and the attention context they were computed under."""
+    """Result of one verification.
+
+    Args:
+        logits (`torch.Tensor` of shape `(batch, N, vocab)`): Of every node.
+        context ([`TreeContext`]): The attention context they were computed under.
+        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): What the final norm was given.
+    """
 
     logits: torch.Tensor
     context: Any = field(repr=False)
+    hidden: torch.Tensor | None = None
 
 
 def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[DraftTree, list[int]]:

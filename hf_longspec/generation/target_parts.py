@@ -1,4 +1,4 @@
-"""What a trained draft borrows from its target: embedding, language-model head, rotary embedding.
+"""What a draft with attention borrows from its target: embedding, language-model head, rotary embedding.
 
 The modules and functions are the target's own, found and called, never copied. What differs between architectures
 outside of them is the rows of data below; tests/generation/test_target_parts.py compares each with the target's own
@@ -12,21 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .target_ends import TargetEnds
+
 # Where some layers slide a window, layers of this type do not rotate queries and keys.
 UNROTATED_LAYERS = dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "exaone_moe"), "full_attention")
 
-_GRANITE = ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared")
 
-# Factor, by config field, between the embedding module and the first layer (where the module does not apply it).
-EMBEDDING_FACTORS = dict.fromkeys((*_GRANITE, "hyperclovax"), "embedding_multiplier")
-
-# Between the head module and the logits, by config field: a factor, a divisor.
-LOGIT_FACTORS = dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "logit_scale") | {"hyperclovax": "logits_scaling"}
-LOGIT_DIVISORS = dict.fromkeys(_GRANITE, "logits_scaling")
-
-
-class TargetParts:
-    """The modules of a target that a draft uses, with the cache layer it reads.
+class TargetParts(TargetEnds):
+    """The modules of a target that a draft with attention uses, with the cache layer it reads.
 
     Args:
         model (`PreTrainedModel`): A causal language model, used as it is.
@@ -34,9 +27,8 @@ class TargetParts:
     """
 
     def __init__(self, model: PreTrainedModel, kv_layer: int):
-        self.model = model
+        super().__init__(model)
         self.kv_layer = kv_layer
-        self.config = model.config.get_text_config(decoder=True)
         self.decoder = decoder_of(model)
         self.attention = self.decoder.layers[kv_layer].self_attn
         self.rotates = rotates(self.config, kv_layer)
@@ -53,23 +45,6 @@ class TargetParts:
         if device is None:
             device = next(self.attention.parameters()).device
         return torch.device(device), self.model.get_input_embeddings().weight.dtype
-
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the target's first layer gets for `tokens` `(B, N)`: `(B, N, hidden)`."""
-        hidden = self.model.get_input_embeddings()(tokens)
-        factor = EMBEDDING_FACTORS.get(self.config.model_type)
-        return hidden if factor is None else hidden * getattr(self.config, factor)
-
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `(..., vocab)` of hidden states `(..., hidden)`; the target's final norm is not applied."""
-        logits = self.model.get_output_embeddings()(hidden)
-        kind = self.config.model_type
-        if kind in LOGIT_FACTORS:
-            logits = logits * getattr(self.config, LOGIT_FACTORS[kind])
-        if kind in LOGIT_DIVISORS:
-            logits = logits / getattr(self.config, LOGIT_DIVISORS[kind])
-        softcap = getattr(self.config, "final_logit_softcapping", None)
-        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of `positions` `(B, N)` at the KV layer, in the dtype and on the device of `like`."""

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..generation.target_parts import LOGIT_DIVISORS, LOGIT_FACTORS, TargetParts
+from ..generation.target_ends import LOGIT_DIVISORS, LOGIT_FACTORS
+from ..generation.target_parts import TargetParts
 
 try:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss

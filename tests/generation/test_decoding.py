@@ -10,7 +10,10 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec.generation.final_norm import final_norm_of
+from hf_longspec.generation.target_ends import TargetEnds
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_target
+from hf_longspec.testing_drafts import RandomTreeDrafter
 
 # Windows of 16 tokens are full from the first step in some rows and fill up in others; the prompt of 3 tokens is
 # shorter than every seed chain.
@@ -29,6 +32,23 @@ def every_sliding(model):
     return set(getattr(model.config, "layer_types", None) or ["full_attention"]) == {"sliding_attention"} or (
         model.config.model_type == "mistral"
     )
+
+
+def test_a_drafter_is_told_what_was_emitted_and_what_the_final_norm_was_given(plain_run, monkeypatch):
+    monkeypatch.setattr(RandomTreeDrafter, "wants_hidden", True)
+    run = plain_run("qwen3", RAGGED, max_new_tokens=17, eos_token_id=NEVER)
+    draft = run.draft("tree", num_nodes=9, luck=0.5)
+    run.again(draft)
+    norm, ends = final_norm_of(run.model), TargetEnds(run.model)
+    told = [[], [], []]
+    for number, step in enumerate(draft.verifications):
+        best = ends.head(norm(step.hidden)).argmax(-1)
+        for row, tokens in enumerate(step.tokens):
+            kept = step.path[row, : len(tokens)] if number else [step.num_nodes[row] - 1]  # the seed emits one token
+            assert [int(best[row, node]) for node in kept] == tokens
+            told[row] += tokens
+    # the last step is told to nobody
+    assert all(text[: len(row)] == row and len(row) > 9 for text, row in zip(run.generated, told, strict=True))
 
 
 @pytest.mark.parametrize("name", TINY_TARGETS)

@@ -1,7 +1,7 @@
 """Drafter: a draft bound to a target for one call of `generate`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,12 +40,18 @@ class Verification:
         num_nodes (`list[int]`): How many of them each row kept; 0 for rows that are done.
         prefix_lengths (`tuple[int, ...]`): Committed tokens of each row before this commit.
         capture (*optional*): What [`Drafter.capture`] asked for, filled.
+        tokens (`list[list[int]]`, *optional*): What each row emitted, on the host; the last is the next root. Empty for
+            rows that are done.
+        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): The final norm's input at every node, for
+            drafters that set `wants_hidden`.
     """
 
     path: torch.Tensor
     num_nodes: list[int]
     prefix_lengths: tuple[int, ...]
     capture: Any = None
+    tokens: list[list[int]] = field(default_factory=list)
+    hidden: torch.Tensor | None = None
 
 
 class Drafter(CandidateGenerator):
@@ -61,6 +67,8 @@ class Drafter(CandidateGenerator):
     """Nodes of the largest tree, root included."""
     max_depth: int = 0
     """Depth of the deepest node."""
+    wants_hidden: bool = False
+    """Whether verifications shall hand over what the target's final norm is given."""
 
     def __init__(self, binding: Binding):
         self.binding = binding
@@ -99,7 +107,7 @@ class Drafter(CandidateGenerator):
 
         Runs the drafter's own cache up to the sequence first, so it works inside any assisted decoding of batch 1.
         """
-        self._follow(input_ids[0, :-1])
+        self._follow(input_ids[0, :-1], int(input_ids[0, -1]))
         chain = self.propose(input_ids[:, -1]).best_chain()
         room = max(0, self.binding.max_length - input_ids.shape[1] - 1)
         return torch.cat([input_ids, chain[None, :room]], dim=-1), None
@@ -107,8 +115,8 @@ class Drafter(CandidateGenerator):
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
         """Nothing to adapt: the number of candidates is fixed."""
 
-    def _follow(self, tokens: torch.Tensor) -> None:
-        """Bring the cache from what it holds to `tokens` by one chain-shaped verification."""
+    def _follow(self, tokens: torch.Tensor, root: int) -> None:
+        """Bring the cache to `tokens`, after which `root` comes, by one chain-shaped verification."""
         target, cache = self.binding.target, self.binding.cache
         missing = tokens[cache.host_lengths[0] :]
         if not len(missing):
@@ -119,7 +127,7 @@ class Drafter(CandidateGenerator):
         tree, sizes = chain_of_last_tokens([missing], self.seed_tokens)
         before, capture = cache.host_lengths, self.capture(tree)
         with target.attention():
-            target.verify(tree, cache, capture)
+            step = target.verify(tree, cache, capture, with_hidden=self.wants_hidden)
         cache.commit(None, sizes)
         path = torch.arange(sizes[0], device=tokens.device)[None]
-        self.start([tokens], Verification(path, sizes, before, capture))
+        self.start([tokens], Verification(path, sizes, before, capture, [[root]], step.hidden))
