@@ -2,10 +2,12 @@
 
     python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/tiny-longspec
     python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/no-noise --without noise
+    python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/long \
+        --draft runs/tiny-longspec/final --length 8192 --batch 1 --steps 60 --learning-rate 2e-4 --warmup 5
 
-`--streams` is the folder of `train_tiny_target.py`, with the texts as tokens; a stream that is much shorter than the
-longest is repeated until it has half its length, as the target's training weighted them. A run that was interrupted
-continues when the same command is given again.
+The third command goes on with a trained draft on longer texts. `--streams` is the folder of `train_tiny_target.py`,
+with the texts as tokens; a stream that is much shorter than the longest is repeated until it has half its length, as
+the target's training weighted them. A run that was interrupted continues when the same command is given again.
 """
 
 import argparse
@@ -36,6 +38,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
     draft = LongSpecDraftModel.from_target(target, **overrides)
+    if args.draft:
+        draft = LongSpecDraftModel.from_pretrained(args.draft, dtype=torch.float32)
     # the local folder of this run says nothing to others
     draft.config.target_name_or_path = Path(args.target).name
     streams = [np.load(path, mmap_mode="r") for path in sorted(args.streams.glob("*.npy"))]
@@ -51,11 +55,11 @@ def main() -> None:
         per_device_train_batch_size=args.batch,
         learning_rate=args.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=50,
+        warmup_steps=args.warmup,
         weight_decay=0.1,
         adam_beta2=0.95,
         max_grad_norm=1.0,
-        logging_steps=min(25, args.steps),
+        logging_steps=min(args.log_every, args.steps),
         save_steps=100,
         save_total_limit=1,
         use_cpu=True,
@@ -73,10 +77,12 @@ def main() -> None:
 def command(args: argparse.Namespace) -> str:
     """What was run, without the folders of the machine that ran it."""
     without = f" --without {args.without}" if args.without else ""
+    draft = f" --draft runs/{args.draft.parent.name}/{args.draft.name}" if args.draft else ""
     numbers = f"--steps {args.steps} --length {args.length} --batch {args.batch} --learning-rate {args.learning_rate:g}"
+    numbers += f" --warmup {args.warmup} --log-every {args.log_every}"
     return (
         f"python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/{args.output.name} \\\n"
-        f"    {numbers} --seed {args.seed}{without}\n"
+        f"    {numbers} --seed {args.seed}{draft}{without}\n"
     )
 
 
@@ -90,6 +96,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="rows per step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--without", choices=sorted(ABLATIONS), help="train an ablation")
+    parser.add_argument("--warmup", type=int, default=50, help="steps of it (default: %(default)s)")
+    parser.add_argument("--log-every", type=int, default=25, help="steps (default: %(default)s)")
+    parser.add_argument("--draft", type=Path, help="folder of a draft to go on with (default: a new one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
     return parser.parse_args()

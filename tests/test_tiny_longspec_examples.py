@@ -103,6 +103,16 @@ def test_ablations_take_away_one_thing(trained, ablation, field, value):
     assert f"--without {ablation}" in (folder / "command.txt").read_text()
 
 
+def test_going_on_with_a_draft_starts_from_its_weights(trained, run, tmp_path):
+    first = trained() / "final"
+    places = ("--streams", tmp_path / "streams", "--target", tmp_path / "target", "--output", tmp_path / "longer")
+    run("train_tiny_longspec", *places, "--draft", first, "--length", 64, "--batch", 1, "--steps", 2, "--warmup", 1)
+    before, after = (AutoModel.from_pretrained(folder) for folder in (first, tmp_path / "longer" / "final"))
+    moved = [(a - b).abs().max() for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+    assert 0 < max(moved) < 0.01  # a step of Adam is at most the learning rate, 0.002; bfloat16 rounds
+    assert "--draft runs/run/final" in (tmp_path / "longer" / "command.txt").read_text()
+
+
 def test_without_streams(run, tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(SystemExit, match=r"has no \*\.npy: run examples/train_tiny_target.py"):
