@@ -20,6 +20,9 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "AuditReport": "auditing",
+    "ContextualPenaltyLogitsProcessor": "generation.contextual_penalty",
+    "FileStreamer": "streaming",
+    "IncrementalDecoder": "streaming",
     "audit": "auditing",
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",

@@ -4,9 +4,9 @@
     training -> modeling        bench, auditing -> generation        cli, the package itself -> everything
 
 Arrows are transitive. `auditing` and `bench` do without `modeling`: they are handed the draft. `testing` may build
-drafts; `hub` imports no room. The rooms in `SHIPPED` are published beside a draft as sibling files, so there a
-relative import names a module of the package and the names in it, nothing else, and a package that transformers does
-not bring along is imported inside `try`.
+drafts; `hub` and `streaming` import no room. The rooms in `SHIPPED` are published beside a draft as sibling files, so
+there a relative import names a module of the package and the names in it, nothing else, and a package that transformers
+does not bring along is imported inside `try`.
 """
 
 import ast
@@ -32,6 +32,7 @@ ARROWS = {
     "bench": {"generation", "attention_backends", "auditing", "testing"},
     "testing": set(SHIPPED),  # testing.py and its neighbours testing_*.py
     "hub": set(),
+    "streaming": set(),
     "cli": None,  # None: everything
     "__init__": None,
 }

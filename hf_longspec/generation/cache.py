@@ -6,6 +6,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .lazy_zeros import lazy_zeros
+
 # Nodes that one verification may stage behind the committed tokens.
 DEFAULT_TREE_SLOTS = 80
 
@@ -36,8 +38,8 @@ class SpeculativeLayer(CacheLayerMixin):
                 f"Make it with SpeculativeCache(config, batch_size={batch_size}, max_length=...)."
             )
         # Zeros: masked slots are multiplied by probability 0, and 0 x NaN would be NaN.
-        self.keys = key_states.new_zeros(batch_size, heads, self.capacity, key_states.shape[-1])
-        self.values = value_states.new_zeros(batch_size, value_states.shape[1], self.capacity, value_states.shape[-1])
+        self.keys = lazy_zeros(key_states, batch_size, heads, self.capacity, key_states.shape[-1])
+        self.values = lazy_zeros(value_states, batch_size, value_states.shape[1], self.capacity, value_states.shape[-1])
         self.device = key_states.device
         self.is_initialized = True
 
@@ -153,7 +155,9 @@ class RowLengths:
 class SpeculativeCache(Cache):
     """Key/value cache for speculative decoding: allocated once, rolled back for free, committed in place.
 
-    Works as `past_key_values` of plain `model.generate` too, and can be passed back for a second turn.
+    Works as `past_key_values` of plain `model.generate` too, and can be passed back for a second turn. On a CPU the
+    buffers take memory as tokens are stored, so that a generous `max_length` costs nothing; other devices take all of
+    it at the first step.
 
     Args:
         config (`PreTrainedConfig`):

@@ -22,7 +22,7 @@ from .drafters.base import Binding, Drafter, Verification
 from .logits import TokenRule, along_path
 from .noise import NoiseRows
 from .sequences import Sequences
-from .stats import SpeculationStats
+from .stats import INTERRUPTED, SpeculationStats
 from .target import Step, TargetView, chain_of_last_tokens
 
 logger = logging.get_logger(__name__)
@@ -40,23 +40,28 @@ def decode(
 ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
     """Generate with `model`, drafting with `draft`; arguments and result are those of `generate`'s decoding methods.
 
+    Ctrl-C behind the first token, or a stopping criterion that raises StopIteration, ends the text where it stands:
+    what was generated is returned. While the call runs, `draft.last_speculation` has its statistics so far.
+
     Raises:
         ValueError: If target, draft or arguments are not supported; nothing has been generated or changed then.
+        KeyboardInterrupt: If it comes before the first token, or a second time.
     """
     target = TargetView(model)
     refuse_unsupported(target, draft, input_ids, logits_processor, generation_config, model_kwargs)
     session = Session(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     session.open_cache(model_kwargs)
+    draft.last_speculation = session.stats
     try:
         session.prefill()
         with target.attention():
             session.seed()
             while not session.sequences.finished:
                 session.iterate()
+    except KeyboardInterrupt as error:
+        session.sequences.interrupt(error)
     finally:
-        session.cache.rollback()
-        draft.last_speculation = session.finish()
-    logger.info("%s", session.stats)
+        session.close()
     return session.output()
 
 
@@ -110,6 +115,7 @@ class Session:
         if cache is None or not getattr(cache, "_is_longspec_cache", False):
             cache = SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
         cache.require(input_ids, mask, self.max_length, nodes)
+        cache.set_lengths([cache.get_seq_length()] * cache.batch_size)  # plain generation counts in its layers only
         self.cache = cache
         self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
@@ -150,12 +156,12 @@ class Session:
         growing = [not done for done in self.sequences.done]
         path, tokens = self._accept_and_emit(tree, step.logits)
         emitted = [len(row) for row in tokens]
+        self._record(growing, emitted)
         self.cache.commit(None if tree.is_chain else path, emitted)
         committed = time.perf_counter()
 
         if not self.sequences.finished:
             self.drafter.observe(Verification(path, emitted, before, capture, tokens, step.hidden))
-        self._record(growing, emitted)
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
@@ -191,15 +197,20 @@ class Session:
             if growing[row]:
                 self.stats.record(count, self.proposed[row], count - 1)
 
-    def finish(self) -> SpeculationStats:
-        """Close the times; statistics of an interrupted call are kept too."""
+    def close(self) -> None:
+        """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was."""
+        self.cache.rollback()
+        self.cache.set_lengths(self.cache.host_lengths)  # an unfinished prefill has advanced some of the layers
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.draft_state_bytes = self.drafter.state_bytes
-        return self.stats
+        self.stats.interrupted = self.sequences.interrupted
+        logger.info("%s", self.stats)
 
     def output(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """What `generate` returns; with `return_dict_in_generate`, the statistics are its attribute `speculation`."""
         sequences = self.sequences.end()
+        if self.stats.interrupted:
+            logger.warning(INTERRUPTED, ", ".join(str(len(tokens)) for tokens in self.sequences.generated))
         if not self.config.return_dict_in_generate:
             return sequences
         output = GenerateDecoderOnlyOutput(

@@ -20,7 +20,8 @@ from .verification import (
 )
 
 # Processors whose result depends on the logits of one position only: they may run on all nodes at once.
-# A processor of your own joins them by a true attribute `history_free`.
+# A processor of your own joins them by a true attribute `history_free`. One that looks at the last tokens only says at
+# how many by an attribute `history_window`, and then costs the same at every length of the text.
 HISTORY_FREE = {
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
@@ -68,6 +69,7 @@ class TokenRule:
         self.sequences = sequences
         self.noise = noise
         self.history_free = all(_is_history_free(processor) for processor in processors)
+        self.history_window = _longest_window(processors)
 
     def scores_at(self, raw: torch.Tensor, depth: int) -> torch.Tensor:
         """Processed scores `(batch, vocab)` of logits at `depth` places behind the last emitted token.
@@ -80,7 +82,9 @@ class TokenRule:
             return raw
         scores = raw.clone()
         for length, rows in self.sequences.growing_rows_by_length().items():
-            ids = self.sequences.tokens[:, : length + depth]
+            end = length + depth
+            start = 0 if self.history_window is None else max(0, end - self.history_window)
+            ids = self.sequences.tokens[:, start:end]
             if len(rows) == raw.shape[0]:
                 return self.processors(ids, scores)
             cast = [row if row in rows else rows[0] for row in range(raw.shape[0])]
@@ -193,3 +197,15 @@ def _is_history_free(processor: object) -> bool:
         return True
     name = type(processor).__name__
     return name in HISTORY_FREE and type(processor) is getattr(logits_process, name, None)
+
+
+def _longest_window(processors: LogitsProcessorList) -> int | None:
+    """How many of the last tokens the processors look at; None if one of them may look at all."""
+    longest = 1  # some read the batch size off the tokens
+    for processor in processors:
+        if not _is_history_free(processor):
+            window = getattr(processor, "history_window", None)
+            if window is None:
+                return None
+            longest = max(longest, window)
+    return longest

@@ -1,5 +1,6 @@
 """The token sequences of a batch: appending, stopping and streaming, exact to the token in every row."""
 
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ class Sequences:
             `generate`.
         stopping_criteria (`StoppingCriteriaList`):
             Checked after every single token of every row. Criteria other than length and end-of-sequence are called
-            with one row, `(1, length)`.
+            with one row, `(1, length)`. One that raises StopIteration ends all rows where they stand.
         pad_token_id (`int`): Fills finished rows.
         max_length (`int`): Most tokens of a row, prompt included.
         reach (`int`): Most tokens a step may try out beyond what is emitted.
@@ -40,8 +41,10 @@ class Sequences:
         self.max_length = max_length
         self.tokens = input_ids.new_full((batch_size, max_length + reach), pad_token_id)
         self.tokens[:, :prompt_length] = input_ids
-        self.generated: list[list[int]] = [[] for _ in range(batch_size)]
+        # what has been emitted; `tokens` repeats it for processors and criteria, with candidates behind it
+        self.generated: list[array[int]] = [array("q") for _ in range(batch_size)]
         self.done = [False] * batch_size
+        self.interrupted = False
         self._eos: set[int] = set()
         self._slow: list[Any] = []
         for criterion in stopping_criteria:
@@ -99,7 +102,7 @@ class Sequences:
                     self.tokens[row, self.prompt_length + len(self.generated[row]) - 1] = token
                 self.done[row] = self._stops(row, token, scores, counts[row])
             begin = self.prompt_length + start
-            new = self.generated[row][start:]
+            new = self.generated[row][start:].tolist()
             self.tokens[row, begin : begin + len(new)] = torch.tensor(new, dtype=torch.long)
         if self._streamer is not None:
             self._stream(self._streamer)
@@ -113,26 +116,41 @@ class Sequences:
             return False
         ids = self.tokens[row : row + 1, :length]
         seen = None if scores is None else tuple(scores[row : row + 1, :count].unbind(1))
-        return any(bool(torch.as_tensor(criterion(ids, seen)).any()) for criterion in self._slow)
+        try:
+            for criterion in self._slow:  # not any(): a generator turns StopIteration into another error
+                if bool(torch.as_tensor(criterion(ids, seen)).any()):
+                    return True
+        except (KeyboardInterrupt, StopIteration) as error:
+            self.interrupt(error)
+        return self.interrupted
+
+    def interrupt(self, error: BaseException) -> None:
+        """End all rows where they stand. A second interruption, or one before the first token, is raised."""
+        if self.interrupted or not any(self.generated):
+            raise error
+        self.interrupted = True
+        self.done = [True] * self.batch_size
 
     def _stream(self, streamer: BaseStreamer) -> None:
         """Hand on every position that all rows have reached; a finished row contributes padding."""
         growing = [len(tokens) for tokens, done in zip(self.generated, self.done, strict=True) if not done]
         ready = min(growing, default=max(len(tokens) for tokens in self.generated))
-        for position in range(self._streamed, ready):
-            streamer.put(
-                torch.tensor(
-                    [row[position] if position < len(row) else self.pad_token_id for row in self.generated],
-                    dtype=torch.long,
-                )
-            )
-        self._streamed = ready
+        while self._streamed < ready:
+            position = self._streamed
+            self._streamed += 1  # first, so that an interruption never makes a position come twice
+            values = [row[position] if position < len(row) else self.pad_token_id for row in self.generated]
+            try:
+                streamer.put(torch.tensor(values, dtype=torch.long))
+            except KeyboardInterrupt as error:
+                self.interrupt(error)
 
     def end(self) -> torch.Tensor:
         """End the stream; returns prompts and continuations, `(batch, longest)`, finished rows padded."""
         if self._streamer is not None:
+            self._stream(self._streamer)  # an interruption may have come between emitting and streaming
             self._streamer.end()
         output = self.tokens[:, : max(self.lengths)].clone()
         for row, length in enumerate(self.lengths):
+            output[row, self.prompt_length : length] = torch.tensor(self.generated[row].tolist(), dtype=torch.long)
             output[row, length:] = self.pad_token_id
         return output

@@ -3,10 +3,15 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+INTERRUPTED = (
+    "generation was interrupted and returns the %s tokens that it had generated. Where that should be an error, raise "
+    "KeyboardInterrupt if draft.last_speculation.interrupted is true."
+)
+
 
 @dataclass
 class SpeculationStats:
-    """Counts and times of one call, summed over the rows of the batch.
+    """Counts and times of one call, summed over the rows of the batch. Complete when the call has returned.
 
     The first token comes from the prompt's own forward and belongs to the prefill; everything else is counted here.
     A *row-step* is one row of one verification in which the row was still growing.
@@ -25,6 +30,7 @@ class SpeculationStats:
             wait for them falls into the rest.
         decode_seconds (`float`): Everything after the first token.
         draft_state_bytes (`int`): What the drafter kept beside the target's cache.
+        interrupted (`bool`): Whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call.
     """
 
     method: str = ""
@@ -39,6 +45,7 @@ class SpeculationStats:
     verify_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_state_bytes: int = 0
+    interrupted: bool = False
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -84,4 +91,5 @@ class SpeculationStats:
             f"{self.method}: tau {self.mean_acceptance_length:.2f} over {self.num_spec_steps} verifications, "
             f"{self.num_accepted_draft_tokens}/{self.num_draft_tokens} drafted tokens accepted, "
             f"{self.tokens_per_second:.1f} tokens/s after {self.prefill_seconds:.2f} s of prefill"
+            f"{', interrupted' if self.interrupted else ''}"
         )

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.logits import HISTORY_FREE, TokenRule, refuse_stateful
 from hf_longspec.generation.sequences import Sequences
@@ -162,8 +163,9 @@ def literal_walk(processors, prefix, tree, logits, row):
         [TemperatureLogitsWarper(0.5), TopKLogitsWarper(2)],
         [RepetitionPenaltyLogitsProcessor(1.8), NoRepeatNGramLogitsProcessor(2)],
         [Digest()],
+        [ContextualPenaltyLogitsProcessor(2.5, 2)],
     ],
-    ids=["none", "warpers", "history", "digest"],
+    ids=["none", "warpers", "history", "digest", "window"],
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_acceptance_equals_a_walk_by_hand(shape, processors, seed):

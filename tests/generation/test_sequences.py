@@ -77,7 +77,7 @@ class TestAlone:
         rows = sequences([EosTokenCriteria(torch.tensor([7, 8])), MaxLengthCriteria(9)])
         assert rows.append([[11, 8, 12], [13, 14]]) == [2, 2]
         assert rows.append([[7], [7]]) == [0, 1]
-        assert rows.finished and rows.generated == [[11, 8], [13, 14, 7]]
+        assert rows.finished and [row.tolist() for row in rows.generated] == [[11, 8], [13, 14, 7]]
 
     def test_criteria_are_asked_after_every_token_with_its_own_row(self):
         criterion = Recall(lambda row: row[-1] == 30)

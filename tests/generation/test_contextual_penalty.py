@@ -1,0 +1,173 @@
+"""Repetition penalty over a window: against a loop over tokens, against transformers' own, and through `generate`."""
+
+import pytest
+import torch
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
+from hf_longspec.testing import tiny_prompts
+from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
+
+ONE, RAGGED = (21,), (33, 3, 13)
+BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
+KINDS = ["tree", "chain", "specattn", "longspec"]
+NEVER = 1  # an end token that no greedy text of these targets holds
+VOCAB = 11
+
+
+def by_hand(row, scores, penalty, window, exempt=None):
+    """One row, one id after the other."""
+    scores = list(scores)
+    for token in set(row[max(0, len(row) - window) :]) - {exempt}:
+        scores[token] = scores[token] * penalty if scores[token] < 0 else scores[token] / penalty
+    return scores
+
+
+@pytest.mark.parametrize("penalty", [1.2, 0.7, 1])
+@pytest.mark.parametrize("window", [1, 3, 8, 9, 100])
+@pytest.mark.parametrize("exempt", [None, 4])
+def test_equals_a_loop_over_the_window(penalty, window, exempt):
+    generator = torch.Generator().manual_seed(window)
+    ids = torch.randint(VOCAB, (3, 9), generator=generator)
+    scores = torch.randn(3, VOCAB, generator=generator)
+    scores[1, 2], scores[2, ids[2, -1]], scores[0, ids[0, -1]] = -torch.inf, 0.0, -torch.inf
+    before = scores.clone()
+    processed = ContextualPenaltyLogitsProcessor(penalty, window, pad_token_id=exempt)(ids, scores)
+    expected = [
+        by_hand(row, given, penalty, window, exempt) for row, given in zip(ids.tolist(), scores.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(processed, torch.tensor(expected))
+    assert torch.equal(scores, before)
+
+
+def test_a_window_as_long_as_the_text_is_the_repetition_penalty():
+    generator = torch.Generator().manual_seed(0)
+    ids, scores = torch.randint(VOCAB, (3, 9), generator=generator), torch.randn(3, VOCAB, generator=generator)
+    ids[0, 3] = VOCAB + 2  # of an embedding that is larger than the head
+    expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, scores)
+    assert torch.equal(ContextualPenaltyLogitsProcessor(1.3, 9)(ids, scores), expected)
+    assert not torch.equal(ContextualPenaltyLogitsProcessor(1.3, 2)(ids, scores), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0.0, 8), r"penalty=0\.0: expected a number above 0\. 1\.0 means no penalty"),
+        ((-1.2, 8), r"penalty=-1\.2"),
+        ((float("nan"), 8), r"penalty=nan"),
+        ((float("inf"), 8), r"penalty=inf"),
+        (("1.2", 8), r"penalty='1\.2'"),
+        ((True, 8), r"penalty=True"),
+        ((1.2, 0), r"window=0: expected a number of tokens of at least 1\. To penalise the whole text, use generate"),
+        ((1.2, 8.0), r"window=8\.0"),
+        ((1.2, None), r"window=None"),
+        ((1.2, True), r"window=True"),
+        ((1.2, 8, -1), r"pad_token_id=-1: expected a token id, or None"),
+        ((1.2, 8, "<pad>"), r"pad_token_id='<pad>'"),
+    ],
+)
+def test_bad_values_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ContextualPenaltyLogitsProcessor(*arguments)
+
+
+def drafted(run, kind):
+    if kind == "longspec":
+        return random_longspec_draft(run.model, window=8, tree_widths=[40, 40])
+    return run.draft(kind, **({"sparse_ratio": 0.8} if kind == "specattn" else {"num_nodes": 9, "luck": 0.6}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@BATCHES
+@pytest.mark.parametrize(("window", "penalty"), [(1, 0.4), (5, 1.5), (1000, 1.2)])
+def test_greedy_text_is_that_of_plain_generate(plain_run, kind, lengths, window, penalty):
+    options = {"max_new_tokens": 18, "eos_token_id": NEVER}
+    free = plain_run("llama", lengths, **options)
+    run = plain_run("llama", lengths, logits_processor=[ContextualPenaltyLogitsProcessor(penalty, window)], **options)
+    assert run.sequences.tolist() != free.sequences.tolist()
+    draft = drafted(run, kind)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "specattn"])
+def test_same_seed_same_text_as_the_plain_loop(target, kind):
+    model = target("llama")
+    ids, mask = tiny_prompts(128, RAGGED)
+    processors = [ContextualPenaltyLogitsProcessor(1.5, 6)]
+
+    def sample(draft, **options):
+        torch.manual_seed(5)
+        inputs = {"input_ids": ids, "attention_mask": mask, "logits_processor": processors} | options
+        out = model.generate(
+            **inputs, do_sample=True, min_p=0.02, max_new_tokens=16, eos_token_id=NEVER, assistant_model=draft
+        )
+        return out[:, max(RAGGED) :].tolist()
+
+    text = sample(PlainDraftModel.from_target(model))
+    assert sample(PlainDraftModel.from_target(model), logits_processor=[]) != text
+    draft = random_longspec_draft(model, window=8, tree_widths=[40, 40])
+    if kind != "longspec":
+        draft = RandomTreeDraftModel.from_target(model)
+        draft.hints, draft.num_nodes, draft.luck, draft.chain = text, 9, 0.6, kind == "chain"
+    assert sample(draft) == text
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+class Spy(ContextualPenaltyLogitsProcessor):
+    """Remembers the longest history it was shown."""
+
+    longest = 0
+
+    def __call__(self, input_ids, scores):
+        self.longest = max(self.longest, input_ids.shape[1])
+        return super().__call__(input_ids, scores)
+
+
+def test_the_loop_shows_it_no_more_than_its_window(plain_run):
+    """Rows of unequal length are copied for it: not the whole text, in every step. Others still get the whole text."""
+    spy = Spy(1.5, 6)
+    run = plain_run("llama", RAGGED, max_new_tokens=12, logits_processor=[spy], eos_token_id=NEVER)
+    assert spy.longest > 40
+    spy.longest = 0
+    assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
+    assert spy.longest == 6
+    options = {"temperature": 0.9, "top_p": 0.99, "do_sample": True, "repetition_penalty": 1.1}
+    run.again(run.draft("tree"), **options)
+    assert spy.longest > 40
+
+
+class TestLeftPadding:
+    """Prompts of 33, 3 and 13 tokens, padded with the token that the short row emits first."""
+
+    @pytest.fixture
+    def padded(self, plain_run):
+        run = plain_run("llama", RAGGED, max_new_tokens=8, eos_token_id=NEVER)
+        self.pad = run.generated[1][0]
+        run.inputs["input_ids"] = run.inputs["input_ids"].masked_fill(run.inputs["attention_mask"] == 0, self.pad)
+        return run
+
+    def texts(self, run, processor, draft=None):
+        run.inputs["logits_processor"] = [processor]
+        return run.again(draft)[:, run.prompt_length :].tolist()
+
+    def alone(self, run, processor):
+        run.inputs["logits_processor"] = [processor]
+        rows = []
+        for row, length in enumerate(RAGGED):
+            own = {name: run.inputs[name][row : row + 1, -length:] for name in ("input_ids", "attention_mask")}
+            rows.append(run.again(None, **own)[0, length:].tolist())
+        return rows
+
+    def test_padding_in_the_window_is_penalised_as_in_plain_generate(self, padded):
+        processor = ContextualPenaltyLogitsProcessor(4.0, 12)
+        texts = self.texts(padded, processor)
+        assert self.texts(padded, processor, padded.draft("tree")) == texts
+        alone = self.alone(padded, processor)
+        assert texts[0] == alone[0] and texts[1] != alone[1]
+
+    def test_unless_it_is_named(self, padded):
+        processor = ContextualPenaltyLogitsProcessor(4.0, 12, pad_token_id=self.pad)
+        texts = self.texts(padded, processor)
+        assert texts == self.alone(padded, processor)
+        assert self.texts(padded, processor, padded.draft("tree")) == texts

@@ -1,0 +1,169 @@
+"""Pieces of text against the whole text decoded at once: odd characters, and any tokens of a byte-level tokenizer."""
+
+import io
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_longspec import FileStreamer, IncrementalDecoder, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.streaming import MAX_PENDING, REPLACEMENT
+from hf_longspec.testing import tiny_target
+
+TINY_TARGET = Path(__file__).resolve().parents[1] / "hub_cards" / "tiny-target"
+ODD = (
+    "naïve café — “quotes”, Привет, 你好世界, 한국어, עברית, हिन्दी, 🙂👩‍👩‍👧🏽🇨🇭, a\u0301, \u200bzero\u00a0width, "
+    f"\ufeff, {REPLACEMENT} itself, 𐍈𝄞, tab\t, crlf\r\n, \x00\x1f, the end 😀"
+)
+
+
+@cache
+def byte_level():
+    return AutoTokenizer.from_pretrained(TINY_TARGET)
+
+
+@cache
+def byte_fallback():
+    """As a SentencePiece model of the Llama 2 kind: a sign for spaces, bytes for what the vocabulary lacks."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁end", *"abcdehnt,."]
+    backend = Tokenizer(
+        models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def pieces(tokenizer, tokens, **options):
+    decoder = IncrementalDecoder(tokenizer, **options)
+    return [decoder.feed(token) for token in tokens] + [decoder.end()]
+
+
+def whole(tokenizer, tokens, **options):
+    return tokenizer.decode(tokens, clean_up_tokenization_spaces=False, **options)
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level, byte_fallback], ids=["byte-level", "byte-fallback"])
+def test_odd_characters(tokenizer):
+    tokens = tokenizer()(ODD)["input_ids"]
+    assert len(tokens) > len(ODD)  # characters are spread over tokens
+    given = pieces(tokenizer(), tokens)
+    assert "".join(given) == whole(tokenizer(), tokens) == ODD
+    assert sum(map(bool, given)) > 60  # and not only at the end
+
+
+@given(st.text(max_size=40))
+def test_any_text(text):
+    for tokenizer in (byte_level(), byte_fallback()):
+        tokens = tokenizer(text)["input_ids"]
+        assert "".join(pieces(tokenizer, tokens)) == whole(tokenizer, tokens)
+
+
+SPREAD = [byte_level()(character)["input_ids"] for character in "é你🙂"]
+
+
+@given(st.lists(st.integers(0, 4095) | st.sampled_from([i for ids in SPREAD for i in ids]), max_size=200))
+def test_any_tokens_of_a_byte_level_tokenizer(tokens):
+    for skip in (False, True):
+        assert "".join(pieces(byte_level(), tokens, skip_special_tokens=skip)) == whole(
+            byte_level(), tokens, skip_special_tokens=skip
+        )
+
+
+BROKEN = {
+    "continuations": [byte_level()("🙂")["input_ids"][-1]] * (3 * MAX_PENDING + 1),
+    "beginnings": [byte_level()("🙂")["input_ids"][0]] * (2 * MAX_PENDING),
+    "halves": byte_level()("🙂")["input_ids"][:2] * (2 * MAX_PENDING),
+    "special": [0] * (2 * MAX_PENDING),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_bytes_and_left_out_tokens_for_long(kind):
+    """A model beyond its depth emits them; the text goes on behind them, and nothing waits for ever."""
+    text = byte_level()("before 🙂 and")["input_ids"]
+    for tokens in (BROKEN[kind] + text, text + BROKEN[kind] + text):
+        options = {"skip_special_tokens": True}
+        assert "".join(pieces(byte_level(), tokens, **options)) == whole(byte_level(), tokens, **options)
+
+
+def test_special_tokens_do_not_eat_spaces():
+    tokenizer = byte_fallback()
+    the, end, space = tokenizer.convert_tokens_to_ids(["▁the", "▁end", "▁"])
+    for tokens in ([1, the, 2, end], [the, 1, 2, 1, end], [1] * (2 * MAX_PENDING) + [the, space, space, end]):
+        for skip in (False, True):
+            options = {"skip_special_tokens": skip}
+            assert "".join(pieces(tokenizer, tokens, **options)) == whole(tokenizer, tokens, **options)
+
+
+@pytest.mark.parametrize("kind", ["text", *BROKEN])
+def test_work_per_token_does_not_grow(kind):
+    """Counted in tokens handed to the tokenizer: all since the last line break would be half the text per token."""
+    tokens = byte_level()(ODD.replace("\n", " ") * 8)["input_ids"] if kind == "text" else BROKEN[kind] * 20
+    decoded = []
+
+    class Spy:
+        def decode(self, ids, **options):
+            decoded.append(len(ids))
+            return byte_level().decode(ids, **options)
+
+    pieces(Spy(), tokens)
+    assert max(decoded) <= 2 * MAX_PENDING
+    assert sum(decoded) < (8 if kind == "text" else 2 * MAX_PENDING) * len(tokens)
+
+
+class Story:
+    """A small model with a real vocabulary, and what it makes of a prompt."""
+
+    @staticmethod
+    @cache
+    def model():
+        return tiny_target("llama", vocab_size=4096, hidden_size=32, intermediate_size=32)
+
+    @classmethod
+    def generate(cls, **options):
+        ids = torch.tensor([byte_level()("Once upon a time 🙂")["input_ids"]])
+        out = cls.model().generate(
+            ids, do_sample=False, max_new_tokens=60, eos_token_id=None, pad_token_id=1, **options
+        )
+        return out[0].tolist(), ids.shape[1]
+
+
+@pytest.mark.parametrize("skip_prompt", [True, False])
+@pytest.mark.parametrize("draft", [None, PlainDraftModel, SpecAttnDraftModel])
+def test_file_streamer_writes_the_text(draft, skip_prompt):
+    """With a draft, and with plain generate."""
+    file = io.StringIO()
+    streamer = FileStreamer(byte_level(), file, skip_prompt=skip_prompt)
+    assistant = {} if draft is None else {"assistant_model": draft.from_target(Story.model())}
+    for turn in (1, 2):  # it can be used again
+        tokens, prompt = Story.generate(streamer=streamer, **assistant)
+        kept = tokens[prompt:] if skip_prompt else tokens
+        assert file.getvalue() == turn * whole(byte_level(), kept, skip_special_tokens=True)
+    assert not file.closed
+
+
+def test_every_piece_is_on_disk_at_once(tmp_path):
+    path, sizes = tmp_path / "story.txt", []
+
+    class Watched(FileStreamer):
+        def put(self, value):
+            super().put(value)
+            sizes.append(path.stat().st_size)
+
+    with path.open("w", encoding="utf-8") as file:
+        tokens, prompt = Story.generate(streamer=Watched(byte_level(), file))
+    assert path.read_text(encoding="utf-8") == whole(byte_level(), tokens[prompt:], skip_special_tokens=True)
+    assert len(set(sizes)) > 40
+
+
+def test_two_rows_are_refused():
+    with pytest.raises(ValueError, match=r"2 rows cannot be written to one file: generate one row per call"):
+        FileStreamer(byte_level(), io.StringIO()).put(torch.zeros(2, 5, dtype=torch.long))
