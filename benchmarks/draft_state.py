@@ -42,14 +42,14 @@ def main(arguments: list[str] | None = None) -> None:
 def measure(target: torch.nn.Module, draft: hf_longspec.LongSpecDraftModel, context: int, repeats: int) -> dict:
     """Bytes of the draft's state and of the target's cache, and milliseconds per draft tree."""
     view, torch_generator = TargetView(target), torch.Generator().manual_seed(0)
-    nodes = draft.max_nodes(view)
+    nodes = draft.num_tree_nodes(view)
     cache = SpeculativeCache(target.config, 1, context + nodes, tree_slots=nodes)
     heads, size = target.config.num_key_value_heads, target.config.head_dim
     for layer in cache.layers:
         filling = (torch.randn(1, heads, context, size, generator=torch_generator) for _ in range(2))
         layer.update(*filling)
     cache.set_lengths([context])
-    drafter = draft.make_drafter(Binding(view, cache, None, context + nodes))
+    drafter = draft.drafter(Binding(view, cache, None, context + nodes))
     text = torch.randint(3, target.config.vocab_size, (context,), generator=torch_generator)
     path = torch.zeros(1, 1, dtype=torch.long)
     drafter.start([text], Verification(path, [1], (context - 1,)))

@@ -10,9 +10,11 @@ from transformers import AutoConfig, AutoModel
 
 from .modeling.base import DraftModel
 from .modeling.configuration_longspec import LongSpecConfig
+from .modeling.configuration_ngram import NgramConfig
 from .modeling.configuration_plain import PlainConfig
 from .modeling.configuration_specattn import SpecAttnConfig
 from .modeling.modeling_longspec import LongSpecDraftModel
+from .modeling.modeling_ngram import NgramDraftModel
 from .modeling.modeling_plain import PlainDraftModel
 from .modeling.modeling_specattn import SpecAttnDraftModel
 
@@ -29,6 +31,7 @@ _LAZY = {
 }
 _DRAFTS = {
     PlainConfig: PlainDraftModel,
+    NgramConfig: NgramDraftModel,
     SpecAttnConfig: SpecAttnDraftModel,
     LongSpecConfig: LongSpecDraftModel,
 }
@@ -36,6 +39,8 @@ __all__ = [
     "DraftModel",
     "LongSpecConfig",
     "LongSpecDraftModel",
+    "NgramConfig",
+    "NgramDraftModel",
     "PlainConfig",
     "PlainDraftModel",
     "SpecAttnConfig",

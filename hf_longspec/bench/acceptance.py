@@ -48,10 +48,10 @@ class RowSteps:
     @contextmanager
     def of(self, draft: Any) -> Iterator["RowSteps"]:
         """Count while the context is open: `draft` makes drafters that note which rows still grow when they propose."""
-        make_drafter = draft.make_drafter
+        make = draft.drafter
 
-        def make_counting_drafter(binding: Any) -> Any:
-            drafter = make_drafter(binding)
+        def counting_drafter(binding: Any) -> Any:
+            drafter = make(binding)
             propose, sequences = drafter.propose, binding.rule.sequences
             self.counts = [0] * sequences.batch_size
 
@@ -62,11 +62,11 @@ class RowSteps:
             drafter.propose = counting_propose
             return drafter
 
-        draft.make_drafter = make_counting_drafter
+        draft.drafter = counting_drafter
         try:
             yield self
         finally:
-            del draft.make_drafter
+            del draft.drafter
 
 
 class AcceptanceBenchmark:
@@ -152,7 +152,7 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
     """
     if unknown := sorted(set(options) - set(draft.settings)):
         raise ValueError(f"{type(draft).__name__} has no settings {unknown}; it has {sorted(draft.settings)}.")
-    before = {name: getattr(draft.generation_config, name) for name in options}
+    before = {name: draft.setting(name) for name in options}
     try:
         draft.generation_config.update(**options)
         yield

@@ -138,7 +138,7 @@ class Decoder:
             self._caches.clear()
             limit = context + max(tokens, self.tokens)
             self._caches[key] = SpeculativeCache(self.model.config, batch, limit)
-        nodes = draft.max_nodes(TargetView(self.model))
+        nodes = draft.num_tree_nodes(TargetView(self.model))
         return self.prompts.fill(self._caches[key], rows, context - nodes)
 
 

@@ -41,6 +41,8 @@ def refuse_unsupported(
             + ". Call generate() without assistant_model."
         )
     draft.check(target)
+    if config.do_sample:
+        draft.check_sampling()
     refuse_stateful(processors)
     _refuse_inputs(input_ids, config, model_kwargs)
     _refuse_foreign_cache(model_kwargs.get("past_key_values"))

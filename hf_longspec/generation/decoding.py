@@ -74,6 +74,7 @@ class Session:
     prompts: list[torch.Tensor]
     root: torch.Tensor
     proposed: list[int]
+    paths: list[list[int]]
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Session:
             stopping_criteria,
             pad_token_id=_pad_token_id(generation_config),
             max_length=self.max_length,
-            reach=draft.max_nodes(target) + 1,
+            reach=draft.num_tree_nodes(target) + 1,
             streamer=streamer,
         )
         batch_size, do_sample = input_ids.shape[0], bool(generation_config.do_sample)
@@ -110,7 +111,7 @@ class Session:
         input_ids = self.sequences.tokens[:, : self.sequences.prompt_length]
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
-        nodes = self.draft.max_nodes(self.target)
+        nodes = self.draft.num_tree_nodes(self.target)
         cache = model_kwargs.get("past_key_values")
         if cache is None or not getattr(cache, "_is_longspec_cache", False):
             cache = SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
@@ -120,7 +121,7 @@ class Session:
         self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
         binding = Binding(self.target, cache, self.rule, self.max_length)
-        self.drafter = self.draft.make_drafter(binding)
+        self.drafter = self.draft.drafter(binding)
 
     def prefill(self) -> None:
         """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks."""
@@ -172,10 +173,11 @@ class Session:
         """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""
         wants_scores = bool(self.config.return_dict_in_generate and self.config.output_scores)
         acceptance, scores = self.rule.accept(tree, logits, with_scores=wants_scores)
-        # the one host read of an iteration: nodes kept, nodes proposed, tokens emitted
+        # the one host read of an iteration: nodes kept, nodes proposed, tokens emitted, the path
         counts = torch.stack([acceptance.num_nodes, tree.valid.sum(1)], dim=1)
-        host = torch.cat([counts, acceptance.tokens], dim=1).tolist()
+        host = torch.cat([counts, acceptance.tokens, acceptance.path], dim=1).tolist()
         self.proposed = [row[1] - 1 for row in host]
+        self.paths = [row[2 + acceptance.tokens.shape[1] :] for row in host]
         chosen = [row[2 : 2 + row[0]] for row in host]
         emitted = self.sequences.append(chosen, scores)
         self.rule.advance(emitted)
@@ -193,9 +195,11 @@ class Session:
 
     def _record(self, growing: list[bool], emitted: list[int]) -> None:
         self.stats.num_forwards += 1
+        first = self.drafter.first_ngram_node
         for row, count in enumerate(emitted):
             if growing[row]:
-                self.stats.record(count, self.proposed[row], count - 1)
+                ngrams = 0 if first is None else sum(node >= first for node in self.paths[row][1:count])
+                self.stats.record(count, self.proposed[row], count - 1, ngrams)
 
     def close(self) -> None:
         """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was."""

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from .trie import build_trie, doublings, first_equal_path, fit_length, join_below_root, keep_first
+from .trie import blank_repeats, build_trie, doublings, first_equal_path, join_below_root, keep_first
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,10 +208,11 @@ def merge_paths(
     return DraftTree(tokens, parents, valid.bool(), max_depth=max_depth)
 
 
-def merge_trees(trees: Sequence[DraftTree], num_nodes: int) -> DraftTree:
+def merge_trees(trees: Sequence[DraftTree], num_nodes: int | None = None) -> DraftTree:
     """One trie out of several deterministic trees over the same roots, on their device and without reading it.
 
-    Nodes keep their order, earlier trees first; what does not fit into `num_nodes` is dropped.
+    Nodes keep their order, earlier trees first; what does not fit into `num_nodes` is dropped. By default each node
+    keeps its place, node i of the first tree being node i, and repeated paths become padding.
 
     Raises:
         ValueError: If there is no tree, `num_nodes` is below 1, or a tree carries draft laws `q`.
@@ -220,17 +221,17 @@ def merge_trees(trees: Sequence[DraftTree], num_nodes: int) -> DraftTree:
     >>> merge_trees([beams, DraftTree.chain(torch.tensor([[5, 7, 3]]))], num_nodes=4).tokens.tolist()
     [[5, 7, 9, 3]]
     """
-    if not trees or num_nodes < 1:
+    if not trees or (num_nodes is not None and num_nodes < 1):
         raise ValueError(f"cannot merge {len(trees)} trees into {num_nodes} nodes, expected at least 1 of each.")
     if any(tree.q is not None for tree in trees):
         raise ValueError("a tree has q, expected None. Only deterministic candidates can share a trie.")
     max_depth = max(tree.max_depth for tree in trees)
-    tokens, parents, valid = join_below_root([(tree.tokens, tree.parents, tree.valid) for tree in trees])
+    fields = join_below_root([(tree.tokens, tree.parents, tree.valid) for tree in trees])
     depths = torch.cat([trees[0].depths[:, :1], *(tree.depths[:, 1:] for tree in trees)], dim=1)
-    first = first_equal_path(tokens, parents, depths, max_depth)
-    merged = keep_first(tokens, parents, valid, first)
-    tokens, parents, valid = (fit_length(field, num_nodes) for field in merged)
-    return DraftTree(tokens, parents, valid, max_depth=min(max_depth, num_nodes - 1))
+    first = first_equal_path(fields[0], fields[1], depths, max_depth)
+    if num_nodes is None:
+        return DraftTree(*blank_repeats(*fields, first), max_depth=max_depth)
+    return DraftTree(*keep_first(*fields, first, num_nodes), max_depth=min(max_depth, num_nodes - 1))
 
 
 @lru_cache(maxsize=64)

@@ -22,6 +22,8 @@ class SpeculationStats:
         num_forwards (`int`): Verification forwards of the target (one serves all rows).
         num_draft_tokens (`int`): Drafted tokens that were verified, padding excluded.
         num_accepted_draft_tokens (`int`): Drafted tokens that were emitted.
+        num_accepted_ngram_tokens (`int`): Those of them that n-grams alone proposed. TokenSwift's beta also credits
+            n-grams with what another candidate proposed as well.
         num_emitted_tokens (`int`): Tokens emitted by verifications, bonus tokens included.
         acceptance_histogram (`list[int]`): Entry k counts the row-steps that emitted k drafted tokens.
         prefill_seconds (`float`): Until the first token (time to first token).
@@ -38,6 +40,7 @@ class SpeculationStats:
     num_forwards: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_accepted_ngram_tokens: int = 0
     num_emitted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -67,12 +70,16 @@ class SpeculationStats:
         """Tokens emitted per second of decoding, all rows together, prefill and first token apart."""
         return self.num_emitted_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def record(self, emitted: int, drafted: int, accepted: int) -> None:
-        """Count one row-step that emitted `emitted` tokens, `accepted` of them drafted, out of `drafted` proposed."""
+    def record(self, emitted: int, drafted: int, accepted: int, ngrams: int = 0) -> None:
+        """Count one row-step that emitted `emitted` tokens, `accepted` of them drafted, out of `drafted` proposed.
+
+        `ngrams` of the accepted ones were proposed by n-grams alone.
+        """
         self.num_spec_steps += 1
         self.num_draft_tokens += drafted
         self.num_emitted_tokens += emitted
         self.num_accepted_draft_tokens += accepted
+        self.num_accepted_ngram_tokens += ngrams
         self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
         self.acceptance_histogram[accepted] += 1
 

@@ -55,17 +55,28 @@ def first_equal_path(tokens: Tensor, parents: Tensor, depths: Tensor, max_depth:
     return equal.int().argmax(-1)
 
 
-def keep_first(tokens: Tensor, parents: Tensor, valid: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Drop the nodes that another one stands for, `first` saying which, and move the rest to the front in order."""
+def keep_first(
+    tokens: Tensor, parents: Tensor, valid: Tensor, first: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Drop the nodes that another one stands for, `first` saying which, and fit the rest into `num_nodes` in order."""
     keep = valid & (first == torch.arange(first.shape[1], device=first.device))
     order = (~keep).long().argsort(dim=1, stable=True)
     place = order.argsort(dim=1)
     kept_parents = place.gather(1, first.gather(1, parents.clamp_min(0))).gather(1, order)
     kept_parents[:, 0] = -1
-    return tokens.gather(1, order), kept_parents, keep.gather(1, order)
+    kept = tokens.gather(1, order), kept_parents, keep.gather(1, order)
+    tokens, parents, valid = (_fit_length(field, num_nodes) for field in kept)
+    return tokens, parents, valid
 
 
-def fit_length(field: Tensor, num_nodes: int) -> Tensor:
+def blank_repeats(tokens: Tensor, parents: Tensor, valid: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn the nodes that another one stands for, `first` saying which, into padding; every node keeps its place."""
+    adopted = first.gather(1, parents.clamp_min(0))
+    adopted[:, 0] = -1
+    return tokens, adopted, valid & (first == torch.arange(first.shape[1], device=first.device))
+
+
+def _fit_length(field: Tensor, num_nodes: int) -> Tensor:
     """Pad with 0 or cut to `num_nodes`; a cut is harmless, as it takes descendants before their ancestors."""
     missing = num_nodes - field.shape[1]
     return torch.nn.functional.pad(field, (0, missing)) if missing > 0 else field[:, :num_nodes]

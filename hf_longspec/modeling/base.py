@@ -10,6 +10,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..attention_backends.interface import register
 from ..generation.decoding import decode
 from ..generation.drafters.base import Binding, Drafter
+from ..generation.drafters.joined import JoinedDrafter
+from ..generation.drafters.ngram import NgramDrafter
+from ..generation.ngram_settings import NGRAM_DEFAULTS, NgramSettings
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
 from ..generation.target import TargetView
@@ -23,16 +26,24 @@ class DraftModel(PreTrainedModel):
     """A draft model as a Hugging Face model: `config` holds its architecture, `generation_config` how it drafts.
 
     Subclasses define `config_class`, `settings` (name of every key of `generation_config` that is theirs, with its
-    default), `make_drafter` and `max_nodes`; without parameters they set `weightless`.
+    default), `make_drafter` and `max_nodes`; without parameters they set `weightless`. Unless they clear
+    `takes_ngrams`, they get the settings of n-grams, which join their trees: callers use `drafter` and
+    `num_tree_nodes`.
     """
 
     config_class = DraftConfig
     base_model_prefix = "draft"
     main_input_name = "input_ids"
     weightless: ClassVar[bool] = False
+    takes_ngrams: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {}
     # Known to the route by this marker: an installed class and one loaded from the Hub are different classes.
     _is_longspec_draft = True
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if cls.takes_ngrams:
+            cls.settings = NGRAM_DEFAULTS | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -76,12 +87,22 @@ class DraftModel(PreTrainedModel):
         """The patch-free route; transformers hands no streamer to a `custom_generate` callable."""
         return decode(model, self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
+    def drafter(self, binding: Binding) -> Drafter:
+        """The drafter of one call, n-grams included if there are any."""
+        drafter, ngrams = self.make_drafter(binding), self._joined_ngrams()
+        return drafter if ngrams is None else JoinedDrafter(drafter, NgramDrafter(binding, ngrams))
+
+    def num_tree_nodes(self, target: TargetView) -> int:
+        """Most nodes of a verified tree under the present settings: root, drafts and n-grams."""
+        ngrams = self._joined_ngrams()
+        return self.max_nodes(target) + (0 if ngrams is None else ngrams.num_nodes)
+
     def make_drafter(self, binding: Binding) -> Drafter:
-        """A drafter for one call."""
+        """What this kind of draft proposes by itself; see `drafter`."""
         raise NotImplementedError
 
     def max_nodes(self, target: TargetView) -> int:
-        """Most nodes of a draft tree under the present settings, root included."""
+        """Most nodes of what it proposes by itself, root included; see `num_tree_nodes`."""
         raise NotImplementedError
 
     def check(self, target: TargetView) -> None:
@@ -104,10 +125,20 @@ class DraftModel(PreTrainedModel):
                 f"draft.generation_config has unknown settings {unknown}; {type(self).__name__} has "
                 f"{sorted(self.settings)}."
             )
+        self._joined_ngrams()  # refuses what is out of range
         self.check_settings(target)
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse values of `generation_config` that this kind of draft cannot run with."""
+
+    def check_sampling(self) -> None:
+        """Refuse settings that only go with greedy decoding; called when the target samples."""
+
+    def _joined_ngrams(self) -> NgramSettings | None:
+        if not self.takes_ngrams:
+            return None
+        ngrams = NgramSettings.read(self.setting)
+        return ngrams if ngrams.candidates else None
 
     def setting(self, name: str) -> Any:
         """Value of one of this draft's settings."""

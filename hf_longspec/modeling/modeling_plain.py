@@ -20,6 +20,7 @@ class PlainDraftModel(DraftModel):
 
     config_class = PlainConfig
     weightless: ClassVar[bool] = True
+    takes_ngrams: ClassVar[bool] = False  # the baseline stays one token per forward
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """A drafter that proposes the root alone."""

@@ -1,5 +1,6 @@
 """SpecAttnDraftModel: training-free self-speculation with verification-guided sparse attention."""
 
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from ..attention_backends.scores import GRANULARITIES
@@ -45,7 +46,8 @@ class SpecAttnDraftModel(DraftModel):
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """A drafter with the present settings."""
-        return SpecAttnDrafter(binding, SpecAttnSettings(**{name: self.setting(name) for name in self.settings}))
+        settings = SpecAttnSettings(**{field.name: self.setting(field.name) for field in fields(SpecAttnSettings)})
+        return SpecAttnDrafter(binding, settings)
 
     def max_nodes(self, target: TargetView) -> int:
         """Root and gamma drafted tokens."""
@@ -65,4 +67,12 @@ class SpecAttnDraftModel(DraftModel):
             raise ValueError(
                 "granularity='kv_head': this target caches one latent for all heads (MLA), which cannot be selected "
                 "per head. Use granularity='layer'."
+            )
+
+    def check_sampling(self) -> None:
+        """Refuse n-grams beside tokens that were drawn: the law that accepts the latter is that of a chain."""
+        if self.setting("acceptance") == "rejection" and (candidates := self.setting("ngram_candidates")):
+            raise ValueError(
+                f"acceptance='rejection' with ngram_candidates={candidates}: when sampling, drafted tokens with a law "
+                "of their own cannot share a tree with n-grams. Use acceptance='coupled', or ngram_candidates=0."
             )

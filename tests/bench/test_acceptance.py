@@ -21,7 +21,7 @@ def test_steps_per_row_add_up_to_the_statistics(target, prompts, draft, mode):
     with RowSteps().of(draft) as steps:
         run = decoder.run(draft, slice(0, 3), 50, mode, seed=0)
     assert sum(steps.counts) == run.steps == draft.last_speculation.num_spec_steps
-    assert "make_drafter" not in vars(draft)
+    assert "drafter" not in vars(draft)
 
 
 def test_greedy_rows_of_a_batch_take_the_steps_they_take_alone(target, prompts, draft):

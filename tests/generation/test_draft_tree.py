@@ -129,6 +129,20 @@ def test_merge_trees_removes_duplicates_within_a_tree(tree, num_nodes):
         assert spelled_paths(merged, row) == once[: num_nodes - 1]
 
 
+@given(first=trees, second=trees)
+def test_merge_trees_in_place(first, second):
+    """Every node stays where it is, and of equal paths only the first is valid."""
+    rows = min(first.tokens.shape[0], second.tokens.shape[0])
+    parts = [DraftTree(*(field[:rows] for field in (t.tokens, t.parents, t.valid))) for t in (first, second)]
+    parts[1].tokens[:, 0] = parts[0].tokens[:, 0]
+    merged = merge_trees(parts)
+    merged.validate()
+    assert torch.equal(merged.tokens, torch.cat([parts[0].tokens, parts[1].tokens[:, 1:]], 1))
+    for row in range(rows):
+        both = [path for part in parts for path in spelled_paths(part, row)]
+        assert spelled_paths(merged, row) == list(dict.fromkeys(both))
+
+
 def test_merge_trees_compares_paths_to_the_root():
     """Long paths that differ in their first token only share nothing."""
     tails = [[first, *[1] * 12] for first in (2, 3)]

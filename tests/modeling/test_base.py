@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, GenerationConfig
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.testing import tiny_prompts, tiny_target
 
-CLASSES = [PlainDraftModel, SpecAttnDraftModel]
+CLASSES = [PlainDraftModel, SpecAttnDraftModel, NgramDraftModel]
 
 
 @pytest.fixture(scope="module")

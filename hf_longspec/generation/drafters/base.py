@@ -69,6 +69,10 @@ class Drafter(CandidateGenerator):
     """Depth of the deepest node."""
     wants_hidden: bool = False
     """Whether verifications shall hand over what the target's final norm is given."""
+    has_foreign_nodes: bool = False
+    """Whether verified trees hold nodes of others, from `num_nodes` on, which a path may then lead over."""
+    first_ngram_node: int | None = None
+    """Nodes from this one on come from n-grams alone."""
 
     def __init__(self, binding: Binding):
         self.binding = binding

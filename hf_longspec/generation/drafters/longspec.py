@@ -62,16 +62,14 @@ class LongSpecDrafter(Drafter):
         last = [text[-self.config.window :] for text in texts]
         width = max(map(len, last))
         tokens = torch.stack([torch.nn.functional.pad(text, (width - len(text), 0)) for text in last])
-        ends = torch.tensor([len(text) for text in texts], device=tokens.device)
-        positions = ends[:, None] - width + torch.arange(width, device=tokens.device)
-        hidden = self.parts.embed(tokens).to(self.device, self.dtype)
-        positions = positions.to(self.device)
-        keys, values = self.block.keys(hidden, self.parts.rotary(positions, hidden), self.parts)
-        self.ring.fill(keys, values, positions)
+        ends = torch.tensor([len(text) for text in texts], device=self.device)
+        positions = ends[:, None] - width + torch.arange(width, device=self.device)
+        self._remember(tokens, positions, positions >= 0)
         self.last_token = tokens[:, -1]
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """A beam of the configured widths behind `root` `(batch,)`."""
+        self.root = root
         lengths = self.binding.cache.rows.on(self.device)
         # one column per depth, and one for the last committed token, whose own keys may be missing: see observe
         positions = lengths[:, None] + torch.arange(-1, self.max_depth, device=self.device)
@@ -86,11 +84,33 @@ class LongSpecDrafter(Drafter):
 
     def observe(self, verification: Verification) -> None:
         """Keep the accepted nodes' keys. A node of the deepest level has none yet: the next draft makes them."""
+        if self.has_foreign_nodes:
+            return self._observe_tokens(verification)
         numbers = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
         path = verification.path.to(self.device)
         self.ring.keep(path, numbers[0], numbers[1])
         last = verification.path.gather(1, (numbers[0] - 1).clamp_min(0)[:, None].to(verification.path.device))
         self.last_token = self.tokens.gather(1, last).squeeze(1)
+
+    def _observe_tokens(self, verification: Verification) -> None:
+        """Make the keys of everything that was committed anew: nodes of others have none in the ring."""
+        width = verification.path.shape[1]
+        rows = [[*row[:-1], *[0] * (width - len(row))][: width - 1] for row in verification.tokens]
+        drafted = torch.tensor(rows, device=self.root.device, dtype=torch.long)
+        tokens = torch.cat([self.root[:, None], drafted], dim=1)
+        counts, lengths = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
+        places = torch.arange(width, device=self.device)
+        # a path may be longer than the window, whose slots take its last tokens then
+        kept = (places < counts[:, None]) & (places >= counts[:, None] - self.config.window)
+        self._remember(tokens, lengths[:, None] + places, kept)
+        last = (counts - 1).clamp_min(0)[:, None].to(tokens.device)
+        self.last_token = tokens.gather(1, last).squeeze(1)
+
+    def _remember(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> None:
+        """Put the keys of those `tokens` that are `kept` into the ring; all `(B, T)`."""
+        hidden = self.parts.embed(tokens).to(self.device, self.dtype)
+        keys, values = self.block.keys(hidden, self.parts.rotary(positions, hidden), self.parts)
+        self.ring.fill(keys, values, torch.where(kept, positions, -1))
 
     def _warn_of_length(self, length: int) -> None:
         trained = self.config.trained_max_length

@@ -16,8 +16,8 @@ NEW_TOKENS = 21
 def bind(draft, model, max_length):
     """The drafter of `draft` with a cache of its own and no token rule: what a foreign loop can give it."""
     target = TargetView(model)
-    cache = SpeculativeCache(model.config, 1, max_length, tree_slots=draft.max_nodes(target))
-    return draft.make_drafter(Binding(target, cache, None, max_length))
+    cache = SpeculativeCache(model.config, 1, max_length, tree_slots=draft.num_tree_nodes(target))
+    return draft.drafter(Binding(target, cache, None, max_length))
 
 
 class Spy(CandidateGenerator):
