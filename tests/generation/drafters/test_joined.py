@@ -83,7 +83,7 @@ def test_greedy_text_is_the_targets(target, plain_run, joined, name, kind, lengt
     ]
     # the statistics also know of the last iteration, of which no drafter is told
     assert len(accepted) <= stats.num_accepted_ngram_tokens <= len(accepted) + 5 * len(lengths)
-    assert accepted
+    assert accepted or len(lengths) == 1
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}], ids=str)
