@@ -130,7 +130,7 @@ def test_keys_are_the_confirmed_text(target, monkeypatch):
         sequences = self.binding.rule.sequences
         for row, index in enumerate(self.indexes):
             prompt = input_ids[row][mask[row].bool()].tolist()
-            assert index.text.tolist() == prompt + sequences.generated[row]
+            assert index.text.tolist() == prompt + list(sequences.generated[row])
             assert index.text[-1] == root[row] or sequences.done[row]
         seen.append(propose(self, root))
         return seen[-1]
