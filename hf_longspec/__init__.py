@@ -13,10 +13,12 @@ from .modeling.configuration_longspec import LongSpecConfig
 from .modeling.configuration_ngram import NgramConfig
 from .modeling.configuration_plain import PlainConfig
 from .modeling.configuration_specattn import SpecAttnConfig
+from .modeling.configuration_tokenswift import TokenSwiftConfig
 from .modeling.modeling_longspec import LongSpecDraftModel
 from .modeling.modeling_ngram import NgramDraftModel
 from .modeling.modeling_plain import PlainDraftModel
 from .modeling.modeling_specattn import SpecAttnDraftModel
+from .modeling.modeling_tokenswift import TokenSwiftDraftModel
 
 __version__ = "0.1.0"
 
@@ -34,6 +36,7 @@ _DRAFTS = {
     NgramConfig: NgramDraftModel,
     SpecAttnConfig: SpecAttnDraftModel,
     LongSpecConfig: LongSpecDraftModel,
+    TokenSwiftConfig: TokenSwiftDraftModel,
 }
 __all__ = [
     "DraftModel",
@@ -45,6 +48,8 @@ __all__ = [
     "PlainDraftModel",
     "SpecAttnConfig",
     "SpecAttnDraftModel",
+    "TokenSwiftConfig",
+    "TokenSwiftDraftModel",
     *_LAZY,
 ]
 
