@@ -63,7 +63,9 @@ class ScoreCapture:
             scores = self._quest(grouped, prefix)
         else:
             summed = self._sum_of_rows(grouped).sum(2)
-            scores = key_products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)  # [B, K, R, S]
+            scores = (
+                key_products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)
+            )  # [B, K, R, S]
         scores = scores.float()
         if self.granularity == "layer":
             scores = scores.sum(1, keepdim=True)
