@@ -12,9 +12,11 @@ from .modeling.base import DraftModel
 from .modeling.configuration_longspec import LongSpecConfig
 from .modeling.configuration_plain import PlainConfig
 from .modeling.configuration_specattn import SpecAttnConfig
+from .modeling.configuration_tokenswift import TokenSwiftConfig
 from .modeling.modeling_longspec import LongSpecDraftModel
 from .modeling.modeling_plain import PlainDraftModel
 from .modeling.modeling_specattn import SpecAttnDraftModel
+from .modeling.modeling_tokenswift import TokenSwiftDraftModel
 
 __version__ = "0.1.0"
 
@@ -28,6 +30,7 @@ _DRAFTS = {
     PlainConfig: PlainDraftModel,
     SpecAttnConfig: SpecAttnDraftModel,
     LongSpecConfig: LongSpecDraftModel,
+    TokenSwiftConfig: TokenSwiftDraftModel,
 }
 __all__ = [
     "DraftModel",
@@ -37,6 +40,8 @@ __all__ = [
     "PlainDraftModel",
     "SpecAttnConfig",
     "SpecAttnDraftModel",
+    "TokenSwiftConfig",
+    "TokenSwiftDraftModel",
     *_LAZY,
 ]
 

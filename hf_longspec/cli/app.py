@@ -61,7 +61,7 @@ def convert(
     target: Annotated[str | None, typer.Option(help="Id, folder or config.json of its target.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:
-    """Convert one of the authors' LongSpec checkpoints."""
+    """Convert a checkpoint of the authors of LongSpec or TokenSwift."""
     from . import convert as command
 
     raise typer.Exit(command.main(source, target, output, debug))

@@ -1,6 +1,7 @@
-"""Convert one of the authors' LongSpec checkpoints.
+"""Convert a checkpoint of the authors of LongSpec or TokenSwift.
 
     hf-longspec convert sail/longspec-Llama-3-8B-Instruct-262k --output longspec-llama-3
+    hf-longspec convert TokenSwift/TokenSwift-Qwen2.5-7B --output tokenswift-qwen
 
 Exit status: 0; 2 for what cannot be converted.
 """

@@ -6,6 +6,7 @@ logits.
 """
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 _GRANITE = ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared")
@@ -45,3 +46,14 @@ class TargetEnds:
             logits = logits / getattr(self.config, LOGIT_DIVISORS[kind])
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def device_of(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a module of a target runs; `default` for one without parameters."""
+    # accelerate: weights may wait elsewhere than they run, and the modules that hold them know where that is
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    device = next((device for device in devices if device is not None), None)
+    if device is None:
+        device = next((parameter.device for parameter in module.parameters()), default)
+    return torch.device(device)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .target_ends import TargetEnds
+from .target_ends import TargetEnds, device_of
 
 # Where some layers slide a window, layers of this type do not rotate queries and keys.
 UNROTATED_LAYERS = dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "exaone_moe"), "full_attention")
@@ -38,13 +38,8 @@ class TargetParts(TargetEnds):
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
         """Device and dtype of the keys that the KV layer computes."""
-        # accelerate: weights may wait elsewhere than they run, and the modules that hold them know where that is
-        hooks = (getattr(module, "_hf_hook", None) for module in self.attention.modules())
-        devices = (getattr(hook, "execution_device", None) for hook in hooks)
-        device = next((device for device in devices if device is not None), None)
-        if device is None:
-            device = next(self.attention.parameters()).device
-        return torch.device(device), self.model.get_input_embeddings().weight.dtype
+        weight = self.model.get_input_embeddings().weight
+        return device_of(self.attention, weight.device), weight.dtype
 
     def rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of `positions` `(B, N)` at the KV layer, in the dtype and on the device of `like`."""

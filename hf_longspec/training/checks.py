@@ -7,7 +7,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ..generation.target import TargetView
-from ..modeling.modeling_longspec import LongSpecDraftModel
 from .arguments import DraftTrainingArguments
 from .documents import DocumentEncoder
 
@@ -15,15 +14,11 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_models(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:
-    """Refuse a draft that is none, and a target that it was not made for or that cannot be decoded speculatively.
+    """Refuse a target that the draft was not made for or that cannot be decoded speculatively.
 
     Raises:
         ValueError: With value, rule and remedy.
     """
-    if not isinstance(draft, LongSpecDraftModel):
-        raise ValueError(
-            f"the model is a {type(draft).__name__}: make one with LongSpecDraftModel.from_target(target)."
-        )
     view = TargetView(target)
     if reasons := view.why_not():
         raise ValueError(f"{type(target).__name__} cannot be decoded speculatively: {'; '.join(reasons)}.")

@@ -13,25 +13,21 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from .target_pass import TargetStates
-
 FACTS_FILE = "store.json"
-STATES = {"keys": 1, "values": 1, "hidden": 0}  # which dimension of a row's tensor counts its tokens
+# Which dimension of a row's tensor counts its tokens.
+STATES = {"position_ids": 0, "keys": 1, "values": 1, "hidden": 0}
 
-Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Run = Callable[[torch.Tensor, torch.Tensor], TargetStates]
+Row = dict[str, torch.Tensor]
 
 
 class KVStore(Dataset):
     """Rows with the target's states, one safetensors file each.
 
-    A row's file has `input_ids`, `labels` and `position_ids` of shape `(L,)`, `keys` and `values` of shape
-    `(K, L, D)`, and for `loss="kl"` the final hidden states `(L, hidden)`. Keys carry the rotation of the positions
-    they were computed at, so the positions, drawn once for each row, are kept beside them and used whenever the row is
-    trained on. Gaps are drawn anew every time.
+    A row's file has `input_ids` and `labels` of shape `(L,)`, and what its training method reads of the target:
+    `hidden` `(L, hidden)`, or `keys` and `values` `(K, L, D)` with the `position_ids` `(L,)` that the keys carry the
+    rotation of.
 
-    A store takes `(2 K D + hidden)` numbers per token, for an 8B target 12 KB: it pays for rows that are trained on
-    several times.
+    For an 8B target in bfloat16 a token takes 8 to 12 KB: a store pays for rows that are trained on several times.
 
     Args:
         folder (`str` or `os.PathLike`): Where the files are, or will be.
@@ -64,12 +60,11 @@ class KVStore(Dataset):
             raise IndexError(f"row {index} of {self.num_rows}")
         return load_file(self._file(index))
 
-    def fill(self, row: Callable[[int], Row], run: Run, share: tuple[int, int], silent: bool = False) -> None:
+    def fill(self, row: Callable[[int], Row], share: tuple[int, int], silent: bool = False) -> None:
         """Write the rows that are missing.
 
         Args:
-            row (`Callable`): From the number of a row to its tokens, labels and positions, `(L,)` each.
-            run (`Callable`): From tokens and positions `(1, L)` to [`TargetStates`].
+            row (`Callable`): From the number of a row to its tensors.
             share (`tuple[int, int]`): Number of this process and how many there are: the rows are dealt out in turn.
             silent (`bool`, *optional*, defaults to `False`): Show no progress bar.
         """
@@ -79,16 +74,12 @@ class KVStore(Dataset):
         mine = range(share[0], self.num_rows, share[1])
         missing = [number for number in mine if not self._file(number).is_file()]
         for number in tqdm(missing, desc="states of the target", disable=silent):
-            self._write(number, row(number), run)
+            self._write(number, row(number))
 
-    def _write(self, number: int, row: Row, run: Run) -> None:
-        tokens, labels, positions = row
-        states = run(tokens[None], positions[None])
-        tensors = {"input_ids": tokens, "labels": labels, "position_ids": positions}
-        tensors |= {name: getattr(states, name)[0] for name in STATES if getattr(states, name) is not None}
+    def _write(self, number: int, row: Row) -> None:
         partial = self._file(number).with_suffix(".partial")
         # clones: safetensors refuses tensors that share memory, as tokens and labels may
-        save_file({name: tensor.cpu().clone().contiguous() for name, tensor in tensors.items()}, partial)
+        save_file({name: tensor.cpu().clone().contiguous() for name, tensor in row.items()}, partial)
         partial.replace(self._file(number))  # a file is there whole or not at all
 
     def _file(self, number: int) -> Path:
@@ -97,9 +88,7 @@ class KVStore(Dataset):
 
 def padded_states(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Stored states of some rows as a batch; empty if the rows have none."""
-    if "keys" not in rows[0]:
-        return {}
-    batch = {"position_ids": pad_sequence([row["position_ids"] for row in rows], batch_first=True)}
+    batch = {}
     for name, dimension in STATES.items():
         if name in rows[0]:
             by_token = pad_sequence([row[name].movedim(dimension, 0) for row in rows], batch_first=True)

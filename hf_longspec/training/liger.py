@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..generation.target_ends import LOGIT_DIVISORS, LOGIT_FACTORS
-from ..generation.target_parts import TargetParts
+from ..generation.target_ends import LOGIT_DIVISORS, LOGIT_FACTORS, TargetEnds
 
 try:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -17,19 +16,20 @@ SAMPLED_PLACES = 1024
 
 
 def liger_cross_entropy(
-    parts: TargetParts, hidden: torch.Tensor
+    ends: TargetEnds, hidden: torch.Tensor
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """The summed cross-entropy of tokens, from hidden states `(n, hidden)` and labels `(n,)`, or `None` without Liger.
+    """The summed cross-entropy of tokens, from hidden states like `hidden`, `(n, hidden)`, and labels
+    `(n,)`, or `None` without Liger.
 
     Liger's kernels run on GPUs; they know a head that is one linear layer, with a softcap at most.
 
     Source: Liger Kernel (https://github.com/linkedin/Liger-Kernel), `LigerFusedLinearCrossEntropyLoss`.
     """
-    kind = parts.config.model_type
+    kind = ends.config.model_type
     if LigerFusedLinearCrossEntropyLoss is None or not hidden.is_cuda or kind in LOGIT_FACTORS | LOGIT_DIVISORS:
         return None
-    head = parts.model.get_output_embeddings()
-    softcap = getattr(parts.config, "final_logit_softcapping", None)
+    head = ends.model.get_output_embeddings()
+    softcap = getattr(ends.config, "final_logit_softcapping", None)
     fused = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap)
 
     def loss(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

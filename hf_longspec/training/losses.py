@@ -11,39 +11,49 @@ import torch
 from torch.autograd.function import once_differentiable
 
 Head = Callable[[torch.Tensor], torch.Tensor]
-# Logits of a chunk and its place, to the loss of each place, its gradient with respect to the logits, and whether the
-# most likely token is the wanted one.
-Objective = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# Logits of some places to the loss of each, its gradient with respect to the logits, and how many tokens are more
+# likely than the wanted one.
+Score = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+# From a chunk of the places to their score: what all levels are compared with is computed once.
+Objective = Callable[[slice, torch.dtype], Score]
 
 
 def head_loss(
-    hidden: torch.Tensor, head: Head, objective: Objective, chunk_size: int
+    hidden: torch.Tensor, head: Head, objective: Objective, chunk_size: int, counts: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of an objective over places, through the head.
+    """Sums of an objective over places, through the head, for one or several levels of hidden states.
 
     Args:
-        hidden (`torch.Tensor` of shape `(n, hidden)`): Hidden states of the draft. Gradients reach them alone.
+        hidden (`torch.Tensor` of shape `(levels, n, hidden)`): Hidden states of the draft. Gradients reach them alone.
         head (`Callable`): `(m, hidden)` to logits `(m, vocab)`.
         objective (`Callable`): [`cross_entropy`] or [`forward_kl`], bound to what it compares with.
         chunk_size (`int`): Places whose logits exist at once.
+        counts (`torch.BoolTensor` of shape `(levels, n)`, *optional*): The places that add to the sum; by default all.
 
     Returns:
-        The sum, and a `torch.BoolTensor` of shape `(n,)`: whether the draft's most likely token is the wanted one.
+        The sums `(levels,)`, and a `torch.LongTensor` of shape `(levels, n)`: how many tokens the draft takes for more
+        likely than the wanted one, 0 for a hit.
     """
-    total, hits = _HeadLoss.apply(hidden, head, objective, chunk_size)
-    return total, hits
+    if counts is None:
+        counts = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+    totals, ranks = _HeadLoss.apply(hidden, head, objective, chunk_size, counts)
+    return totals, ranks
 
 
 def cross_entropy(labels: torch.Tensor) -> Objective:
     """Cross-entropy of tokens `(n,)`."""
 
-    def objective(logits: torch.Tensor, chunk: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def objective(chunk: slice, dtype: torch.dtype) -> Score:
         wanted = labels[chunk, None]
-        log_draft = logits.log_softmax(-1)
-        loss = -log_draft.gather(1, wanted)
-        gradient = log_draft.exp_()
-        gradient.scatter_add_(1, wanted, gradient.new_full(wanted.shape, -1.0))
-        return loss.sum(), gradient, logits.argmax(-1) == wanted[:, 0]
+
+        def score(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            log_draft = logits.log_softmax(-1)
+            losses = -log_draft.gather(1, wanted)[:, 0]
+            gradient = log_draft.exp_()
+            gradient.scatter_add_(1, wanted, gradient.new_full(wanted.shape, -1.0))
+            return losses, gradient, rank(logits, wanted)
+
+        return score
 
     return objective
 
@@ -52,19 +62,39 @@ def forward_kl(target_hidden: torch.Tensor, head: Head) -> Objective:
     """Kullback-Leibler divergence from the target's distribution to the draft's.
 
     Args:
-        target_hidden (`torch.Tensor` of shape `(n, hidden)`): Final hidden states of the target at the same places.
-        head (`Callable`): The target's head.
+        target_hidden (`torch.Tensor` of shape `(n, hidden)`): Hidden states of the target at the same places.
+        head (`Callable`): From those to the target's logits.
     """
 
-    def objective(logits: torch.Tensor, chunk: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        target_logits = head(target_hidden[chunk]).to(logits.dtype)
-        hits = logits.argmax(-1) == target_logits.argmax(-1)
-        log_target, log_draft = target_logits.log_softmax(-1), logits.log_softmax(-1)
-        target = log_target.exp()
-        loss = (target * (log_target - log_draft)).sum()
-        return loss, log_draft.exp_().sub_(target), hits
+    def objective(chunk: slice, dtype: torch.dtype) -> Score:
+        log_target = head(target_hidden[chunk]).to(dtype).log_softmax(-1)
+        wanted, target = log_target.argmax(-1, keepdim=True), log_target.exp()
+        negative_entropy = dot(target, log_target)
+
+        def score(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            log_draft = logits.log_softmax(-1)
+            losses = negative_entropy - dot(target, log_draft)
+            return losses, log_draft.exp_().sub_(target), rank(logits, wanted)
+
+        return score
 
     return objective
+
+
+def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Scalar product of each row of `(m, vocab)` with its row of the other, without their product in between."""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
+
+
+def rank(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """How many tokens come before those in `wanted` `(m, 1)` by their logits `(m, vocab)`; of equals, the lower id.
+
+    >>> rank(torch.tensor([[1.0, 3.0, 2.0, 2.0]]), torch.tensor([[3]])).tolist()
+    [2]
+    """
+    own = logits.gather(1, wanted)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return torch.count_nonzero((logits > own) | ((logits == own) & (ids < wanted)), dim=1)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -72,27 +102,33 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, head: Head, objective: Objective, chunk_size: int
+        ctx: Any, hidden: torch.Tensor, head: Head, objective: Objective, chunk_size: int, counts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        hits = torch.zeros(len(hidden), dtype=torch.bool, device=hidden.device)
+        totals = torch.zeros(len(hidden), dtype=wide, device=hidden.device)
+        ranks = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        for start in range(0, len(hidden), chunk_size):
+        for start in range(0, hidden.shape[1], chunk_size):
             chunk = slice(start, start + chunk_size)
-            with torch.set_grad_enabled(gradient is not None):
-                leaf = hidden[chunk].detach().requires_grad_(gradient is not None)
-                logits = head(leaf)
-            loss, slope, hits[chunk] = objective(logits.detach().to(wide), chunk)
-            total += loss
-            if gradient is not None:
-                (gradient[chunk],) = torch.autograd.grad(logits, leaf, slope.to(logits.dtype))
+            score = objective(chunk, wide)
+            for level, states in enumerate(hidden):
+                with torch.set_grad_enabled(gradient is not None):
+                    leaf = states[chunk].detach().requires_grad_(gradient is not None)
+                    logits = head(leaf)
+                losses, slope, ranks[level, chunk] = score(logits.detach().to(wide))
+                weight = counts[level, chunk].to(wide)
+                totals[level] += losses @ weight
+                if gradient is not None:
+                    slope = slope.mul_(weight[:, None]).to(logits.dtype)
+                    (gradient[level, chunk],) = torch.autograd.grad(logits, leaf, slope)
         ctx.gradient = gradient
-        ctx.mark_non_differentiable(hits)
-        return total, hits
+        ctx.mark_non_differentiable(ranks)
+        return totals, ranks
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, slope: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, slope: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = ctx.gradient
-        return (None if gradient is None else gradient * slope.to(gradient.dtype)), None, None, None
+        if gradient is not None:
+            gradient = gradient * slope[:, None, None].to(gradient.dtype)
+        return gradient, None, None, None, None

@@ -1,4 +1,4 @@
-"""Anchor-Offset Indices: long positions in short rows."""
+"""Positions of rows: how many there are, and long ones in short rows."""
 
 from collections.abc import Sequence
 
@@ -32,3 +32,16 @@ def anchor_offset_positions(length: int, offsets: Sequence[int], anchors: int) -
 def position_limit(target: PreTrainedModel) -> int | None:
     """Positions that a target has, if its configuration says so."""
     return getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def check_length(length: int, limit: int | None) -> None:
+    """Refuse a row of `length` tokens if a target has fewer positions.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"a row has {length} tokens, and the target has {limit} positions (max_position_embeddings): set "
+            "max_length, or cut the rows."
+        )

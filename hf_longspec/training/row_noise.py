@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .documents import IGNORED
-from .positions import anchor_offset_positions
+from .positions import anchor_offset_positions, check_length
 
 
 class RowNoise:
@@ -64,13 +64,9 @@ class RowNoise:
         Raises:
             ValueError: If the target has fewer positions.
         """
+        check_length(length, self.position_limit)
         if self.position_limit is None:
             return self.max_offset or 0
-        if length > self.position_limit:
-            raise ValueError(
-                f"a row has {length} tokens, and the target has {self.position_limit} positions "
-                "(max_position_embeddings): set max_length, or cut the rows."
-            )
         room = self.position_limit - length
         return room if self.max_offset is None else min(room, self.max_offset)
 

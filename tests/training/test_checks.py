@@ -50,7 +50,7 @@ def test_settings(tmp_path, settings, match):
 
 def test_models_that_do_not_go_together(make_trainer, make_draft, target):
     refuse(
-        "SpecAttnDraftModel: make one with LongSpecDraftModel",
+        "SpecAttnDraftModel, which is not trained: make one with LongSpecDraftModel",
         make_trainer,
         model=SpecAttnDraftModel.from_target(target),
     )

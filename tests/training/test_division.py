@@ -52,7 +52,7 @@ def test_two_processes_are_one(reference, tmp_path):
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         torch.testing.assert_close(tensor, other[name], rtol=TOLERANCE, atol=TOLERANCE, msg=name)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["trained_max_length"] == reference.longest_position
+    assert config["trained_max_length"] == reference.method.longest_position
     expected = reference.evaluate()
     for name in ("eval_acceptance_gap_1", "eval_acceptance_gap_5"):  # 24 rows in batches of 8: uneven for two
         assert logged["metrics"][name] == pytest.approx(expected[name])

@@ -41,11 +41,11 @@ def test_keys_are_kept_with_the_positions_they_were_rotated_by(make_trainer, row
         stored = load_file(tmp_path / "kv" / f"row-{number:08d}.safetensors")
         positions = stored["position_ids"]
         assert positions[:4].tolist() == [0, 1, 2, 3] and positions[4] > 4
-        states = trainer.target_pass(row["input_ids"][None], positions[None])
+        states = trainer.method.target_pass(row["input_ids"][None], positions[None])
         torch.testing.assert_close(stored["keys"], states.keys[0])
         torch.testing.assert_close(stored["hidden"], states.hidden[0])
     assert len({int(load_file(file)["position_ids"][4]) for file in (tmp_path / "kv").glob("*.safetensors")}) == 3
-    assert trainer.longest_position == max(
+    assert trainer.method.longest_position == max(
         int(load_file(file)["position_ids"].max()) for file in (tmp_path / "kv").glob("*.safetensors")
     )
 

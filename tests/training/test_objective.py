@@ -47,7 +47,7 @@ def test_the_first_step_is_the_definition(make_trainer, draft, target, rows, los
     draft.config.noise_range = [2, 4]
     trainer = make_trainer(dataset=rows, loss=loss, max_steps=1, per_device_train_batch_size=3)
     order = [int(batch) for batch in trainer.get_train_dataloader().batch_sampler.sampler]
-    gaps, offsets = trainer.noise.draw(0, 3, range(3), [len(rows[row]["input_ids"]) for row in order])
+    gaps, offsets = trainer.method.noise.draw(0, 3, range(3), [len(rows[row]["input_ids"]) for row in order])
     losses, hits = [], {gap: [] for gap in (2, 3, 4)}
     with torch.no_grad():
         for row, gap, offset in zip(order, gaps, offsets, strict=True):
@@ -96,7 +96,7 @@ def test_ligers_loss_takes_the_place_of_ours(make_trainer, make_draft, rows, mon
     settings = {"dataset": rows, "loss": "ce", "max_steps": 2}
     plain = make_trainer(model=make_draft(), **settings)
     plain.train()
-    assert liger.liger_cross_entropy(plain.parts, torch.zeros(1)) is None  # not on a CPU
+    assert liger.liger_cross_entropy(plain.method.parts, torch.zeros(1)) is None  # not on a CPU
     monkeypatch.setattr(liger, "LigerFusedLinearCrossEntropyLoss", Fused)
     on_gpu = type("OnGpu", (), {"is_cuda": True})
     monkeypatch.setattr(

@@ -34,9 +34,9 @@ def test_a_killed_run_resumes_to_the_weights_of_an_unbroken_one(tmp_path):
     moments = [trainer.optimizer.state_dict()["state"] for trainer in (whole, resumed)]
     assert all(torch.equal(moments[0][key]["exp_avg"], moments[1][key]["exp_avg"]) for key in moments[0])
     # the farthest row came before the checkpoint, so that only a recorded position can know it
-    drawn = [max(whole.noise.draw(step, 2, range(2), [33, 33])[1]) for step in range(STEPS)]
+    drawn = [max(whole.method.noise.draw(step, 2, range(2), [33, 33])[1]) for step in range(STEPS)]
     assert max(drawn[:SAVED]) > max(drawn[SAVED:])
-    assert resumed.longest_position == whole.longest_position == 32 + max(drawn)
+    assert resumed.method.longest_position == whole.method.longest_position == 32 + max(drawn)
     assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen
 
 

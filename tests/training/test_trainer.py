@@ -74,7 +74,7 @@ def test_the_largest_position_is_recorded(make_trainer, draft, tmp_path, max_off
     trainer.save_model(tmp_path / "draft")
     recorded = LongSpecDraftModel.from_pretrained(tmp_path / "draft").config.trained_max_length
     offsets = [
-        offset for step in range(5) for offset in trainer.noise.draw(step, 2, range(2), [33, 33])[1]
+        offset for step in range(5) for offset in trainer.method.noise.draw(step, 2, range(2), [33, 33])[1]
     ]  # drawn again, from the definition
     assert recorded == 32 + max(offsets)
     assert max(offsets) <= max_offset and (max_offset == 0 or max(offsets) > 0)

@@ -1,4 +1,4 @@
-"""The authors' checkpoints: names, layouts and refusals on files of their structure, and the numbers they give."""
+"""LongSpec's checkpoints: names, layouts and refusals on files of their structure, and the numbers they give."""
 
 import json
 
@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel
 
-from hf_longspec.modeling.convert import PUBLISHED, convert, read_weights
+from hf_longspec.modeling.convert import convert
+from hf_longspec.modeling.convert_longspec import LONGSPEC_TARGETS
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.generation.drafters.restated_longspec import Restated
 
@@ -124,15 +125,10 @@ def test_shapes_of_another_target_are_refused(tmp_path):
         convert(str(as_safetensors(published_tensors(), tmp_path)), str(tmp_path / "other"))
 
 
-def test_a_folder_without_weights(target_config, tmp_path):
-    with pytest.raises(ValueError, match=r"holds no weights: expected one of model\.safetensors\.index"):
-        read_weights(str(tmp_path))
-
-
 def test_an_unknown_source_needs_a_target(tmp_path):
     with pytest.raises(ValueError, match=r"no target is known for .*sail/longspec-vicuna-7b-v1\.5-16k"):
         convert(str(tmp_path))
 
 
 def test_six_drafts_are_published():
-    assert len(PUBLISHED) == 6 and all(name.startswith("sail/longspec-") for name in PUBLISHED)
+    assert len(LONGSPEC_TARGETS) == 6 and all(name.startswith("sail/longspec-") for name in LONGSPEC_TARGETS)

@@ -1,0 +1,150 @@
+"""Train TokenSwift heads for the tiny target on a CPU, within a budget of time.
+
+    python examples/train_tiny_tokenswift.py --streams runs/tiny-target --output runs/tiny-tokenswift --minutes 40
+
+`--streams` is the folder of `train_tiny_target.py`, with the texts as tokens; a stream that is much shorter than the
+longest is repeated until it has half its length, as the target's training weighted them. The learning rate follows the
+minutes that were used, not the steps, so that it ends at zero on any machine. A run that was interrupted continues when
+the same command is given again.
+"""
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import ConcatDataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from hf_longspec import TokenSwiftDraftModel
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+
+ROOT = Path(__file__).resolve().parents[1]
+WARMUP_STEPS = 20
+
+
+class TimedCosine(LRScheduler):
+    """A cosine from the learning rate to zero over seconds of training, which a checkpoint remembers.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): With the learning rate to begin with.
+        seconds (`float`): Until zero.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, seconds: float):
+        self.seconds = seconds
+        self.spent = 0.0
+        self.seen = time.monotonic()
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        """The learning rates now."""
+        now = time.monotonic()
+        self.spent += now - self.seen
+        self.seen = now
+        share = 0.5 + 0.5 * math.cos(math.pi * min(1.0, self.spent / self.seconds))
+        return [base * share * min(1.0, (self.last_epoch + 1) / WARMUP_STEPS) for base in self.base_lrs]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the seconds spent, of those that there are now; the clock goes on."""
+        super().load_state_dict(state_dict | {"seconds": self.seconds, "seen": time.monotonic()})
+
+
+class TimedTrainer(DraftTrainer):
+    """A trainer whose learning rate and end are given by minutes."""
+
+    def __init__(self, *args: Any, minutes: float, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.minutes = minutes
+        self.add_callback(StopInTime())
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        """As in Trainer, but over minutes."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = TimedCosine(optimizer or self.optimizer, 60 * self.minutes)
+        return self.lr_scheduler
+
+
+class StopInTime(TrainerCallback):
+    """Ends and saves the run when its minutes are used up."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: TimedCosine, **kwargs: Any) -> None:
+        if lr_scheduler.spent >= lr_scheduler.seconds:
+            control.should_training_stop = control.should_save = control.should_log = True
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+    draft = TokenSwiftDraftModel.from_target(target, num_heads=args.heads, chained=not args.independent)
+    # the local folder of this run says nothing to others
+    draft.config.target_name_or_path = Path(args.target).name
+    training = DraftTrainingArguments(
+        str(args.output),
+        loss=args.loss,
+        num_train_epochs=1000,
+        per_device_train_batch_size=args.batch,
+        learning_rate=args.learning_rate,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        logging_steps=25,
+        save_steps=50,
+        save_total_limit=1,
+        use_cpu=True,
+        seed=args.seed,
+        report_to="none",
+        disable_tqdm=True,  # its end would be that of all epochs
+    )
+    trainer = TimedTrainer(draft, target, training, train_dataset=rows(args), minutes=args.minutes)
+    trainer.train(resume_from_checkpoint=any(args.output.glob("checkpoint-*")) or None)
+    trainer.save_state()
+    (args.output / "command.txt").write_text(command(args), encoding="utf-8")
+    draft.to(torch.bfloat16).save_pretrained(args.output / "final")
+
+
+def rows(args: argparse.Namespace) -> ConcatDataset:
+    """All streams, cut into rows."""
+    streams = [np.load(path, mmap_mode="r") for path in sorted(args.streams.glob("*.npy"))]
+    if not streams:
+        raise SystemExit(f"{args.streams} has no *.npy: run examples/train_tiny_target.py with this --output first")
+    longest = max(map(len, streams))
+    repeated = [stream for stream in streams for _ in range(max(1, round(longest / 2 / len(stream))))]
+    return ConcatDataset([TokenWindows(stream, args.length) for stream in repeated])
+
+
+def command(args: argparse.Namespace) -> str:
+    """What was run, without the folders of the machine that ran it."""
+    numbers = f"--minutes {args.minutes:g} --length {args.length} --batch {args.batch} --heads {args.heads}"
+    rest = f"--learning-rate {args.learning_rate:g} --loss {args.loss} --seed {args.seed}"
+    return (
+        f"python examples/train_tiny_tokenswift.py --streams runs/tiny-target --output runs/{args.output.name} \\\n"
+        f"    {numbers} \\\n    {rest}{' --independent' if args.independent else ''}\n"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(ROOT / "hub_cards" / "tiny-target"), help="folder or Hub id")
+    parser.add_argument("--streams", type=Path, required=True, help="folder with the token streams")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=40, help="time for training (default: %(default)s)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per row (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="rows per step (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--independent", action="store_true", help="heads that do not continue each other (Medusa)")
+    parser.add_argument("--learning-rate", type=float, default=2e-2)
+    parser.add_argument("--loss", choices=["kl", "ce"], default="kl")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

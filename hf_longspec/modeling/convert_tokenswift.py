@@ -1,0 +1,47 @@
+"""Heads out of the checkpoints that the authors of TokenSwift published.
+
+Their training saves heads and target together; the target is not needed and not read.
+"""
+
+import torch
+from transformers import PreTrainedConfig
+
+from .checkpoint import Checkpoint
+from .configuration_tokenswift import TokenSwiftConfig
+from .modeling_tokenswift import TokenSwiftDraftModel
+
+# Published checkpoint -> target that its heads were trained for.
+TOKENSWIFT_TARGETS = {
+    "TokenSwift/TokenSwift-Yarn-Llama-2-7b-128k": "NousResearch/Yarn-Llama-2-7b-128k",
+    "TokenSwift/TokenSwift-Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+    "TokenSwift/TokenSwift-Qwen2.5-1.5B": "Qwen/Qwen2.5-1.5B",
+    "TokenSwift/TokenSwift-Qwen2.5-7B": "Qwen/Qwen2.5-7B",
+    "TokenSwift/TokenSwift-Qwen2.5-14B": "Qwen/Qwen2.5-14B",
+    "TokenSwift/TokenSwift-DeepSeek-R1-Distill-Qwen-32B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
+    "TokenSwift/TokenSwift-QwQ-32B": "Qwen/QwQ-32B",
+}
+# How the names of all heads begin; what follows is the head's number and the names of this package.
+HEADS = "model.medusa_layers."
+
+
+def tokenswift_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> TokenSwiftDraftModel:
+    """The heads in `checkpoint`, of the type that they have there.
+
+    Args:
+        target (`PreTrainedConfig`): The target's configuration.
+
+    Raises:
+        ValueError: If tensors are missing or unknown, or their shapes are not the target's.
+    """
+    weights = checkpoint.read(HEADS)
+    numbers = {name.removeprefix(HEADS).partition(".")[0] for name in weights}
+    highest = max((int(number) for number in numbers if number.isdecimal()), default=-1)
+    draft = TokenSwiftDraftModel(TokenSwiftConfig.from_target(target, num_heads=highest + 1))
+    checkpoint.check(weights, _as_published(draft), "TokenSwift heads")
+    draft.heads.layers.load_state_dict({name.removeprefix(HEADS): value for name, value in weights.items()})
+    return draft.to(next(iter(weights.values())).dtype)
+
+
+def _as_published(draft: TokenSwiftDraftModel) -> dict[str, torch.Tensor]:
+    """A draft's tensors by the names that the authors give them."""
+    return {HEADS + name: value for name, value in draft.heads.layers.state_dict().items()}

@@ -1,0 +1,98 @@
+"""HeadsMethod: every head predicts its own token ahead, from what the target's final norm is given."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..generation.final_norm import final_norm_of
+from ..generation.target_ends import TargetEnds
+from .arguments import DraftTrainingArguments
+from .documents import IGNORED
+from .hidden_pass import HiddenPass
+from .method import TrainingMethod
+from .objective import DraftObjective
+from .positions import check_length
+
+TOP = 3  # children that a tree usually gives to a node of a head
+
+
+class HeadsMethod(TrainingMethod):
+    """Trains heads on rows at the positions 0, 1, 2, ...; the terms of the loss, and the levels of the counts, are the
+    heads.
+
+    Head i (from 1) at place t wants token t + 1 + i: with `loss="ce"` the text's, with `loss="kl"` the distribution
+    that the target has for it at place t + i. Where the row has no such token, or no label for it, the head has no
+    loss.
+
+    Source: TokenSwift (https://huggingface.co/papers/2502.18890), section 3.1 and appendix B.1.
+    """
+
+    def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
+        super().__init__(draft, target, args)
+        if args.max_offset:
+            raise ValueError(
+                f"max_offset={args.max_offset}: heads have no positions of their own and are trained at 0, 1, 2, ... "
+                "Leave it out."
+            )
+        self.hidden_pass = HiddenPass(target, args.target_chunk_size)
+        self.objective = DraftObjective(TargetEnds(target), args.loss_chunk_size, final_norm_of(target))
+        self.count_shape = draft.config.num_heads, 3
+
+    def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
+        """The batch as it is: nothing about a row is random."""
+        check_length(batch["input_ids"].shape[1], self.position_limit)
+        return batch
+
+    def items(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels that head i can predict: those from place 1 + i on."""
+        present = labels != IGNORED
+        heads = range(2, 2 + self.draft.config.num_heads)
+        return torch.stack([present[:, first:].sum() for first in heads])
+
+    def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums over a batch, and of each head its hits, its hits among the first three, and its places."""
+        totals, counts = self._run(model, inputs)
+        return totals, counts.sum(0)
+
+    def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the heads' mean losses, and the counts of each row."""
+        totals, counts = self._run(model, inputs)
+        return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
+
+    def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Share of hits of every head, by its most likely token and by its three most likely ones."""
+        logs: dict[str, float] = {}
+        for head, (first, top, places) in enumerate(counts, start=1):
+            if places:
+                logs |= {f"head_{head}_top1": first / places, f"head_{head}_top{TOP}": top / places}
+        return logs
+
+    def facts(self) -> dict[str, Any]:
+        """What is stored, and where rows are cut."""
+        return {"states": "final_norm_input", "max_length": self.args.max_length}
+
+    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+        """What the final norm is given."""
+        check_length(len(tokens), self.position_limit)
+        return {"hidden": self.hidden_pass(tokens[None].to(self.args.device))[0]}
+
+    def _run(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sums of the heads' losses, and the counts of each row."""
+        tokens, labels = inputs["input_ids"], inputs["labels"][:, 1:]
+        hidden = inputs["hidden"] if "hidden" in inputs else self.hidden_pass(tokens)
+        rows, places = (labels != IGNORED).nonzero(as_tuple=True)  # the target predicts these tokens here
+        heads = torch.arange(1, 1 + self.draft.config.num_heads, device=tokens.device)[:, None]
+        counts = places >= heads  # head i predicts them i places before
+        states = model(hidden=hidden)[heads - 1, rows, (places - heads).clamp_min(0)]
+        wanted = hidden[rows, places] if self.args.loss == "kl" else None
+        totals, ranks, sample = self.objective(states, labels[rows, places], counts, wanted)
+        return totals, self._counted(ranks, counts[:, sample], rows[sample], len(tokens))
+
+    @staticmethod
+    def _counted(ranks: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Counts `(B, heads, 3)` of ranks `(heads, m)`, where `counts` says which places those of a head are."""
+        numbers = torch.stack([(ranks < 1) & counts, (ranks < TOP) & counts, counts], -1).to(torch.float64)
+        total = torch.zeros(num_rows, *numbers.shape[::2], dtype=torch.float64, device=ranks.device)
+        return total.index_add_(0, rows, numbers.transpose(0, 1))
