@@ -1,4 +1,4 @@
-"""Drafts for tests: random tokens on random trees with some right ones among them, and a random LongSpec block."""
+"""Drafts for tests: random tokens on random trees with some right ones among them, and random weights."""
 
 import random
 from typing import Any, ClassVar
@@ -7,14 +7,11 @@ import torch
 
 from .generation.draft_tree import DraftTree
 from .generation.drafters.base import Binding, Drafter, Verification
-from .generation.drafters.tokenswift import TokenSwiftDrafter, TokenSwiftSettings
-from .generation.final_norm import final_norm_of
-from .generation.product_tree import num_product_nodes
 from .generation.target import TargetView
-from .generation.target_ends import TargetEnds
 from .modeling.base import DraftModel
 from .modeling.configuration_plain import PlainConfig
 from .modeling.modeling_longspec import LongSpecDraftModel
+from .modeling.modeling_tokenswift import TokenSwiftDraftModel
 
 
 def random_longspec_draft(target: Any, seed: int = 3, **overrides: Any) -> LongSpecDraftModel:
@@ -26,12 +23,29 @@ def random_longspec_draft(target: Any, seed: int = 3, **overrides: Any) -> LongS
         **overrides: As in `LongSpecDraftModel.from_target`.
     """
     draft = LongSpecDraftModel.from_target(target, **overrides)
+    _randomize(draft, seed)
+    return draft
+
+
+def random_tokenswift_draft(target: Any, seed: int = 3, **overrides: Any) -> TokenSwiftDraftModel:
+    """Untrained TokenSwift heads that move the hidden state and spread their logits, so that a wrong state shows.
+
+    Args:
+        target (`PreTrainedModel`): Its target.
+        seed (`int`, *optional*, defaults to 3): Seed of the weights.
+        **overrides: As in `TokenSwiftDraftModel.from_target`.
+    """
+    draft = TokenSwiftDraftModel.from_target(target, **overrides)
+    _randomize(draft, seed)
+    return draft
+
+
+def _randomize(draft: DraftModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in draft.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(noise * (0.3 if weight.dim() == 2 else 0.5))
-    return draft
 
 
 class RandomTreeDraftModel(DraftModel):
@@ -112,60 +126,3 @@ class RandomTreeDrafter(Drafter):
             parents.append(parent)
         used = self.random.randint(max(1, self.draft.num_nodes - 2), self.draft.num_nodes)
         return tokens, parents, [node < used for node in range(self.draft.num_nodes)]
-
-
-class RandomHeads(torch.nn.Module):
-    """Chained random heads behind the target's own final norm.
-
-    Args:
-        target (`PreTrainedModel`): Whose norm is used.
-        num_heads (`int`): Heads.
-        seed (`int`): Of the weights.
-    """
-
-    def __init__(self, target: Any, num_heads: int = 3, seed: int = 3):
-        super().__init__()
-        width = target.config.get_text_config().hidden_size
-        generator = torch.Generator().manual_seed(seed)
-        self.weights = torch.randn(num_heads, width, width, generator=generator) * (0.5 * width**-0.5)
-        self.norm = final_norm_of(target)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """From `(B, L, hidden)` to `(num_heads, B, L, hidden)`."""
-        states = []
-        for weight in self.weights:
-            scale = hidden.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt().to(hidden.dtype)
-            hidden = hidden + (hidden * scale) @ weight.to(hidden.dtype)
-            states.append(self.norm(hidden))
-        return torch.stack(states)
-
-
-class StandInTokenSwift(DraftModel):
-    """TokenSwift with random heads."""
-
-    config_class = PlainConfig
-    weightless: ClassVar[bool] = True
-    settings: ClassVar[dict[str, Any]] = {
-        "self_draft": "verify_hidden",
-        "tree_branching": [1, 3, 3, 3],
-        "partial_kv_policy": "dynamic",
-        "partial_kv_budget": 4096,
-        "partial_kv_recent": 64,
-        "partial_kv_score": "logits",
-    }
-
-    def make_drafter(self, binding: Binding) -> Drafter:
-        """A drafter with the present settings."""
-        model = binding.target.model
-        return TokenSwiftDrafter(binding, RandomHeads(model), TargetEnds(model), self._settings())
-
-    def max_nodes(self, target: TargetView) -> int:
-        """All combinations."""
-        return num_product_nodes(self._settings().widths)
-
-    def _settings(self) -> TokenSwiftSettings:
-        return TokenSwiftSettings(**{name: self.setting(name) for name in self.settings})
-
-
-def random_tokenswift_draft(target: Any, **overrides: Any) -> StandInTokenSwift:
-    return StandInTokenSwift.from_target(target, **overrides)

@@ -62,10 +62,8 @@ class ScoreCapture:
         elif self.score == "quest":
             scores = self._quest(grouped, prefix)
         else:
-            summed = self._sum_of_rows(grouped).sum(2)
-            scores = (
-                key_products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)
-            )  # [B, K, R, S]
+            summed = self._sum_of_rows(grouped).sum(2)  # [B, K, R, D]
+            scores = key_products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)
         scores = scores.float()
         if self.granularity == "layer":
             scores = scores.sum(1, keepdim=True)

@@ -79,7 +79,7 @@ class PartialCache(CompactCache):
             self._copy(index, places)
 
     def _copy(self, layer_idx: int, places: torch.Tensor) -> None:
-        """Copy one layer's entries; `places` is `(2, batch, n)`, slots of the target's cache and slots of the buffer."""
+        """Copy one layer's entries; `places` `(2, batch, n)` are slots of the target's cache and of the buffer."""
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
         old, new = places.to(source.keys.device, non_blocking=True)
         row = torch.arange(old.shape[0], device=old.device)[:, None]

@@ -1,4 +1,4 @@
-"""Trees in which every node of a level has the same children: what heads propose that do not see each other's tokens."""
+"""Trees in which all nodes of a level have the same children, as proposed by heads that see no drafted tokens."""
 
 from collections.abc import Sequence
 from functools import lru_cache

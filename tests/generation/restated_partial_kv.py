@@ -65,17 +65,19 @@ class Attended:
             model.set_attn_implementation(implementation)
             module.eager_attention_forward = eager
 
-    def scores(self, layer, head, query, length, score="logits"):
-        """Scores of the first `length` positions by the query at position `query`, for one KV head, or all (`None`)."""
-        queries, keys = self.queries[layer].double(), self.keys[layer].double()
-        group = len(queries) // len(keys)
-        found = [0.0] * length
-        for h in range(len(queries)):
-            if head is not None and h // group != head:
-                continue
-            key, vector = keys[h // group], queries[h, query]
-            logits = [float(vector @ key[position]) for position in range(query + 1)]
-            if score == "weights":
-                logits = (torch.tensor(logits) * key.shape[1] ** -0.5).softmax(0).tolist()
-            found = [total + logits[position] for position, total in enumerate(found)]
-        return found
+    def scores(self, layer, head, query, length):
+        """`q . k` of the query at one position with each of the first ones, summed over the heads of a KV head."""
+        group = len(self.queries[layer]) // len(self.keys[layer])
+        products = [self._products(layer, h) for h in range(head * group, (head + 1) * group)]
+        return [sum(float(product[query, position]) for product in products) for position in range(length)]
+
+    def weights(self, layer, query, length):
+        """Attention probabilities, summed over all heads, up to a factor."""
+        scaling = self.keys[layer].shape[-1] ** -0.5
+        heads = range(len(self.queries[layer]))
+        laws = [(self._products(layer, h)[query, : query + 1] * scaling).softmax(0) for h in heads]
+        return [sum(float(law[position]) for law in laws) for position in range(length)]
+
+    def _products(self, layer, h):
+        group = len(self.queries[layer]) // len(self.keys[layer])
+        return self.queries[layer][h].double() @ self.keys[layer][h // group].double().T

@@ -40,7 +40,6 @@ class TokenSwiftSettings:
             (the whole cache).
         partial_kv_budget (`int`): Entries per layer and KV head that drafting reads.
         partial_kv_recent (`int`): Newest of them, kept whatever their score.
-        partial_kv_score (`str`): `logits` (the paper's) or `weights` (attention probabilities).
     """
 
     self_draft: str
@@ -48,7 +47,6 @@ class TokenSwiftSettings:
     partial_kv_policy: str
     partial_kv_budget: int
     partial_kv_recent: int
-    partial_kv_score: str
 
     @property
     def widths(self) -> list[int]:
@@ -61,8 +59,8 @@ class TokenSwiftDrafter(Drafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        heads (`Callable`): From inputs `(B, L, hidden)` of the target's final norm to `(heads, B, L, hidden)`, which the
-            language-model head turns into logits.
+        heads (`Callable`): From inputs `(B, L, hidden)` of the target's final norm to `(heads, B, L, hidden)`, which
+            the language-model head turns into logits.
         ends ([`TargetEnds`]): The target's language-model head.
         settings ([`TokenSwiftSettings`]): How to draft.
     """
@@ -103,12 +101,12 @@ class TokenSwiftDrafter(Drafter):
         self.due = [] if self.partial is None else self.partial.due(tree.max_depth + 1)
         if self.partial is None or not self.due:
             return None
-        score, skipped = self.settings.partial_kv_score, self.partial.dense_layers
+        skipped = self.partial.dense_layers
         if not self.binding.target.has_latent_cache:
-            return QueryCapture(score, skipped)
-        # One latent for all heads: a selection per layer, scored on keys that exist during the forward only.
-        last = tree.valid.sum(1) - 1
-        return ScoreCapture(last, rows="each_row", score=score, granularity="layer", skipped_layers=skipped)
+            return QueryCapture(skipped)
+        # One latent for all heads: one selection per layer, by scores that can be compared between heads. Keys exist
+        # during the forward only, so all nodes are scored there.
+        return ScoreCapture(tree.valid.sum(1) - 1, rows="each_row", score="weights", skipped_layers=skipped)
 
     def observe(self, verification: Verification) -> None:
         """Keep the hidden state at the last accepted token, or bring the partial cache up to date."""

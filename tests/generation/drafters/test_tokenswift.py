@@ -232,6 +232,14 @@ def test_an_offloaded_target(plain_run, mode):
     assert run.again(draft).tolist() == run.sequences.tolist()
 
 
+def test_heads_in_another_dtype_or_in_training_are_copied_not_changed(plain_run):
+    run = plain_run("llama", LENGTHS, max_new_tokens=9, eos_token_id=NEVER)
+    draft = draft_for(run.model, "verify_hidden").to(torch.bfloat16).train()
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.dtype == torch.bfloat16
+    assert all(module.training for module in draft.modules())
+
+
 @pytest.mark.parametrize("mode", ["verify_hidden", "dynamic", "full"])
 def test_inside_transformers_own_assisted_decoding(mode):
     """`get_candidates` follows a text that grows by any number of tokens, whatever was accepted of the last chain.
