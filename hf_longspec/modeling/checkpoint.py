@@ -69,7 +69,7 @@ class Checkpoint:
         if missing or unknown:
             raise ValueError(
                 f"{self.source} has no {what}: missing tensors {missing}, unknown tensors {unknown}. Pass a checkpoint "
-                f"as the authors' training writes it."
+                "as the authors' training writes it."
             )
         for name, value in tensors.items():
             if value.shape != expected[name].shape:

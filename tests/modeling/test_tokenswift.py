@@ -7,6 +7,7 @@ from transformers import AutoConfig, AutoModel
 
 from hf_longspec import TokenSwiftConfig, TokenSwiftDraftModel
 from hf_longspec.generation.final_norm import FinalNormInput, final_norm_of
+from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_ends import TargetEnds
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 from tests.modeling.restated_heads import restated_heads
@@ -123,12 +124,11 @@ def test_a_target_without_a_final_norm_is_refused():
     model = tiny_target("llama")
     model.model.closing = model.model.norm
     del model.model.norm
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no final norm.*draft without heads"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no final norm.*draft without heads"):
         TokenSwiftDraftModel.from_target(model)
 
 
 def test_another_target_is_refused(make_draft):
+    draft, other = make_draft(), TargetView(tiny_target("llama", hidden_size=32))
     with pytest.raises(ValueError, match="hidden_size=64, and this target has hidden_size=32"):
-        from hf_longspec.generation.target import TargetView
-
-        make_draft().check(TargetView(tiny_target("llama", hidden_size=32)))
+        draft.check(other)
