@@ -1,4 +1,4 @@
-"""Drafts for tests: random tokens on random trees with some right ones among them, and a random LongSpec block."""
+"""Drafts for tests: random tokens on random trees with some right ones among them, and random weights."""
 
 import random
 from typing import Any, ClassVar
@@ -11,6 +11,7 @@ from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.configuration_plain import PlainConfig
 from .modeling.modeling_longspec import LongSpecDraftModel
+from .modeling.modeling_tokenswift import TokenSwiftDraftModel
 
 
 def random_longspec_draft(target: Any, seed: int = 3, **overrides: Any) -> LongSpecDraftModel:
@@ -22,12 +23,29 @@ def random_longspec_draft(target: Any, seed: int = 3, **overrides: Any) -> LongS
         **overrides: As in `LongSpecDraftModel.from_target`.
     """
     draft = LongSpecDraftModel.from_target(target, **overrides)
+    _randomize(draft, seed)
+    return draft
+
+
+def random_tokenswift_draft(target: Any, seed: int = 3, **overrides: Any) -> TokenSwiftDraftModel:
+    """Untrained TokenSwift heads that move the hidden state and spread their logits, so that a wrong state shows.
+
+    Args:
+        target (`PreTrainedModel`): Its target.
+        seed (`int`, *optional*, defaults to 3): Seed of the weights.
+        **overrides: As in `TokenSwiftDraftModel.from_target`.
+    """
+    draft = TokenSwiftDraftModel.from_target(target, **overrides)
+    _randomize(draft, seed)
+    return draft
+
+
+def _randomize(draft: DraftModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in draft.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(noise * (0.3 if weight.dim() == 2 else 0.5))
-    return draft
 
 
 class RandomTreeDraftModel(DraftModel):

@@ -62,12 +62,17 @@ class ScoreCapture:
         elif self.score == "quest":
             scores = self._quest(grouped, prefix)
         else:
-            summed = self._sum_of_rows(grouped).sum(2)
-            scores = _products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)  # [B, K, R, S]
+            summed = self._sum_of_rows(grouped).sum(2)  # [B, K, R, D]
+            scores = key_products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)
         scores = scores.float()
         if self.granularity == "layer":
             scores = scores.sum(1, keepdim=True)
         self.scores[layer_idx] = scores if self.rows == "each_row" else scores.squeeze(2)
+
+    def of_node(self, layer_idx: int, row: int, node: torch.Tensor, length: int) -> torch.Tensor:
+        """With `each_row`: scores `(1 or K, length)` of a row's first entries by one node, given as `(1,)`."""
+        scores = self.scores[layer_idx][row]
+        return scores.index_select(1, node.to(scores.device)).squeeze(1)[:, :length]
 
     def _sum_of_rows(self, values: torch.Tensor) -> torch.Tensor:
         """`(B, K, G, N, X)` to `(B, K, G, R, X)`: the rows that count summed up, or all of them apart."""
@@ -93,7 +98,7 @@ class ScoreCapture:
             grouped, lse = self._boundary_rows(grouped), self._boundary_rows(lse)
         # One matrix product per KV head: broadcasting the keys over the group would copy them (11.0 against 1.7 ms per
         # layer at 16K).
-        rows = _products(grouped.flatten(2, 3), prefix)
+        rows = key_products(grouped.flatten(2, 3), prefix)
         logits = rows.unflatten(2, grouped.shape[2:4]) * scaling  # [B, K, G, R, S]
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -123,7 +128,7 @@ def _emulated(keys: torch.Tensor) -> bool:
     return keys.device.type == "cpu" and keys.itemsize < 4 and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def _products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def key_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """`q . k` in float32, of `(B, K, R, D)` and `(B, K, S, D)`: `(B, K, R, S)`."""
     queries, length = queries.float(), keys.shape[2]
     if keys.dtype == torch.float32 or keys.device.type != "cpu" or keys.numel() <= CAST_BLOCK:

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-from transformers.cache_utils import Cache
 
-from .cache import RowLengths, SpeculativeCache, SpeculativeLayer
+from .cache import SpeculativeCache
+from .compact_cache import CompactCache, gather_entries
 
 # Attention sinks: always selected (https://huggingface.co/papers/2309.17453).
 SINK_TOKENS = 4
@@ -44,12 +44,8 @@ def select_window(prefix_lengths: torch.Tensor, counts: torch.Tensor, count: int
     return torch.where(places < SINK_TOKENS, places, recent)[:, None]
 
 
-class SelectedCache(Cache):
+class SelectedCache(CompactCache):
     """Compact copies of selected entries per layer, a dense tail behind them, and room for the drafted tokens.
-
-    A drafting forward of the target uses it as its cache: every layer then attends to a short contiguous buffer.
-    Layers that have a sliding window of their own keep reading the target's cache; what they draft is written to the
-    slots behind the committed tokens, where the next verification overwrites it.
 
     Args:
         cache ([`SpeculativeCache`]): The target's cache.
@@ -58,48 +54,20 @@ class SelectedCache(Cache):
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], room: int):
-        self.cache = cache
-        self.dense_layers = dense_layers
+        super().__init__(cache, dense_layers)
         self.room = room
-        self.used = RowLengths(cache.batch_size)
-        self.dense_used = RowLengths(cache.batch_size)
-        self.used.staged = self.dense_used.staged = True
         self._counts: list[int] = []
         self._shift: list[int] = []
         self._behind: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        super().__init__(
-            layers=[
-                SpeculativeLayer(self.dense_used if index in dense_layers else self.used, layer.capacity)
-                for index, layer in enumerate(cache.layers)
-            ]
-        )
-
-    @property
-    def sparse_layers(self) -> list[int]:
-        """Layers whose entries are selected; layers that share another one's cache hold nothing and are left out."""
-        return [
-            index
-            for index, layer in enumerate(self.cache.layers)
-            if layer.is_initialized and index not in self.dense_layers
-        ]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the copies; layers that keep their own attention have none."""
-        own = [self.layers[index] for index in self.sparse_layers if self.layers[index].is_initialized]
-        return sum(part.numel() * part.element_size() for layer in own for part in (layer.keys, layer.values))
 
     def begin(self, counts: Sequence[int], tails: Sequence[int]) -> None:
         """Start a phase: `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
         self.used.set([count + tail for count, tail in zip(counts, tails, strict=True)])
-        self.dense_used.set(self.cache.host_lengths)
+        self.share_dense()
         self._counts = list(counts)
         # from a place behind the selected entries to its slot
         self._shift = [stored - used for stored, used in zip(self.cache.host_lengths, self.used.host, strict=True)]
         self._behind.clear()
-        for index in self.dense_layers:
-            source, layer = self.cache.layers[index], self.layers[index]
-            layer.keys, layer.values, layer.is_initialized = source.keys, source.values, source.is_initialized
 
     def fill(self, layer_idx: int, selected: torch.Tensor) -> None:
         """Copy one layer's selected entries and tail.
@@ -110,8 +78,8 @@ class SelectedCache(Cache):
         """
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
         slots = self._slots(selected.to(source.keys.device))
-        layer.keys = _gather(source.keys, slots)
-        layer.values = _gather(source.values, slots)
+        layer.keys = gather_entries(source.keys, slots)
+        layer.values = gather_entries(source.values, slots)
         layer.is_initialized = True
 
     def advance(self) -> None:
@@ -141,11 +109,3 @@ class SelectedCache(Cache):
             is_selected = None if equal else place < torch.tensor(self._counts, device=device)[:, None, None]
             self._behind[device] = slots, is_selected
         return self._behind[device]
-
-
-def _gather(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """`buffer[b, h, slots[b, h]]` as one copy of whole rows; `slots` may have one head for all."""
-    batch, heads, capacity, width = buffer.shape
-    row = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
-    flat = (row + slots).flatten()
-    return buffer.view(-1, width).index_select(0, flat).view(batch, heads, -1, width)

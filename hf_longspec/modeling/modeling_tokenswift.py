@@ -1,16 +1,24 @@
 """TokenSwiftDraftModel: heads that read the tokens behind the next one off the target's last residual stream."""
 
+import copy
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..generation.drafters.base import Binding, Drafter
+from ..generation.drafters.tokenswift import SELF_DRAFTS, TokenSwiftDrafter, TokenSwiftSettings
 from ..generation.final_norm import final_norm_of
+from ..generation.partial_policy import POLICIES
+from ..generation.product_tree import num_product_nodes
+from ..generation.selection import SINK_TOKENS
 from ..generation.target import TargetView
-from ..generation.target_ends import device_of
+from ..generation.target_ends import TargetEnds, device_of
 from .base import DraftModel
 from .configuration_tokenswift import TokenSwiftConfig
+
+CHOICES = {"self_draft": SELF_DRAFTS, "partial_kv_policy": POLICIES}
 
 
 class TokenSwiftDraftModel(DraftModel):
@@ -29,11 +37,18 @@ class TokenSwiftDraftModel(DraftModel):
 
     config_class = TokenSwiftConfig
     _no_split_modules = ["TokenSwiftHead"]
-    settings: ClassVar[dict[str, Any]] = {}
+    settings: ClassVar[dict[str, Any]] = {
+        "self_draft": "verify_hidden",
+        "tree_branching": [1, 3, 3, 3],  # for 3 heads; fewer heads begin with as much of it as they fill
+        "partial_kv_policy": "dynamic",
+        "partial_kv_budget": 4096,
+        "partial_kv_recent": 64,
+    }
 
     def __init__(self, config: TokenSwiftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.heads = TokenSwiftHeads(config)
+        self.generation_config.update(tree_branching=self.settings["tree_branching"][: config.num_heads + 1])
         self.post_init()
 
     @classmethod
@@ -58,11 +73,63 @@ class TokenSwiftDraftModel(DraftModel):
         states: torch.Tensor = self.heads(hidden.to(self.dtype))
         return states
 
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """A drafter with the present settings, its heads where the target's final norm is."""
+        model = binding.target.model
+        embedding = model.get_input_embeddings().weight
+        device, dtype = device_of(final_norm_of(model), embedding.device), embedding.dtype
+        heads = self.heads
+        if heads.training or (self.device, self.dtype) != (device, dtype):
+            # a copy: the user may be training these heads, in another dtype, and finds them as they were
+            heads = copy.deepcopy(heads).to(device, dtype).eval()
+        return TokenSwiftDrafter(binding, heads, TargetEnds(model), self._drafting())
+
+    def max_nodes(self, target: TargetView) -> int:
+        """All combinations of candidates, and the root."""
+        return num_product_nodes(self._drafting().widths)
+
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets without a final norm, and a number of heads that is none."""
+        """Refuse targets without a final norm, no heads, unknown choices, and trees and budgets that do not fit."""
         final_norm_of(target.model)
         if self.config.num_heads < 1:
             raise ValueError(f"num_heads={self.config.num_heads}: expected at least 1, the tokens ahead to predict.")
+        for name, choices in CHOICES.items():
+            if (value := self.setting(name)) not in choices:
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
+        self._check_tree(target.vocab_size)
+        self._check_budget()
+
+    def _check_tree(self, vocab_size: int) -> None:
+        branching = self.setting("tree_branching")
+        numbers = branching if isinstance(branching, list | tuple) else [0]
+        if not all(type(number) is int and 0 < number <= vocab_size for number in numbers):
+            raise ValueError(
+                f"tree_branching={branching!r}: expected a list of integers from 1 to {vocab_size}, the size of the "
+                "vocabulary: the children of every node, level by level."
+            )
+        fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1
+        if not fewest <= len(branching) <= self.config.num_heads + 1:
+            raise ValueError(
+                f"tree_branching={branching!r} has {len(branching)} entries, expected {fewest} to "
+                f"{self.config.num_heads + 1}: one for the target's own prediction, which self_draft='verify_hidden' "
+                f"does not draft, and one for each of the num_heads={self.config.num_heads} heads that are to be used. "
+                "Shorten it, or train more heads."
+            )
+
+    def _check_budget(self) -> None:
+        budget, recent = self.setting("partial_kv_budget"), self.setting("partial_kv_recent")
+        if type(recent) is not int or recent < 0:
+            raise ValueError(f"partial_kv_recent={recent!r}: expected an integer of at least 0.")
+        step = len(self.setting("tree_branching")) + 1
+        least = SINK_TOKENS + recent + step
+        if type(budget) is not int or budget < least:
+            raise ValueError(
+                f"partial_kv_budget={budget!r}: expected an integer of at least {least}, for {SINK_TOKENS} sinks, "
+                f"partial_kv_recent={recent} and the {step} tokens of one step. Raise it, or lower partial_kv_recent."
+            )
+
+    def _drafting(self) -> TokenSwiftSettings:
+        return TokenSwiftSettings(**{name: self.setting(name) for name in self.settings})
 
 
 class TokenSwiftHeads(nn.Module):

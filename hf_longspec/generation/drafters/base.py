@@ -53,6 +53,12 @@ class Verification:
     tokens: list[list[int]] = field(default_factory=list)
     hidden: torch.Tensor | None = None
 
+    @property
+    def last_nodes(self) -> torch.Tensor:
+        """Index `(batch,)` of the last node that each row kept; node 0 for rows that are done."""
+        last = torch.tensor(self.num_nodes, device=self.path.device).sub_(1).clamp_min_(0)
+        return self.path.gather(1, last[:, None]).squeeze(1)
+
 
 class Drafter(CandidateGenerator):
     """Proposes draft trees and learns from their verification. The decoding loop knows nothing else of it.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from ...attention_backends.scores import ScoreCapture
-from ...attention_backends.sparse import SparseContext
 from ..draft_tree import DraftTree
 from ..selection import SelectedCache, budget, select_top, select_window
 from ..verification import draw_noise, race
@@ -74,7 +73,7 @@ class SpecAttnDrafter(Drafter):
         """A chain of gamma tokens behind `root` `(batch,)`."""
         tokens, laws = [root], [torch.empty(0)]
         for depth in range(self.settings.num_assistant_tokens):
-            token, law = self._choose(self._draft_step(tokens[-1], depth), depth)
+            token, law = self._choose(self._draft_step(tokens[-1]), depth)
             tokens.append(token)
             if law is not None:
                 laws.append(law)
@@ -112,27 +111,15 @@ class SpecAttnDrafter(Drafter):
             return select_window(prefix, torch.tensor(counts, device=device), max(counts))
         scores = capture.scores.pop(layer_idx)
         if capture.rows == "each_row":
-            kept = (torch.tensor(verification.num_nodes, device=device) - 1).clamp_min(0)
-            node = verification.path.to(device).gather(1, kept[:, None]).squeeze(1)
+            node = verification.last_nodes.to(device)
             scores = scores[torch.arange(len(counts), device=device), :, node]
         return select_top(scores, prefix, max(counts))
 
-    def _draft_step(self, token: torch.Tensor, depth: int) -> torch.Tensor:
+    def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
         """Run the target on one token per row over the selected entries; logits `(batch, vocab)`."""
-        selected, device = self.selected, token.device
-        position = (selected.dense_used.on(device)[:, None]).clamp_max(self.binding.max_length - 1)
-        context = SparseContext(
-            lengths=selected.used.on(device) + 1,
-            host_lengths=tuple(length + 1 for length in selected.used.host),
-            positions=position,
-            dense_lengths=selected.dense_used.on(device) + 1,
-            dense_host_lengths=tuple(length + 1 for length in selected.dense_used.host),
-            dense_layers=selected.dense_layers,
-        )
-        mask = torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=device)
-        logits = self.binding.target.step(token[:, None], position, selected, mask, context)
-        selected.advance()
-        return logits[:, 0]
+        logits = self.selected.step(self.binding.target, token, self.binding.max_length)
+        self.selected.advance()
+        return logits
 
     def _choose(self, logits: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The drafted token of every row, and the law it was drawn from if that law decides the acceptance."""
