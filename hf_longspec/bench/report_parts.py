@@ -27,6 +27,14 @@ NOTES = {
         "Cross-entropy in nats per token of held-out windows whose positions behind the anchored ones are moved; mean "
         "over windows with its 95 % interval, differences window by window."
     ),
+    "long": (
+        "One run per row, decoding only. x plain: speed from the first token to the mark over that of the plain loop, "
+        "as in the paper; x `generate`: speed over the 1,000 tokens before the mark, over that of plain "
+        "`model.generate` (DynamicCache, sdpa) behind it. tau: tokens per verification; alpha and beta: accepted "
+        "tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of the paper, "
+        "whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over windows "
+        "of 1,000 tokens / whole text."
+    ),
     "acceptance": (
         "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
         "interval. In brackets: difference to the first row of the same mode, prompt by prompt, with its 95 % "

@@ -157,6 +157,42 @@ def offsets_report(records: Sequence[Record]) -> str:
     return _report("The target under offsets", offsets_headline(records), records)
 
 
+def long_headline(records: Sequence[Record]) -> str:
+    """One row per method and mark."""
+    rows = of_kind(records, "long")
+    plain = {_run_of(row): row["tokens_per_second"] for row in rows if row["method"] == PLAIN}
+    theirs = {_run_of(row): row["tokens_per_second"] for row in of_kind(records, "hf")}
+    header = ["mode", "penalty", "method", "tokens", "tokens/s", "x plain", "x `generate`", "tau", "alpha", "beta"]
+    lines = [
+        [
+            row["mode"],
+            "yes" if row["penalised"] else "no",
+            row["method"],
+            str(row["mark"]),
+            f"{row['tokens_per_second']:.1f}",
+            _times(row["tokens_per_second"], plain.get(_run_of(row))),
+            _times(row["tokens_per_second_near"], theirs.get(_run_of(row))),
+            *(f"{row[name]:.2f}" for name in ("tau", "alpha", "beta")),
+            *(f"{windowed:.2f} / {whole:.2f}" for windowed, whole in row["distinct"]),
+        ]
+        for row in rows
+    ]
+    return markdown_table([*header, *(f"Distinct-{n}" for n in (1, 2, 3, 4))], lines)
+
+
+def _run_of(row: Record) -> tuple[str, bool, int]:
+    return row["mode"], row["penalised"], row["mark"]
+
+
+def _times(speed: float, base: float | None) -> str:
+    return f"{speed / base:.2f}" if base else ""
+
+
+def long_report(records: Sequence[Record]) -> str:
+    """The table with its environment."""
+    return _report("Long generation", long_headline(records), records)
+
+
 def _report(title: str, table: str, records: Sequence[Record]) -> str:
     """One table with everything that belongs to it."""
     parts = [f"# {title}", environment_line(records), note(records), table]
@@ -169,5 +205,6 @@ HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "verification": ("One verification behind a long prefix", verification_headline),
     "draft_state": ("State of a LongSpec draft", draft_state_headline),
     "offsets": ("The target under offsets", offsets_headline),
+    "long": ("Long generation", long_headline),
     "acceptance": ("Tokens per verification (tau)", acceptance_headline),
 }

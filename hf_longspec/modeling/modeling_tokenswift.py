@@ -1,6 +1,7 @@
 """TokenSwiftDraftModel: heads that read the tokens behind the next one off the target's last residual stream."""
 
 import copy
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -120,7 +121,8 @@ class TokenSwiftDraftModel(DraftModel):
         budget, recent = self.setting("partial_kv_budget"), self.setting("partial_kv_recent")
         if type(recent) is not int or recent < 0:
             raise ValueError(f"partial_kv_recent={recent!r}: expected an integer of at least 0.")
-        step = len(self.setting("tree_branching")) + 1
+        ngrams = self.setting("ngram_num_tokens") if self.setting("ngram_candidates") else 0
+        step = max(len(self.setting("tree_branching")), ngrams) + 1
         least = SINK_TOKENS + recent + step
         if type(budget) is not int or budget < least:
             raise ValueError(
@@ -129,7 +131,7 @@ class TokenSwiftDraftModel(DraftModel):
             )
 
     def _drafting(self) -> TokenSwiftSettings:
-        return TokenSwiftSettings(**{name: self.setting(name) for name in self.settings})
+        return TokenSwiftSettings(**{field.name: self.setting(field.name) for field in fields(TokenSwiftSettings)})
 
 
 class TokenSwiftHeads(nn.Module):

@@ -75,8 +75,8 @@ class Drafter(CandidateGenerator):
     """Depth of the deepest node."""
     wants_hidden: bool = False
     """Whether verifications shall hand over what the target's final norm is given."""
-    has_foreign_nodes: bool = False
-    """Whether verified trees hold nodes of others, from `num_nodes` on, which a path may then lead over."""
+    foreign_depth: int = 0
+    """Depth of the nodes, from `num_nodes` on, that others add to the verified trees; a path may lead over them."""
     first_ngram_node: int | None = None
     """Nodes from this one on come from n-grams alone."""
 

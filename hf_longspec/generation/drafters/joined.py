@@ -29,7 +29,7 @@ class JoinedDrafter(Drafter):
         self.max_depth = max(inner.max_depth, ngrams.max_depth)
         self.wants_hidden = inner.wants_hidden
         self.first_ngram_node = inner.num_nodes
-        inner.has_foreign_nodes = True
+        inner.foreign_depth = ngrams.max_depth
         self._proposed: tuple[DraftTree, DraftTree] | None = None
 
     @property

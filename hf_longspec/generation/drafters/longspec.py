@@ -84,7 +84,7 @@ class LongSpecDrafter(Drafter):
 
     def observe(self, verification: Verification) -> None:
         """Keep the accepted nodes' keys. A node of the deepest level has none yet: the next draft makes them."""
-        if self.has_foreign_nodes:
+        if self.foreign_depth:
             return self._observe_tokens(verification)
         numbers = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
         path = verification.path.to(self.device)

@@ -98,7 +98,7 @@ class TokenSwiftDrafter(Drafter):
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
         """The queries that entries are scored by, if a build is due behind this verification."""
-        self.due = [] if self.partial is None else self.partial.due(tree.max_depth + 1)
+        self.due = [] if self.partial is None else self.partial.due(max(tree.max_depth, self.foreign_depth) + 1)
         if self.partial is None or not self.due:
             return None
         skipped = self.partial.dense_layers

@@ -11,12 +11,12 @@ from hf_longspec.generation.drafters.joined import JoinedDrafter
 from hf_longspec.generation.drafters.longspec import LongSpecDrafter
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
+from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
 
 RAGGED = (33, 3, 13)
 BATCHES = pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
 NAMES = ["llama", "qwen3", "gemma3", "deepseek_v3"]
-KINDS = ["longspec", "specattn", "tree"]
+KINDS = ["longspec", "specattn", "verify_hidden", "partial_kv", "tree"]
 CASES = [(name, kind) for name in NAMES for kind in KINDS if (name, kind) != ("deepseek_v3", "longspec")]
 # so few tokens that a random model repeats itself, and an end token that is none of them
 SMALL, NEVER = {"vocab_size": 12}, 99
@@ -33,6 +33,10 @@ def joined_draft(kind, model, hints=(), **settings):
     if kind == "specattn":
         small = {"num_assistant_tokens": 2, "sparse_ratio": 0.1, "sparse_min_tokens": 4, "acceptance": "coupled"}
         return SpecAttnDraftModel.from_target(model, **(small | settings))
+    if kind in ("verify_hidden", "partial_kv"):
+        # the smallest budget that holds a step: rebuilds are due all the time, and paths of n-grams are the longest
+        small = {"self_draft": kind, "tree_branching": [1, 2, 1], "partial_kv_recent": 2, "partial_kv_budget": 12}
+        return random_tokenswift_draft(model, **(small | settings))
     draft = RandomTreeDraftModel.from_target(model, **settings)
     draft.hints, draft.luck = hints, 0.4
     return draft
@@ -158,7 +162,7 @@ def test_a_path_longer_than_longspecs_window(target):
     roots = [10, 11, 5]
     cache = SpeculativeCache(model.config, 3, 100)
     drafter = draft.make_drafter(Binding(TargetView(model), cache, None, 100))
-    drafter.has_foreign_nodes = True
+    drafter.foreign_depth = 9
     drafter.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), [1] * 3, (0,) * 3))
     drafter.root = torch.tensor(roots)
     path = torch.full((3, 12), 50)

@@ -1,0 +1,106 @@
+"""A text of 100,000 tokens: our loop without a draft, TokenSwift in several settings, plain `generate` at the marks.
+
+All texts begin behind the same prompt with the same seed. Sampled rows use temperature 1, min_p and the contextual
+penalty of the paper. Speed at a mark is from the first token to that one; plain `generate` runs for a few hundred
+tokens behind every mark, on the keys and values of the loop's text.
+
+    python benchmarks/long_generation.py --draft hub_cards/tiny-tokenswift --rows all --tokens 20000
+    python benchmarks/long_generation.py --draft hub_cards/tiny-tokenswift --rows best --tokens 100000
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+
+import hf_longspec
+from hf_longspec.bench.arguments import add_prompts, integers, parser, set_threads
+from hf_longspec.bench.decoding import load_target
+from hf_longspec.bench.engine import PLAIN
+from hf_longspec.bench.long_run import LongBenchmark, LongRow
+from hf_longspec.bench.progress import Progress
+from hf_longspec.bench.prompts import STDLIB, load_prompts
+from hf_longspec.bench.reports import long_report
+from hf_longspec.bench.results import ResultFile
+from hf_longspec.bench.timing import TimeGuard
+
+ROOT = Path(__file__).resolve().parents[1]
+NGRAMS = {"ngram_candidates": 2, "ngram_num_tokens": 4}
+# What is compared, the most telling first. The first one is what the draft's own settings ask for.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "TokenSwift": {},
+    "verify_hidden": {"self_draft": "verify_hidden", "ngram_candidates": 0},
+    "verify_hidden, n-grams": {"self_draft": "verify_hidden", **NGRAMS},
+    "partial_kv": {"self_draft": "partial_kv", "ngram_candidates": 0},
+    "partial_kv, n-grams": {"self_draft": "partial_kv", **NGRAMS},
+    "verify_hidden, [1, 1, 1, 1]": {"tree_branching": [1, 1, 1, 1], "ngram_candidates": 0},
+    "verify_hidden, [1, 2, 1, 1]": {"tree_branching": [1, 2, 1, 1], "ngram_candidates": 0},
+    "verify_hidden, [1, 3, 3, 3]": {"tree_branching": [1, 3, 3, 3], "ngram_candidates": 0},
+    "n-grams k = 4": {"ngram_candidates": 4, "ngram_num_tokens": 4},
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    set_threads(args.threads)
+    model = load_target(args.target, getattr(torch, args.dtype))
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], args.prompt, 1)
+    rows = make_rows(model, args)
+    guard, progress = TimeGuard(args.minutes), Progress(total=len(rows), quiet=args.quiet)
+    names = ("tokens", "dtype", "prompt", "min_p", "penalty", "window", "hf_tokens")
+    settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}
+    penalty = hf_longspec.ContextualPenaltyLogitsProcessor(args.penalty, args.window)
+    marks = sorted({mark for mark in args.marks if mark < args.tokens} | {args.tokens})
+    benchmark = LongBenchmark(model, tokens, marks, {"min_p": args.min_p}, [penalty], levels=args.levels)
+    with ResultFile(args.output, "long", long_report, guard, settings) as results:
+        for row in rows:
+            progress.say(f"{row.method}, {row.mode}{', penalty' if row.penalised else ''}: {row.tokens} tokens")
+            benchmark.measure(row, args.hf_tokens if row.method == PLAIN else 0, results)
+            progress.step()
+    progress.close()
+    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]:
+    """The rows asked for; sampled with the penalty unless they say otherwise."""
+    plain = hf_longspec.PlainDraftModel.from_target(model)
+
+    def draft(options: dict[str, Any]) -> Any:
+        made = AutoModel.from_pretrained(args.draft, dtype=model.dtype)
+        made.generation_config.update(**options)
+        return made
+
+    best = draft({})
+    rows = [LongRow(PLAIN, plain, args.tokens), LongRow("TokenSwift", best, args.tokens)]
+    if args.rows == "best":
+        return rows
+    rows += [LongRow(name, draft(options), args.tokens) for name, options in SETTINGS.items() if options]
+    for mode, penalised in (("greedy", True), ("sample", False), ("greedy", False)):
+        rows += [
+            LongRow(name, made, args.tokens, mode, penalised) for name, made in ((PLAIN, plain), ("TokenSwift", best))
+        ]
+    return rows
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, ROOT / "benchmarks" / "results" / "long.jsonl", minutes=40)
+    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
+    made.add_argument("--draft", default=str(ROOT / "hub_cards" / "tiny-tokenswift"), help="folder or Hub id")
+    made.add_argument("--rows", choices=["all", "best"], default="all", help="default: %(default)s")
+    made.add_argument("--tokens", type=int, default=20_000, help="per row (default: %(default)s)")
+    made.add_argument("--marks", type=integers, default=[20_000, 40_000, 60_000, 80_000, 100_000])
+    made.add_argument("--prompt", type=int, default=2048, help="tokens (default: %(default)s)")
+    made.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    made.add_argument("--min-p", type=float, default=0.1, help="default: %(default)s")
+    made.add_argument("--penalty", type=float, default=1.2, help="default: %(default)s")
+    made.add_argument("--window", type=int, default=1024, help="tokens of the penalty (default: %(default)s)")
+    made.add_argument("--levels", type=int, default=4, help="of logits, for alpha and beta (default: %(default)s)")
+    made.add_argument("--hf-tokens", type=int, default=512, help="of generate at every mark (default: %(default)s)")
+    return made.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
