@@ -9,6 +9,9 @@ from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.drafters.base import Binding, Verification
 from hf_longspec.generation.drafters.joined import JoinedDrafter
 from hf_longspec.generation.drafters.longspec import LongSpecDrafter
+from hf_longspec.generation.partial_kv import PartialCache
+from hf_longspec.generation.partial_policy import PartialKVPolicy
+from hf_longspec.generation.selection import SINK_TOKENS
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts
 from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
@@ -297,3 +300,24 @@ def test_settings_travel_with_the_draft(target, tmp_path):
     loaded = SpecAttnDraftModel.from_pretrained(tmp_path)
     assert (loaded.setting("ngram_candidates"), loaded.setting("ngram_num_tokens")) == (3, 5)
     assert loaded.num_tree_nodes(None) == 3 + 15
+
+
+def test_a_partial_cache_makes_room_for_paths_of_ngrams(target, plain_run, monkeypatch):
+    """They are deeper than the draft's own tree; without room for them their tokens would replace the sinks."""
+    due, slot, counts, slots = PartialCache.due, PartialKVPolicy.slot, [], []
+
+    def recording_due(self, count):
+        counts.append(count)
+        return due(self, count)
+
+    def recording_slot(self, built, token):
+        slots.append(slot(self, built, token))
+        return slots[-1]
+
+    monkeypatch.setattr(PartialCache, "due", recording_due)
+    monkeypatch.setattr(PartialKVPolicy, "slot", recording_slot)
+    run = plain_run(target("llama", **SMALL), (21,), max_new_tokens=40, eos_token_id=NEVER)
+    draft = joined_draft("partial_kv", run.model, ngram_num_tokens=8, partial_kv_budget=15)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert set(counts[1:]) == {8 + 1}  # all of a path and the bonus token; the first count is that of the prompt's end
+    assert min(slots) >= SINK_TOKENS
