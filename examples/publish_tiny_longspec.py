@@ -7,23 +7,13 @@
 of it under the name `--draft`. A card states nothing that is not in one of them.
 """
 
-import argparse
-import json
-import shutil
-from pathlib import Path
-
-from transformers import AutoModel
+from tiny_draft_folder import measured, parse_arguments, training_facts, write_folder
 
 import hf_longspec
-from hf_longspec.bench.report_parts import environment_line, note
 from hf_longspec.bench.reports import acceptance_headline
-from hf_longspec.bench.results import read_records
 
-ROOT = Path(__file__).resolve().parents[1]
-MAX_BYTES = 4_000_000  # what a clone of the repository is asked to carry
 # What pays on two CPU cores: checking 16 nodes takes four times as long as checking one (benchmarks/results/engine.md).
 CPU_TREE = [1, 1, 1]
-FILES = ("config.json", "generation_config.json", "model.safetensors")
 
 CARD = """\
 ---
@@ -86,64 +76,22 @@ small model's text repeats itself under greedy decoding, which flatters greedy n
 
 
 def main() -> None:
-    args = parse_arguments()
-    source = args.run / "final"
-    if missing := [name for name in FILES if not (source / name).is_file()]:
-        raise SystemExit(f"{source} has no {', '.join(missing)}: train with examples/train_tiny_longspec.py first")
-    if (size := sum((source / name).stat().st_size for name in FILES)) >= MAX_BYTES:
-        raise SystemExit(f"{source} takes {size:,} bytes, expected less than {MAX_BYTES:,}: train a smaller draft")
-    draft = AutoModel.from_pretrained(source)
+    args = parse_arguments(__doc__, "tiny-longspec", "longspec.jsonl")
+    draft = write_folder(args.run / "final", args.output, "train_tiny_longspec.py", {"tree_widths": CPU_TREE})
     assert isinstance(draft, hf_longspec.LongSpecDraftModel)
-    args.output.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        shutil.copyfile(source / name, args.output / name)
-    # trained on the same weights under another folder
-    draft.config.target_name_or_path = "tiny-target"
-    draft.config.save_pretrained(args.output)
-    draft.generation_config.tree_widths = CPU_TREE
-    draft.generation_config.save_pretrained(args.output)
-    (args.output / "README.md").write_text(card(draft, args), encoding="utf-8")
-    print(f"{args.output}: {size / 1e6:.1f} MB")
-
-
-def card(draft: hf_longspec.LongSpecDraftModel, args: argparse.Namespace) -> str:
-    """The card, from the results file and the record of the training run."""
-    state = json.loads((args.run / "trainer_state.json").read_text(encoding="utf-8"))
-    command = (args.run / "command.txt").read_text(encoding="utf-8").strip()
-    losses = [entry for entry in state["log_history"] if "loss" in entry]
-    records = read_records(args.results) if args.results.is_file() else []
-    own = [record for record in records if record.get("options", {}).get("draft", args.draft) == args.draft]
-    if not any(record["kind"] == "acceptance" for record in own):
-        own = []
     low, high = draft.config.noise_range
-    return CARD.format(
+    card = CARD.format(
         parameters=sum(weight.numel() for weight in draft.parameters()) / 1e6,
         window=draft.config.window,
         layer=draft.config.kv_layer,
         depth=len(CPU_TREE),
-        table=acceptance_headline(own) if own else "Not measured.",
-        note=note(own) if own else "",
-        environment=environment_line(own) if own else "",
-        steps=state["global_step"],
-        batch=state["train_batch_size"],
-        tokens=state["num_input_tokens_seen"] / 1e6,
         positions=draft.config.trained_max_length,
         low=low,
         high=high,
-        every=losses[0]["step"],
-        first=losses[0]["loss"],
-        last=losses[-1]["loss"],
-        command=command,
+        **measured(args.results, args.draft, acceptance_headline),
+        **training_facts(args.run),
     )
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="folder that train_tiny_longspec.py wrote")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "longspec.jsonl")
-    parser.add_argument("--draft", default="tiny-longspec", help="name of the draft in the results file")
-    parser.add_argument("--output", type=Path, default=ROOT / "hub_cards" / "tiny-longspec")
-    return parser.parse_args()
+    (args.output / "README.md").write_text(card, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -185,9 +185,13 @@ class DraftModel(PreTrainedModel):
         else:
             draft = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         try:
-            draft.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+            saved = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         except OSError:
-            pass  # the repo has no generation_config.json: the defaults stand
+            return draft  # the repo has no generation_config.json: the defaults stand
+        for name, value in draft.generation_config.to_dict().items():
+            if name in cls.settings and not hasattr(saved, name):
+                setattr(saved, name, value)  # or GenerationConfig.update would ignore it without a word
+        draft.generation_config = saved
         return draft
 
 
