@@ -50,7 +50,7 @@ def history(trainer):
     """What the log says of each step, without times."""
     names = ("loss", "grad_norm", "num_input_tokens_seen", "acceptance_gap_1", "acceptance_gap_5", "head_1_top1")
     names += ("head_3_top3",)
-    return [{name: entry.get(name) for name in names} for entry in trainer.state.log_history if "loss" in entry]
+    return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history if "loss" in entry]
 
 
 if __name__ == "__main__":
