@@ -48,9 +48,10 @@ def make_trainer(folder, rows, accumulation, kind):
 
 def history(trainer):
     """What the log says of each step, without times."""
-    names = ("loss", "grad_norm", "num_input_tokens_seen", "acceptance_gap_1", "acceptance_gap_5", "head_1_top1")
-    names += ("head_3_top3",)
-    return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history if "loss" in entry]
+    names = ["loss", "grad_norm", "num_input_tokens_seen", "acceptance_gap_1", "acceptance_gap_5"]
+    names += ["head_1_top1", "head_3_top3"]
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{name: step[name] for name in names if name in step} for step in steps]
 
 
 if __name__ == "__main__":
