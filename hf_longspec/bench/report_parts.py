@@ -27,6 +27,14 @@ NOTES = {
         "Cross-entropy in nats per token of held-out windows whose positions behind the anchored ones are moved; mean "
         "over windows with its 95 % interval, differences window by window."
     ),
+    "ngram": (
+        "Drafts from the text itself, one row at a time. tau: tokens emitted per verification, the target's own "
+        "included; mean over prompts with its 95 % interval, in brackets the difference to transformers' prompt "
+        "lookup with its default settings, prompt by prompt. Sampled texts differ between transformers and us, as "
+        "they draw otherwise. Speeds: tokens per second from the first token to the last, median of interleaved "
+        "repeats, lowest and highest in brackets; reading the prompt once is outside of it, transformers' search "
+        "through the whole text in every step is inside."
+    ),
     "acceptance": (
         "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
         "interval. In brackets: difference to the first row of the same mode, prompt by prompt, with its 95 % "
