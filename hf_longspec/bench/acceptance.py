@@ -162,10 +162,15 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
         raise ValueError(f"{type(draft).__name__} has no settings {unknown}; it has {sorted(draft.settings)}.")
     before = {name: draft.setting(name) for name in options}
     try:
-        draft.generation_config.update(**options)
+        _set(draft, options)
         yield
     finally:
-        draft.generation_config.update(**before)
+        _set(draft, before)
+
+
+def _set(draft: Any, options: dict[str, Any]) -> None:
+    for name, value in options.items():  # update() of a GenerationConfig silently skips names that it does not have
+        setattr(draft.generation_config, name, value)
 
 
 def label(setting: Setting) -> str:

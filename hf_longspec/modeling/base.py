@@ -188,6 +188,9 @@ class DraftModel(PreTrainedModel):
             draft.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         except OSError:
             pass  # the repo has no generation_config.json: the defaults stand
+        for name, value in copy.deepcopy(cls.settings).items():
+            if not hasattr(draft.generation_config, name):  # published before there was such a setting
+                setattr(draft.generation_config, name, value)
         return draft
 
 

@@ -39,6 +39,13 @@ def test_settings_are_put_back(draft):
     assert draft.setting("num_assistant_tokens") == 3
 
 
+def test_settings_that_the_configuration_lacks_are_changed_too(draft):
+    del draft.generation_config.selection
+    with changed(draft, {"selection": "window"}):
+        assert draft.setting("selection") == "window"
+    assert draft.setting("selection") == "two_rows"
+
+
 def test_unknown_settings_are_refused(draft):
     with pytest.raises(ValueError, match=r"has no settings \['selecton'\]"), changed(draft, {"selecton": "window"}):
         pass
