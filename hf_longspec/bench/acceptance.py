@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .decoding import Decoder
+from .decoding import Decoder, HfMethod, Run
 from .prefill import PrefilledPrompts
 from .progress import Progress
 from .results import ResultFile
@@ -75,7 +75,7 @@ class AcceptanceBenchmark:
     Args:
         model (`PreTrainedModel`): The target, in float32.
         drafts (`Mapping[str, DraftModel]`): By the name that the results call them by, or `None` for an only draft
-            that needs no name. Their settings are changed from run to run.
+            that needs no name. Their settings are changed from run to run. An [`HfMethod`] has none.
         prompts ([`PrefilledPrompts`]): One row per prompt.
         tokens (`int`): Tokens per prompt.
         batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
@@ -110,22 +110,22 @@ class AcceptanceBenchmark:
             seconds = time.perf_counter() - started
             longest = max(longest, seconds)
             results.write("acceptance", **what, **record, seconds=round(seconds, 1))
-            progress.say(f"{label(setting)} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
+            shown = label(setting) if name is None else f"{name}, {label(setting)}"
+            progress.say(f"{shown} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
             progress.step()
 
     def measure(self, name: str | None, setting: Setting, length: int) -> dict[str, Any]:
         """tau of one setting at one length: mean over prompts with interval, and difference to what came first."""
-        taus, texts, draft = [], [], self.drafts[name]
+        taus, texts, method = [], [], self.drafts[name]
         histogram: list[int] = []
-        with changed(draft, dict(setting.options)):
-            for start in range(0, len(self.prompts.tokens), self.batch):
-                rows = slice(start, min(start + self.batch, len(self.prompts.tokens)))
-                with RowSteps().of(draft) as steps:
-                    run = self.decoder.run(draft, rows, length, setting.mode, seed=start)
-                per_row = run.tokens // len(run.text)
-                taus += [per_row / count for count in steps.counts]
+        batch = min(self.batch, getattr(method, "max_batch", None) or self.batch)
+        with changed(method, dict(setting.options)) if setting.options else nullcontext():
+            for start in range(0, len(self.prompts.tokens), batch):
+                rows = slice(start, min(start + batch, len(self.prompts.tokens)))
+                run, steps = self._run(method, rows, length, setting.mode)
+                taus += [run.tokens // len(run.text) / count for count in steps]
                 texts.append(run.text)
-                counts = draft.last_speculation.acceptance_histogram
+                counts = [] if isinstance(method, HfMethod) else method.last_speculation.acceptance_histogram
                 histogram = [a + b for a, b in zip_longest(histogram, counts, fillvalue=0)]
         record: dict[str, Any] = {
             "tau": mean_interval(taus).to_dict(),
@@ -142,6 +142,14 @@ class AcceptanceBenchmark:
             record["same_text"] = bool(torch.equal(text, self._greedy_text.setdefault(length, text)))
         return record
 
+    def _run(self, method: Any, rows: slice, length: int, mode: str) -> tuple[Run, list[int]]:
+        """One call and the verifications of each of its rows; transformers' methods verify all rows equally often."""
+        if isinstance(method, HfMethod):
+            run = self.decoder.run(method, rows, length, mode, seed=rows.start)
+            return run, [run.steps // len(run.text)] * len(run.text)
+        with RowSteps().of(method) as steps:
+            return self.decoder.run(method, rows, length, mode, seed=rows.start), steps.counts
+
 
 @contextmanager
 def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
@@ -154,10 +162,15 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
         raise ValueError(f"{type(draft).__name__} has no settings {unknown}; it has {sorted(draft.settings)}.")
     before = {name: draft.setting(name) for name in options}
     try:
-        draft.generation_config.update(**options)
+        _set(draft, options)
         yield
     finally:
-        draft.generation_config.update(**before)
+        _set(draft, before)
+
+
+def _set(draft: Any, options: dict[str, Any]) -> None:
+    for name, value in options.items():  # update() of a GenerationConfig silently skips names that it does not have
+        setattr(draft.generation_config, name, value)
 
 
 def label(setting: Setting) -> str:

@@ -35,6 +35,14 @@ NOTES = {
         "whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over windows "
         "of 1,000 tokens / whole text."
     ),
+    "ngram": (
+        "Drafts from the text itself, one row at a time. tau: tokens emitted per verification, the target's own "
+        "included; mean over prompts with its 95 % interval, in brackets the difference to transformers' prompt "
+        "lookup with its default settings, prompt by prompt. Sampled texts differ between transformers and us, as "
+        "they draw otherwise. Speeds: tokens per second from the first token to the last, median of interleaved "
+        "repeats, lowest and highest in brackets; reading the prompt once is outside of it, transformers' search "
+        "through the whole text in every step is inside."
+    ),
     "acceptance": (
         "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
         "interval. In brackets: difference to the first row of the same mode, prompt by prompt, with its 95 % "

@@ -39,7 +39,12 @@ def _ratios(row: Record | None) -> str:
 
 def engine_report(records: Sequence[Record]) -> str:
     """Everything that was measured, one table per mode."""
-    parts = ["# Decoding speed", environment_line(records), note(records)]
+    parts = ["# Decoding speed", environment_line(records), note(records), *_speed_tables(records)]
+    return "\n\n".join([*parts, *left_out(records)]) + "\n"
+
+
+def _speed_tables(records: Sequence[Record]) -> list[str]:
+    parts: list[str] = []
     header = ["dtype", "context", "batch", "method", "tokens/s", "x `generate`", "x plain loop", "tau"]
     header += ["drafting / verifying / rest", "draft state", "share of floor"]
     for mode, title in MODES.items():
@@ -62,7 +67,7 @@ def engine_report(records: Sequence[Record]) -> str:
         ]
         if rows:
             parts += [f"## {title}", markdown_table(header, rows)]
-    return "\n\n".join([*parts, *left_out(records)]) + "\n"
+    return parts
 
 
 def verification_headline(records: Sequence[Record]) -> str:
@@ -116,6 +121,20 @@ def _tau(row: Record | None) -> str:
 def acceptance_report(records: Sequence[Record]) -> str:
     """The table with its environment."""
     return _report("Tokens per verification", acceptance_headline(records), records)
+
+
+def ngram_headline(records: Sequence[Record]) -> str:
+    """Tokens per verification, then speed, as far as either was measured."""
+    parts = {"acceptance": acceptance_headline, "decoding": engine_headline}
+    return "\n\n".join(table(records) for kind, table in parts.items() if of_kind(records, kind))
+
+
+def ngram_report(records: Sequence[Record]) -> str:
+    """Tokens per verification, then one table of speeds per mode."""
+    parts = ["# N-grams and prompt lookup", environment_line(records), note(records)]
+    if of_kind(records, "acceptance"):
+        parts += ["## Tokens per verification", acceptance_headline(records)]
+    return "\n\n".join([*parts, *_speed_tables(records), *left_out(records)]) + "\n"
 
 
 def draft_state_headline(records: Sequence[Record]) -> str:
@@ -206,5 +225,6 @@ HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "draft_state": ("State of a LongSpec draft", draft_state_headline),
     "offsets": ("The target under offsets", offsets_headline),
     "long": ("Long generation", long_headline),
+    "ngram": ("N-grams and prompt lookup", ngram_headline),
     "acceptance": ("Tokens per verification (tau)", acceptance_headline),
 }

@@ -185,8 +185,7 @@ def merge_paths(
             For each batch row its candidate continuations, root excluded, best first.
         root (`torch.LongTensor` of shape `(batch_size,)`):
             Last emitted tokens; also decides the device of the tree.
-        num_nodes (`int`):
-            Size of the tree, root included. When it is full, what is left of later paths is dropped.
+        num_nodes (`int`): Size of the tree, root included. When it is full, what is left of later paths is dropped.
         max_depth (`int`, *optional*, defaults to `num_nodes - 1`):
             Longer paths are cut to this length.
 

@@ -185,13 +185,12 @@ class DraftModel(PreTrainedModel):
         else:
             draft = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         try:
-            saved = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+            draft.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         except OSError:
-            return draft  # the repo has no generation_config.json: the defaults stand
-        for name, value in draft.generation_config.to_dict().items():
-            if name in cls.settings and not hasattr(saved, name):
-                setattr(saved, name, value)  # or GenerationConfig.update would ignore it without a word
-        draft.generation_config = saved
+            pass  # the repo has no generation_config.json: the defaults stand
+        for name, value in copy.deepcopy(cls.settings).items():
+            if not hasattr(draft.generation_config, name):  # published before there was such a setting
+                setattr(draft.generation_config, name, value)
         return draft
 
 

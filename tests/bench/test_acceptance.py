@@ -3,9 +3,9 @@ import torch
 
 import hf_longspec
 from hf_longspec.bench.acceptance import AcceptanceBenchmark, RowSteps, Setting, changed
-from hf_longspec.bench.decoding import Decoder
+from hf_longspec.bench.decoding import Decoder, HfMethod
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.reports import acceptance_report
+from hf_longspec.bench.reports import acceptance_report, ngram_report
 from hf_longspec.bench.results import ResultFile, read_records
 from hf_longspec.bench.timing import TimeGuard
 
@@ -37,6 +37,13 @@ def test_settings_are_put_back(draft):
         assert draft.setting("selection") == "window"
     assert draft.setting("selection") == "two_rows"
     assert draft.setting("num_assistant_tokens") == 3
+
+
+def test_settings_that_the_configuration_lacks_are_changed_too(draft):
+    del draft.generation_config.selection
+    with changed(draft, {"selection": "window"}):
+        assert draft.setting("selection") == "window"
+    assert draft.setting("selection") == "two_rows"
 
 
 def test_unknown_settings_are_refused(draft):
@@ -104,3 +111,28 @@ def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts
         benchmark.run(plan, results, Progress(1, quiet=True))
     kinds = [record["kind"] for record in read_records(tmp_path / "b.jsonl")]
     assert kinds == ["environment", "acceptance", "skipped", "skipped", "skipped", "end"]
+
+
+def test_prompt_lookup_is_measured_beside_drafts(target, prompts, tmp_path):
+    """transformers' method runs prompt by prompt, ours in batches; greedily both write the same text."""
+    methods = {
+        "hf prompt lookup": HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1),
+        "n-grams": hf_longspec.NgramDraftModel.from_target(target, num_assistant_tokens=3),
+    }
+    plan = [(name, Setting.of("greedy"), 50) for name in methods]
+    benchmark = AcceptanceBenchmark(target, methods, prompts, tokens=9, batch=3)
+    with ResultFile(tmp_path / "n.jsonl", "ngram", ngram_report, TimeGuard(1), {}) as results:
+        benchmark.run(plan, results, Progress(1, quiet=True))
+    first, second = (record for record in read_records(tmp_path / "n.jsonl") if record["kind"] == "acceptance")
+    assert first["same_text"] and second["same_text"]
+    assert len(first["per_prompt"]) == len(second["per_prompt"]) == 3
+    assert first["histogram"] == [] and sum(second["histogram"]) > 0
+    assert "difference" not in first and "difference" in second
+    assert "| greedy | draft=n-grams |" in (tmp_path / "n.md").read_text()
+
+
+def test_a_method_of_transformers_takes_the_steps_that_were_counted(target, prompts):
+    method = HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)
+    run = Decoder(target, prompts, tokens=9).run(method, slice(1, 2), 50, "greedy", seed=0)
+    measured = AcceptanceBenchmark(target, {"hf": method}, prompts, 9, 3).measure("hf", Setting.of("greedy"), 50)
+    assert measured["per_prompt"][1] == pytest.approx(run.tokens / run.steps, rel=1e-3)

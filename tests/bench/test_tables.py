@@ -66,6 +66,8 @@ def results(tmp_path):
     write(tmp_path / "offsets.jsonl", "offsets", [moved])
     write(tmp_path / "engine.jsonl", "engine", [{"kind": "ceilings", "read_gb_per_second": 20.5}, *modes])
     write(tmp_path / "verification.jsonl", "verification", [verification])
+    copied = {**sampled, "options": {"draft": "hf prompt lookup"}, "tau": interval(1.25)}
+    write(tmp_path / "ngram.jsonl", "ngram", [copied, decoding("n-grams", "greedy", 70.0, tau=1.5)])
     write(
         tmp_path / "acceptance.jsonl",
         "acceptance",
@@ -91,14 +93,16 @@ def test_readme_gets_all_tables_and_keeps_the_rest(results, tmp_path, capsys):
     assert "| sample | window | 2.40 ± 0.05 (-0.10 ± 0.05) |" in text
     assert "| 65536 | 136 | 32.0 | 3.25 |" in text
     assert "| 8192 | 4 | 4.500 ± 0.05 | +0.0100 ± 0.0500 |" in text
-    assert text.count("commit abc123") == 5
+    assert "| sample | draft=hf prompt lookup | 1.25 ± 0.05 |" in text
+    assert "1.40x; 1.17x plain, tau 1.50" in text
+    assert text.count("commit abc123") == 6
     assert "Defaults: num_assistant_tokens=4." in text
     assert "20.5 GB/s" in text
     assert text.count("The run was not finished.") == 1
     assert [text.index(f"### {title}") for title, _ in HEADLINES.values()] == sorted(
         text.index(f"### {title}") for title, _ in HEADLINES.values()
     )
-    assert "engine, verification, draft_state, offsets, acceptance" in capsys.readouterr().out
+    assert "engine, verification, draft_state, offsets, ngram, acceptance" in capsys.readouterr().out
 
 
 def test_writing_twice_changes_nothing(results, tmp_path):

@@ -1,0 +1,114 @@
+"""N-grams against transformers' prompt lookup on held-out text: tau with 95 % intervals, then speed side by side.
+
+Both copy what followed earlier in the text. Speeds are taken first, while there is time; what does not emit the greedy
+float32 text of plain `generate` is not timed. `--parts tau` times nothing, so that other work may go on beside it.
+
+    python benchmarks/ngram.py --target hub_cards/tiny-target --data novels --data stdlib --threads 1
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+import hf_longspec
+from hf_longspec.bench.acceptance import AcceptanceBenchmark, Setting
+from hf_longspec.bench.arguments import add_prompts, add_repeats, integers, names, parser, set_threads
+from hf_longspec.bench.ceilings import read_gb_per_second
+from hf_longspec.bench.decoding import MODES, HfMethod, load_target
+from hf_longspec.bench.engine import PLAIN, EngineBenchmark, order_of_cells
+from hf_longspec.bench.prefill import PrefilledPrompts, prefill
+from hf_longspec.bench.progress import Progress
+from hf_longspec.bench.prompts import STDLIB, load_prompts
+from hf_longspec.bench.reports import ngram_report
+from hf_longspec.bench.results import ResultFile
+from hf_longspec.bench.timing import TimeGuard
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Differences are taken to the first: transformers' defaults. The second has the lengths of our defaults.
+LOOKUPS: dict[str, dict[str, Any]] = {
+    "hf prompt lookup, 10 tokens": {"prompt_lookup_num_tokens": 10},
+    "hf prompt lookup, 8 tokens, size 3": {"prompt_lookup_num_tokens": 8, "max_matching_ngram_size": 3},
+}
+NGRAMS: dict[str, dict[str, Any]] = {
+    "n-grams, both": {},
+    "n-grams, pool": {"ngram_source": "pool"},
+    "n-grams, lookup": {"ngram_source": "lookup"},
+    "n-grams, lookup, one path of 10": {
+        "ngram_source": "lookup",
+        "ngram_candidates": 1,
+        "num_assistant_tokens": 10,
+    },
+    "n-grams, both, 4 paths of 4": {"ngram_candidates": 4, "num_assistant_tokens": 4},
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse(arguments)
+    set_threads(args.threads)
+    model = load_target(args.target, torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
+    guard = TimeGuard(args.minutes)
+    sections = {"speed": 1, "tau": len(MODES) * len(LOOKUPS | NGRAMS)}
+    progress = Progress(sum(sections[part] for part in args.parts) * len(args.lengths), quiet=args.quiet)
+    settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
+    settings["defaults"] = dict(hf_longspec.NgramDraftModel.settings)
+    with ResultFile(args.output, "ngram", ngram_report, guard, settings) as results:
+        prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
+        if "speed" in args.parts:
+            measure_speed(model, prompts, args, results, progress)
+        if "tau" in args.parts:
+            measure_tau(model, prompts, args, results, progress)
+    progress.close()
+    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+def measure_speed(
+    model: PreTrainedModel, prompts: PrefilledPrompts, args: argparse.Namespace, results: ResultFile, progress: Progress
+) -> None:
+    """tokens/s of every method in turns, one prompt at a time, as transformers' prompt lookup has it."""
+    bandwidth = read_gb_per_second()
+    results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
+    sizes = {"tokens": args.tokens, "repeats": args.repeats, "bandwidth": bandwidth}
+    benchmark = EngineBenchmark({"float32": model}, make_methods, prompts, **sizes)
+    for cell in order_of_cells(args.lengths, [1], ["float32"]):
+        benchmark.measure(cell, results, progress)
+        progress.step()
+
+
+def measure_tau(
+    model: PreTrainedModel, prompts: PrefilledPrompts, args: argparse.Namespace, results: ResultFile, progress: Progress
+) -> None:
+    """tau of every method on every prompt."""
+    methods = {name: method for name, method in make_methods(model).items() if name != PLAIN}
+    plan = [(name, Setting.of(mode), length) for length in args.lengths for mode in MODES for name in methods]
+    AcceptanceBenchmark(model, methods, prompts, args.tokens, args.batch).run(plan, results, progress)
+
+
+def make_methods(model: PreTrainedModel) -> dict[str, Any]:
+    """transformers' prompt lookup, our loop without a draft, and n-grams from every source."""
+    methods: dict[str, Any] = {name: HfMethod(options, max_batch=1) for name, options in LOOKUPS.items()}
+    methods[PLAIN] = hf_longspec.PlainDraftModel.from_target(model)
+    for name, options in NGRAMS.items():
+        methods[name] = hf_longspec.NgramDraftModel.from_target(model, **options)
+    return methods
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    made = parser(__doc__, ROOT / "benchmarks" / "results" / "ngram.jsonl", minutes=40)
+    add_repeats(made)
+    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
+    made.add_argument("--parts", type=names, default=["speed", "tau"], help="default: speed,tau")
+    made.add_argument("--lengths", type=integers, default=[2048, 8192], help="default: 2048,8192")
+    made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
+    made.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")
+    made.add_argument("--batch", type=int, default=8, help="prompts of one call where tau is counted, ours only")
+    return made.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
