@@ -81,6 +81,7 @@ class TokenSwiftDrafter(Drafter):
         self.max_depth = len(self.widths)
         self.wants_hidden = settings.self_draft == "verify_hidden"
         self.partial = None if self.wants_hidden else self._partial_cache()
+        self.due: list[int] = []
 
     @property
     def state_bytes(self) -> int:
@@ -100,7 +101,7 @@ class TokenSwiftDrafter(Drafter):
         """The queries that entries are scored by, if a build is due behind this verification."""
         self.due = [] if self.partial is None else self.partial.due(max(tree.max_depth, self.foreign_depth) + 1)
         if self.partial is None or not self.due:
-            return None
+            return None  # scoring costs a pass over all keys
         skipped = self.partial.dense_layers
         if not self.binding.target.has_latent_cache:
             return QueryCapture(skipped)

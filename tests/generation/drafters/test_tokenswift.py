@@ -35,11 +35,10 @@ def lucky(iteration, row, level):
     return [0, 2, None, 1][(iteration * 7 + row * 3 + level * level) % 4]
 
 
-@pytest.mark.parametrize("lengths", [(21,), LENGTHS], ids=["one", "ragged"])
 @pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
 @pytest.mark.parametrize("name", TINY_TARGETS)
-def test_the_text_is_the_targets(plain_run, name, mode, lengths):
-    run = plain_run(name, lengths, max_new_tokens=16, eos_token_id=NEVER)
+def test_the_text_is_the_targets(plain_run, name, mode):
+    run = plain_run(name, LENGTHS, max_new_tokens=14, eos_token_id=NEVER)
     draft = with_oracle(draft_for(run.model, mode), run.generated, lucky)
     assert run.again(draft).tolist() == run.sequences.tolist()
     stats = draft.last_speculation
@@ -47,10 +46,11 @@ def test_the_text_is_the_targets(plain_run, name, mode, lengths):
     assert stats.num_draft_tokens == {"verify_hidden": 39, "dynamic": 40}[mode] * stats.num_spec_steps
 
 
-@pytest.mark.parametrize("mode", ["static", "full"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3"])
-def test_the_text_under_the_other_policies(plain_run, name, mode):
-    run = plain_run(name, LENGTHS, max_new_tokens=16, eos_token_id=NEVER)
+@pytest.mark.parametrize("lengths", [(21,), LENGTHS], ids=["one", "ragged"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_the_text_under_every_policy(plain_run, name, mode, lengths):
+    run = plain_run(name, lengths, max_new_tokens=14, eos_token_id=NEVER)
     draft = with_oracle(draft_for(run.model, mode), run.generated, lucky)
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert draft.last_speculation.num_accepted_draft_tokens > 0
@@ -101,7 +101,7 @@ def watch(monkeypatch):
 def test_every_branch_can_be_accepted(plain_run, watch, mode):
     """With heads that know the text, every combination of ranks in turn, and every depth at which they go wrong."""
     leaves = list(product(range(3), repeat=3))
-    cases = leaves + [path[:depth] for depth in (0, 1, 2) for path in leaves[4::9]]
+    cases = leaves + [path[:depth] for depth in (0, 1, 2) for path in leaves[4:5]]
     first = 1 if mode == "full" else 0  # the target's own prediction, which is always right under `full`
     run = plain_run("llama", (21,), max_new_tokens=1 + 5 * len(cases), eos_token_id=NEVER)
 
