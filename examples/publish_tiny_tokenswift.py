@@ -3,8 +3,8 @@
     python examples/publish_tiny_tokenswift.py --run runs/tiny-tokenswift --draft tiny-tokenswift \
         --results benchmarks/results/tokenswift.jsonl
 
-`--run` is the folder that `train_tiny_tokenswift.py` wrote, `--results` what `benchmarks/acceptance.py --draft` measured
-of it under the name `--draft`. A card states nothing that is not in one of them.
+`--run` is the folder that `train_tiny_tokenswift.py` wrote, `--results` what `benchmarks/acceptance.py --draft`
+measured of it under the name `--draft`. A card states nothing that is not in one of them.
 """
 
 from tiny_draft_folder import measured, parse_arguments, training_facts, write_folder
@@ -13,7 +13,7 @@ import hf_longspec
 from hf_longspec.bench.reports import acceptance_headline
 
 # What costs least on a CPU without native bfloat16, where every further node is paid for: docs/tokenswift.md.
-CPU_SETTINGS = {"self_draft": "verify_hidden", "tree_branching": [1, 1, 1]}
+CPU_SETTINGS = {"self_draft": "verify_hidden", "tree_branching": [1, 1]}
 
 CARD = """\
 ---
@@ -31,8 +31,8 @@ tags:
 # TokenSwift heads of the tiny target
 
 {num_heads} chained heads of {parameters:.2f}M parameters together that draft for [tiny-target](../tiny-target)
-([TokenSwift](https://huggingface.co/papers/2502.18890)): head i reads what the target's final norm is given and predicts
-the token i places behind the next one, through the target's own language-model head.
+([TokenSwift](https://huggingface.co/papers/2502.18890)): head i reads what the target's final norm is given and
+predicts the token i places behind the next one, through the target's own language-model head.
 
 ```python
 import hf_longspec
@@ -46,8 +46,8 @@ inputs = tokenizer("It was a dark and stormy night", return_tensors="pt")
 out = target.generate(**inputs, assistant_model=draft, max_new_tokens=32)
 ```
 
-Its `generation_config` asks for `self_draft="{self_draft}"` and `tree_branching={tree_branching}`, the cheapest tree
-that uses two heads. Where checking nodes is cheap, try `[1, 3, 3, 3]`, the paper's.
+Its `generation_config` asks for `self_draft="{self_draft}"` and `tree_branching={tree_branching}`, the cheapest tree:
+one head and one candidate. Where checking nodes is cheap, try `[1, 3, 3, 3]`, the paper's.
 
 ## Acceptance by context length
 
@@ -59,9 +59,9 @@ that uses two heads. Where checking nodes is cheap, try `[1, 3, 3, 3]`, the pape
 
 ## Training
 
-{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on the texts of the target's training: the sum over the heads of
-their divergence from the distribution that the target has there, the target itself frozen. Loss {first:.3f} in the first
-{every} steps and {last:.3f} in the last.
+{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on the texts of the target's training: the sum over the heads
+of their divergence from the distribution that the target has there, the target itself frozen. Loss {first:.3f} in the
+first {every} steps and {last:.3f} in the last.
 
 {heads}
 
@@ -95,14 +95,9 @@ def main() -> None:
 
 def accuracies(log: dict[str, float], num_heads: int) -> str:
     """How often each head had the target's most likely token first, and among its first three, in the last steps."""
-    rows = [
-        f"| {head} | {log[f'head_{head}_top1']:.3f} | {log[f'head_{head}_top3']:.3f} |" for head in _count(num_heads)
-    ]
+    shares = [(log[f"head_{head}_top1"], log[f"head_{head}_top3"]) for head in range(1, num_heads + 1)]
+    rows = [f"| {head} | {first:.3f} | {three:.3f} |" for head, (first, three) in enumerate(shares, 1)]
     return "\n".join(["| head | first | among three |", "|---|---|---|", *rows])
-
-
-def _count(number: int) -> range:
-    return range(1, number + 1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """One long text per method, with marks on the way: speed, tokens per verification and how much the text repeats."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..generation.cache import SpeculativeCache
 from ..generation.stats import SpeculationStats
-from .decoding import MODES
+from ..generation.target import TargetView
+from .decoding import MODES, HfMethod
 from .distinct import distinct
 from .results import ResultFile
 from .summaries import significant
@@ -19,6 +20,8 @@ from .timing import TokenClock
 
 # Tokens in front of a mark over which the speed at the mark is taken.
 NEAR = 1000
+# Slots behind the last mark, for baselines that go on there.
+ROOM = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,10 +63,13 @@ class MarkClock(BaseStreamer):
         self._pending = list(marks)
         self._counts = counts
         self._now = now
-        self._tokens = 0
+        self._tokens: int | None = None
 
     def put(self, value: torch.Tensor) -> None:
-        """Count the tokens of one row."""
+        """Count the tokens of one row; what comes first is the prompt."""
+        if self._tokens is None:
+            self._tokens = 0
+            return
         self._tokens += value.numel()
         if self._pending and self._tokens >= self._pending[0]:
             mark = self._pending.pop(0)
@@ -106,15 +112,18 @@ class LongBenchmark:
         self.levels = levels
         self._longest = 0.0
 
-    def measure(self, row: LongRow, hf_tokens: int, results: ResultFile) -> None:
-        """One row, and `hf_tokens` of plain `generate` at its marks; left out if there is no time for it."""
+    def measure(self, row: LongRow, baselines: Mapping[str, Any], tokens: int, results: ResultFile) -> None:
+        """One row, and some tokens of each baseline at its marks; left out if there is no time for it."""
         before = results.guard.elapsed
         if not results.guard.fits(self._longest):
             results.skip("no time left", method=row.method, mode=row.mode, penalised=row.penalised)
             return
         text, cache = self.run(row, results)
-        if hf_tokens:
-            self.plain_generate(row, text, cache, hf_tokens, results)
+        for mark in reversed([mark for mark in self.marks if mark <= row.tokens]):  # each writes behind its mark
+            for name, method in baselines.items():
+                speed = self.speed_at(mark, method, row, text, cache, tokens)
+                what = {"mode": row.mode, "penalised": row.penalised, "mark": mark}
+                results.write("baseline", method=name, **what, tokens=tokens, tokens_per_second=speed)
         self._longest = max(self._longest, results.guard.elapsed - before)
 
     def run(self, row: LongRow, results: ResultFile) -> tuple[torch.Tensor, SpeculativeCache]:
@@ -123,10 +132,13 @@ class LongBenchmark:
         clock = MarkClock(
             sorted({1, *marks, *(max(1, mark - NEAR) for mark in marks)}), lambda: row.draft.last_speculation
         )
+        nodes = row.draft.num_tree_nodes(TargetView(self.model))
+        room = self.prompt.shape[1] + row.tokens + ROOM
         torch.manual_seed(0)
         output = self.model.generate(
             self.prompt,
             assistant_model=row.draft,
+            past_key_values=SpeculativeCache(self.model.config, 1, room, tree_slots=nodes),
             max_new_tokens=row.tokens,
             streamer=clock,
             return_dict_in_generate=True,
@@ -147,25 +159,20 @@ class LongBenchmark:
             )
         return output.sequences, output.past_key_values
 
-    def plain_generate(
-        self, row: LongRow, text: torch.Tensor, cache: SpeculativeCache, tokens: int, results: ResultFile
-    ) -> None:
-        """Speed of `generate` alone at every mark of a row's text, over `tokens` tokens; the cache holds the text."""
-        for mark in (mark for mark in self.marks if mark <= row.tokens):
-            length = self.prompt.shape[1] + mark
-            clock = TokenClock()
-            torch.manual_seed(0)
-            self.model.generate(
-                text[:, :length],
-                past_key_values=dynamic_cache(cache, length - 1),
-                max_new_tokens=tokens,
-                streamer=clock,
-                **self._options(row.mode, row.penalised),
-            )
-            speed = significant(clock.num_tokens / clock.decode_seconds)
-            results.write(
-                "hf", mode=row.mode, penalised=row.penalised, mark=mark, tokens=tokens, tokens_per_second=speed
-            )
+    def speed_at(
+        self, mark: int, method: Any, row: LongRow, text: torch.Tensor, cache: SpeculativeCache, tokens: int
+    ) -> float:
+        """Tokens per second of a method that goes on behind a mark of a row's text, whose keys the cache holds."""
+        length, clock = self.prompt.shape[1] + mark, TokenClock()
+        options = self._options(row.mode, row.penalised) | {"max_new_tokens": tokens, "streamer": clock}
+        if isinstance(method, HfMethod):
+            options |= {"past_key_values": dynamic_cache(cache, length - 1), **method.options}
+        else:
+            cache.set_lengths([length - 1])
+            options |= {"past_key_values": cache, "assistant_model": method}
+        torch.manual_seed(0)
+        self.model.generate(text[:, :length], **options)
+        return significant(clock.num_tokens / clock.decode_seconds)
 
     def _options(self, mode: str, penalised: bool) -> dict[str, Any]:
         options = dict(MODES[mode]) | (self.sampling if mode == "sample" else {})

@@ -28,12 +28,12 @@ NOTES = {
         "over windows with its 95 % interval, differences window by window."
     ),
     "long": (
-        "One run per row, decoding only. x plain: speed from the first token to the mark over that of the plain loop, "
-        "as in the paper; x `generate`: speed over the 1,000 tokens before the mark, over that of plain "
-        "`model.generate` (DynamicCache, sdpa) behind it. tau: tokens per verification; alpha and beta: accepted "
-        "tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of the paper, "
-        "whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over windows "
-        "of 1,000 tokens / whole text."
+        "One run per row, decoding only. tokens/s: from the first token to the mark, x plain: over that of the plain "
+        "loop, as in the paper. Near: over the 1,000 tokens before the mark, compared with the plain loop and with "
+        "plain `model.generate` (DynamicCache, sdpa) going on behind it. tau: tokens per verification; alpha and beta: "
+        "accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
+        "the paper, whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over "
+        "windows of 1,000 tokens / whole text."
     ),
     "ngram": (
         "Drafts from the text itself, one row at a time. tau: tokens emitted per verification, the target's own "

@@ -1,6 +1,7 @@
 """Result files as Markdown: the full report beside each file, and the headline that README quotes."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .engine import HF, PLAIN
 from .report_parts import environment_line, half_width, left_out, markdown_table, note, of_kind, range_of
@@ -180,8 +181,11 @@ def long_headline(records: Sequence[Record]) -> str:
     """One row per method and mark."""
     rows = of_kind(records, "long")
     plain = {_run_of(row): row["tokens_per_second"] for row in rows if row["method"] == PLAIN}
-    theirs = {_run_of(row): row["tokens_per_second"] for row in of_kind(records, "hf")}
-    header = ["mode", "penalty", "method", "tokens", "tokens/s", "x plain", "x `generate`", "tau", "alpha", "beta"]
+    near: dict[str, dict[Any, float]] = {HF: {}, PLAIN: {}}
+    for row in of_kind(records, "baseline"):
+        near[row["method"]][_run_of(row)] = row["tokens_per_second"]
+    header = ["mode", "penalty", "method", "tokens", "tokens/s", "x plain", "tokens/s near", "x plain near"]
+    header += ["x `generate` near", "tau", "alpha", "beta"]
     lines = [
         [
             row["mode"],
@@ -190,7 +194,8 @@ def long_headline(records: Sequence[Record]) -> str:
             str(row["mark"]),
             f"{row['tokens_per_second']:.1f}",
             _times(row["tokens_per_second"], plain.get(_run_of(row))),
-            _times(row["tokens_per_second_near"], theirs.get(_run_of(row))),
+            f"{row['tokens_per_second_near']:.1f}",
+            *(_times(row["tokens_per_second_near"], near[name].get(_run_of(row))) for name in (PLAIN, HF)),
             *(f"{row[name]:.2f}" for name in ("tau", "alpha", "beta")),
             *(f"{windowed:.2f} / {whole:.2f}" for windowed, whole in row["distinct"]),
         ]
