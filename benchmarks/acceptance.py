@@ -1,4 +1,4 @@
-"""tau on held-out text with 95 % intervals over prompts: of SpecAttn's settings, or of a LongSpec draft's trees.
+"""tau on held-out text with 95 % intervals over prompts: of SpecAttn's settings, or of trained drafts' trees.
 
 tau is the mean number of tokens emitted per verification, the target's own token included. Nothing here is timed, so
 other work may go on beside it. Every result is written as soon as it is known, the most telling settings first.
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import hf_longspec
 from hf_longspec.bench.acceptance import AcceptanceBenchmark, Planned, Setting
 from hf_longspec.bench.arguments import add_prompts, integers, parser, set_threads
-from hf_longspec.bench.decoding import load_target
+from hf_longspec.bench.decoding import MODES, load_target
 from hf_longspec.bench.prefill import prefill
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.prompts import STDLIB, load_prompts
@@ -27,7 +27,7 @@ from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.timing import TimeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
-DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a LongSpec draft; repeat to compare (default: SpecAttn)"
+DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"
 
 # Differences are taken to the first setting of each mode.
 SETTINGS = (
@@ -52,11 +52,16 @@ MINOR_SETTINGS = (
 )
 
 
-LONGSPEC_SETTINGS = tuple(
-    Setting.of(mode, tree_widths=widths)
-    for widths in ([4, 4, 4, 3], [1, 1, 1], [4, 16, 16, 16, 16])
-    for mode in ("sample", "greedy")
-)
+# By model type of the draft, each in both modes. Drafts are compared with the first one, the first has the others too.
+OF_TRAINED: dict[str, list[dict[str, Any]]] = {
+    "longspec": [{"tree_widths": widths} for widths in ([4, 4, 4, 3], [1, 1, 1], [4, 16, 16, 16, 16])],
+    "tokenswift": [
+        {"self_draft": how, "tree_branching": branching}
+        for branching in ([1, 3, 3, 3], [1, 1, 1, 1])
+        for how in ("partial_kv", "verify_hidden")
+    ]
+    + [{"self_draft": "verify_hidden", "tree_branching": [1, 1, 1, 1], "ngram_candidates": 2, "ngram_num_tokens": 4}],
+}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -67,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
     guard = TimeGuard(args.minutes)
-    runs = plan(list(drafts), args.lengths)
+    runs = plan(list(drafts), next(iter(drafts.values())).config.model_type, args.lengths)
     progress = Progress(total=len(runs), quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
     if not args.draft:
@@ -79,22 +84,25 @@ def main(arguments: list[str] | None = None) -> None:
     print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
 
 
-def plan(names: Sequence[str | None], lengths: Sequence[int]) -> list[Planned]:
-    """What is measured, the most telling first: LongSpec drafts are compared with one tree, the first has others."""
+def plan(names: Sequence[str | None], kind: str, lengths: Sequence[int]) -> list[Planned]:
+    """What is measured, the most telling first: trained drafts are compared with one tree, the first has others."""
     first, middle = names[0], sorted(lengths)[len(lengths) // 2]
     if first is None:
         runs: list[Planned] = [(first, setting, length) for setting in SETTINGS for length in lengths]
         return runs + [(first, setting, middle) for setting in MINOR_SETTINGS]
-    compared = [(name, setting, length) for name in names for setting in LONGSPEC_SETTINGS[:2] for length in lengths]
-    return compared + [(first, setting, length) for setting in LONGSPEC_SETTINGS[2:] for length in lengths]
+    first_one, *others = OF_TRAINED[kind]
+    pairs = [(Setting.of(mode, **first_one), length) for mode in MODES for length in lengths]
+    compared = [(name, *pair) for name in names for pair in pairs]
+    rest = [(Setting.of(mode, **options), length) for options in others for mode in MODES for length in lengths]
+    return compared + [(first, *pair) for pair in rest]
 
 
 def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str | None, Any]:
-    """LongSpec drafts by the name before "=", or by the last part of the path; SpecAttn, without a name, if none."""
+    """Trained drafts by the name before "=", or by the last part of the path; SpecAttn, without a name, if none."""
     if not named:
         return {None: hf_longspec.SpecAttnDraftModel.from_target(model)}
     pairs = (entry.split("=", 1) if "=" in entry else (Path(entry).name, entry) for entry in named)
-    return {name: hf_longspec.LongSpecDraftModel.from_pretrained(path, dtype=torch.float32) for name, path in pairs}
+    return {name: AutoModel.from_pretrained(path, dtype=torch.float32) for name, path in pairs}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

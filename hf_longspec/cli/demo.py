@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..auditing import EXACT, AuditReport, audit
+from ..modeling.modeling_ngram import NgramDraftModel
 from ..modeling.modeling_plain import PlainDraftModel
 from ..modeling.modeling_specattn import SpecAttnDraftModel
 from . import CommandError, models
@@ -52,7 +53,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options; unknown ones end the process as argparse does."""
     parser = argparse.ArgumentParser(prog="python -m hf_longspec.cli.demo", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", help="Hub id or folder of the model (default: the tiny target of the repository)")
-    parser.add_argument("--draft", help="Hub id or folder of a draft (default: SpecAttn, and the tiny target's own)")
+    parser.add_argument("--draft", help="Hub id or folder of a draft (default: all kinds that there are)")
     parser.add_argument("--file", type=Path, help="text to continue (default: a module of the standard library)")
     parser.add_argument("--context", type=_positive, help=f"most prompt tokens (default: {CONTEXT}, or what fits)")
     parser.add_argument("--max-new-tokens", type=_positive, help=f"tokens to generate (default: {NEW_TOKENS})")
@@ -155,12 +156,12 @@ class Demo:
         return [stock, plain, *reversed(drafted)]
 
     def _drafts(self, model: PreTrainedModel) -> list[Any]:
-        """The draft that was asked for; otherwise SpecAttn, and for the tiny target the one trained for it."""
+        """The draft that was asked for; otherwise those without training, and for the tiny target its own."""
         if self.draft_name is not None:
             return [models.load_draft(self.draft_name, model)]
-        drafts: list[Any] = [SpecAttnDraftModel.from_target(model)]
-        if self.target == str(models.TINY_TARGET) and models.TINY_DRAFT.is_dir():
-            drafts.append(models.load_draft(str(models.TINY_DRAFT), model))
+        drafts: list[Any] = [kind.from_target(model) for kind in (NgramDraftModel, SpecAttnDraftModel)]
+        if self.target == str(models.TINY_TARGET):
+            drafts += [models.load_draft(str(folder), model) for folder in models.TINY_DRAFTS if folder.is_dir()]
         return drafts
 
     def _measure(self, name: str, model: PreTrainedModel, draft: Any, stream: bool = False) -> Measurement:

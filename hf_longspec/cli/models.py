@@ -16,7 +16,8 @@ from . import CommandError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TINY_TARGET = Path(__file__).resolve().parents[2] / "hub_cards" / "tiny-target"
-TINY_DRAFT = TINY_TARGET.with_name("tiny-longspec")
+# Trained for the tiny target.
+TINY_DRAFTS = [TINY_TARGET.with_name(name) for name in ("tiny-tokenswift", "tiny-longspec")]
 
 
 def find_target(name: str | None) -> str:

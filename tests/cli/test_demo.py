@@ -69,8 +69,8 @@ def test_texts_and_tables(run):
     assert status == 0, out
     assert not err
     table = rows(out)
-    assert list(table) == ["HF generate", "plain loop", "SpecAttn"]
-    assert [table[name][0][-1] for name in table] == ["reference", "yes", "yes"]
+    assert list(table) == ["HF generate", "plain loop", "Ngram", "SpecAttn"]
+    assert [table[name][0][-1] for name in table] == ["reference", "yes", "yes", "yes"]
     assert {table[name][1][-1] for name in table} <= {"exact", "near-tie"}
     assert (
         out.index("float32, behind")
@@ -158,7 +158,7 @@ def test_another_text_in_float32_is_status_1(run, monkeypatch):
     monkeypatch.setattr(demo, "measure", tampering(demo.measure, dtype=torch.float32))
     status, out, _ = run(*SMALL)
     assert status == 1
-    assert [cells[0][-1] for cells in rows(out).values()] == ["reference", "yes", "no"]
+    assert [cells[0][-1] for cells in rows(out).values()] == ["reference", "yes", "yes", "no"]
     assert "SpecAttn in float32: NOT lossless: " in out.replace("\n", " ")
     assert "it must not" in out
 
