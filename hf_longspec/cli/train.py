@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from ..modeling.modeling_longspec import LongSpecDraftModel
 from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
 from ..training.checks import last_complete_checkpoint
+from ..training.registry import METHODS
 from . import CommandError, first_line
 from .models import load_tokenizer, loading
 from .recipes import Recipe, check_names, read_recipe
@@ -127,17 +127,21 @@ def load_target(recipe: Recipe) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(recipe.target, dtype=recipe.dtype, **extra)
 
 
-def make_draft(recipe: Recipe, target: PreTrainedModel) -> LongSpecDraftModel:
+def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
     """The draft to train, in float32: a new one or a saved one.
 
     Raises:
-        CommandError: If it cannot be loaded.
+        CommandError: If it cannot be loaded, or is of no known kind.
         ValueError: If its settings do not exist.
     """
     if isinstance(recipe.draft, str):
         with loading(recipe.draft, "draft"):
-            return LongSpecDraftModel.from_pretrained(recipe.draft, dtype=torch.float32)
-    return LongSpecDraftModel.from_target(target, **(recipe.draft or {})).float()
+            return AutoModel.from_pretrained(recipe.draft, dtype=torch.float32)
+    settings = {"kind": "longspec"} | (recipe.draft or {})
+    kinds = {draft.config_class.model_type: draft for draft in METHODS}
+    if (kind := settings.pop("kind")) not in kinds:
+        raise CommandError(f"draft.kind={kind!r}: expected one of {', '.join(kinds)}.")
+    return kinds[kind].from_target(target, **settings).float()
 
 
 def lora_config(settings: dict[str, Any] | None) -> Any:

@@ -17,12 +17,12 @@ class DraftTrainingArguments(TrainingArguments):
     Args:
         loss (`str`, *optional*, defaults to `"kl"`):
             `"kl"`: the Kullback-Leibler divergence from the target's distribution to the draft's, whatever the text.
-            `"ce"`: the cross-entropy of the text's own tokens, as in the paper.
+            `"ce"`: the cross-entropy of the text's own tokens, as in the papers.
         anchors (`int`, *optional*, defaults to 4):
-            The first positions of a row, which no offset moves.
+            LongSpec: the first positions of a row, which no offset moves.
         max_offset (`int`, *optional*):
-            Largest offset of the positions behind the anchors; 0 switches offsets off. By default, and at most, what
-            the target has positions for: `max_position_embeddings` minus the row's length.
+            LongSpec: largest offset of the positions behind the anchors; 0 switches offsets off. By default, and at
+            most, what the target has positions for: `max_position_embeddings` minus the row's length.
         max_length (`int`, *optional*):
             Tokens at which a text or a conversation is cut. By default what the target has positions for.
         text_column (`str`, *optional*, defaults to `"text"`):
@@ -36,13 +36,14 @@ class DraftTrainingArguments(TrainingArguments):
         target_chunk_size (`int`, *optional*):
             Tokens per forward of the target. By default a row is run at once.
         target_kv_dir (`str`, *optional*):
-            Folder in which the target's keys, values and hidden states of the training rows are kept, written by the
-            first run and read instead of running the target.
+            Folder in which what the draft reads of the target is kept for the training rows (keys, values and hidden
+            states), written by the first run and read instead of running the target.
 
     Raises:
         ValueError: For a value outside of its range.
 
-    Source: LongSpec (https://huggingface.co/papers/2502.17421), sections 3.2 and 4.
+    Source: LongSpec (https://huggingface.co/papers/2502.17421), sections 3.2 and 4; TokenSwift
+    (https://huggingface.co/papers/2502.18890), appendix B.1.
     """
 
     loss: str = field(default="kl", metadata={"help": "kl: to the target's distribution; ce: of the text's tokens."})
@@ -54,7 +55,7 @@ class DraftTrainingArguments(TrainingArguments):
     assistant_only: bool = field(default=False, metadata={"help": "Train on the assistant's turns alone."})
     loss_chunk_size: int = field(default=1024, metadata={"help": "Places whose logits exist at once."})
     target_chunk_size: int | None = field(default=None, metadata={"help": "Tokens per forward of the target."})
-    target_kv_dir: str | None = field(default=None, metadata={"help": "Folder for the target's keys and values."})
+    target_kv_dir: str | None = field(default=None, metadata={"help": "Folder for the target's states."})
 
     # What this trainer needs to be otherwise than in TrainingArguments. The default of remove_unused_columns would
     # empty every batch; a loss that is not a number ends the run here instead of being filtered from the log.

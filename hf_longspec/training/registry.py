@@ -2,13 +2,17 @@
 
 from typing import Any
 
+from ..modeling.base import DraftModel
 from ..modeling.modeling_longspec import LongSpecDraftModel
 from ..modeling.modeling_tokenswift import TokenSwiftDraftModel
 from .heads_method import HeadsMethod
 from .longspec_method import LongSpecMethod
 from .method import TrainingMethod
 
-METHODS: dict[type, type[TrainingMethod]] = {LongSpecDraftModel: LongSpecMethod, TokenSwiftDraftModel: HeadsMethod}
+METHODS: dict[type[DraftModel], type[TrainingMethod]] = {
+    LongSpecDraftModel: LongSpecMethod,
+    TokenSwiftDraftModel: HeadsMethod,
+}
 
 
 def method_of(draft: Any) -> type[TrainingMethod]:

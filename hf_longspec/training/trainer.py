@@ -182,8 +182,8 @@ class DraftTrainer(Trainer):
         """The training rows with the target's states, of which this process writes its share of what is missing."""
         if not hasattr(rows, "__len__"):
             raise ValueError(f"target_kv_dir={folder!r} needs a dataset with a length: leave out streaming=True.")
-        facts = {name: getattr(self.draft.config, name) for name in ("target", "target_name_or_path")}
-        facts |= self.method.facts() | {"first_row": digest(self.encoder(rows[0])[0])}
+        target = {name: getattr(self.draft.config, name) for name in ("target", "target_name_or_path")}
+        facts = self.method.facts() | target | {"first_row": digest(self.encoder(rows[0])[0])}
 
         def row(number: int) -> dict[str, torch.Tensor]:
             tokens, labels = self.encoder(rows[number])

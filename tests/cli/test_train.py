@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from hf_longspec import LongSpecDraftModel
+from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.cli import CommandError, demo, recipes
 from hf_longspec.testing import tiny_prompts
 from tests.cli.test_demo import save_target
@@ -102,6 +102,25 @@ def test_the_three_stages_follow_each_other(run, data, tmp_path, target):
     assert drafted.tolist() == model.generate(prompt, **settings).tolist()
 
 
+@pytest.mark.parametrize(("name", "learning_rate"), [("tokenswift", 5e-3), ("tokenswift_14b", 1e-3)])
+def test_heads_are_trained_by_the_papers_recipes(run, data, tmp_path, name, learning_rate):
+    config = EXAMPLES / f"{name}.yaml"
+    training = recipes.read_recipe(config, {}).training
+    rows = 4 * training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
+    assert rows * training["max_steps"] == 24_000 and training["learning_rate"] == learning_rate
+    folder = str(tmp_path / "heads")
+    data_set = ["--set", json_lines(data, "text"), "--set", "training.max_length=80"]
+    status, output = run("train", "--config", config, "--output-dir", folder, *SHRUNK, *data_set)
+    assert status == 0, output
+    draft = AutoModel.from_pretrained(folder)
+    assert type(draft) is TokenSwiftDraftModel and draft.config.num_heads == 3 and draft.config.chained
+    weights = draft.heads.layers[2].linear.weight.clone()
+    again = ["--draft", folder, "--output-dir", str(tmp_path / "again")]
+    status, output = run("train", "--config", config, *again, *SHRUNK, *data_set)
+    assert status == 0, output
+    assert not torch.equal(AutoModel.from_pretrained(tmp_path / "again").heads.layers[2].linear.weight, weights)
+
+
 @pytest.fixture
 def recipe(data, tmp_path):
     """A recipe of a stream of tokens, which needs no tokenizer."""
@@ -166,6 +185,7 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--set", "dataset.tokens=none.npy"], "cannot load the tokens of 'none.npy'"),
         (["--set", "dataset={path: json, data_files: none.jsonl, split: train}"], "cannot load the dataset of 'json'"),
         (["--set", "draft.windw=3"], "unknown settings ['windw']"),
+        (["--set", "draft.kind=medusa"], "draft.kind='medusa': expected one of longspec, tokenswift."),
         (["--draft", "examples"], "cannot load the draft of 'examples'"),
         (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
         (["--resume"], "has no complete checkpoint to resume from"),

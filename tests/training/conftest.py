@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hf_longspec import LongSpecDraftModel
+from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 
@@ -38,6 +38,23 @@ def make_draft(target):
 @pytest.fixture
 def draft(make_draft):
     return make_draft()
+
+
+@pytest.fixture
+def make_heads(target):
+    """`make_heads(num_heads=2)`: heads with the same weights every time."""
+
+    def make(**overrides):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return TokenSwiftDraftModel.from_target(target, **overrides)
+
+    return make
+
+
+@pytest.fixture
+def heads(make_heads):
+    return make_heads()
 
 
 @pytest.fixture(scope="session")

@@ -9,21 +9,25 @@ from pathlib import Path
 
 import torch
 
-from hf_longspec import LongSpecDraftModel
+from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 
 ROWS_PER_STEP, STEPS = 8, 3
+KINDS = {
+    "longspec": lambda target: LongSpecDraftModel.from_target(target, window=16),
+    "heads": lambda target: TokenSwiftDraftModel.from_target(target),
+}
 
 
-def make_trainer(folder, rows, accumulation):
+def make_trainer(folder, rows, accumulation, kind):
     """Rows of 9 to 40 tokens, so that micro-batches predict different numbers of them.
 
     SGD, since Adam's division by the size of the gradient would turn rounding into steps.
     """
     target = tiny_target("llama", max_position_embeddings=512)
     torch.manual_seed(1)
-    draft = LongSpecDraftModel.from_target(target, window=16)
+    draft = KINDS[kind](target)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(9, 41, (ROWS_PER_STEP * STEPS,), generator=generator).tolist()
     dataset = [{"input_ids": torch.randint(3, 128, (length,), generator=generator)} for length in lengths]
@@ -44,16 +48,19 @@ def make_trainer(folder, rows, accumulation):
 
 def history(trainer):
     """What the log says of each step, without times."""
-    names = ("loss", "grad_norm", "num_input_tokens_seen", "acceptance_gap_1", "acceptance_gap_5")
-    return [{name: entry.get(name) for name in names} for entry in trainer.state.log_history if "loss" in entry]
+    names = ["loss", "grad_norm", "num_input_tokens_seen", "acceptance_gap_1", "acceptance_gap_5"]
+    names += ["head_1_top1", "head_3_top3"]
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{name: step[name] for name in names if name in step} for step in steps]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    output = Path(sys.argv[1])
-    run = make_trainer(output, 2, 2)
-    run.train()
-    metrics = run.evaluate()
-    run.save_model()
-    if run.accelerator.is_main_process:
-        (output / "history.json").write_text(json.dumps({"steps": history(run), "metrics": metrics}))
+    for kind in KINDS:
+        output = Path(sys.argv[1]) / kind
+        run = make_trainer(output, 2, 2, kind)
+        run.train()
+        metrics = run.evaluate()
+        run.save_model()
+        if run.accelerator.is_main_process:
+            (output / "history.json").write_text(json.dumps({"steps": history(run), "metrics": metrics}))

@@ -8,15 +8,21 @@ import pytest
 
 PROJECT = Path(__file__).resolve().parents[2]
 SMALLER = {"max_steps=2000": "max_steps=1", "1024)": "40)", "max_new_tokens=64": "max_new_tokens=4", "size=4": "size=1"}
+SMALLER_HEADS = {"max_steps=500": "max_steps=1", "1024)": "40)"}
+
+
+def shrunk(call, sizes):
+    for size, smaller in sizes.items():
+        assert size in call
+        call = call.replace(size, smaller)
+    return call
 
 
 def test_the_calls_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     text = (PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
-    train, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for size, smaller in SMALLER.items():
-        assert size in train
-        train = train.replace(size, smaller)
+    train, heads, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    train, heads = shrunk(train, SMALLER), shrunk(heads, SMALLER_HEADS)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_cards").symlink_to(PROJECT / "hub_cards")
     (tmp_path / "runs").mkdir()
@@ -25,6 +31,8 @@ def test_the_calls_run(tmp_path, monkeypatch, capsys):
     names = {}
     exec(train, names)  # noqa: S102 - the documentation's own code
     assert "longspec: tau" in capsys.readouterr().out
+    exec(heads, {})  # noqa: S102 - likewise
+    assert (tmp_path / "runs" / "heads" / "checkpoint-1" / "model.safetensors").is_file()
     names["rows"] = names["TokenWindows"](names["tokens"], 40)
     exec(adapt, names)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "draft" / "checkpoint-1" / "adapter_model.safetensors").is_file()

@@ -1,0 +1,88 @@
+"""Training the tiny heads: the script on a random target and a random stream, and its clock."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel
+
+from hf_longspec.testing import tiny_target
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("train_tiny_tokenswift")
+
+
+@pytest.fixture
+def train(script, tmp_path, monkeypatch):
+    """`train("--minutes", 1)`: the folder of a run."""
+    tiny_target("llama", max_position_embeddings=256).save_pretrained(tmp_path / "target")
+    (tmp_path / "streams").mkdir()
+    stream = np.random.default_rng(0).integers(3, 128, 2000).astype(np.uint16)
+    np.save(tmp_path / "streams" / "text.npy", stream)
+
+    def call(*options):
+        places = ("--target", tmp_path / "target", "--streams", tmp_path / "streams", "--output", tmp_path / "run")
+        arguments = [*places, "--length", 32, "--batch", 2, *options]
+        monkeypatch.setattr(sys, "argv", ["train_tiny_tokenswift", *map(str, arguments)])
+        script.main()
+        return tmp_path / "run"
+
+    return call
+
+
+def steps_of(folder):
+    return json.loads((folder / "trainer_state.json").read_text())["global_step"]
+
+
+def test_a_run_ends_in_time_and_goes_on_with_more_of_it(train, tmp_path):
+    folder = train("--minutes", 0.005, "--independent", "--heads", 2)
+    first = steps_of(folder)
+    draft = AutoModel.from_pretrained(folder / "final")
+    assert draft.dtype == torch.bfloat16 and draft.config.target_name_or_path == "target"
+    assert draft.config.num_heads == 2 and not draft.config.chained
+    assert "--minutes 0.005" in (text := (folder / "command.txt").read_text()) and "--independent" in text
+    assert str(tmp_path) not in text
+    train("--minutes", 0.015, "--independent", "--heads", 2)
+    assert 0 < first < steps_of(folder)
+
+
+def test_the_learning_rate_follows_the_time_spent_and_a_pause_is_not_spent(script, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(script.time, "monotonic", lambda: now)
+
+    def schedule():
+        return script.TimedCosine(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.2), 100.0)
+
+    def rate(clock):
+        clock.optimizer.step()
+        clock.step()
+        return clock.get_last_lr()[0]
+
+    first = schedule()
+    assert rate(first) == pytest.approx(0.2 * 2 / script.WARMUP_STEPS)
+    first.last_epoch = script.WARMUP_STEPS
+    now += 50
+    assert rate(first) == pytest.approx(0.1)
+    state = first.state_dict()
+    now += 10_000
+    resumed = schedule()
+    resumed.load_state_dict(state)
+    now += 25
+    assert rate(resumed) == pytest.approx(0.1 - 0.1 * 2**-0.5)
+    now += 500
+    assert rate(resumed) == 0.0
+
+
+def test_without_streams(train, tmp_path):
+    (tmp_path / "streams" / "text.npy").unlink()
+    with pytest.raises(SystemExit, match=r"has no \*\.npy: run examples/train_tiny_target.py"):
+        train()
