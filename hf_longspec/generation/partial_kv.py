@@ -76,12 +76,13 @@ class PartialCache(CompactCache):
             target.append([self.policy.slot(first, token) for token in tokens] + [self.policy.budget] * missing)
         places = torch.tensor([source, target])
         for index in self.sparse_layers:
+            places = places.to(self.cache.layers[index].keys.device)  # moves once per device, not per layer
             self._copy(index, places)
 
     def _copy(self, layer_idx: int, places: torch.Tensor) -> None:
         """Copy one layer's entries; `places` `(2, batch, n)` are slots of the target's cache and of the buffer."""
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
-        old, new = places.to(source.keys.device, non_blocking=True)
+        old, new = places
         row = torch.arange(old.shape[0], device=old.device)[:, None]
         layer.keys[row, :, new] = source.keys[row, :, old]
         layer.values[row, :, new] = source.values[row, :, old]
