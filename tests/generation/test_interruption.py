@@ -201,7 +201,7 @@ def cut(sequences, run):
 
 
 def check_text(out, run, streamer):
-    """A proper prefix of the uninterrupted text in every row; the streamer got all of it, unless it broke off itself."""
+    """A proper prefix of the uninterrupted text in every row; the streamer got all of it, unless it broke off."""
     rows = cut(out, run)
     for row, whole in zip(rows, run.generated, strict=True):
         assert row == whole[: len(row)]
