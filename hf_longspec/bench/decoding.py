@@ -117,6 +117,8 @@ class Decoder:
         torch.manual_seed(seed)
         with _counted_forwards(self.model) as forwards:
             output = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        if not own and method.last_speculation.interrupted:
+            raise KeyboardInterrupt
         text = output[:, context:]
         if text.shape[1] != tokens or clock.num_tokens + clock.first_tokens != tokens:
             raise RuntimeError(

@@ -72,6 +72,7 @@ class Session:
     drafter: Drafter
     texts: list[torch.Tensor]
     prompts: list[torch.Tensor]
+    stored: int
     root: torch.Tensor
     proposed: list[int]
     paths: list[list[int]]
@@ -116,8 +117,8 @@ class Session:
         if cache is None or not getattr(cache, "_is_longspec_cache", False):
             cache = SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
         cache.require(input_ids, mask, self.max_length, nodes)
-        cache.set_lengths([cache.get_seq_length()] * cache.batch_size)  # plain generation counts in its layers only
-        self.cache = cache
+        self.cache, self.stored = cache, cache.get_seq_length()
+        cache.set_lengths([self.stored] * cache.batch_size)  # plain generation counts in its layers only
         self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
         binding = Binding(self.target, cache, self.rule, self.max_length)
@@ -202,9 +203,13 @@ class Session:
                 self.stats.record(count, self.proposed[row], count - 1, ngrams)
 
     def close(self) -> None:
-        """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was."""
+        """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was.
+
+        A call that emitted nothing leaves the cache as it was given.
+        """
         self.cache.rollback()
-        self.cache.set_lengths(self.cache.host_lengths)  # an unfinished prefill has advanced some of the layers
+        began = any(self.sequences.generated)
+        self.cache.set_lengths(self.cache.host_lengths if began else [self.stored] * self.cache.batch_size)
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.draft_state_bytes = self.drafter.state_bytes
         self.stats.interrupted = self.sequences.interrupted

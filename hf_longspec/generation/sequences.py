@@ -136,12 +136,14 @@ class Sequences:
         growing = [len(tokens) for tokens, done in zip(self.generated, self.done, strict=True) if not done]
         ready = min(growing, default=max(len(tokens) for tokens in self.generated))
         while self._streamed < ready:
-            position = self._streamed
-            self._streamed += 1  # first, so that an interruption never makes a position come twice
-            values = [row[position] if position < len(row) else self.pad_token_id for row in self.generated]
+            place = self._streamed
             try:
-                streamer.put(torch.tensor(values, dtype=torch.long))
+                column = [row[place] if place < len(row) else self.pad_token_id for row in self.generated]
+                streamer.put(torch.tensor(column, dtype=torch.long))
+                self._streamed = place + 1
             except KeyboardInterrupt as error:
+                # whether it was taken is unknown: nothing more is handed on, so that no token comes twice or is missing
+                self._streamed = self.max_length
                 self.interrupt(error)
 
     def end(self) -> torch.Tensor:

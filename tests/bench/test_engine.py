@@ -2,13 +2,14 @@ import pytest
 import torch
 
 import hf_longspec
+from hf_longspec.bench import decoding
 from hf_longspec.bench.decoding import Decoder, HfMethod
 from hf_longspec.bench.engine import HF, PLAIN, Cell, EngineBenchmark, order_of_cells
 from hf_longspec.bench.prefill import prefill, refuse_windows, row_windows
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.reports import engine_report
 from hf_longspec.bench.results import ResultFile, read_records
-from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.timing import TimeGuard, TokenClock
 from hf_longspec.testing import tiny_target
 
 
@@ -55,6 +56,21 @@ def test_methods_that_decode_single_prompts_are_left_out_of_batches(target, prom
 
     records = measure(target, prompts, tmp_path, make_drafts=with_lookup)
     assert {record["method"] for record in records if record["kind"] == "decoding"} == {HF, PLAIN, "SpecAttn"}
+
+
+def test_control_c_is_raised_and_nothing_is_measured(target, prompts, monkeypatch):
+    """With a draft, `generate` returns what it has."""
+
+    class Interrupted(TokenClock):
+        def put(self, value):
+            super().put(value)
+            if self.num_tokens == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoding, "TokenClock", Interrupted)
+    for method in (HfMethod(), *make_drafts(target).values()):
+        with pytest.raises(KeyboardInterrupt):
+            Decoder(target, prompts, tokens=9).run(method, slice(0, 1), 40, "greedy", seed=0)
 
 
 def test_a_run_leaves_the_prompts_as_they_were(target, prompts):

@@ -275,6 +275,21 @@ def test_control_c_ends_with_a_line(run, monkeypatch):
     assert err.strip() == "Interrupted."
 
 
+def test_control_c_between_tokens_ends_the_demo_too(run, monkeypatch):
+    """With a draft, `generate` returns what it has; the demo must not go on with that."""
+
+    class Interrupted(StopWatch):
+        def put(self, value):
+            super().put(value)
+            if len(self.arrivals) == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "StopWatch", Interrupted)
+    status, out, err = run(*SMALL)
+    assert status == 130
+    assert err.strip().endswith("Interrupted.") and "identical text" not in out
+
+
 def test_settings_of_transformers_are_restored(run):
     logging.set_verbosity_info()
     try:

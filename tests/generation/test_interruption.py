@@ -1,0 +1,428 @@
+"""Ctrl-C in every phase of a call, and criteria that end it: the text so far is returned, and nothing is broken."""
+
+import copy
+import logging
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import hf_longspec
+from hf_longspec import SpeculativeCache
+from hf_longspec.generation.cache import RowLengths, SpeculativeLayer
+from hf_longspec.generation.drafters.longspec import LongSpecDrafter
+from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
+from hf_longspec.testing_drafts import RandomTreeDrafter, random_longspec_draft
+
+ONE, RAGGED = (21,), (33, 3, 13)
+BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
+KINDS = ["tree", "chain", "specattn", "longspec"]
+NEVER = 1  # an end token that no greedy text of these targets holds
+NEW = 16
+LINES = int(os.environ.get("HF_LONGSPEC_LINES", 8))  # to interrupt a call at
+NONE = -1  # of calls: a bomb that never goes off
+
+
+class Bomb:
+    """Raises once: at its n-th call since it was armed."""
+
+    def __init__(self, calls=1, error=KeyboardInterrupt, armed=lambda: True):
+        self.calls, self.error, self.armed = calls, error, armed
+
+    def __call__(self, *args, **kwargs):
+        self.calls -= self.armed()
+        if self.calls == 0 and self.armed():
+            raise self.error
+
+
+class Recorder(BaseStreamer):
+    """Keeps what it is given behind the prompt, and may explode before or after it has kept it."""
+
+    def __init__(self, before=None, after=None):
+        self.before, self.after = before or Bomb(NONE), after or Bomb(NONE)
+        self.columns, self.ends, self.saw_prompt = [], 0, False
+
+    def put(self, value):
+        if self.saw_prompt:
+            self.before()
+            self.columns.append(value.tolist())
+            self.after()
+        self.saw_prompt = True
+
+    def end(self):
+        self.ends += 1
+
+
+class BombProcessor(LogitsProcessor):
+    def __init__(self, bomb):
+        self.bomb = bomb
+
+    def __call__(self, input_ids, scores):
+        self.bomb()
+        return scores
+
+
+class BombCriterion(StoppingCriteria):
+    def __init__(self, bomb):
+        self.bomb = bomb
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.bomb()
+        return torch.zeros(1, dtype=torch.bool)
+
+
+def wrap(monkeypatch, owner, name, bomb):
+    """Let `bomb` go off on the way into a method."""
+    method = getattr(owner, name)
+
+    def with_bomb(self, *args):
+        bomb()
+        return method(self, *args)
+
+    monkeypatch.setattr(owner, name, with_bomb)
+
+
+def in_the_draft(draft, patch, bomb):
+    bomb.calls = 2  # of SpecAttn's and LongSpec's drafts, in the second level
+    wrap(patch, RandomTreeDrafter, "propose", bomb)
+    wrap(patch, SpecAttnDrafter, "_draft_step", bomb)
+    wrap(patch, LongSpecDrafter, "_run", bomb)
+    return {}
+
+
+def in_the_verification(draft, patch, bomb):
+    """In front of the second layer: the nodes are in the cache of the first."""
+    interrupt_second_layer(draft.of_model, patch, bomb)
+    return {}
+
+
+def interrupt_second_layer(model, patch, bomb):
+    layer = model.model.layers[1]
+    forward = layer.forward
+    patch.setattr(layer, "forward", lambda *args, **kwargs: bomb() or forward(*args, **kwargs))
+
+
+def in_a_processor(draft, patch, bomb):
+    return {"logits_processor": [BombProcessor(bomb)]}
+
+
+def in_a_criterion(draft, patch, bomb):
+    return {"stopping_criteria": [BombCriterion(bomb)]}
+
+
+def in_the_commit(draft, patch, bomb):
+    """With one layer's nodes moved; where nothing moves, with the lengths half set."""
+    bomb.calls = 2
+    wrap(patch, SpeculativeLayer, "move", bomb)
+    if draft.moves:
+        return {}
+    bomb.calls, set_lengths = 1, RowLengths.set
+
+    def half(self, lengths):
+        self.host = tuple(lengths)
+        bomb()
+        set_lengths(self, lengths)
+
+    patch.setattr(RowLengths, "set", half)
+    return {}
+
+
+def in_the_observation(draft, patch, bomb):
+    for drafter in (RandomTreeDrafter, SpecAttnDrafter, LongSpecDrafter):
+        wrap(patch, drafter, "observe", bomb)
+    return {}
+
+
+def before_a_token_is_streamed(draft, patch, bomb):
+    return {"streamer": Recorder(before=bomb)}
+
+
+def after_a_token_was_streamed(draft, patch, bomb):
+    return {"streamer": Recorder(after=bomb)}
+
+
+PHASES = [
+    in_the_draft,
+    in_the_verification,
+    in_a_processor,
+    in_a_criterion,
+    in_the_commit,
+    in_the_observation,
+    before_a_token_is_streamed,
+    after_a_token_was_streamed,
+]
+
+
+class State:
+    """What a call must leave as it was, and how to check it."""
+
+    def __init__(self, run):
+        self.run, self.before = run, self.take(run.model)
+
+    @staticmethod
+    def take(model):
+        hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+        return model.config._attn_implementation, model.generation_config.to_dict(), hooks, model.training
+
+    def check(self):
+        assert self.take(self.run.model) == self.before
+
+
+def drafted(run, kind):
+    if kind == "longspec":
+        draft = random_longspec_draft(run.model, window=8, tree_widths=[40, 39])
+    else:
+        draft = run.draft(kind, **({"sparse_ratio": 0.8} if kind == "specattn" else {"num_nodes": 9, "luck": 0.6}))
+    draft.__dict__["of_model"], draft.moves = run.model, kind in ("tree", "longspec")
+    return draft
+
+
+def emitted(draft):
+    """What the running call has emitted behind the first tokens."""
+    return draft.last_speculation.num_emitted_tokens if draft.last_speculation else 0
+
+
+@pytest.fixture(scope="module")
+def plain(plain_run):
+    """`plain(lengths)`: the uninterrupted text, made once."""
+    options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "pad_token_id": NEVER}
+    return cache(lambda lengths: plain_run("llama", lengths, **options))
+
+
+def cut(sequences, run):
+    """Generated tokens of each row without the padding that fills up short rows."""
+    return [[token for token in row if token != NEVER] for row in sequences[:, run.prompt_length :].tolist()]
+
+
+def check_text(out, run, streamer):
+    """A proper prefix of the uninterrupted text in every row; the streamer got all of it, unless it broke off."""
+    rows = cut(out, run)
+    for row, whole in zip(rows, run.generated, strict=True):
+        assert row == whole[: len(row)]
+    assert 0 < max(map(len, rows)) < NEW
+    columns = [list(column) for column in zip(*out[:, run.prompt_length :].tolist(), strict=True)]
+    broke_off = streamer.before.calls == 0 or streamer.after.calls == 0
+    assert streamer.columns == (columns[: len(streamer.columns)] if broke_off else columns)
+    assert len(streamer.columns) >= 3 and streamer.ends == 1
+    return rows
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What the loop warns of; the library's loggers do not propagate."""
+    texts = []
+    monkeypatch.setattr(
+        logging.getLogger("hf_longspec.generation.decoding"), "warning", lambda text, *args: texts.append(text % args)
+    )
+    return texts
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
+@pytest.mark.parametrize(
+    ("lengths", "kind"), [*((ONE, kind) for kind in KINDS), (RAGGED, "tree"), (RAGGED, "specattn")], ids=str
+)
+def test_the_text_so_far_is_returned(plain, lengths, kind, phase, warnings):
+    run = plain(lengths)
+    state, draft, streamer = State(run), drafted(run, kind), Recorder()
+    cache = {"past_key_values": SpeculativeCache(run.model.config, len(lengths), 64)}
+    with pytest.MonkeyPatch.context() as patch:
+        bomb = Bomb(armed=lambda: emitted(draft) >= 3 * len(lengths))
+        options = {"streamer": streamer} | phase(draft, patch, bomb)
+        out = run.again(draft, **cache, **options)
+    state.check()
+    rows = check_text(out, run, options["streamer"])
+    stats = draft.last_speculation
+    assert stats.interrupted and str(stats).endswith(", interrupted")
+    counts = ", ".join(str(len(row)) for row in rows)
+    assert [text.split(". ")[0] for text in warnings] == [
+        f"generation was interrupted and returns the {counts} tokens that it had generated"
+    ]
+    assert stats.num_emitted_tokens == sum(map(len, rows)) - sum(map(bool, rows))
+    if lengths == ONE:
+        assert cache["past_key_values"].get_seq_length() >= run.prompt_length
+        continues(run, out, cache["past_key_values"], draft)
+    else:  # as if nothing had happened; a cache with rows of unequal length takes no further turn
+        assert run.again(draft).tolist() == run.sequences.tolist()
+    assert not draft.last_speculation.interrupted
+
+
+def continues(run, out, cache, *drafts):
+    """The user's cache holds a part of what was returned, and the same draft, or none, can go on from there."""
+    assert cache.get_seq_length() < out.shape[1]
+    options = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": NEVER, "max_length": run.sequences.shape[1]}
+    for assistant in (None, *drafts):
+        held = copy.deepcopy(cache)
+        again = run.model.generate(out, past_key_values=held, assistant_model=assistant, **options)
+        assert again.tolist() == run.sequences.tolist()
+
+
+@pytest.mark.parametrize("kind", ["tree", "specattn"])
+def test_scores_and_logits_end_with_the_text(plain, kind):
+    run = plain(ONE)
+    wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    out = run.again(run.draft(kind), stopping_criteria=[BombCriterion(Bomb(5))], **wanted)
+    assert out.speculation.interrupted
+    assert len(out.scores) == len(out.logits) == out.sequences.shape[1] - run.prompt_length == 5
+
+
+class TestBeforeTheFirstToken:
+    """Nothing is there to return: the exception goes to the caller, and cache and model are as before."""
+
+    def interrupted(self, run, draft, patch, call, **options):
+        """Interrupt the `call`-th pass through the second layer."""
+        interrupt_second_layer(run.model, patch, Bomb(call))
+        with pytest.raises(KeyboardInterrupt):
+            run.again(draft, **options)
+
+    @pytest.mark.parametrize("kind", ["tree", "specattn"])
+    @pytest.mark.parametrize("call", [1, 2], ids=["first", "second"])
+    @pytest.mark.parametrize("chunk", [None, 6])
+    def test_prefill_and_seed(self, plain, kind, call, chunk):
+        """The cache holds the beginning of the prompt from an earlier turn of plain generation."""
+        run = plain((33,))
+        cache, state, draft = SpeculativeCache(run.model.config, 1, 64), State(run), drafted(run, kind)
+        turn = run.inputs["input_ids"][:, :11]
+        run.model.generate(turn, past_key_values=cache, max_new_tokens=1, do_sample=False, eos_token_id=NEVER)
+        before = [layer.keys[:, :, :11].clone() for layer in cache.layers]
+        with pytest.MonkeyPatch.context() as patch:
+            self.interrupted(run, draft, patch, call, past_key_values=cache, prefill_chunk_size=chunk)
+        state.check()
+        assert [layer.get_seq_length() for layer in cache.layers] == [11, 11, 11] and not cache.rows.staged
+        assert all(torch.equal(layer.keys[:, :, :11], keys) for layer, keys in zip(cache.layers, before, strict=True))
+        assert not draft.last_speculation.interrupted
+        assert run.again(draft, past_key_values=cache).tolist() == run.sequences.tolist()
+
+    @pytest.mark.parametrize("where", ["processor", "criterion"])
+    def test_the_first_token_itself(self, plain, where):
+        """A criterion is asked about a token that is there already."""
+        run = plain(ONE)
+        draft = run.draft("tree")
+        if where == "processor":
+            with pytest.raises(KeyboardInterrupt):
+                run.again(draft, logits_processor=[BombProcessor(Bomb(1))])
+        else:
+            out = run.again(draft, stopping_criteria=[BombCriterion(Bomb(1))])
+            assert cut(out, run) == [run.generated[0][:1]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@BATCHES
+def test_a_criterion_ends_the_call_by_stop_iteration(plain, kind, lengths):
+    """Exact to the token in the row that it was asked about; the other rows keep what they have."""
+    run = plain(lengths)
+    length = run.prompt_length + 7
+
+    class Enough(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] == length:
+                raise StopIteration
+            return torch.zeros(1, dtype=torch.bool)
+
+    state, draft, streamer = State(run), drafted(run, kind), Recorder()
+    out = run.again(draft, stopping_criteria=[Enough()], streamer=streamer)
+    state.check()
+    rows = check_text(out, run, streamer)
+    assert max(map(len, rows)) == 7 and draft.last_speculation.interrupted
+    assert run.again(draft).tolist() == run.sequences.tolist()
+
+
+def test_stop_iteration_from_elsewhere_is_an_error(plain):
+    run = plain(ONE)
+    for options in (
+        {"logits_processor": [BombProcessor(Bomb(9, StopIteration))]},
+        {"streamer": Recorder(before=Bomb(4, StopIteration))},
+    ):
+        with pytest.raises(StopIteration):
+            run.again(run.draft("tree"), **options)
+
+
+class Insistent(Recorder):
+    """A user who holds Ctrl-C down."""
+
+    def put(self, value):
+        super().put(value)
+        if len(self.columns) >= 4:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", ["tree", "specattn"])
+def test_a_second_interruption_is_raised(plain, kind):
+    run = plain(ONE)
+    state, draft = State(run), drafted(run, kind)
+    streamer = Insistent()
+    with pytest.MonkeyPatch.context() as patch:
+        wrap(patch, SpeculativeCache, "commit", Bomb(armed=lambda: len(streamer.columns) >= 4))
+        with pytest.raises(KeyboardInterrupt):
+            run.again(draft, streamer=streamer)
+    state.check()
+    assert run.again(draft).tolist() == run.sequences.tolist()
+
+
+class Tracer:
+    """Raises KeyboardInterrupt at the n-th line that runs in the package's loop, as a signal may."""
+
+    ROOM = str(Path(hf_longspec.__file__).parent / "generation")
+    CLEANING_UP = {"close", "output", "attention", "interrupt", "__exit__"}
+
+    def __init__(self, line=None):
+        self.line, self.lines, self.raised = line, 0, False
+
+    def __enter__(self):
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *error):
+        sys.settrace(None)
+
+    def _enter(self, frame, event, argument):
+        names = set()
+        caller = frame
+        while caller is not None:
+            if caller.f_code.co_filename.startswith(self.ROOM):
+                names.add(caller.f_code.co_name)
+            caller = caller.f_back
+        inside = frame.f_code.co_filename.startswith(self.ROOM) and "decode" in names
+        return self._count if inside and not names & self.CLEANING_UP else None
+
+    def _count(self, frame, event, argument):
+        if event == "line" and frame.f_code.co_name != "decode":
+            self.lines += 1
+            if self.lines == self.line:
+                self.raised = True
+                raise KeyboardInterrupt
+        return self._count
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "chain"])
+def test_an_interruption_at_any_line(plain_run, kind):
+    """Lines spread over the whole call; those that clean up are left out."""
+    run = plain_run("llama", ONE, max_new_tokens=6, eos_token_id=NEVER)
+    state, draft = State(run), drafted(run, kind)
+    with Tracer() as tracer:
+        run.again(draft)
+    returned = 0
+    for line in range(3, tracer.lines, max(1, tracer.lines // LINES)):
+        cache, streamer = SpeculativeCache(run.model.config, 1, 64), Recorder()
+        try:
+            with Tracer(line) as counting:
+                out = run.again(draft, past_key_values=cache, streamer=streamer)
+        except KeyboardInterrupt:
+            assert not streamer.columns and cache.get_seq_length() == 0
+            continue
+        finally:
+            state.check()
+        if not counting.raised:  # what is cached since the first call takes fewer lines
+            break
+        returned += 1
+        assert out[0].tolist() == run.sequences[0, : out.shape[1]].tolist()
+        text = [[token] for token in out[0, run.prompt_length :].tolist()]
+        assert streamer.columns == text[: len(streamer.columns)]  # all of it, unless the streamer was interrupted
+        if out.shape != run.sequences.shape:
+            continues(run, out, cache)
+    assert returned > LINES // 2

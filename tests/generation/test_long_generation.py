@@ -1,0 +1,171 @@
+"""What a step of a long text costs: counted in elements written and bytes kept, not in seconds.
+
+At a length some ten times that of the first look, everything but attention must be as it was.
+"""
+
+import gc
+import os
+import tracemalloc
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
+from hf_longspec.generation import sequences
+from hf_longspec.generation.drafters.base import Drafter
+from hf_longspec.generation.lazy_zeros import ALIGNMENT, lazy_zeros
+from hf_longspec.testing import tiny_target
+from hf_longspec.testing_drafts import RandomTreeDrafter
+
+SIZES = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+
+# Of random tokens, some are accepted.
+WIGGLE = 1.5
+
+
+class Written(TorchDispatchMode):
+    """Counts the elements that operations write, views not among them, while it is open and not paused."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.paused = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        results = out if isinstance(out, tuple) else [out]  # a list of tensors are views of one
+        for result, returned in zip(results, func._schema.returns, strict=True):
+            writes = returned.alias_info is None or returned.alias_info.is_write
+            if isinstance(result, torch.Tensor) and writes and not self.paused:
+                self.elements += result.numel()
+        return out
+
+    def pause_in(self, patch, owner, name):
+        """Do not count what a method does."""
+        method = getattr(owner, name)
+
+        def paused(*args, **kwargs):
+            self.paused += 1
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self.paused -= 1
+
+        patch.setattr(owner, name, paused)
+
+
+class Read(array):
+    """An array that counts the elements that are read from it."""
+
+    elements = 0
+
+    def __getitem__(self, key):
+        found = super().__getitem__(key)
+        Read.elements += len(found) if isinstance(key, slice) else 1
+        return found
+
+    def tolist(self):
+        Read.elements += len(self)
+        return super().tolist()
+
+    def __iter__(self):
+        Read.elements += len(self)
+        return super().__iter__()
+
+
+class Marks(BaseStreamer):
+    """Looks at the running call behind some numbers of tokens: what is kept, and what the next SPAN tokens take."""
+
+    AT, SPAN = (40, 80, 480), 6  # looking for the first time leaves things behind
+
+    def __init__(self, written):
+        self.written, self.tokens = written, -1  # the prompt is handed over first
+        self.objects, self.tensor_bytes, self.peaks, self.elements, self.read = [], [], [], [], []
+
+    def put(self, value):
+        self.tokens += 1
+        if self.tokens in self.AT:
+            gc.collect()
+            self.tensor_bytes.append(live_tensor_bytes())
+            self.objects.append(len(gc.get_objects()))
+            self.written.elements = Read.elements = 0
+            self.written.__enter__()
+            tracemalloc.start()
+        elif self.tokens - self.SPAN in self.AT:
+            self.peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+            self.written.__exit__(None, None, None)
+            self.elements.append(self.written.elements)
+            self.read.append(Read.elements)
+
+    def end(self):
+        """Nothing to close."""
+
+
+def live_tensor_bytes():
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in gc.get_objects()
+        if issubclass(type(tensor), torch.Tensor)
+    }
+    return sum(storages.values())
+
+
+class Patient(StoppingCriteria):
+    """Is shown the whole text after every token, and never stops."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [("plain", (9,)), ("chain", (9, 3, 5))], ids=["plain", "chain"])
+def test_a_step_costs_the_same_at_every_length(plain_run, kind, lengths, monkeypatch):
+    """Beside the target's forward. Chains are random and mostly refused, and rows grow apart."""
+    model = tiny_target("llama", num_hidden_layers=1, intermediate_size=32, **SIZES)
+    run = plain_run(model, lengths, max_new_tokens=2)
+    draft = run.draft(kind)
+    draft.hints, draft.num_nodes = [], 5
+    monkeypatch.setattr(RandomTreeDrafter, "observe", Drafter.observe)  # it keeps what it is told
+    monkeypatch.setattr(sequences, "array", Read)
+    written = Written()
+    written.pause_in(monkeypatch, model, "forward")
+    marks = Marks(written)
+    options = {"stopping_criteria": [Patient()], "logits_processor": [ContextualPenaltyLogitsProcessor(1.3, 20)]}
+    run.again(draft, max_new_tokens=Marks.AT[-1] + 2 * Marks.SPAN, eos_token_id=None, streamer=marks, **options)
+    for counts in (marks.elements, marks.read):
+        _, early, late = counts
+        assert 0 < late == early if kind == "plain" else 0 < late < WIGGLE * early
+    assert marks.peaks[2] < WIGGLE * marks.peaks[1]
+    assert marks.tensor_bytes[2] == marks.tensor_bytes[1]
+    assert marks.objects[2] - marks.objects[1] < 40  # of 400 tokens
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="asks Linux for the memory of this process")
+def test_a_cache_takes_memory_as_it_fills(plain_run):
+    """Made for 4 million tokens, used for 21: 512 MB of which next to nothing is touched."""
+    model = tiny_target("llama", num_hidden_layers=1, intermediate_size=32, **SIZES)
+    run = plain_run(model, (9,), max_new_tokens=12)
+    before = resident_bytes()
+    cache = SpeculativeCache(model.config, 1, 4_000_000)
+    assert run.again(run.draft("tree"), past_key_values=cache).tolist() == run.sequences.tolist()
+    assert cache.nbytes > 500_000_000 and resident_bytes() - before < 2**26
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3, 5, 7)])
+def test_lazy_zeros_are_zeros(dtype, shape):
+    like = torch.ones(2, dtype=dtype)
+    zeros = lazy_zeros(like, *shape)
+    assert torch.equal(zeros, torch.zeros(shape, dtype=dtype)) and zeros.dtype == dtype and zeros.is_contiguous()
+    assert zeros.data_ptr() % ALIGNMENT == 0
+    zeros += 1  # it is memory of its own
+    assert not lazy_zeros(like, *shape).any()
+    assert lazy_zeros(like.to("meta"), *shape).device.type == "meta"
