@@ -71,7 +71,7 @@ class PartialCache(CompactCache):
         source, target = [], []
         for first, held, length in zip(built, self.held, lengths, strict=True):
             tokens, missing = range(held, length), count - (length - held)
-            # rows with fewer tokens write into the slot behind all entries, which the next drafting step overwrites
+            # rows with fewer tokens write into the slot behind all entries, which keeps nothing
             source.append([*tokens, *[0] * missing])
             target.append([self.policy.slot(first, token) for token in tokens] + [self.policy.budget] * missing)
         places = torch.tensor([source, target])
