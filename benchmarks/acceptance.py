@@ -25,6 +25,7 @@ from hf_longspec.bench.prompts import STDLIB, load_prompts
 from hf_longspec.bench.reports import acceptance_report
 from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.generation.partial_policy import POLICIES
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"
@@ -52,15 +53,21 @@ MINOR_SETTINGS = (
 )
 
 
+CHAIN = {"tree_branching": [1, 1, 1, 1]}
 # By model type of the draft, each in both modes. Drafts are compared with the first one, the first has the others too.
 OF_TRAINED: dict[str, list[dict[str, Any]]] = {
     "longspec": [{"tree_widths": widths} for widths in ([4, 4, 4, 3], [1, 1, 1], [4, 16, 16, 16, 16])],
     "tokenswift": [
-        {"self_draft": how, "tree_branching": branching}
-        for branching in ([1, 3, 3, 3], [1, 1, 1, 1])
-        for how in ("partial_kv", "verify_hidden")
-    ]
-    + [{"self_draft": "verify_hidden", "tree_branching": [1, 1, 1, 1], "ngram_candidates": 2, "ngram_num_tokens": 4}],
+        {"self_draft": "partial_kv", "tree_branching": [1, 3, 3, 3]},
+        {"self_draft": "verify_hidden", "tree_branching": [1, 3, 3, 3]},
+        {"self_draft": "partial_kv", **CHAIN},
+        {"self_draft": "verify_hidden", **CHAIN},
+        {"self_draft": "verify_hidden", **CHAIN, "ngram_candidates": 2, "ngram_num_tokens": 4},
+        *(
+            {"self_draft": "partial_kv", **CHAIN, "partial_kv_policy": policy, "partial_kv_budget": 512}
+            for policy in POLICIES
+        ),
+    ],
 }
 
 
