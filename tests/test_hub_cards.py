@@ -9,12 +9,26 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
+from hf_longspec.generation.final_norm import FinalNormInput
+from hf_longspec.generation.target_ends import TargetEnds
 
 ROOT = Path(__file__).resolve().parents[1]
-TARGET, DRAFT = ROOT / "hub_cards" / "tiny-target", ROOT / "hub_cards" / "tiny-longspec"
+TARGET, LONGSPEC, TOKENSWIFT = (ROOT / "hub_cards" / f"tiny-{name}" for name in ("target", "longspec", "tokenswift"))
+FOLDERS = pytest.mark.parametrize("folder", [TARGET, LONGSPEC, TOKENSWIFT], ids=lambda folder: folder.name)
 
 # Measured with torch 2.13 on a CPU. Another order of float sums can turn a near-tie in the draft, and a step or two.
-BUNDLED_TAU, TAU_TOLERANCE = 1.73, 0.1
+BUNDLED_TAU = {
+    "longspec": (LONGSPEC, hf_longspec.LongSpecDraftModel, {}, 1.73),
+    "tokenswift": (
+        TOKENSWIFT,
+        hf_longspec.TokenSwiftDraftModel,
+        {"tree_branching": [1, 3, 3, 3], "self_draft": "partial_kv", "partial_kv_budget": 512},
+        1.67,
+    ),
+}
+# How often each head has the target's most likely token among its three most likely ones.
+BUNDLED_HITS = [0.342, 0.324, 0.314]
+TAU_TOLERANCE = 0.1
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +50,11 @@ def folder_bytes(folder):
 
 def test_sizes():
     assert folder_bytes(TARGET) < 12_000_000
-    assert folder_bytes(DRAFT) < 4_000_000
+    assert folder_bytes(LONGSPEC) < 4_000_000
+    assert folder_bytes(TOKENSWIFT) < 4_000_000
 
 
-@pytest.mark.parametrize("folder", [TARGET, DRAFT], ids=lambda folder: folder.name)
+@FOLDERS
 def test_the_usage_on_the_card_runs(folder, monkeypatch):
     monkeypatch.chdir(ROOT)
     (usage,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
@@ -48,7 +63,7 @@ def test_the_usage_on_the_card_runs(folder, monkeypatch):
     assert "out" not in names or names["out"].shape[1] > 32
 
 
-@pytest.mark.parametrize("folder", [TARGET, DRAFT], ids=lambda folder: folder.name)
+@FOLDERS
 def test_nothing_names_a_folder_of_the_machine_that_made_it(folder):
     for path in (*folder.glob("*.json"), folder / "README.md"):
         assert not re.search(r"/(home|root|tmp|work|users)/", path.read_text(encoding="utf-8"), re.IGNORECASE), path
@@ -56,12 +71,28 @@ def test_nothing_names_a_folder_of_the_machine_that_made_it(folder):
     assert not stored.get("target_name_or_path", "").startswith("/")
 
 
-def test_the_bundled_draft(target, prompt):
+@pytest.mark.parametrize(("folder", "kind", "settings", "tau"), BUNDLED_TAU.values(), ids=BUNDLED_TAU)
+def test_the_bundled_drafts(target, prompt, folder, kind, settings, tau):
     """float32 greedy: the text is plain generate's, and tau is what it was when the draft was published."""
-    draft = AutoModel.from_pretrained(DRAFT, dtype=torch.float32)
-    assert type(draft) is hf_longspec.LongSpecDraftModel
+    draft = AutoModel.from_pretrained(folder, dtype=torch.float32)
+    assert type(draft) is kind
+    draft.generation_config.update(**settings)
     options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 96, "do_sample": False}
     options["eos_token_id"] = None
     out = target.generate(prompt, assistant_model=draft, **options)
     assert torch.equal(out, target.generate(prompt, **options))
-    assert draft.last_speculation.mean_acceptance_length == pytest.approx(BUNDLED_TAU, rel=TAU_TOLERANCE)
+    assert draft.last_speculation.mean_acceptance_length == pytest.approx(tau, rel=TAU_TOLERANCE)
+
+
+@torch.no_grad()
+def test_the_bundled_heads(target, prompt):
+    """Each head hits the target's own choice as often as when it was published."""
+    heads = AutoModel.from_pretrained(TOKENSWIFT, dtype=torch.float32)
+    with FinalNormInput(target) as caught:
+        best = target(prompt).logits.argmax(-1)
+    ranked = TargetEnds(target).head(heads(caught.hidden)).topk(3).indices
+    hits = [
+        (guesses[:, : -1 - ahead] == best[:, 1 + ahead :, None]).any(-1).float().mean().item()
+        for ahead, guesses in enumerate(ranked)
+    ]
+    assert hits == pytest.approx(BUNDLED_HITS, rel=TAU_TOLERANCE)

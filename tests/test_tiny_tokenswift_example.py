@@ -1,4 +1,4 @@
-"""Training the tiny heads: the script on a random target and a random stream, and its clock."""
+"""Training and publishing the tiny heads: the scripts on a random target and a random stream, and their clock."""
 
 import importlib
 import json
@@ -86,3 +86,17 @@ def test_without_streams(train, tmp_path):
     (tmp_path / "streams" / "text.npy").unlink()
     with pytest.raises(SystemExit, match=r"has no \*\.npy: run examples/train_tiny_target.py"):
         train()
+
+
+def test_from_training_to_the_card(train, tmp_path, monkeypatch):
+    folder, card = train("--minutes", 0.005), tmp_path / "card"
+    arguments = ("--run", folder, "--results", tmp_path / "none", "--output", card)
+    monkeypatch.setattr(sys, "argv", ["publish_tiny_tokenswift", *map(str, arguments)])
+    publish = importlib.import_module("publish_tiny_tokenswift")
+    publish.main()
+    text = (card / "README.md").read_text()
+    assert "Not measured." in text and "3 chained heads" in text and "--minutes 0.005" in text
+    assert text.count("| 3 | 0.") == 1 and str(tmp_path) not in text
+    draft = AutoModel.from_pretrained(card)
+    assert {name: draft.setting(name) for name in publish.CPU_SETTINGS} == publish.CPU_SETTINGS
+    assert draft.config.target_name_or_path == "tiny-target"
