@@ -5,9 +5,15 @@ promises it; where it does not (rejection), the text follows the bare model's la
 import pytest
 import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    EtaLogitsWarper,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import decoding, logits
 from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts
@@ -18,6 +24,7 @@ RAGGED = (33, 3, 13)
 NEVER = 1  # no end token, so that all rows stay in play
 WARPED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
 FREE = {"temperature": 1.3, "top_k": 0}
+PENALISED = {"logits_processor": [ContextualPenaltyLogitsProcessor(1.5, 2)]}
 
 
 def sample(model, draft, lengths=RAGGED, seed=0, new=12, **options):
@@ -154,11 +161,16 @@ class TestLaw:
         processors = []
         if "repetition_penalty" in options:
             processors.append(RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
+        processors += options.get("logits_processor", [])
         processors.append(TemperatureLogitsWarper(options["temperature"]))
         if options["top_k"]:
             processors.append(TopKLogitsWarper(options["top_k"]))
         if "top_p" in options:
             processors.append(TopPLogitsWarper(options["top_p"]))
+        if "min_p" in options:
+            processors.append(MinPLogitsWarper(options["min_p"]))
+        if "eta_cutoff" in options:
+            processors.append(EtaLogitsWarper(options["eta_cutoff"]))
 
         def law(ids):
             with torch.no_grad():
@@ -197,8 +209,10 @@ class TestLaw:
             ("rejection", FREE),
             ("rejection", {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2}),
             ("coupled", FREE),
+            ("rejection", {"temperature": 1.0, "top_k": 0, "min_p": 0.1} | PENALISED),
+            ("rejection", {"temperature": 1.3, "top_k": 0, "eta_cutoff": 0.05} | PENALISED),
         ],
-        ids=["rejection", "rejection-warped", "coupled"],
+        ids=["rejection", "rejection-warped", "coupled", "rejection-min_p-penalised", "rejection-eta-penalised"],
     )
     def test_specattn_follows_the_law_of_the_target(self, model, acceptance, options):
         samples = self.draws(model, self.specattn(model, acceptance), options)
@@ -220,6 +234,18 @@ class TestLaw:
         monkeypatch.setattr(SpecAttnDrafter, "_choose", uniform)
         samples = self.draws(model, self.specattn(model), FREE)
         assert max_z_score(samples, self.exact(model, FREE)) > 2 * MAX_SIGMA
+
+    def test_a_stale_window_is_noticed(self, model, monkeypatch):
+        """The penalty of the root for every node of a step: what a step accepts is missing from the windows."""
+        scores_at = logits.TokenRule.scores_at
+
+        def stale(self, raw, depth):
+            return scores_at(self, raw, 0)
+
+        monkeypatch.setattr(logits.TokenRule, "scores_at", stale)
+        options = {"temperature": 0.7, "top_k": 0, "logits_processor": [ContextualPenaltyLogitsProcessor(4.0, 2)]}
+        samples = self.draws(model, self.specattn(model), options)
+        assert max_z_score(samples, self.exact(model, options)) > 2 * MAX_SIGMA
 
     def test_a_lenient_rule_is_noticed(self, model, monkeypatch):
         """The check again, with a rule that accepts too much: the law of the draft is another one."""

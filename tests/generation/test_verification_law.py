@@ -6,12 +6,15 @@
 import pytest
 import torch
 from transformers import (
+    EtaLogitsWarper,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
+from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation import verification
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import (
@@ -37,6 +40,9 @@ PROCESSORS = {
     "temperature": [TemperatureLogitsWarper(0.6)],
     "top_k": [TopKLogitsWarper(4)],
     "top_p": [TopPLogitsWarper(0.8)],
+    "min_p": [TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.2)],
+    "eta": [TemperatureLogitsWarper(0.7), EtaLogitsWarper(0.08)],
+    "contextual": [ContextualPenaltyLogitsProcessor(4.0, 2), TemperatureLogitsWarper(0.8)],
     "repetition": [RepetitionPenaltyLogitsProcessor(1.8)],
     "all": [RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(1.4), TopKLogitsWarper(5)],
 }
@@ -201,8 +207,46 @@ WRONG_RULES = [
 
 
 @pytest.mark.parametrize("break_rule", WRONG_RULES, ids=lambda rule: rule.__name__)
-def test_the_law_test_notices(break_rule, monkeypatch):
-    run = Speculation("temperature")
+@pytest.mark.parametrize("processors", ["temperature", "top_p", "min_p", "eta", "contextual"])
+def test_the_law_test_notices(break_rule, processors, monkeypatch):
+    run = Speculation(processors)
+    assert run.z_score(break_rule(run, monkeypatch)) > CLEARLY_WRONG
+
+
+def penalise_by_the_window_of_the_root(run, monkeypatch):
+    """What a step accepts is missing from the windows of the nodes behind it."""
+
+    def node_scores(prefix, tree):
+        scores = run.target.table[tree.tokens]
+        for processor in run.target.processors:
+            scores = torch.stack([processor(prefix, node) for node in scores.unbind(1)], dim=1)
+        return scores
+
+    monkeypatch.setattr(run.target, "node_scores", node_scores)
+    return run.tree
+
+
+def penalise_the_root_alone(run, monkeypatch):
+    node_scores, (_, *others) = run.target.node_scores, run.target.processors
+
+    def unpenalised(prefix, tree):
+        scores = node_scores(prefix, tree)
+        for processor in others:
+            scores[:, 1:] = torch.stack(
+                [processor(prefix, run.target.table[node]) for node in tree.tokens[:, 1:].unbind(1)], dim=1
+            )
+        return scores
+
+    monkeypatch.setattr(run.target, "node_scores", unpenalised)
+    return run.tree
+
+
+@pytest.mark.parametrize(
+    "break_rule", [penalise_by_the_window_of_the_root, penalise_the_root_alone], ids=lambda rule: rule.__name__
+)
+def test_the_law_test_notices_a_wrong_window(break_rule, monkeypatch):
+    """The two mistakes of a penalty that is not computed for each node."""
+    run = Speculation("contextual")
     assert run.z_score(break_rule(run, monkeypatch)) > CLEARLY_WRONG
 
 
