@@ -18,6 +18,7 @@ from hf_longspec.generation import route
 
 PACKAGE = Path(hf_longspec.__file__).parent
 PROJECT = PACKAGE.parent
+MANUALS = ["docs/contextual_penalty.md", "docs/long_generation.md"]
 
 # Runs in a process of its own. Everything the package could touch is loaded first; then every attribute of every class
 # and every module of transformers, the entries of their containers, and torch's global settings are compared.
@@ -180,7 +181,7 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = hf_longspec.NoSuchDraftModel
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/design.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/design.md", *MANUALS])
 def test_names_in_the_documentation_exist(document):
     text = (PROJECT / document).read_text(encoding="utf-8")
     named = set(re.findall(r"\bhf_longspec\.([A-Za-z]\w*)", text))

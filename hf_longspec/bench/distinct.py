@@ -1,37 +1,49 @@
-"""Distinct-n: how little a text repeats itself."""
+"""Distinct-n: how much of a text is not a repetition of itself."""
 
 from collections.abc import Sequence
 
-# Sizes of the n-grams that are reported.
-SIZES = (1, 2, 3, 4)
+ORDERS = (1, 2, 3, 4)
+# Tokens over which a text of any length is looked at. Divides the lengths at which long texts are compared.
+WINDOW = 1000
 
 
-def distinct(tokens: Sequence[int], window: int = 1000) -> list[tuple[float, float]]:
-    """Different n-grams over all n-grams for n = 1 to 4: mean over whole windows of a text, and over the text at once.
+def distinct(tokens: Sequence[int], n: int, window: int = WINDOW) -> dict[str, float]:
+    """Share of the n-grams of a text that are different ones, over the whole text and averaged over windows.
 
-    Over a long text the second number falls with the length whatever is written, as a vocabulary is finite. The metric
-    is that of Li et al. 2016 (https://huggingface.co/papers/1510.03055); TokenSwift reports it for 100,000 tokens
-    without saying how it is averaged, so its numbers cannot be compared with either.
+    Distinct-n counts the different n-grams and divides by the number of all (after Li et al., 2016,
+    https://huggingface.co/papers/1510.03055). The value of a whole text falls with its length, because its vocabulary
+    is finite: texts of different lengths cannot be compared by it. TokenSwift
+    (https://huggingface.co/papers/2502.18890) reports values up to 0.95 for texts of 100,000 tokens, which have fewer
+    different words than that, and leaves open what it averaged over. So both are given here: `corpus` is that of the
+    whole text; `windowed` is the mean over successive windows of fixed length, n-grams across their borders not
+    counted, and does not depend on the length.
 
     Args:
-        tokens (`Sequence[int]`): At least 4.
-        window (`int`, *optional*, defaults to 1000): Tokens per window; a shorter text is one window.
+        tokens (`Sequence[int]`): The text. What is left behind the last whole window counts for `corpus` only, but a
+            text that is shorter than a window is one.
+        n (`int`): Length of the n-grams; usual are 1 to 4.
+        window (`int`, *optional*, defaults to 1000): Tokens per window, at least `n`.
+
+    Returns:
+        `dict[str, float]` with `windowed` and `corpus`, each in (0, 1].
 
     Raises:
-        ValueError: If the text or the window is too short for the longest n-grams.
+        ValueError: If the text or the window has no n-gram.
 
-    >>> distinct([7, 7, 7, 7, 8])[:2]
-    [(0.4, 0.4), (0.5, 0.5)]
+    >>> distinct([1, 2, 1, 2, 3, 4], n=1, window=2)
+    {'windowed': 1.0, 'corpus': 0.6666666666666666}
     """
-    if min(len(tokens), window) < SIZES[-1]:
+    if n < 1 or min(window, len(tokens)) < n:
         raise ValueError(
-            f"{len(tokens)} tokens in windows of {window}: expected at least {SIZES[-1]} of both, the largest n."
+            f"n={n}, window={window} and {len(tokens)} tokens: there must be an n-gram in the text and in a window. "
+            "Pass n of at least 1, and at least n tokens."
         )
-    starts = range(0, len(tokens) - window + 1, window) or [0]
-    windows = [tokens[start : start + window] for start in starts]
-    return [(sum(_share(part, n) for part in windows) / len(windows), _share(tokens, n)) for n in SIZES]
+    starts = range(0, max(len(tokens) - window, 0) + 1, window)
+    shares = [_share(tokens[start : start + window], n) for start in starts]
+    return {"windowed": sum(shares) / len(shares), "corpus": _share(tokens, n)}
 
 
 def _share(tokens: Sequence[int], n: int) -> float:
-    grams = list(zip(*(tokens[start:] for start in range(n)), strict=False))
-    return len(set(grams)) / len(grams)
+    """Different n-grams per n-gram."""
+    ngrams = zip(*(tokens[start:] for start in range(n)), strict=False)  # the shortest of them ends it
+    return len(set(ngrams)) / (len(tokens) - n + 1)

@@ -13,7 +13,7 @@ from ..generation.cache import SpeculativeCache
 from ..generation.stats import SpeculationStats
 from ..generation.target import TargetView
 from .decoding import MODES, HfMethod
-from .distinct import distinct
+from .distinct import ORDERS, distinct
 from .results import ResultFile
 from .summaries import significant
 from .timing import TokenClock
@@ -155,7 +155,7 @@ class LongBenchmark:
                 tokens_per_second=clock.speed(1, mark),
                 tokens_per_second_near=clock.speed(max(1, mark - NEAR), mark),
                 **self._ratios(clock.stats[mark]),
-                distinct=distinct(text[:mark]),
+                distinct=[list(distinct(text[:mark], n).values()) for n in ORDERS],
             )
         return output.sequences, output.past_key_values
 

@@ -1,13 +1,10 @@
 """Long texts with marks: what is counted at a mark, what goes on behind it, and what the table says."""
 
-import random
-
 import pytest
 import torch
 
 import hf_longspec
 from hf_longspec.bench.decoding import HfMethod
-from hf_longspec.bench.distinct import SIZES, distinct
 from hf_longspec.bench.engine import HF, PLAIN
 from hf_longspec.bench.long_run import LongBenchmark, LongRow, MarkClock
 from hf_longspec.bench.reports import long_report
@@ -89,25 +86,3 @@ def test_a_row_without_time_is_named(target, prompts, tmp_path):
             benchmark.measure(LongRow("mine", plain, 8), {}, 0, results)
     kinds = [record["kind"] for record in read_records(tmp_path / "long.jsonl")]
     assert kinds == ["environment", "long", "skipped", "end"]
-
-
-def restated(tokens, n):
-    seen = []
-    for start in range(len(tokens) - n + 1):
-        if tokens[start : start + n] not in seen:
-            seen.append(tokens[start : start + n])
-    return len(seen) / (len(tokens) - n + 1)
-
-
-@pytest.mark.parametrize(("length", "window"), [(100, 30), (29, 30), (60, 30)])
-def test_distinct_against_a_double_loop(length, window):
-    tokens = random.Random(length).choices(range(5), k=length)
-    windows = [tokens[start : start + window] for start in range(0, length - window + 1, window)] or [tokens]
-    for n, (windowed, whole) in zip(SIZES, distinct(tokens, window), strict=True):
-        assert whole == pytest.approx(restated(tokens, n))
-        assert windowed == pytest.approx(sum(restated(part, n) for part in windows) / len(windows))
-
-
-def test_a_text_too_short_for_its_n_grams_is_refused():
-    with pytest.raises(ValueError, match="3 tokens in windows of 1000: expected at least 4"):
-        distinct([1, 2, 3])

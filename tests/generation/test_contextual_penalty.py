@@ -1,5 +1,8 @@
 """Repetition penalty over a window: against a loop over tokens, against transformers' own, and through `generate`."""
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -8,6 +11,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
 from hf_longspec.testing import tiny_prompts
 from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
 
+ROOT = Path(__file__).resolve().parents[2]
 ONE, RAGGED = (21,), (33, 3, 13)
 BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
 KINDS = ["tree", "chain", "specattn", "longspec"]
@@ -69,6 +73,14 @@ def test_a_window_as_long_as_the_text_is_the_repetition_penalty():
 def test_bad_values_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ContextualPenaltyLogitsProcessor(*arguments)
+
+
+def test_the_snippet_of_its_page_runs(monkeypatch, tmp_path, capsys):
+    text = (ROOT / "docs" / "contextual_penalty.md").read_text(encoding="utf-8")
+    (tmp_path / "snippet.py").write_text(text.split("```python\n")[1].split("```")[0].replace("64", "9"))
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(str(tmp_path / "snippet.py"))
+    assert capsys.readouterr().out.startswith("It was a dark and stormy night")
 
 
 def drafted(run, kind):

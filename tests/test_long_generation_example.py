@@ -1,0 +1,129 @@
+"""The script that writes a long text: what is in the file, what it says on the way, and Ctrl-C."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
+from hf_longspec.testing import tiny_target
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random target with a byte-level tokenizer, whose text is full of broken characters."""
+    folder = tmp_path_factory.mktemp("target")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        [], trainers.BpeTrainer(special_tokens=["<pad>", "<bos>", "<eos>"], initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    tiny_target("llama", vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, folder, tmp_path, capsys):
+    """`run(*arguments)`: exit status, text in the file, and what was printed."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import long_generation
+
+    monkeypatch.setattr(long_generation, "MARK", 20)
+
+    def call(*arguments):
+        path = tmp_path / "story.txt"
+        arguments = ["--target", folder, "--output", path, "--prompt", PROMPT, "--tokens", 70, *arguments]
+        monkeypatch.setattr(sys, "argv", ["long_generation", *map(str, arguments)])
+        status = long_generation.main()
+        return status, path.read_text(encoding="utf-8"), capsys.readouterr()
+
+    call.script = long_generation
+    return call
+
+
+def expected(folder, tokens=70, **options):
+    """The text of plain generate."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    model.generation_config.eos_token_id = None
+    out = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, **options)
+    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("draft", ["plain", "specattn", "folder"])
+def test_the_file_holds_the_text_of_plain_generate(run, folder, tmp_path, draft):
+    if draft == "folder":
+        draft = tmp_path / "draft"
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).save_pretrained(draft)
+    status, text, printed = run("--draft", draft, "--greedy", "--penalty", 1, "--endless")
+    assert status == 0
+    assert text == expected(folder)
+    assert "86 tokens are more than the 64 positions that the target was made for." in printed.out
+    lines = printed.out.splitlines()
+    assert [line.split(" tokens/s")[0].split(":")[0] for line in lines if "tau" in line and "last" in line] == [
+        "20 tokens", "40 tokens", "60 tokens",
+    ]  # fmt: skip
+    assert f"70 tokens in {tmp_path / 'story.txt'} (complete)." in lines
+    assert [line.split(":")[0] for line in lines if "windows" in line] == [f"distinct-{n}" for n in (1, 2, 3, 4)]
+
+
+def test_the_penalty_is_that_of_the_options(run, folder):
+    _, text, _ = run("--greedy", "--penalty", 3, "--window", 5, "--endless")
+    assert text == expected(folder, logits_processor=[ContextualPenaltyLogitsProcessor(3.0, 5)])
+    assert text != expected(folder)
+
+
+def test_the_seed_decides_a_sampled_text(run):
+    texts = [run("--endless", "--draft", "plain", *more)[1] for more in ([], [], ["--seed", 1], ["--min-p", 0.6])]
+    assert texts[0] == texts[1] != texts[2] and texts[3] != texts[0]
+
+
+def test_the_prompt_may_be_a_file(run, folder, tmp_path):
+    (tmp_path / "prompt.txt").write_text(PROMPT, encoding="utf-8")
+    options = ("--greedy", "--penalty", 1, "--endless", "--prompt", "something else")
+    assert run(*options, "--file", tmp_path / "prompt.txt")[1] == expected(folder)
+
+
+def interrupt(*arguments):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("tokens", [0, 30])
+def test_control_c(run, folder, monkeypatch, tokens):
+    """Behind some tokens, the file holds them; before the first one there is nothing to conclude."""
+
+    class Interrupted(run.script.MarkedStreamer):
+        def put(self, value):
+            super().put(value)
+            if self.tokens == 30:
+                raise KeyboardInterrupt
+
+    if tokens:
+        monkeypatch.setattr(run.script, "MarkedStreamer", Interrupted)
+    else:
+        monkeypatch.setattr(ContextualPenaltyLogitsProcessor, "__call__", interrupt)
+    status, text, printed = run("--greedy", "--penalty", 1 if tokens else 2, "--endless", "--draft", "plain")
+    if tokens:
+        assert status == 0 and "30 tokens in" in printed.out and "(interrupted)" in printed.out
+        assert text == expected(folder, tokens=30)
+    else:
+        assert status == 130 and text == "" and printed.err.endswith("Interrupted before the first token.\n")
+
+
+def test_without_arguments_the_tiny_target_runs_with_its_draft(run, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["long_generation", "--output", "story.txt"])
+    args = run.script.parse_arguments()
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
+    assert run.script.load_draft(args, target).config.model_type == "longspec"
+    args.target = "other"
+    assert run.script.load_draft(args, target).config.model_type == "specattn"
