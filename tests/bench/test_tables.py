@@ -66,6 +66,21 @@ def results(tmp_path):
     write(tmp_path / "offsets.jsonl", "offsets", [moved])
     write(tmp_path / "engine.jsonl", "engine", [{"kind": "ceilings", "read_gb_per_second": 20.5}, *modes])
     write(tmp_path / "verification.jsonl", "verification", [verification])
+    long = {
+        "kind": "long",
+        "mode": "sample",
+        "penalised": True,
+        "mark": 20000,
+        "tau": 1.25,
+        "alpha": 0.06,
+        "beta": 0.01,
+    }
+    long |= {"tokens_per_second_near": 60.0, "distinct": [[0.4, 0.1]] * 4}
+    behind = {"kind": "baseline", "mode": "sample", "penalised": True, "mark": 20000, "tokens_per_second": 20.0}
+    texts = [
+        {**long, "method": name, "tokens_per_second": speed} for name, speed in (("x", 90.0), ("plain loop", 60.0))
+    ]
+    write(tmp_path / "long.jsonl", "long", [*texts, {**behind, "method": "hf generate"}])
     copied = {**sampled, "options": {"draft": "hf prompt lookup"}, "tau": interval(1.25)}
     write(tmp_path / "ngram.jsonl", "ngram", [copied, decoding("n-grams", "greedy", 70.0, tau=1.5)])
     write(
@@ -95,14 +110,15 @@ def test_readme_gets_all_tables_and_keeps_the_rest(results, tmp_path, capsys):
     assert "| 8192 | 4 | 4.500 ± 0.05 | +0.0100 ± 0.0500 |" in text
     assert "| sample | draft=hf prompt lookup | 1.25 ± 0.05 |" in text
     assert "1.40x; 1.17x plain, tau 1.50" in text
-    assert text.count("commit abc123") == 6
+    assert "| x | 20000 | 90.0 | 1.50 | 60.0 |  | 3.00 | 1.25 | 0.06 | 0.01 | 0.40 / 0.10 |" in text
+    assert text.count("commit abc123") == 7
     assert "Defaults: num_assistant_tokens=4." in text
     assert "20.5 GB/s" in text
     assert text.count("The run was not finished.") == 1
     assert [text.index(f"### {title}") for title, _ in HEADLINES.values()] == sorted(
         text.index(f"### {title}") for title, _ in HEADLINES.values()
     )
-    assert "engine, verification, draft_state, offsets, ngram, acceptance" in capsys.readouterr().out
+    assert "engine, verification, draft_state, offsets, long, ngram, acceptance" in capsys.readouterr().out
 
 
 def test_writing_twice_changes_nothing(results, tmp_path):
