@@ -58,8 +58,6 @@ CHAIN = {"tree_branching": [1, 1, 1, 1]}
 OF_TRAINED: dict[str, list[dict[str, Any]]] = {
     "longspec": [{"tree_widths": widths} for widths in ([4, 4, 4, 3], [1, 1, 1], [4, 16, 16, 16, 16])],
     "tokenswift": [
-        {"self_draft": "partial_kv", "tree_branching": [1, 3, 3, 3]},
-        {"self_draft": "verify_hidden", "tree_branching": [1, 3, 3, 3]},
         {"self_draft": "partial_kv", **CHAIN},
         {"self_draft": "verify_hidden", **CHAIN},
         {"self_draft": "verify_hidden", **CHAIN, "ngram_candidates": 2, "ngram_num_tokens": 4},
@@ -67,6 +65,8 @@ OF_TRAINED: dict[str, list[dict[str, Any]]] = {
             {"self_draft": "partial_kv", **CHAIN, "partial_kv_policy": policy, "partial_kv_budget": 512}
             for policy in POLICIES
         ),
+        {"self_draft": "verify_hidden", "tree_branching": [1, 3, 3, 3]},
+        {"self_draft": "partial_kv", "tree_branching": [1, 3, 3, 3]},
     ],
 }
 
