@@ -118,7 +118,6 @@ class Session:
             cache = SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
         cache.require(input_ids, mask, self.max_length, nodes)
         self.cache, self.stored = cache, cache.get_seq_length()
-        cache.set_lengths([self.stored] * cache.batch_size)  # plain generation counts in its layers only
         self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
         binding = Binding(self.target, cache, self.rule, self.max_length)

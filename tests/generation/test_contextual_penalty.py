@@ -47,10 +47,16 @@ def test_equals_a_loop_over_the_window(penalty, window, exempt):
 def test_a_window_as_long_as_the_text_is_the_repetition_penalty():
     generator = torch.Generator().manual_seed(0)
     ids, scores = torch.randint(VOCAB, (3, 9), generator=generator), torch.randn(3, VOCAB, generator=generator)
-    ids[0, 3] = VOCAB + 2  # of an embedding that is larger than the head
     expected = RepetitionPenaltyLogitsProcessor(1.3)(ids, scores)
     assert torch.equal(ContextualPenaltyLogitsProcessor(1.3, 9)(ids, scores), expected)
     assert not torch.equal(ContextualPenaltyLogitsProcessor(1.3, 2)(ids, scores), expected)
+
+
+def test_an_id_that_cannot_be_emitted_penalises_nothing():
+    """Of an embedding that is larger than the head."""
+    scores = torch.arange(1.0, VOCAB + 1)[None]
+    processed = ContextualPenaltyLogitsProcessor(2.0, 3)(torch.tensor([[3, VOCAB + 2, 4, VOCAB]]), scores)
+    assert processed.tolist() == [by_hand([4], scores[0].tolist(), 2.0, 3)]
 
 
 @pytest.mark.parametrize(

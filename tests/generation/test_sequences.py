@@ -118,6 +118,20 @@ class TestAlone:
         assert rows.lengths == [5, 6]
         assert rows.end()[:, 4:].tolist() == [[11, PAD_TOKEN_ID], [12, 13]]
 
+    def test_an_interruption_ends_all_rows_with_what_was_emitted(self):
+        streamer = Recorder()
+        rows = sequences(streamer=streamer)
+        with pytest.raises(KeyboardInterrupt):
+            rows.interrupt(KeyboardInterrupt())  # nothing is there yet
+        rows.append([[11, 12], [13]])
+        rows.generated[0].append(14)  # and here it came: processors have not been shown the token, nor the streamer
+        rows.interrupt(KeyboardInterrupt())
+        assert rows.finished and rows.append([[21], [22]]) == [0, 0]
+        assert rows.end()[:, 4:].tolist() == [[11, 12, 14], [13, PAD_TOKEN_ID, PAD_TOKEN_ID]]
+        assert streamer.puts == [[11, 13], [12, PAD_TOKEN_ID], [14, PAD_TOKEN_ID]] and streamer.ends == 1
+        with pytest.raises(StopIteration):
+            rows.interrupt(StopIteration())  # a second one
+
     def test_streaming_waits_for_the_slowest_row(self):
         streamer = Recorder()
         rows = sequences([EosTokenCriteria(torch.tensor([7]))], streamer=streamer)
