@@ -37,6 +37,8 @@ def build(lengths, nodes, kv_heads=2, groups=3, size=16, value_size=16, dtype=to
     mask, depths = random_tree(len(lengths), nodes, generator)
     context = TreeContext(torch.tensor(lengths), lengths, depths, mask)
     query = torch.randn(len(lengths), nodes, kv_heads * groups, size, generator=generator).transpose(1, 2)
+    # Scores of at most unit variance, as a model's: the lse is held to an absolute error, whatever its size
+    query = query * min(1.0, 1 / (SCALING * size**0.5))
     slots = max(lengths) + nodes + 5
     key = torch.randn(len(lengths), kv_heads, slots, size, generator=generator)
     value = torch.randn(len(lengths), kv_heads, slots, value_size, generator=generator)

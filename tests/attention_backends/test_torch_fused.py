@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
+from hf_longspec.attention_backends import torch_fused
 from hf_longspec.attention_backends.reference import tree_attention
-from hf_longspec.attention_backends.torch_fused import can_fuse, fused_attention
+from hf_longspec.attention_backends.torch_fused import can_fuse, fused_attention, rows_at_once
 from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention
 
 
@@ -82,3 +83,23 @@ def test_what_can_be_fused(masked):
     odd = torch.empty(1, 1, 1, 33), torch.empty(1, 1, 1, 7)
     assert can_fuse(*odd, masked=masked)
     assert not can_fuse(*(x.to("meta") for x in odd), masked=masked)  # neither CPU nor CUDA
+
+
+@pytest.mark.parametrize("masked", ["no", "one", "each"])
+def test_in_parts(masked, monkeypatch):
+    """Many 16-bit queries: a few batch rows at a time, each with its own mask, to the numbers of one call."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(5, 1, n, 8, generator=generator).bfloat16() for n in (70, 33, 33))
+    mask = torch.zeros(5 if masked == "each" else 1, 1, 70, 33).bfloat16()
+    mask[:, :, 3:, :7] = -torch.inf
+    mask[-1, :, :, 9:11] = -torch.inf
+    mask = None if masked == "no" else mask
+    whole = fused_attention(query, key, value, mask, scaling=0.5)
+    monkeypatch.setattr(torch_fused, "REARRANGED_BYTES", 2 * 2 * 2 * 33 * 8)  # keys and values of two rows
+    assert rows_at_once(query, key) == 2
+    assert rows_at_once(query.float(), key.float()) == rows_at_once(query[:, :, :63], key) == 5
+    calls, op = [], torch_fused._flash_cpu
+    monkeypatch.setattr(torch_fused, "_flash_cpu", lambda *args, **kwargs: calls.append(1) or op(*args, **kwargs))
+    for part, one in zip(fused_attention(query, key, value, mask, scaling=0.5), whole, strict=True):
+        assert torch.equal(part, one)
+    assert len(calls) == 3
