@@ -77,9 +77,7 @@ def attention_forward(
     if scaling is None:
         scaling = query.shape[3] ** -0.5
     if sliding_window == NOT_PASSED:
-        sliding_window = _windows.get(module, NOT_PASSED)
-        if sliding_window == NOT_PASSED:
-            sliding_window = _windows[module] = window_of_layer(module)
+        sliding_window = _remembered_window(module)
     sizes = (query.shape[3], value.shape[3])
     call = AttentionCall(query.device, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = select(call, backend_name)
@@ -125,6 +123,15 @@ def _attend(
             query, key, value, lengths, scaling=scaling, softcap=softcap, host_lengths=host_lengths
         )
     return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+
+
+def _remembered_window(module: torch.nn.Module) -> int | None:
+    if torch.compiler.is_compiling():  # asked once per graph, which a dictionary of all models would only tie down
+        return window_of_layer(module)
+    window = _windows.get(module, NOT_PASSED)
+    if window == NOT_PASSED:
+        window = _windows[module] = window_of_layer(module)
+    return window
 
 
 def window_of_layer(module: torch.nn.Module) -> int | None:

@@ -15,6 +15,7 @@ from ..generation.drafters.ngram import NgramDrafter
 from ..generation.ngram_settings import NGRAM_DEFAULTS, NgramSettings
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
+from ..generation.step import COMPILE_DEFAULTS
 from ..generation.target import TargetView
 from .configuration_base import DraftConfig
 
@@ -42,8 +43,8 @@ class DraftModel(PreTrainedModel):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if cls.takes_ngrams:
-            cls.settings = NGRAM_DEFAULTS | cls.settings
+        shared = COMPILE_DEFAULTS | NGRAM_DEFAULTS if cls.takes_ngrams else COMPILE_DEFAULTS
+        cls.settings = shared | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
