@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 NOT_MEASURED = "Not measured."
 
@@ -64,7 +64,7 @@ class Card:
             ValueError: If the target has no name that others could load it by.
         """
         base_model = self.base_model or draft.config.target_name_or_path
-        if not _is_hub_id(base_model):
+        if not is_hub_id(base_model) or (not self.base_model and Path(str(base_model)).is_dir()):
             raise ValueError(
                 f"the target is known as {base_model!r}, which is no Hub id, and others load it by its id. Pass "
                 "base_model (--base-model), such as Qwen/Qwen3-8B."
@@ -86,12 +86,17 @@ def render(draft: Any, card: Card) -> str:
         tags=tags,
     )
     base_model = str(card.base_model)
-    about, limits = _template(kind).format(
-        config=draft.config,
-        parameters=f"{sum(weight.numel() for weight in draft.parameters()) / 1e6:.2f}M",
-        name=base_model.split("/")[-1],
-        link=f"[{base_model}]({'https://huggingface.co' if '/' in base_model else '..'}/{base_model})",
-    ).split("\n## Limits\n")
+    about, limits = (
+        _template(kind)
+        .format(
+            config=draft.config,
+            chained="chained" if getattr(draft.config, "chained", False) else "independent",
+            parameters=f"{sum(weight.numel() for weight in draft.parameters()) / 1e6:.2f}M",
+            name=base_model.split("/")[-1],
+            link=f"[{base_model}]({'https://huggingface.co' if '/' in base_model else '..'}/{base_model})",
+        )
+        .split("\n## Limits\n")
+    )
     return _template("card").format(
         metadata=data.to_yaml().strip(),
         about=about.strip(),
@@ -100,35 +105,36 @@ def render(draft: Any, card: Card) -> str:
         settings=_settings(draft, card),
         acceptance=card.acceptance.strip() or NOT_MEASURED,
         training="" if draft.weightless else f"## Training\n\n{_training(card)}\n\n",
-        limits="\n\n".join(part.strip() for part in (limits, card.limits, _license(draft, card)) if part),
+        limits=_paragraphs(limits, card.limits, _license(card)),
     )
 
 
 def _settings(draft: Any, card: Card) -> str:
-    values = {name: draft.setting(name) for name in draft.settings}
-    named = ", ".join(f"`{name}={value!r}`" for name, value in values.items())
-    return "\n\n".join(part for part in (f"Settings in `generation_config.json`: {named or 'none'}.", card.settings) if part)
+    named = ", ".join(f"`{name}={draft.setting(name)!r}`" for name in draft.settings)
+    return _paragraphs(f"Settings in `generation_config.json`: {named or 'none'}.", card.settings)
 
 
 def _training(card: Card) -> str:
+    command = f"```\n{card.command}\n```" if card.command else "The training command was not recorded."
     commit = f"Commit of the code: {card.commit}." if card.commit else "The commit of the code was not recorded."
-    if not card.command:
-        return "\n\n".join(part for part in (card.training, "The training command was not recorded.") if part)
-    return "\n\n".join(part for part in (card.training, f"```\n{card.command}\n```", commit) if part)
+    return _paragraphs(card.training, command, commit)
 
 
-def _license(draft: Any, card: Card) -> str:
-    if card.license:
-        return ""
-    return "The code is licensed under Apache-2.0; the license of the weights was not stated."
+def _paragraphs(*parts: str) -> str:
+    return "\n\n".join(part.strip() for part in parts if part.strip())
 
 
-def _is_hub_id(name: str | None) -> bool:
+def _license(card: Card) -> str:
+    return "" if card.license else "The code is licensed under Apache-2.0; the license of the weights was not stated."
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether the Hub could have a repository of that name."""
     try:
         validate_repo_id(name or "")
     except HFValidationError:
         return False
-    return bool(name) and not Path(str(name)).is_dir()
+    return True
 
 
 def _template(name: str) -> str:

@@ -1,8 +1,8 @@
 """The modules that a draft imports, as files beside each other: transformers publishes and loads no other form.
 
-`from ..generation.route import install` becomes `from .generation_route import install`. Only what is really imported is
-followed, from the file of the draft's class on, so a draft ships what it needs and nothing else. Imports inside `try` are
-followed like all others: transformers insists on every sibling that a file names. Packages are left as they are.
+`from ..generation.route import install` becomes `from .generation_route import install`. Imports are followed from the
+file of the draft's class on, so a draft ships what it needs and nothing else. Those inside `try` are followed like all
+others: transformers insists on every sibling that a file names. Packages are left as they are.
 """
 
 import ast
@@ -15,12 +15,13 @@ SIBLING = re.compile(r"^\s*(?:from\s+\.(\S+)\s+import|import\s+\.(\S+)\s*$)", re
 _MODULE = re.compile(r"from\s+\.[\w.]*\s+import\b")
 
 
-def flatten(file: Path, root: Path) -> dict[str, str]:
+def flatten(file: Path, root: Path, package: str) -> dict[str, str]:
     """The module `file`, and all that it imports relatively, as sources by file name.
 
     Args:
         file (`Path`): Where to begin.
-        root (`Path`): Folder of the package; names of files are those of its folders, joined.
+        root (`Path`): Folder that names are relative to: folders below it become prefixes of file names.
+        package (`str`): Name of the package that the files are to do without.
 
     Raises:
         ValueError: If an import cannot be followed, or two modules would get one name.
@@ -35,7 +36,7 @@ def flatten(file: Path, root: Path) -> dict[str, str]:
             raise ValueError(f"{path} and {origins[name]} would both be {name}.py in the repository: rename one.")
         if f"{name}.py" in sources:
             continue
-        sources[f"{name}.py"], needed = _rewrite(path, root)
+        sources[f"{name}.py"], needed = _rewrite(path, root, package)
         pending += needed
     return dict(sorted(sources.items()))
 
@@ -54,11 +55,11 @@ def flat_name(path: Path, root: Path) -> str:
     return "_".join([*folders, stem])
 
 
-def _rewrite(path: Path, root: Path) -> tuple[str, list[Path]]:
+def _rewrite(path: Path, root: Path, package: str) -> tuple[str, list[Path]]:
     """The source with its relative imports renamed, and the modules that it names."""
     lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: ast counts line feeds only
     needed, names = [], set()
-    for node in _imports(path, root.name, ast.parse("\n".join(lines))):
+    for node in _imports(path, package, ast.parse("\n".join(lines))):
         module = _resolve(node, path)
         needed.append(module)
         names.add(name := flat_name(module, root))
@@ -90,8 +91,8 @@ def _imports(path: Path, package: str, tree: ast.Module) -> Iterator[ast.ImportF
             if any(name.split(".")[0] == package for name in named) and id(node) not in guarded:
                 raise ValueError(f"{where} needs {package} installed: import relatively, or inside try.")
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            named = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
-            if not named or str(named[0]).startswith("."):
+            constants = [str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)]
+            if not constants or constants[0].startswith("."):
                 raise ValueError(f"{where}: what import_module imports cannot be followed: use an import statement.")
 
 

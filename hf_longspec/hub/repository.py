@@ -9,9 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.utils import validate_repo_id
 
-from .cards import Card, render
+from .cards import Card, is_hub_id, render
 from .flatten import flatten
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -67,14 +66,15 @@ def push(
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Refuse names without an owner, so that nothing goes where nobody said it should.
+    """Refuse what is no name of a repository with its owner, so that nothing goes where nobody said it should.
 
     Raises:
         ValueError: With the name.
     """
-    validate_repo_id(repo_id)
-    if "/" not in repo_id:
-        raise ValueError(f"repository {repo_id!r} has no owner: name it owner/name.")
+    if "/" not in repo_id or not is_hub_id(repo_id):
+        raise ValueError(
+            f"repository {repo_id!r}: expected owner/name, of letters, digits and the signs - _ and . alone."
+        )
 
 
 def write_repository(draft: Any, folder: Path, card: Card, repo_id: str | None = None) -> list[Path]:
@@ -116,7 +116,7 @@ def draft_code(draft: Any) -> dict[str, str]:
     sources: dict[str, str] = {}
     for cls in (type(draft), type(draft.config)):
         file = _file_of(cls)
-        sources |= flatten(file, PACKAGE if file.is_relative_to(PACKAGE) else file.parent)
+        sources |= flatten(file, PACKAGE if file.is_relative_to(PACKAGE) else file.parent, PACKAGE.name)
     sources["custom_generate/generate.py"] = Path(__file__).with_name("generate.py").read_text(encoding="utf-8")
     return {name: text if text.startswith(MARK) else _marked(text) for name, text in sources.items()}
 
@@ -128,7 +128,9 @@ def _marked(text: str) -> str:
 def _file_of(cls: type) -> Path:
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if cls.__module__ == "__main__" or file is None:
-        raise ValueError(f"{cls.__name__} is defined in {cls.__module__}, which is no file of a package: move it to one.")
+        raise ValueError(
+            f"{cls.__name__} is defined in {cls.__module__}, which is no file of a package: move it to one."
+        )
     return Path(file).resolve()
 
 

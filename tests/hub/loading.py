@@ -109,7 +109,8 @@ def load_everywhere(folder, target):
         hub.save_pretrained(folder / "saved" / kind)
         again = remote(folder / "saved" / kind)
         settings = [
-            {name: draft.setting(name) for name in draft.settings} | draft.config.target for draft in (hub, local, again)
+            {name: draft.setting(name) for name in draft.settings} | draft.config.target
+            for draft in (hub, local, again)
         ]
         found[kind] = {
             "modules": [came_from(draft) for draft in (hub, local, again)],

@@ -50,7 +50,9 @@ class TestWithoutThePackage:
 
 class TestBesideThePackage:
     @KINDS
-    @pytest.mark.parametrize("what", ["installed", "copied", "installed_again", "cache_of_the_other", "custom_generate"])
+    @pytest.mark.parametrize(
+        "what", ["installed", "copied", "installed_again", "cache_of_the_other", "custom_generate"]
+    )
     def test_both_copies_generate_what_the_target_does(self, both, kind, what):
         assert both[kind][what] is True
 
