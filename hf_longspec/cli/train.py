@@ -6,9 +6,6 @@ Exit status: 0; 1 if the loss stopped being a number; 2 for what cannot be run; 
 """
 
 import dataclasses
-import json
-import os
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,14 +13,13 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from ..bench.environment import git_commit
-from ..hub.repository import CARD_FACTS
 from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
 from ..training.checks import last_complete_checkpoint
 from ..training.registry import METHODS
 from . import CommandError, first_line
 from .models import load_tokenizer, loading
 from .recipes import Recipe, check_names, read_recipe
+from .training_facts import write_facts
 
 
 def main(config: Path, overrides: dict[str, Any], resume: bool = False, debug: bool = False) -> int:
@@ -82,25 +78,6 @@ def train(recipe: Recipe, resume: bool) -> None:
     if trainer.is_world_process_zero():
         write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
-
-
-def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
-    """Note beside the draft what its model card is to say of the training; `hf-longspec publish` reads it."""
-    file = folder / CARD_FACTS
-    dataset = str((recipe.dataset or {}).get("path", ""))
-    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    arguments = [os.path.relpath(part) if os.path.isabs(part) else part for part in sys.argv[1:]]
-    facts = {
-        "base_model": None if Path(recipe.target).exists() else recipe.target,
-        "datasets": [dataset] if "/" in dataset and not Path(dataset).exists() else [],
-        "training": f"{state.global_step:,} steps"
-        + (f", training loss {losses[-1]:.3f} in the last." if losses else "."),
-        "command": shlex.join(["hf-longspec", *arguments]),
-        "commit": git_commit(),
-    }
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    kept |= {name: value for name, value in facts.items() if value}
-    file.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 
 
 def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: DraftTrainingArguments) -> Any:

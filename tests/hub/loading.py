@@ -101,6 +101,14 @@ def without_the_route(target, draft, name):
         GenerationMixin._assisted_decoding = patched
 
 
+def brings_its_code(folder):
+    """Whether a saved draft names classes in files beside it, not in the repository that it once came from."""
+    named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    return set(named) == {"AutoConfig", "AutoModel"} and all(
+        (folder / f"{name.split('.')[0]}.py").is_file() for name in named.values()
+    )
+
+
 def load_everywhere(folder, target):
     """Every kind from the Hub cache and from a folder; saved and loaded again; and without the route."""
     found = {}
@@ -120,6 +128,7 @@ def load_everywhere(folder, target):
             "streamed": target.streams(hub),
             "custom_generate": without_the_route(target, hub, f"org/{kind}"),
             "custom_generate_folder": without_the_route(target, local, str(folder / "drafts" / kind)),
+            "saved_with_code": brings_its_code(folder / "saved" / kind),
             "settings": settings[0] == settings[1] == settings[2],
             "route_layers": stock()[1],
         }
@@ -148,7 +157,7 @@ def both_copies(folder, target, first):
         cache = package.SpeculativeCache(target.model.config, 2, 64)
         found[kind] = {
             "modules": [came_from(installed), came_from(copied)],
-            "wins": came_from(remote(f"org/{kind}")),
+            "wins": [came_from(remote(f"org/{kind}")), came_from(AutoModel.from_pretrained(f"org/{kind}"))],
             "installed": target.agrees(installed),
             "copied": target.agrees(copied),
             "installed_again": target.agrees(installed),

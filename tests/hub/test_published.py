@@ -8,7 +8,16 @@ from .conftest import DRAFTS, run_offline
 
 SCRIPT = Path(__file__).with_name("loading.py")
 KINDS = pytest.mark.parametrize("kind", DRAFTS)
-TEXTS = ("hub", "folder", "saved", "streamed", "custom_generate", "custom_generate_folder", "settings")
+TEXTS = (
+    "hub",
+    "folder",
+    "saved",
+    "saved_with_code",
+    "streamed",
+    "custom_generate",
+    "custom_generate_folder",
+    "settings",
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,7 @@ class TestBesideThePackage:
     @KINDS
     def test_the_installed_classes_win_once_they_are_imported(self, both, kind):
         assert both[kind]["modules"] == ["hf_longspec", "transformers_modules"]
-        assert both[kind]["wins"] == "hf_longspec"
+        assert both[kind]["wins"] == ["hf_longspec"] * 2  # with the flag and without
 
     @KINDS
     def test_the_route_is_one_layer(self, both, kind):
