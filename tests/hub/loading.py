@@ -164,8 +164,17 @@ def both_copies(folder, target, first):
             "cache_of_the_other": target.agrees(copied, past_key_values=cache),
             "custom_generate": without_the_route(target, copied, f"org/{kind}"),
             "route_layers": stock()[1],
+            "published_again": published_again(copied, kind, folder),
         }
     return found
+
+
+def published_again(copied, kind, folder):
+    """Whether the installed package makes the same repository of the copy as of the draft itself."""
+    hub = importlib.import_module(f"{PACKAGE}.hub")
+    again, first = folder / "again" / sys.argv[1] / kind, folder / "drafts" / kind
+    files = hub.write_repository(copied, again, hub.Card(base_model="org/tiny-target"), f"org/{kind}")
+    return all((again / file).read_bytes() == (first / file).read_bytes() for file in files)
 
 
 def main():

@@ -75,5 +75,9 @@ class TestBesideThePackage:
         assert both[kind]["route_layers"] == 1
         assert both["stock"] == "transformers.generation.utils"
 
+    @KINDS
+    def test_a_copy_is_published_like_the_draft_itself(self, both, kind):
+        assert both[kind]["published_again"] is True
+
     def test_installed_and_not_imported_the_copy_is_used(self, remote_first):
         assert remote_first["alone"] is True and remote_first["alone_imported"] is False
