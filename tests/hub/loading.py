@@ -161,7 +161,7 @@ def both_copies(folder, target, first):
             "installed": target.agrees(installed),
             "copied": target.agrees(copied),
             "installed_again": target.agrees(installed),
-            "cache_of_the_other": target.agrees(copied, past_key_values=cache),
+            "cache_of_the_other": target.agrees(copied, past_key_values=cache) and cache.get_seq_length() > 37,
             "custom_generate": without_the_route(target, copied, f"org/{kind}"),
             "route_layers": stock()[1],
             "published_again": published_again(copied, kind, folder),
