@@ -97,8 +97,10 @@ def _place(buffer: torch.Tensor) -> tuple[int, ...]:
     return (buffer.data_ptr(), buffer.shape[1], buffer.shape[3] * size, *strides)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::move", mutates_args=("buffers",))
-def _move(buffers: list[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor) -> None:
+def _move_by_table(
+    buffers: list[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """The launch; see [`move_nodes`]."""
     places = tuple(_place(buffer) for buffer in buffers if buffer.numel())
     if not places or path.numel() == 0:
         return
@@ -111,6 +113,9 @@ def _move(buffers: list[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor
             BLOCK_W=BLOCK_W,
             num_warps=4,
         )
+
+
+_move = torch.library.custom_op(f"{NAMESPACE}::move", _move_by_table, mutates_args=("buffers",))
 
 
 @_move.register_fake

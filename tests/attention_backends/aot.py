@@ -38,14 +38,18 @@ class AbsentGpu:
 
 
 def usage(compiled):
-    """Registers, bytes of stack (which is where spilled registers go) and of shared memory, from the machine code."""
+    """Registers, bytes of stack (where spilled registers go) and of shared memory, and whether a barrier stands between
+    the last load and the first store."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         command = [CUOBJDUMP, "--dump-resource-usage", file.name]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
-    return {**found, "SHARED": compiled.metadata.shared}
+    accesses = re.findall(r"\b(ld\.global|bar\.sync|st\.global)", compiled.asm["ptx"])
+    last_load = len(accesses) - 1 - accesses[::-1].index("ld.global")
+    barrier = accesses[last_load + 1] == "bar.sync"
+    return {**found, "SHARED": compiled.metadata.shared, "BARRIER": barrier}
 
 
 def main(module, calls, *capabilities):

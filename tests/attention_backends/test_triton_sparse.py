@@ -214,4 +214,6 @@ def test_compiles_without_spilling(tmp_path):
     assert len(kernels) == 2 * len(SHIPPED) * len(CAPABILITIES)
     for kernel in kernels:
         assert kernel["STACK"] == kernel["LOCAL"] == 0, kernel
-        assert kernel["SHARED"] <= 99 * 1024, kernel  # sm_86 and sm_89, which run what is compiled for sm_80, have least
+        assert kernel["SHARED"] <= 99 * 1024, (
+            kernel
+        )  # sm_86 and sm_89, which run what is compiled for sm_80, have least
