@@ -1,7 +1,5 @@
 """Moving accepted nodes by Triton: against a loop over copies, against the torch path, and inside generate()."""
 
-import json
-
 import pytest
 import torch
 
@@ -10,9 +8,9 @@ from hf_longspec.generation import cache as cache_module
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDraftModel
-from tests.attention_backends.test_triton_sparse import CAPABILITIES, DEVICE, python
+from tests.attention_backends.kernels import CAPABILITIES, DEVICE, NEEDS_AN_INTERPRETER_THAT_WORKS, compiled
 
-pytest.importorskip("triton")
+pytestmark = NEEDS_AN_INTERPRETER_THAT_WORKS
 
 # Heads and widths of keys and values of every layer: GQA, MLA, odd ones that fit no word of 8 bytes, and more numbers
 # than a program moves at a time.
@@ -189,9 +187,34 @@ def test_generate(monkeypatch):
 
 def test_can_move(monkeypatch):
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(triton_commit, "_works_on", lambda device: True)
     assert triton_commit.can_move(gpu) and not triton_commit.can_move(cpu)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert not triton_commit.can_move(gpu)
+    monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(triton_commit, "triton", None)
     assert not triton_commit.can_move(gpu)
+
+
+def raises(*args):
+    raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.mark.parametrize(
+    ("move", "problem"),
+    [
+        (triton_commit.move_nodes, None),
+        (raises, "RuntimeError: Failed to find C compiler"),
+        (lambda *args: None, "it moved something else"),
+    ],
+)
+def test_a_first_move_is_checked(move, problem, monkeypatch):
+    """What does not work is not used, and the user is told."""
+    told = []
+    monkeypatch.setattr(triton_commit, "move_nodes", move)
+    monkeypatch.setattr(triton_commit.logger, "warning", lambda text, *values: told.append(text % values))
+    assert triton_commit._works_on.__wrapped__(torch.device(DEVICE)) is (problem is None)
+    assert not told if problem is None else problem in told[0] and "moved by torch" in told[0]
 
 
 def shipped_calls():
@@ -204,8 +227,7 @@ def shipped_calls():
 
 
 def test_compiles_without_spilling(tmp_path):
-    arguments = ("tests/attention_backends/aot.py", __name__, "shipped_calls", *CAPABILITIES)
-    kernels = [json.loads(line) for line in python(*arguments, TRITON_CACHE_DIR=str(tmp_path)).splitlines()]
+    kernels = compiled(__name__, "shipped_calls", tmp_path)
     assert len(kernels) == 4 * len(CAPABILITIES)
     for kernel in kernels:
         assert kernel["STACK"] == kernel["LOCAL"] == kernel["SHARED"] == 0, kernel

@@ -3,24 +3,23 @@
 What the interpreter cannot show, whether the kernels compile for GPUs and fit their registers, the compiler is asked.
 """
 
-import json
-import os
-import subprocess
-import sys
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_longspec.attention_backends import reference, triton_sparse
 from hf_longspec.attention_backends.registry import AttentionCall
+from tests.attention_backends.kernels import (
+    CAPABILITIES,
+    DEVICE,
+    NEEDS_AN_INTERPRETER_THAT_WORKS,
+    compiled,
+    python,
+)
 from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention
 
-pytest.importorskip("triton")
-
-ROOT = Path(__file__).resolve().parents[2]
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = NEEDS_AN_INTERPRETER_THAT_WORKS
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SLOTS = 40
 COUNTS = ((13,), (5, 0), (1, 7), (0,), (13, 2), (1,))
@@ -158,15 +157,6 @@ def test_why_not(monkeypatch):
     assert "not installed" in triton_sparse.why_not(call)
 
 
-def python(*arguments, **environment):
-    """Standard output of a process of its own."""
-    command = [sys.executable, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"} | environment
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_without_triton_and_flash_attn():
     told = python(
         "-c",
@@ -194,7 +184,6 @@ SHIPPED = (
     (torch.float32, 128, 128, None),
     (torch.float32, 256, 256, 3.0),
 )
-CAPABILITIES = ("80", "90", "100")
 
 
 def shipped_calls():
@@ -208,8 +197,7 @@ def shipped_calls():
 
 
 def test_compiles_without_spilling(tmp_path):
-    arguments = ("tests/attention_backends/aot.py", __name__, "shipped_calls", *CAPABILITIES)
-    kernels = [json.loads(line) for line in python(*arguments, TRITON_CACHE_DIR=str(tmp_path)).splitlines()]
+    kernels = compiled(__name__, "shipped_calls", tmp_path)
     assert {kernel["kernel"] for kernel in kernels} == {"_split_kernel", "_merge_kernel"}
     assert len(kernels) == 2 * len(SHIPPED) * len(CAPABILITIES)
     for kernel in kernels:
