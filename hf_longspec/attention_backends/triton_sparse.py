@@ -212,7 +212,7 @@ def _launch(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both kernels; shapes as in reference.py."""
-    (batch, heads, nodes, size), (kv_heads, value_size) = query.shape, value.shape[1::2]
+    (batch, heads, nodes, size), (_, kv_heads, _, value_size) = query.shape, value.shape
     groups, slots = heads // kv_heads, indices.shape[2]
     upcast = INTERPRETED and query.dtype == torch.bfloat16
     dtype = torch.float32 if upcast else value.dtype
@@ -223,8 +223,6 @@ def _launch(
     if lse_parts.numel() == 0:
         return out_parts[0].to(value.dtype), lse_parts[0]
     config = tiles(max(size, value_size), query.dtype)
-    # dot wants 16 or more of each dimension
-    block_d, block_dv = (max(16, triton.next_power_of_2(number)) for number in (size, value_size))
     index_strides = (indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0, indices.stride(2))
     strides = (*query.stride(), *key.stride(), *value.stride(), *index_strides, counts.stride(0))
     with torch.cuda.device_of(query):  # Triton launches on the current device, whose tensors these need not be
@@ -237,18 +235,31 @@ def _launch(
             SOFTCAP=softcap is not None,
             UPCAST=upcast,
             SPLIT=SPLIT_SLOTS,
-            BLOCK_D=block_d,
-            BLOCK_DV=block_dv,
+            BLOCK_D=_block(size),
+            BLOCK_DV=_block(value_size),
             **config,
         )
-        if parts == 1:
-            return out_parts[0].to(value.dtype), lse_parts[0]
-        out, lse = out_parts.new_empty(out_parts.shape[1:], dtype=dtype), torch.empty_like(lse_parts[0])
-        # One launch; the same in torch (maximum, exponentials, two sums, a division, a mask) would be six or more, in
-        # every layer of every drafting step, for numbers that are a few percent of what the first kernel reads.
-        arguments = (out_parts, lse_parts, out, lse, parts, lse.numel())
-        _merge_kernel[(lse.numel(),)](*arguments, DV=value_size, BLOCK_P=BLOCK_PARTS, BLOCK_DV=block_dv, num_warps=4)
+        out, lse = (out_parts[0], lse_parts[0]) if parts == 1 else _merge(out_parts, lse_parts, dtype)
     return out.to(value.dtype), lse
+
+
+def _merge(out_parts: torch.Tensor, lse_parts: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts `(parts, B, H, N, Dv)` and `(parts, B, H, N)` as one.
+
+    One launch. The same in torch (a maximum, exponentials, two sums, a division, a mask) is six or more, in every layer
+    of every drafting step, for numbers that are a few percent of what the first kernel reads.
+    """
+    out, lse = out_parts.new_empty(out_parts.shape[1:], dtype=dtype), torch.empty_like(lse_parts[0])
+    size = out.shape[-1]
+    arguments = (out_parts, lse_parts, out, lse, lse_parts.shape[0], lse.numel())
+    _merge_kernel[(lse.numel(),)](*arguments, DV=size, BLOCK_P=BLOCK_PARTS, BLOCK_DV=_block(size), num_warps=4)
+    return out, lse
+
+
+def _block(size: int) -> int:
+    """The power of two that holds `size` numbers. A product of tiles wants 16 or more."""
+    block: int = max(16, triton.next_power_of_2(size))
+    return block
 
 
 _attend = torch.library.custom_op(f"{NAMESPACE}::attend", _launch, mutates_args=())

@@ -1,5 +1,6 @@
 """What the tests of single Triton kernels share: where they run, and the compiler's report on them."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -24,6 +25,16 @@ NEEDS_AN_INTERPRETER_THAT_WORKS = pytest.mark.skipif(
     and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
     reason="the interpreter of triton 3.6 does not work with numpy 2.4",
 )
+
+
+def copy_of(module):
+    """The module once more under another name, as a published draft brings it along."""
+    name = f"published_{module.__name__.rpartition('.')[2]}"
+    spec = importlib.util.spec_from_file_location(name, module.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    copy.__package__ = module.__package__  # for its relative imports
+    spec.loader.exec_module(copy)
+    return copy
 
 
 def python(*arguments, **environment):

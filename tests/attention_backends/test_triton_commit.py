@@ -8,7 +8,7 @@ from hf_longspec.generation import cache as cache_module
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDraftModel
-from tests.attention_backends.kernels import CAPABILITIES, DEVICE, NEEDS_AN_INTERPRETER_THAT_WORKS, compiled
+from tests.attention_backends.kernels import CAPABILITIES, DEVICE, NEEDS_AN_INTERPRETER_THAT_WORKS, compiled, copy_of
 
 pytestmark = NEEDS_AN_INTERPRETER_THAT_WORKS
 
@@ -96,6 +96,26 @@ def test_views_of_path_lengths_and_counts():
     apart = [torch.tensor(numbers, device=DEVICE).repeat_interleave(2)[::2] for numbers in (lengths, counts)]
     triton_commit.move_nodes(buffers, wide[:, :4], *apart)
     assert all(map(same_bits, buffers, expected))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_without_autograd(mode):
+    """The buffers of a cache that was filled in inference mode are inference tensors."""
+    lengths, path, counts = PATHS["gaps"]
+    with mode():
+        buffers = make_buffers(3, torch.float32)
+        expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
+        triton_commit.move_nodes(buffers, *on_device(path, lengths, counts))
+        assert all(map(same_bits, buffers, expected))
+
+
+def test_a_second_copy_leaves_the_first_alone():
+    lengths, path, counts = PATHS["gaps"]
+    for module in (triton_commit, copy_of(triton_commit), triton_commit):
+        buffers = make_buffers(3, torch.float32)
+        expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
+        module.move_nodes(buffers, *on_device(path, lengths, counts))
+        assert all(map(same_bits, buffers, expected))
 
 
 def test_columns_are_refused():

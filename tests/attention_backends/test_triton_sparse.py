@@ -15,6 +15,7 @@ from tests.attention_backends.kernels import (
     DEVICE,
     NEEDS_AN_INTERPRETER_THAT_WORKS,
     compiled,
+    copy_of,
     python,
 )
 from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention
@@ -144,6 +145,16 @@ def test_custom_op(softcap):
     compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
     for found, expected in zip(compiled(*inputs), doubled(*inputs), strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_second_copy_leaves_the_first_alone():
+    inputs, options, _, _ = make_case((13, 6), 2, 1, (8, 8), torch.float32)
+    expected = run(inputs, options)
+    copy = copy_of(triton_sparse)
+    assert copy._attend is not triton_sparse._attend
+    for module in (triton_sparse, copy):
+        out, lse = module.sparse_attention(*(x.to(DEVICE) for x in inputs), **options)
+        assert torch.equal(out.cpu(), expected[0]) and torch.equal(lse.cpu(), expected[1])
 
 
 def test_why_not(monkeypatch):
