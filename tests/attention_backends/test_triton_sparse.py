@@ -151,10 +151,10 @@ def test_a_second_copy_leaves_the_first_alone():
     inputs, options, _, _ = make_case((13, 6), 2, 1, (8, 8), torch.float32)
     expected = run(inputs, options)
     copy = copy_of(triton_sparse)
-    assert copy._attend is not triton_sparse._attend
-    for module in (triton_sparse, copy):
+    for module in (copy, triton_sparse):
         out, lse = module.sparse_attention(*(x.to(DEVICE) for x in inputs), **options)
         assert torch.equal(out.cpu(), expected[0]) and torch.equal(lse.cpu(), expected[1])
+        copy._split_kernel = None  # whoever runs the copy's code from here on fails
 
 
 def test_why_not(monkeypatch):
