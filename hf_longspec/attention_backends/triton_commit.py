@@ -30,7 +30,7 @@ logger = logging.get_logger(__name__)
 # are 128 numbers of 16 bits.
 BLOCK_M, BLOCK_W = 16, 32
 
-# A published draft brings a copy of this file, of its own age. An op of the same name would run the copy's code here too.
+# A published draft brings a copy of this file, older or newer. An op of the same name would become the copy's here too.
 NAMESPACE = re.sub(r"\W", "_", __name__)
 
 

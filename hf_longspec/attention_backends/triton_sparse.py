@@ -33,7 +33,7 @@ SPLIT_SLOTS = 128
 # Parts that the merging kernel loads at a time.
 BLOCK_PARTS = 16
 
-# A published draft brings a copy of this file, of its own age. An op of the same name would run the copy's code here too.
+# A published draft brings a copy of this file, older or newer. An op of the same name would become the copy's here too.
 NAMESPACE = re.sub(r"\W", "_", __name__)
 
 
