@@ -54,9 +54,11 @@ def _move_kernel(
     """One head of one buffer, one row. The table is int64, and so is whatever is multiplied by a stride."""
     entry = table + tl.program_id(0) * 4
     batch = tl.program_id(1).to(tl.int64)
-    stride_b, stride_s, width = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    prefix = tl.load(entry).to(tl.pointer_type(WORD)) + batch * stride_b + tl.load(lengths + batch) * stride_s
-    count = tl.minimum(tl.load(counts + batch), nodes).to(tl.int32)
+    address, stride_b = tl.load(entry), tl.load(entry + 1)  # unmasked: every program has an entry
+    stride_s, width = tl.load(entry + 2), tl.load(entry + 3)  # unmasked: likewise
+    length, count = tl.load(lengths + batch), tl.load(counts + batch)  # unmasked: one number per row
+    prefix = address.to(tl.pointer_type(WORD)) + batch * stride_b + length * stride_s
+    count = tl.minimum(count, nodes).to(tl.int32)
     for start in range(0, count, BLOCK_M):
         node = start + tl.arange(0, BLOCK_M)
         source = tl.load(path + batch * stride_pb + node.to(tl.int64) * stride_pm, mask=node < count, other=0)
@@ -64,7 +66,7 @@ def _move_kernel(
         for first in range(0, width, BLOCK_W):
             column = first + tl.arange(0, BLOCK_W)
             mask = moved[:, None] & (column < width)[None, :]
-            words = tl.load(prefix + source[:, None] * stride_s + column[None, :], mask=mask)
+            words = tl.load(prefix + source[:, None] * stride_s + column[None, :], mask=mask, other=0)
             # A target may be another node's source, which another thread reads. All nodes of the block are read before
             # any is written; later blocks lie behind everything written so far, as node m is slot m or a later one.
             tl.debug_barrier()

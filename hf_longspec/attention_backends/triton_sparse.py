@@ -106,7 +106,8 @@ def _split_kernel(
     value_at = value + batch * stride_vb + kv_head * stride_vh + value_column[None, :] * stride_vd
     index_at = indices + batch * stride_ib + kv_head * stride_ih
 
-    count = tl.minimum(tl.load(counts + batch * stride_cb), slots)
+    count = tl.load(counts + batch * stride_cb)  # unmasked: one number per row
+    count = tl.minimum(count, slots)
     first = part * SPLIT
     last = tl.minimum(first + SPLIT, count).to(tl.int32)
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -182,7 +183,8 @@ def _merge_kernel(
         highest = new_highest
     seen = total > 0.0
     divisor = tl.where(seen, total, 1.0)
-    tl.store(lse + row + tl.arange(0, 1), tl.where(seen, highest + tl.log(divisor), float("-inf")))
+    merged_lse = tl.where(seen, highest + tl.log(divisor), float("-inf"))
+    tl.store(lse + row + tl.arange(0, 1), merged_lse)  # unmasked: one number per program
     tl.store(out + row * DV + column, (mixed / divisor).to(out.dtype.element_ty), mask=column < DV)
 
 
