@@ -14,6 +14,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .differentiable import differentiable_attention
+from .flash import FLASH_BACKEND
 from .merge import AttentionState, merge_attention_states
 from .reference import REFERENCE_BACKEND
 from .registry import AttentionBackend, AttentionCall, select
@@ -188,7 +189,7 @@ def attention_mask(
 
 def register() -> None:
     """Make the backends known to transformers under their names. Harmless to repeat."""
-    for name in (None, REFERENCE_BACKEND.name, TORCH_BACKEND.name):
+    for name in (None, REFERENCE_BACKEND.name, TORCH_BACKEND.name, FLASH_BACKEND.name):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
         AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
 
