@@ -109,7 +109,7 @@ class TargetShape:
         return sum(context if window is None else min(window, context) for window in windows)
 
 
-def dense_shape(name: str, *, qk_norm: bool = False, tied: bool = False, **sizes: int) -> TargetShape:
+def dense_shape(name: str, *, qk_norm: bool = False, tied: bool = False, **sizes: Any) -> TargetShape:
     """A Llama-like model from its sizes: projections without biases, two norms per layer and one at the end."""
     query, kv = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
     hidden = sizes["hidden"]
