@@ -46,9 +46,10 @@ NOTES = {
     "gpu": (
         "Milliseconds, median of the repeats with the lowest and highest. The target has random weights behind random "
         "keys and values. Floors are computed from the ceilings measured in the same run. Error: relative, of "
-        "attention against float64, of a forward against transformers' logits. c: time of a step without a draft over that of "
-        "an iteration; c times the tau of a paper is what that tau would give here, not a measured speed-up. Timed by: "
-        "graph (replay of a CUDA graph), events (calls between CUDA events, launches included), wall (host clock)."
+        "attention against float64, of a forward against transformers' logits. c: time of a step without a draft over "
+        "that of an iteration; c times the tau of a paper is what that tau would give here, not a measured speed-up. "
+        "Timed by: graph (replay of a CUDA graph), events (calls between CUDA events, launches included), wall (host "
+        "clock)."
     ),
     "acceptance": (
         "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "

@@ -283,7 +283,7 @@ def test_a_call_that_takes_too_long_is_not_repeated():
 
 
 def test_what_does_not_fit_into_memory_is_said(make_run):
-    for free, what in [(1_000, "the random target needs"), (200_000, "transformers' cache and its copy")]:
+    for free, what in [(1_000, "the random target needs"), (150_000, "transformers' cache and its copy")]:
         run = make_run(memory_bytes=free)
         ForwardSections(run).all(PLAN.contexts[:1], batch=6)
         assert not of(run.results.records, "forward")
