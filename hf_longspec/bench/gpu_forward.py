@@ -47,9 +47,9 @@ class ForwardSections:
 
     def cache(self, batch: int, context: int, slots: int, room: int = 1) -> SpeculativeCache:
         """A full cache, if there is memory for it."""
-        length = context + slots + room
+        model, length = self.model, context + slots + room  # the weights come first
         self.run.device.require(cache_bytes(self.run.plan.shape, batch, length, self.run.dtype), "the cache")
-        return full_cache(self.model, batch, context, room, slots)
+        return full_cache(model, batch, context, room, slots)
 
     @torch.no_grad()
     def all(self, contexts: tuple[int, ...], batch: int = 1) -> None:

@@ -287,7 +287,8 @@ def test_what_does_not_fit_into_memory_is_said(make_run):
         run = make_run(memory_bytes=free)
         ForwardSections(run).all(PLAN.contexts[:1], batch=6)
         assert not of(run.results.records, "forward")
-        assert any(what in r["reason"] for r in of(run.results.records, "skipped"))
+        reasons = [record["reason"] for record in of(run.results.records, "skipped")]
+        assert any(what in reason for reason in reasons), reasons
 
 
 def test_sections_of_a_whole_run_fit_into_nine_minutes():
