@@ -5,6 +5,7 @@ from typing import Any
 
 from .engine import HF, PLAIN
 from .gpu_report import gpu_headline
+from .memory_report import memory_headline
 from .report_parts import environment_line, half_width, left_out, markdown_table, note, of_kind, range_of
 from .results import Record
 
@@ -233,5 +234,6 @@ HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "long": ("Long generation", long_headline),
     "ngram": ("N-grams and prompt lookup", ngram_headline),
     "gpu": ("On a GPU", gpu_headline),
+    "memory": ("Extra memory", memory_headline),
     "acceptance": ("Tokens per verification (tau)", acceptance_headline),
 }
