@@ -23,7 +23,7 @@ TABLES = {
 
 def gpu_headline(records: Sequence[Record]) -> str:
     """Forwards and iterations."""
-    return "\n\n".join(part for kind in ("forward", "iteration") for part in _table(records, kind))
+    return "\n\n".join(part for kind in ("forward", "iteration") for part in _table(records, kind, "####"))
 
 
 def gpu_report(records: Sequence[Record]) -> str:
@@ -55,7 +55,7 @@ def _predictions(records: Sequence[Record]) -> list[str]:
     return ["## Predictions", markdown_table(["", "predicted", "outcome", "measured"], rows)] if rows else []
 
 
-def _table(records: Sequence[Record], kind: str) -> list[str]:
+def _table(records: Sequence[Record], kind: str, heading: str = "##") -> list[str]:
     title, columns = TABLES[kind]
     rows = [
         [*(_cell(record.get(name)) for name in columns), *_times(record), record["how"]]
@@ -63,7 +63,7 @@ def _table(records: Sequence[Record], kind: str) -> list[str]:
     ]
     if not rows:
         return []
-    return [f"## {title}", markdown_table([*columns, "ms", "floor, ms", "times floor", "timed by"], rows)]
+    return [f"{heading} {title}", markdown_table([*columns, "ms", "floor, ms", "times floor", "timed by"], rows)]
 
 
 def _times(record: Record) -> list[str]:
