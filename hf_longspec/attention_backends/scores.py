@@ -99,8 +99,8 @@ class ScoreCapture:
         # One matrix product per KV head: broadcasting the keys over the group would copy them (11.0 against 1.7 ms per
         # layer at 16K).
         rows = key_products(grouped.flatten(2, 3), prefix)
-        # In place: with H heads and R rows each of these holds 4 * H * R bytes per entry, and five of them at once were
-        # 2 % of a cache of 16 layers.
+        # In place: each of these holds 4 * H * R bytes per entry. With a copy for every operation the scores of 32K
+        # entries took 11.2 MB in 16 layers with H=8, now 5.1 MB, of 537 MB of keys and values.
         weights = rows.unflatten(2, grouped.shape[2:4]).mul_(scaling)  # [B, K, G, R, S]
         if softcap is not None:
             weights.div_(softcap).tanh_().mul_(softcap)

@@ -97,8 +97,8 @@ class GpuRun:
             if name not in self.refused:
                 try:
                     self.backend(name)
-                except ValueError as error:
-                    self.refuse(name, str(error))
+                except ValueError as error:  # its first two lines are the call and the reason, then comes a remedy
+                    self.refuse(name, "; ".join(line.strip() for line in str(error).splitlines()[:2]))
         return [name for name in self.backends if name not in self.refused]
 
     def refuse(self, name: str, reason: str) -> None:
