@@ -77,10 +77,9 @@ class ForwardSections:
         forward = HfForward(self.model, cache)
         floors = run.roofline(batch, context)
         for count in (1, HF_NODES):
-            timing = run.time(partial(forward, self.tree(count, batch)), graph=False)
-            floor = floors.masked_verify_ms(count)
-            what = {"side": "transformers", "mode": "eager", "nodes": count, "batch": batch, "context": context}
-            run.write_timing("forward", timing, floor, **what)
+            what = {"side": "transformers", "nodes": count, "batch": batch, "context": context}
+            step = partial(forward, self.tree(count, batch))
+            run.attempt(partial(self._time, step, floors.masked_verify_ms(count), what), **what)
         logits.update((count, forward(self.tree(count, batch))) for count in nodes)
 
     def ours(self, cache: SpeculativeCache, expected: torch.Tensor | None, what: dict[str, Any]) -> None:
@@ -94,13 +93,14 @@ class ForwardSections:
             error, allowed = relative_error(verify(), expected.double()), LOGIT_BUDGET.get(run.dtype, 5e-2)
             if not error <= allowed:
                 raise Skip(f"not timed: its logits are off by {error:.1e}, over {allowed:.1e}")
-            shared = {"side": "ours", **what, "error": error}
-            eager = run.time(verify, graph=False)
-            run.write_timing("forward", eager, floor.verify_ms(what["nodes"]), mode="eager", **shared)
-            replay = run.device.capture(verify)
-            captured = run.time(replay, graph=False)
-            graph = Timing(captured.milliseconds, "graph")
-            run.write_timing("forward", graph, floor.verify_ms(what["nodes"]), mode="captured", **shared)
+            self._time(verify, floor.verify_ms(what["nodes"]), {"side": "ours", **what, "error": error})
+
+    def _time(self, step: Callable[[], object], floor_ms: float, what: dict[str, Any]) -> None:
+        """Either side in eager mode, and replayed from a CUDA graph."""
+        run = self.run
+        run.write_timing("forward", run.time(step, graph=False), floor_ms, mode="eager", **what)
+        replayed = run.time(run.device.capture(step), graph=False)
+        run.write_timing("forward", Timing(replayed.milliseconds, "graph"), floor_ms, mode="captured", **what)
 
     def verification(self, cache: SpeculativeCache, tree: DraftTree) -> Callable[[], torch.Tensor]:
         """One verification that leaves the cache as it was."""

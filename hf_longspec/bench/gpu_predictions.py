@@ -40,7 +40,7 @@ class Prediction:
         }
 
 
-def _kernels(records: Sequence[Record], kind: str = "kernel", **where: object) -> Iterator[Record]:
+def _lines(records: Sequence[Record], kind: str = "kernel", **where: object) -> Iterator[Record]:
     for record in records:
         if record["kind"] == kind and all(record.get(name) == value for name, value in where.items()):
             yield record
@@ -51,15 +51,15 @@ def _ms(record: Record) -> float:
 
 
 def _bandwidth(records: Sequence[Record]) -> Iterator[Judgement]:
-    for record in _kernels(records, batch=1, context=MIDDLE, nodes=1):
+    for record in _lines(records, batch=1, context=MIDDLE, nodes=1):
         yield record["tb_per_second"], record["tb_per_second"] >= 3.0 and record["times_floor"] < 1.4
 
 
 def _against_one(nodes: int, low: float, high: float, kind: str = "kernel", **where: object):
     def judge(records: Sequence[Record]) -> Iterator[Judgement]:
-        for record in _kernels(records, kind, nodes=nodes, **where):
+        for record in _lines(records, kind, nodes=nodes, **where):
             same = {name: record.get(name) for name in ("backend", "batch", "context", "mode", "side")}
-            for alone in _kernels(records, kind, nodes=1, **same):
+            for alone in _lines(records, kind, nodes=1, **same):
                 ratio = _ms(record) / _ms(alone)
                 yield ratio, low <= ratio <= high
 
@@ -67,30 +67,31 @@ def _against_one(nodes: int, low: float, high: float, kind: str = "kernel", **wh
 
 
 def _scores(records: Sequence[Record]) -> Iterator[Judgement]:
-    for record in _kernels(records, "score_rows"):
+    for record in _lines(records, "score_rows"):
         yield record["overhead"], record["overhead"] < 0.02
 
 
 def _masked_block(records: Sequence[Record]) -> Iterator[Judgement]:
-    plain = {"side": "transformers", "context": MIDDLE, "batch": 1}
-    for block in _kernels(records, "forward", nodes=8, **plain):
-        for alone in _kernels(records, "forward", nodes=1, **plain):
+    plain = {"side": "transformers", "mode": "eager", "context": MIDDLE, "batch": 1}
+    for block in _lines(records, "forward", nodes=8, **plain):
+        for alone in _lines(records, "forward", nodes=1, **plain):
             extra = _ms(block) - _ms(alone)
             yield extra, 6.0 <= extra <= 10.0
 
 
 def _eager_step(records: Sequence[Record]) -> Iterator[Judgement]:
-    for record in _kernels(records, "forward", side="transformers", nodes=1, context=SHORT, batch=1):
+    eager = {"side": "transformers", "mode": "eager"}
+    for record in _lines(records, "forward", **eager, nodes=1, context=SHORT, batch=1):
         yield _ms(record), 10.0 <= _ms(record) <= 20.0
 
 
 def _captured_step(records: Sequence[Record]) -> Iterator[Judgement]:
-    for record in _kernels(records, "forward", side="ours", mode="captured", nodes=1, context=SHORT, batch=1):
+    for record in _lines(records, "forward", side="ours", mode="captured", nodes=1, context=SHORT, batch=1):
         yield _ms(record), 5.0 <= _ms(record) <= 6.0
 
 
 def _no_draft_beats_its_floor(records: Sequence[Record]) -> Iterator[Judgement]:
-    for record in _kernels(records, "iteration"):
+    for record in _lines(records, "iteration"):
         if record["draft"] != PLAIN:
             yield record["times_floor"], record["times_floor"] >= 1.0
 

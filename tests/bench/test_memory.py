@@ -1,8 +1,5 @@
 """What a call of `generate` needs at its peak, at small sizes, and that the measurement sees what it is there for."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +14,7 @@ from hf_longspec.bench.results import ResultFile, read_records
 from hf_longspec.bench.timing import TimeGuard
 from hf_longspec.bench.verification_inputs import Shape
 from hf_longspec.generation.cache import SpeculativeLayer
+from tests.bench.gpu_runs import script
 
 SMALL = Shape(layers=12, hidden=32, intermediate=48, heads=8, kv_heads=4, head_dim=32, vocab=64)
 # longer than what the torch backend computes in one masked call, whose mask grows up to there
@@ -27,14 +25,6 @@ MIB = 2**20
 PYTHON_NOISE = 2**18
 
 
-def script():
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_memory", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
@@ -43,7 +33,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def drafts(model):
-    return script().make_drafts(model, script().parse(["--budget", "256"]))
+    return script("memory").make_drafts(model, script("memory").parse(["--budget", "256"]))
 
 
 def measure(model, drafts, output, contexts=CONTEXTS):

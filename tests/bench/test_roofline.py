@@ -1,6 +1,4 @@
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from hf_longspec.bench.roofline import Roofline
 from hf_longspec.bench.roofline_report import Drafting, roofline_rows
 from hf_longspec.bench.roofline_shapes import MACHINES, SHAPES, Machine, dense_shape, shape_from_config, shape_of
 from hf_longspec.testing import tiny_target
+from tests.bench.gpu_runs import script
 
 H200 = Machine("H200", 4.3, 790, 141)
 # The expected figures below were computed by hand with two decimals and taken over rounded: half of the last one.
@@ -154,14 +153,6 @@ def test_refusals(tmp_path):
         Machine("none", 0, 1)
     with pytest.raises(ValueError, match="batch=0"):
         at((0, 10))
-
-
-def script(name):
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_command_line(tmp_path, capsys):
