@@ -123,6 +123,7 @@ def test_a_section_ends_with_its_own_seconds(make_run):
     benchmark = GpuBenchmark(run, script().make_drafts)
     run.section("kernels", lambda: benchmark.attention.kernels(PLAN.points))
     assert not of(run.results.records, "kernel")
+    assert {r["reason"] for r in of(run.results.records, "skipped")} == {"no time left"}
     run.section("correctness", benchmark.attention.correctness)  # the time of the next one is its own
     assert of(run.results.records, "correctness")
 
