@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,21 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def gpu_environment(device: torch.device) -> dict[str, Any]:
+    """The GPU with its memory and the versions that its kernels depend on; on a CPU the versions only."""
+    found: dict[str, Any] = {"device": device.type, "cuda": torch.version.cuda}
+    for package in ("triton", "flash_attn", "flashinfer-python", "xformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"], found["memory_gb"] = properties.name, round(properties.total_memory / 1e9, 1)
+        found["capability"] = f"{properties.major}.{properties.minor}"
+    return found
 
 
 def command() -> str:

@@ -43,6 +43,22 @@ NOTES = {
         "repeats, lowest and highest in brackets; reading the prompt once is outside of it, transformers' search "
         "through the whole text in every step is inside."
     ),
+    "gpu": (
+        "Milliseconds, median of the repeats with the lowest and highest. The target has random weights behind random "
+        "keys and values. Floors are computed from the ceilings measured in the same run. Error: relative, of "
+        "attention against float64, of a forward against transformers' logits. c: time of a step without a draft over "
+        "that of an iteration; c times the tau of a paper is what that tau would give here, not a measured speed-up. "
+        "Timed by: graph (replay of a CUDA graph), events (calls between CUDA events, launches included), wall (host "
+        "clock)."
+    ),
+    "memory": (
+        "Peak of a call of `generate` beyond weights, keys and values, and its share of the keys and values: tensors "
+        "and scratch buffers as torch's allocator reports them, numpy's buffers and Python's objects as tracemalloc "
+        "does. Decoding: three tokens behind a full cache. Prefill: the last chunk of a prompt, `hf generate` with the "
+        "same chunks. Bounds: what the method took at the smallest context, plus what may grow with the text; for "
+        "SpecAttn what the loop without a draft took, its selected entries and 0.8 % of the cache for scores; for the "
+        "prefill what `hf generate` took, plus what may grow with the text."
+    ),
     "acceptance": (
         "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
         "interval. In brackets: difference to the first row of the same mode, prompt by prompt, with its 95 % "

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .engine import COMPILED, HF, PLAIN
+from .gpu_report import gpu_headline
+from .memory_report import memory_headline
 from .report_parts import environment_line, half_width, left_out, markdown_table, note, of_kind, range_of
 from .results import Record
 
@@ -233,5 +235,7 @@ HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "offsets": ("The target under offsets", offsets_headline),
     "long": ("Long generation", long_headline),
     "ngram": ("N-grams and prompt lookup", ngram_headline),
+    "gpu": ("On a GPU", gpu_headline),
+    "memory": ("Extra memory", memory_headline),
     "acceptance": ("Tokens per verification (tau)", acceptance_headline),
 }

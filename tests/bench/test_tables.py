@@ -83,6 +83,19 @@ def results(tmp_path):
     write(tmp_path / "long.jsonl", "long", [*texts, {**behind, "method": "hf generate"}])
     copied = {**sampled, "options": {"draft": "hf prompt lookup"}, "tau": interval(1.25)}
     write(tmp_path / "ngram.jsonl", "ngram", [copied, decoding("n-grams", "greedy", 70.0, tau=1.5)])
+    forward = {
+        "kind": "forward",
+        "side": "ours",
+        "backend": "b",
+        "mode": "eager",
+        "batch": 1,
+        "context": 96,
+        "nodes": 5,
+    }
+    timed = {"ms": summary(7.0), "how": "wall", "floor_ms": 3.5, "times_floor": 2.0, "error": 0.01}
+    write(tmp_path / "gpu.jsonl", "gpu", [forward | timed])
+    extra = {"kind": "memory", "part": "decode", "method": "x", "context": 65536, "extra_bytes": 3 * 2**20}
+    write(tmp_path / "memory.jsonl", "memory", [extra | {"torch_bytes": 2**20, "kv_bytes": 300 * 2**20}])
     write(
         tmp_path / "acceptance.jsonl",
         "acceptance",
@@ -111,14 +124,16 @@ def test_readme_gets_all_tables_and_keeps_the_rest(results, tmp_path, capsys):
     assert "| sample | draft=hf prompt lookup | 1.25 ± 0.05 |" in text
     assert "1.40x; 1.17x plain, tau 1.50" in text
     assert "| x | 20000 | 90.0 | 1.50 | 60.0 |  | 3.00 | 1.25 | 0.06 | 0.01 | 0.40 / 0.10 |" in text
-    assert text.count("commit abc123") == 7
+    assert "| ours | b | eager | 1 | 96 | 5 | 0.01 | 7.000 (6.900-7.100) | 3.5 | 2 | wall |" in text
+    assert "| decode | x | 3.00 MiB, 1.00% |" in text
+    assert text.count("commit abc123") == 9
     assert "Defaults: num_assistant_tokens=4." in text
     assert "20.5 GB/s" in text
     assert text.count("The run was not finished.") == 1
     assert [text.index(f"### {title}") for title, _ in HEADLINES.values()] == sorted(
         text.index(f"### {title}") for title, _ in HEADLINES.values()
     )
-    assert "engine, verification, draft_state, offsets, long, ngram, acceptance" in capsys.readouterr().out
+    assert "engine, verification, draft_state, offsets, long, ngram, gpu, memory, acceptance" in capsys.readouterr().out
 
 
 def test_writing_twice_changes_nothing(results, tmp_path):
