@@ -89,10 +89,11 @@ def scored_attention(
         `(scores - lse of that row).exp()`: `score="weights"`.
 
     Raises:
-        ValueError: If a group has more than 32 heads (8 in float32): one program has to see both nodes' rows.
+        ValueError: If a group has more than 32 heads (16 with vectors above 128, 8 in float32): both nodes have to fit
+            in one program.
     """
     groups = query.shape[1] // key.shape[1]
-    most = largest_rows(query.element_size())
+    most = largest_rows(query.shape[3], value.shape[3], query.element_size())
     if 2 * groups > most:
         raise ValueError(
             f"{groups} query heads share a key head, and the scores of two nodes would be {2 * groups} rows of one "

@@ -41,9 +41,20 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def largest_rows(itemsize: int) -> int:
-    """Most query rows of one program. Without tensor cores all operands of a product are in registers."""
-    return 16 if itemsize == 4 else 64
+# For 16-bit numbers: the largest size of a vector -> the rows of a program -> block_keys, num_warps, num_stages.
+# What differs from the usual (16 or 32, 128, 4, 2) spilled: with vectors of 128 and 4 warps 16 to 40 bytes a thread.
+PREFIX_TILES = {
+    64: {16: (128, 4, 2), 32: (64, 4, 3), 64: (64, 4, 3)},
+    128: {16: (64, 4, 3), 32: (64, 8, 3), 64: (64, 8, 3)},
+    256: {16: (64, 8, 2), 32: (64, 8, 2)},
+}
+# In float32 no tensor cores are used, and all operands of a product are in registers.
+PREFIX_TILES_FLOAT32 = {64: {16: (32, 4, 2)}, 128: {16: (16, 4, 2)}, 256: {16: (16, 8, 2)}}
+
+
+def largest_rows(size: int, value_size: int, itemsize: int) -> int:
+    """Most query rows of one program of the prefix kernel."""
+    return max(_tiles(size, value_size, itemsize))
 
 
 @cache
@@ -57,28 +68,22 @@ def prefix_config(rows: int, size: int, value_size: int, itemsize: int, shared_m
         itemsize (`int`): Bytes of one number.
         shared_memory (`int`): Bytes that one program may use.
     """
-    block_size, block_value = (power_of_two(max(SMALLEST_TILE, x)) for x in (size, value_size))
-    block_rows = min(max(SMALLEST_TILE, power_of_two(rows)), largest_rows(itemsize))
-    large = max(block_size, block_value) > 128
-    if itemsize == 4:
-        block_keys, num_warps, num_stages = 32, 8 if large else 4, 2
-    elif block_rows == 64:
-        block_keys, num_warps, num_stages = 64, 8 if large else 4, 2 if large else 3
-    else:
-        block_keys, num_warps, num_stages = 64 if large else 128, 4, 2
+    tiles = _tiles(size, value_size, itemsize)
+    block_rows = min(max(SMALLEST_TILE, power_of_two(rows)), max(tiles))
+    block_keys, num_warps, num_stages = tiles[block_rows]
     # The length of a split depends on the rows, never on the prefix or the batch: a query's sums then have the same
-    # order however long the cache is. Partial results are written once per split; with many rows that costs as much as
-    # 512 keys and values themselves, hence longer splits.
+    # order however long the cache is. Partial results are written once per split; those of 64 rows are a quarter of
+    # what 512 keys and values are (D=128, 16 bits), hence longer splits then.
     split_keys = 512 if block_rows < 64 else 1024
-    tile = TileConfig(block_rows, block_keys, split_keys, block_size, block_value, num_warps, num_stages)
-    return fit(tile, itemsize, shared_memory)
+    blocks = (power_of_two(max(SMALLEST_TILE, x)) for x in (size, value_size))
+    return fit(TileConfig(block_rows, block_keys, split_keys, *blocks, num_warps, num_stages), itemsize, shared_memory)
 
 
 @cache
 def tree_config(rows: int, size: int, value_size: int, itemsize: int, shared_memory: int) -> TileConfig:
     """Tiles of the tree kernel; arguments as above. With 64 rows and a mask it spills, hence 32."""
     tile = prefix_config(min(rows, 32), size, value_size, itemsize, shared_memory)
-    return fit(tile._replace(block_keys=min(tile.block_keys, 32)), itemsize, shared_memory)
+    return tile._replace(block_keys=min(tile.block_keys, 32), num_stages=2)
 
 
 def fit(tile: TileConfig, itemsize: int, shared_memory: int) -> TileConfig:
@@ -92,3 +97,8 @@ def fit(tile: TileConfig, itemsize: int, shared_memory: int) -> TileConfig:
     while needed(keys) > shared_memory and keys > SMALLEST_TILE:
         keys //= 2
     return tile._replace(block_keys=keys)
+
+
+def _tiles(size: int, value_size: int, itemsize: int) -> dict[int, tuple[int, int, int]]:
+    tables = PREFIX_TILES_FLOAT32 if itemsize == 4 else PREFIX_TILES
+    return next(tiles for largest, tiles in tables.items() if max(size, value_size) <= largest)

@@ -38,6 +38,11 @@ def jit(**options: Any) -> Callable[[Any], Any]:
     return (lambda function: function) if triton is None else triton.jit(**options)
 
 
+def constant(number: float) -> Any:
+    """A number that kernels may use by its name: a compiled kernel reads no other globals."""
+    return number if triton is None else tl.constexpr(number)
+
+
 def upcast(tensor: torch.Tensor) -> bool:
     """Whether kernels must convert this tensor's numbers to float32 before they calculate with them."""
     return INTERPRETED and tensor.dtype == torch.bfloat16

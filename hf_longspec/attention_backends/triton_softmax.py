@@ -6,16 +6,17 @@ sum of the values. Scores are in base 2 (multiplied by log2 e beforehand), becau
 
 from __future__ import annotations
 
-from .triton_runtime import jit, tl
+import math
 
-# Annotated, because a compiled kernel reads no other globals.
-LOG2_E: tl.constexpr = 1.4426950408889634
-LN_2: tl.constexpr = 0.6931471805599453
+from .triton_runtime import constant, jit, tl
+
+LOG2_E = constant(math.log2(math.e))
+LN_2 = constant(math.log(2.0))
 
 
 def score_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
     """`(scale, cap)` such that `scores_of` yields scores in base 2."""
-    return (scaling * LOG2_E, 0.0) if softcap is None else (scaling / softcap, softcap * LOG2_E)
+    return (scaling * math.log2(math.e), 0.0) if softcap is None else (scaling / softcap, softcap * math.log2(math.e))
 
 
 @jit()
