@@ -83,7 +83,8 @@ def prefix_config(rows: int, size: int, value_size: int, itemsize: int, shared_m
 def tree_config(rows: int, size: int, value_size: int, itemsize: int, shared_memory: int) -> TileConfig:
     """Tiles of the tree kernel; arguments as above. With 64 rows and a mask it spills, hence 32."""
     tile = prefix_config(min(rows, 32), size, value_size, itemsize, shared_memory)
-    return tile._replace(block_keys=min(tile.block_keys, 32), num_stages=2)
+    num_warps = 8 if max(size, value_size) > 128 else 4  # 8 spill with vectors of 128 on sm_80
+    return tile._replace(block_keys=min(tile.block_keys, 32), num_warps=num_warps, num_stages=2)
 
 
 def fit(tile: TileConfig, itemsize: int, shared_memory: int) -> TileConfig:
