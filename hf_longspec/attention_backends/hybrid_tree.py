@@ -123,9 +123,9 @@ class TreeContext:
         mask, host_lengths = self.windowed_mask(options["sliding_window"]), self.host_lengths
         if backend.hybrid_attention is not None:
             step = {"lengths": self.lengths, "host_lengths": host_lengths, "memo": self._memo}
-            state = backend.hybrid_attention(query, key, value, mask, self.positions, sinks=sinks, **step, **options)
-            if state is not None:
-                return state
+            hybrid = backend.hybrid_attention(query, key, value, mask, self.positions, sinks=sinks, **step, **options)
+            if hybrid is not None:
+                return hybrid
         place = {"positions": self.positions, "host_lengths": host_lengths}
         prefix = backend.prefix_attention(query, key, value, self.lengths, **place, **options)
         nodes = self.staged(key), self.staged(value)

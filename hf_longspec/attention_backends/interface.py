@@ -1,9 +1,10 @@
 """The attention function that transformers calls, and its registration.
 
 `attn_implementation="hf_longspec"` takes the preferred backend for every call, `"hf_longspec_torch"`,
-`"hf_longspec_triton"` and `"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes. Without one this is ordinary
-attention: causal by itself when transformers hands over no mask, under the mask otherwise. Nothing is ever delegated to
-transformers' own implementations: eager has no causality of its own, sdpa has neither softcap nor sinks.
+`"hf_longspec_triton"` and `"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes.
+Without one this is ordinary attention: causal by itself when transformers hands over no mask, under the mask otherwise.
+Nothing is ever delegated to transformers' own implementations: eager has no causality of its own, sdpa has neither
+softcap nor sinks.
 """
 
 from functools import partial

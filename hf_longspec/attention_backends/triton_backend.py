@@ -34,7 +34,7 @@ def prefix_attention(
 ) -> AttentionState:
     """N queries against the committed prefix; see reference.py. `host_lengths` is only checked."""
     _check_capacity(key, host_lengths, 0)
-    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     return _attend(query, key, value, lengths, positions, **options)[:2]
 
 
@@ -55,7 +55,7 @@ def hybrid_attention(
 ) -> AttentionState:
     """N staged nodes against the prefix and each other; see torch_hybrid.py. `host_lengths` is only checked."""
     _check_capacity(key, host_lengths, mask.shape[-1])
-    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     return _attend(query, key, value, lengths, positions, mask, sinks, **options)[:2]
 
 
@@ -100,7 +100,7 @@ def scored_attention(
             f"program, expected at most {most}. Collect the scores with ScoreCapture."
         )
     last_node = last_node.to(query.device)
-    options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     return _attend(query, key, value, lengths, positions, mask, sinks, last_node, per_row, **options)
 
 

@@ -1,7 +1,7 @@
 """Partial attention results, put together: all splits of the prefix, the tree and the sinks in one pass.
 
-    lse = log sum_p exp(lse_p) (+ exp(sink))        out = sum_p exp(lse_p - lse) out_p
-    reference: merge.py
+lse = log sum_p exp(lse_p) (+ exp(sink))        out = sum_p exp(lse_p - lse) out_p
+reference: merge.py
 """
 
 from __future__ import annotations

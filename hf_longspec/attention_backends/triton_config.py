@@ -75,8 +75,9 @@ def prefix_config(rows: int, size: int, value_size: int, itemsize: int, shared_m
     # order however long the cache is. Partial results are written once per split; those of 64 rows are a quarter of
     # what 512 keys and values are (D=128, 16 bits), hence longer splits then.
     split_keys = 512 if block_rows < 64 else 1024
-    blocks = (power_of_two(max(SMALLEST_TILE, x)) for x in (size, value_size))
-    return fit(TileConfig(block_rows, block_keys, split_keys, *blocks, num_warps, num_stages), itemsize, shared_memory)
+    block_size, block_value = (power_of_two(max(SMALLEST_TILE, x)) for x in (size, value_size))
+    tile = TileConfig(block_rows, block_keys, split_keys, block_size, block_value, num_warps, num_stages)
+    return fit(tile, itemsize, shared_memory)
 
 
 @cache

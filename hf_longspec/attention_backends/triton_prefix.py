@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from .triton_config import prefix_config
+from .triton_config import TileConfig, prefix_config
 from .triton_runtime import jit, launching_on, shared_memory, tl, upcast
 from .triton_softmax import LN_2, add_block, finish, score_factors, scores_of
 
@@ -30,6 +30,27 @@ def node_of_row(row, last, GROUPS: tl.constexpr):
     node = row // GROUPS
     swapped = tl.maximum(last, 1)  # last = 0 swaps node 1 with itself
     return tl.where(node == 1, swapped, tl.where(node == swapped, 1, node))
+
+
+@jit()
+def store_summed(score, products, slot, is_slot, node, last, tile, is_row):
+    """`q . k` [rows, keys] of node 0 and of the last node, summed; a lone node counts twice, as in scores.py."""
+    if tile == 0:
+        times = tl.where(node == 0, 1.0, 0.0) + tl.where(node == last, 1.0, 0.0)
+        summed = tl.sum(products * tl.where(is_row, times, 0.0)[:, None], 0)  # [keys]
+        tl.store(score + slot, summed, mask=is_slot)
+
+
+@jit()
+def store_rows(score, scores, slot, is_slot, row, node, last, tile, is_row, slots, GROUPS: tl.constexpr):
+    """Scores [rows, keys] of node 0 and of the last node, one by one: [2, G, S]."""
+    if tile == 0:
+        where = is_row[:, None] & is_slot[None, :]
+        logits = scores * LN_2
+        of_first = score + (row % GROUPS).to(tl.int64)[:, None] * slots + slot[None, :]
+        tl.store(of_first, logits, mask=where & (node == 0)[:, None])
+        of_last = of_first + GROUPS * slots.to(tl.int64)
+        tl.store(of_last, logits, mask=where & (node == last)[:, None])
 
 
 @jit(do_not_specialize=["nodes", "slots", "parts", "window"])
@@ -125,18 +146,12 @@ def prefix_kernel(
             k, v = k.to(tl.float32), v.to(tl.float32)
         products, scores = scores_of(q, k, scale, cap, HAS_SOFTCAP)  # [rows, keys]
         if SCORES == 1:
-            if tile == 0:
-                times = tl.where(node == 0, 1.0, 0.0) + tl.where(node == last, 1.0, 0.0)
-                summed = tl.sum(products * tl.where(is_row, times, 0.0)[:, None], 0)  # [keys]
-                tl.store(score + (batch * kv_heads + kv_head) * slots + slot, summed, mask=is_slot)
+            store_summed(
+                score + (batch * kv_heads + kv_head) * slots, products, slot, is_slot, node, last, tile, is_row
+            )
         if SCORES == 2:
-            if tile == 0:
-                of_first = ((batch * kv_heads + kv_head) * 2 * GROUPS + row % GROUPS) * slots  # [rows]
-                of_last = of_first + GROUPS * slots.to(tl.int64)
-                where = is_row[:, None] & is_slot[None, :]
-                logits = scores * LN_2
-                tl.store(score + of_first[:, None] + slot[None, :], logits, mask=where & (node == 0)[:, None])
-                tl.store(score + of_last[:, None] + slot[None, :], logits, mask=where & (node == last)[:, None])
+            of_head = score + (batch * kv_heads + kv_head) * 2 * GROUPS * slots
+            store_rows(of_head, scores, slot, is_slot, row, node, last, tile, is_row, slots, GROUPS)
         visible = is_slot[None, :]
         if HAS_WINDOW:
             visible = visible & (slot[None, :] >= row_from[:, None])
@@ -224,6 +239,6 @@ def launch_prefix(
         )
 
 
-def _config(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor):
+def _config(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> TileConfig:
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     return prefix_config(rows, query.shape[3], value.shape[3], query.element_size(), shared_memory(query.device))

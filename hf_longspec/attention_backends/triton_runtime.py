@@ -17,9 +17,11 @@ import torch
 
 try:
     import triton
-    import triton.language as tl
+    from triton import language
 except ImportError:
-    triton = tl = None
+    triton = language = None
+
+tl: Any = language
 
 INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -9,7 +9,7 @@ from hf_longspec.attention_backends import reference, triton_prefix
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.triton_backend import TRITON_BACKEND, scored_attention
 from tests.attention_backends.oracle import assert_within_budget, layout
-from tests.attention_backends.test_torch_sdpa import double, prefix_case, tensors
+from tests.attention_backends.test_torch_sdpa import prefix_case, tensors
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 
@@ -153,8 +153,10 @@ def test_scores_against_a_double_loop(kernel_device, nodes, groups, last, window
     for b, length in enumerate(lengths.tolist()):
         for head in range(2):
             for slot in range(length):
-                dots = [[(q[b, head * groups + g, n] @ k[b, head, slot]).item() for g in range(groups)]
-                        for n in (0, last[b])]
+                dots = [
+                    [(q[b, head * groups + g, n] @ k[b, head, slot]).item() for g in range(groups)]
+                    for n in (0, last[b])
+                ]
                 assert summed[b, head, slot].item() == pytest.approx(sum(map(sum, dots)), abs=SCORE_ERROR)
                 capped = softcap * torch.tanh(torch.tensor(dots) * options["scaling"] / softcap)
                 torch.testing.assert_close(rows[b, head, :, :, slot], capped, rtol=0, atol=SCORE_ERROR)
@@ -183,7 +185,7 @@ def test_scores_are_those_of_specattn(kernel_device, score):
 def test_scores_of_too_many_heads(kernel_device):
     query, key, value = tensors(1, 1, 9, 2, 20, 16, torch.float32)
     inputs = on(kernel_device, query, key, value, torch.tensor([20]), torch.tensor([1]))
-    with pytest.raises(ValueError, match="9 query heads share a key head.*expected at most 16"):
+    with pytest.raises(ValueError, match=r"9 query heads share a key head.*expected at most 16"):
         scored_attention(*inputs, scaling=1.0)
 
 
@@ -201,6 +203,5 @@ def test_the_number_of_splits_follows_the_capacity(kernel_device):
 
 
 def test_double_is_not_what_kernels_calculate_in(kernel_device):
-    query, key, value = double(*tensors(1, 2, 2, 1, 9, 16, torch.float32))
-    call = (query.device, query.dtype, 16, 16)
-    assert "dtype is torch.float64" in TRITON_BACKEND.why_not(reference.AttentionCall(*call))
+    call = reference.AttentionCall(kernel_device, torch.float64, 16, 16)
+    assert "dtype is torch.float64" in TRITON_BACKEND.why_not(call)
