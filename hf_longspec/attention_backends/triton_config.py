@@ -49,7 +49,7 @@ PREFIX_TILES = {
     256: {16: (64, 8, 2), 32: (64, 8, 2)},
 }
 # In float32 no tensor cores are used, and all operands of a product are in registers.
-PREFIX_TILES_FLOAT32 = {64: {16: (32, 4, 2)}, 128: {16: (16, 4, 2)}, 256: {16: (16, 8, 2)}}
+PREFIX_TILES_FLOAT32 = {64: {16: (16, 4, 2)}, 128: {16: (16, 4, 2)}, 256: {16: (16, 8, 2)}}
 
 
 def largest_rows(size: int, value_size: int, itemsize: int) -> int:

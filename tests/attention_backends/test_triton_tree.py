@@ -180,6 +180,24 @@ def test_sparse(kernel_device):
     assert_within_budget(on("cpu", *TRITON_BACKEND.sparse_attention(*inputs, scaling=0.3)), exact, plain)
 
 
+def test_offsets_beyond_32_bits(kernel_device):
+    """Row 2 of a batch lies behind 2^31 numbers. The memory is reserved, and only what is used is touched."""
+    torch.use_deterministic_algorithms(False)  # poisoned_memory would fill all of it
+    stride = 2**30 + 64
+    try:
+        memory = torch.empty(2 * stride + 2048, dtype=FLOAT16, device=kernel_device)
+    except RuntimeError as error:
+        pytest.skip(f"no address space: {error}")
+    context, query, key, value = build((20, 3, 9), 5, kv_heads=1, dtype=FLOAT16)
+    exact, plain = expected(context, query, key, value, None, None, None)
+    view = {"size": key.shape, "stride": (stride, key[0, 0].numel(), 16, 1)}
+    far = [memory.as_strided(**view, storage_offset=offset).copy_(x) for offset, x in ((0, key), (1024, value))]
+    context = move(context, kernel_device)
+    context.capture = Capture()
+    out = context.attend(TRITON_BACKEND, 0, query.to(kernel_device), *far, scaling=SCALING)
+    assert_within_budget(on("cpu", out, context.capture.collected[0][3]), exact, plain)
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="a trap of the interpreter")
 @pytest.mark.parametrize("kernel", ["triton_prefix", "triton_tree"])
 def test_bfloat16_is_interpreted_wrongly_without_a_cast(kernel_device, kernel, monkeypatch):
