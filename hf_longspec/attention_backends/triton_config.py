@@ -44,7 +44,7 @@ def power_of_two(number: int) -> int:
 # For 16-bit numbers: the largest size of a vector -> the rows of a program -> block_keys, num_warps, num_stages.
 # What differs from the usual (16 or 32, 128, 4, 2) spilled: with vectors of 128 and 4 warps 16 to 40 bytes a thread.
 PREFIX_TILES = {
-    64: {16: (128, 4, 2), 32: (64, 4, 3), 64: (64, 4, 3)},
+    64: {16: (128, 4, 2), 32: (64, 4, 3), 64: (64, 8, 3)},
     128: {16: (64, 4, 3), 32: (64, 8, 3), 64: (64, 8, 3)},
     256: {16: (64, 8, 2), 32: (64, 8, 2)},
 }

@@ -104,7 +104,7 @@ def tree_kernel(
             k, v = k.to(tl.float32), v.to(tl.float32)
         _, scores = scores_of(q, k, scale, cap, HAS_SOFTCAP)  # [rows, keys]
         if ADDITIVE:
-            scores += bias * LOG2_E
+            scores += tl.where(visible, bias, 0.0) * LOG2_E
         acc, highest, total = add_block(acc, highest, total, tl.where(visible, scores, float("-inf")), v)
 
     acc, row_lse = finish(acc, highest, total)
