@@ -36,6 +36,7 @@ def test_tree(kernel_device, nodes, groups, size, form, softcap, dtype):
     query, key, value = tensors(2, 2, groups, nodes, nodes, size, dtype)
     mask, _ = random_tree(2, nodes, torch.Generator().manual_seed(nodes))
     mask[0, nodes // 2] = False  # sees nothing
+    mask[0, -1, : nodes - 1] = False  # sees itself only, and nothing in the blocks before
     mask[1, :, nodes - 1] = False  # seen by nobody, and may be anything
     key[1, :, nodes - 1], value[1, :, nodes - 1] = torch.nan, torch.nan
     options = {"scaling": size**-0.5, "softcap": softcap}
