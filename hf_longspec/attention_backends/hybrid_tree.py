@@ -96,9 +96,7 @@ class TreeContext:
         """
         self.calls.total += 1
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
-        out, lse = self._attend(backend, query, key, value, options)
-        if sinks is not None:
-            out, lse = merge_attention_states([(out, lse)], sinks)
+        out, lse = self._attend(backend, query, key, value, sinks, options)
         if self.capture is not None:
             where = {"lengths": self.lengths, "host_lengths": self.host_lengths}
             self.capture.collect(layer_idx, query, key, lse, scaling=scaling, softcap=softcap, **where)
@@ -110,25 +108,27 @@ class TreeContext:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        sinks: torch.Tensor | None,
         options: dict[str, Any],
     ) -> AttentionState:
         if self.mask.shape[-1] == 1:  # a lone root: its own slot simply ends the prefix
             lengths, host_lengths = self._lengths_with_root()
             positions = self.positions
-            return backend.prefix_attention(
+            state = backend.prefix_attention(
                 query, key, value, lengths, positions=positions, host_lengths=host_lengths, **options
             )
+            return state if sinks is None else merge_attention_states([state], sinks)
         mask, host_lengths = self.windowed_mask(options["sliding_window"]), self.host_lengths
         if backend.hybrid_attention is not None:
-            memo = {"host_lengths": host_lengths, "memo": self._memo}
-            state = backend.hybrid_attention(query, key, value, mask, self.positions, **options, **memo)
-            if state is not None:
-                return state
+            step = {"lengths": self.lengths, "host_lengths": host_lengths, "memo": self._memo}
+            hybrid = backend.hybrid_attention(query, key, value, mask, self.positions, sinks=sinks, **step, **options)
+            if hybrid is not None:
+                return hybrid
         place = {"positions": self.positions, "host_lengths": host_lengths}
         prefix = backend.prefix_attention(query, key, value, self.lengths, **place, **options)
         nodes = self.staged(key), self.staged(value)
         tree = backend.tree_attention(query, *nodes, mask, scaling=options["scaling"], softcap=options["softcap"])
-        return merge_attention_states([prefix, tree])
+        return merge_attention_states([prefix, tree], sinks)
 
     # not cached_property: it takes a lock, which torch.compile cannot trace
     @property

@@ -1,9 +1,10 @@
 """The attention function that transformers calls, and its registration.
 
-`attn_implementation="hf_longspec"` takes the preferred backend for every call, `"hf_longspec_torch"` and
-`"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes. Without one this is ordinary
-attention: causal by itself when transformers hands over no mask, under the mask otherwise. Nothing is ever delegated to
-transformers' own implementations: eager has no causality of its own, sdpa has neither softcap nor sinks.
+`attn_implementation="hf_longspec"` takes the preferred backend for every call, `"hf_longspec_torch"`,
+`"hf_longspec_triton"` and `"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes.
+Without one this is ordinary attention: causal by itself when transformers hands over no mask, under the mask otherwise.
+Nothing is ever delegated to transformers' own implementations: eager has no causality of its own, sdpa has neither
+softcap nor sinks.
 """
 
 from functools import partial
@@ -19,6 +20,7 @@ from .merge import AttentionState, merge_attention_states
 from .reference import REFERENCE_BACKEND
 from .registry import AttentionBackend, AttentionCall, select
 from .torch_sdpa import TORCH_BACKEND
+from .triton_backend import TRITON_BACKEND
 
 # Transformers treats names with "flash", "sdpa", "/" or "paged|" in them in its own way.
 AUTOMATIC = "hf_longspec"
@@ -189,7 +191,8 @@ def attention_mask(
 
 def register() -> None:
     """Make the backends known to transformers under their names. Harmless to repeat."""
-    for name in (None, REFERENCE_BACKEND.name, TORCH_BACKEND.name, FLASH_BACKEND.name):
+    own = (REFERENCE_BACKEND, TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
+    for name in (None, *(backend.name for backend in own)):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
         AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
 

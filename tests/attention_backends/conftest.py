@@ -1,0 +1,67 @@
+"""What the tests of Triton kernels share."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import numpy
+import pytest
+import torch
+
+from hf_longspec.attention_backends import triton_combine, triton_config, triton_prefix, triton_runtime, triton_tree
+
+# 3.6 calls int() on an array of one number, which numpy refuses from 2.4 on.
+BROKEN_INTERPRETER = (
+    triton_runtime.INTERPRETED
+    and triton_runtime.triton.__version__.startswith("3.6.")
+    and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
+)
+
+
+@pytest.fixture(scope="session")
+def kernel_device():
+    """Where kernels run: compiled on a GPU, interpreted on the CPU, or nowhere."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if BROKEN_INTERPRETER:
+        pytest.skip("the interpreter of triton 3.6 does not work with numpy 2.4")
+    reason = triton_runtime.why_not_device(device)
+    if reason is not None:
+        pytest.skip(reason)
+    return device
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Splits of 64 slots in blocks of 32: a prefix of 100 has full, partial and empty ones."""
+
+    def small(config):
+        return lambda *args: config(*args)._replace(block_keys=32, split_keys=64)
+
+    monkeypatch.setattr(triton_combine, "BLOCK_STATES", 32)
+    monkeypatch.setattr(triton_combine, "BLOCK_PARTS", 2)
+    monkeypatch.setattr(triton_prefix, "prefix_config", small(triton_config.prefix_config))
+    monkeypatch.setattr(triton_tree, "tree_config", small(triton_config.tree_config))
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Everything torch allocates is NaN at first: what a kernel does not write shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    assert torch.ones(1).new_empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(scope="session")
+def kernel_copy():
+    """`kernel_copy(package, module)`: a module of the attention backends once more, under another package name."""
+
+    def load(package, module):
+        if package not in sys.modules:
+            sys.modules[package] = ModuleType(package)
+            sys.modules[package].__path__ = [str(Path(triton_runtime.__file__).parent)]
+        return import_module(f"{package}.{module}")
+
+    return load
