@@ -11,7 +11,6 @@ Source: FlashAttention-2 (https://huggingface.co/papers/2307.08691), FlashAttent
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 
 import torch
 
@@ -42,14 +41,18 @@ def flash_function(capability: int) -> Callable[..., tuple[torch.Tensor, torch.T
 
     It takes `(B, S, H, D)`.
     """
-    names = ("flash_attn_interface", "flash_attn") if capability == HOPPER else ("flash_attn",)
-    for name in names:
+    if capability == HOPPER:
         try:
-            function: Callable[..., tuple[torch.Tensor, torch.Tensor]] = import_module(name).flash_attn_with_kvcache
-        except (ImportError, AttributeError):  # missing, built for another torch, or too old
-            continue
-        return function
-    return None
+            from flash_attn_interface import flash_attn_with_kvcache
+
+            return flash_attn_with_kvcache
+        except ImportError:  # missing, or built for another torch: version 2 runs on Hopper too
+            pass
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError:  # likewise, or too old
+        return None
+    return flash_attn_with_kvcache
 
 
 def prefix_attention(
