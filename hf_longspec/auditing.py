@@ -43,8 +43,8 @@ class AuditReport:
         first_failure (`tuple[int, int]`, *optional*): Earliest token further than `eps` below the argmax.
         max_gap (`float`): Largest distance of an emitted token's logit below the largest logit.
         eps (`float`): What was allowed where the gap came closest to it or exceeded it most.
-        margins (`torch.DoubleTensor` of shape `(num_tokens, 4)`): For each token, the earliest first: row, position, how
-            far its logit lies above that of any other token (below: negative), and how far below was allowed.
+        margins (`torch.DoubleTensor` of shape `(num_tokens, 4)`): For each token, by position: row, position, how far
+            its logit lies above that of any other token (below: negative), and how far below was allowed.
     """
 
     verdict: str

@@ -11,9 +11,10 @@ try:
 
     from . import audit, env, generate, tune
 except ModuleNotFoundError as error:
-    if error.name not in ("typer", "rich"):
+    missing = (error.name or "").partition(".")[0]
+    if missing not in ("typer", "rich"):
         raise
-    print(f"error: hf-longspec needs {error.name}, which is not installed: pip install typer rich", file=sys.stderr)
+    print(f"error: hf-longspec needs {missing}, which is not installed: pip install typer rich", file=sys.stderr)
     sys.exit(2)
 
 app = typer.Typer(

@@ -90,25 +90,25 @@ class Generation:
         ids = session.encode(name, self.text)
         session.require_room(name, ids.shape[1], self.max_new_tokens)
         set_seed(self.seed)
-        with bar("Reading the prompt", prefill_work(session.model, ids.shape[1])) as progress:
-            with watched_layers(session.model, progress.advance) as stop_watching:
+        reading = bar("Reading the prompt", prefill_work(session.model, ids.shape[1]))
+        with reading as progress, watched_layers(session.model, progress.advance) as stop_watching:
 
-                def prefill_is_over() -> None:
-                    stop_watching()
-                    if self.quiet:
-                        progress.next("Generating", self.max_new_tokens)
-                    else:
-                        progress.stop()
+            def prefill_is_over() -> None:
+                stop_watching()
+                if self.quiet:
+                    progress.next("Generating", self.max_new_tokens)
+                else:
+                    progress.stop()
 
-                output = session.model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    assistant_model=session.draft,
-                    max_new_tokens=self.max_new_tokens,
-                    streamer=StopWatch(prefill_is_over, self._streamer(progress)),
-                    return_dict_in_generate=True,
-                    **self.sampling.arguments(),
-                )
+            output = session.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                assistant_model=session.draft,
+                max_new_tokens=self.max_new_tokens,
+                streamer=StopWatch(prefill_is_over, self._streamer(progress)),
+                return_dict_in_generate=True,
+                **self.sampling.arguments(),
+            )
         self.prompt_tokens = ids.shape[1]
         self.tokens: list[int] = output.sequences[0, ids.shape[1] :].tolist()
         self.stats: SpeculationStats = output.speculation

@@ -31,7 +31,7 @@ dl { display: flex; flex-wrap: wrap; gap: .75rem 2rem; margin: 0; }
 dt { color: var(--quiet); font-size: .8rem; }
 dd { margin: 0; font-variant-numeric: tabular-nums; }
 p { color: var(--quiet); font-size: .85rem; margin: .4rem 0; }
-svg { display: block; width: 100%; height: ${height}px; background: var(--paper); border-bottom: 1px solid var(--line); }
+svg { display: block; width: 100%; height: ${height}px; border-bottom: 1px solid var(--line); }
 svg .drafted { fill: var(--bar-back); }
 svg .accepted { fill: var(--bar); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--line); border-radius: 6px; margin: 0;
@@ -44,7 +44,7 @@ pre .prompt { color: var(--quiet); }
 <h1>$title</h1>
 <dl>$facts</dl>
 <h2>Acceptance</h2>
-<svg viewBox="0 0 $width $height" preserveAspectRatio="none" role="img" aria-label="Drafted and accepted tokens per step">
+<svg viewBox="0 0 $width $height" preserveAspectRatio="none" role="img" aria-label="Acceptance of every verification">
 $bars
 </svg>
 <p>$caption</p>

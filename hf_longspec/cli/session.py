@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Session:
         model (`PreTrainedModel`): The target.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
         draft (`DraftModel`): The draft.
+        settings (`dict[str, Any]`): Those of its settings that were given with `--set`.
     """
 
     target: str
@@ -43,6 +44,7 @@ class Session:
     model: PreTrainedModel
     tokenizer: Any
     draft: Any
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> str:
@@ -93,7 +95,7 @@ def opened(
             model = models.load_target(target, kind, place)
         with waiting(f"Loading the draft {draft}"):
             loaded = open_draft(draft, model, settings)
-        yield Session(target, draft, model, tokenizer, loaded)
+        yield Session(target, draft, model, tokenizer, loaded, settings)
 
 
 def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any]) -> Any:

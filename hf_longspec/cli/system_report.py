@@ -14,11 +14,15 @@ from ..bench.environment import environment
 from ..generation.route import is_installed
 
 # Named in a report when they are installed.
-PACKAGES = ("transformers", "huggingface_hub", "safetensors", "tokenizers", "accelerate", "peft", "datasets")
-PACKAGES += ("triton", "flash_attn", "kernels", "typer", "rich", "numpy")
+PACKAGES = [
+    *("transformers", "huggingface_hub", "safetensors", "tokenizers", "accelerate", "peft", "datasets"),
+    *("triton", "flash_attn", "kernels", "typer", "rich", "numpy"),
+]
 # Settings that change what is computed, and hold numbers or switches: a value of anything else is not shown.
-VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "HF_HUB_OFFLINE")
-VARIABLES += ("TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "PYTORCH_ENABLE_MPS_FALLBACK", "TORCH_COMPILE_DISABLE")
+VARIABLES = [
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "HF_HUB_OFFLINE"),
+    *("TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "PYTORCH_ENABLE_MPS_FALLBACK", "TORCH_COMPILE_DISABLE"),
+]
 # What the backends are asked about: the commonest head size, in the types that models are run in.
 HEAD_DIM = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
