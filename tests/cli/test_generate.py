@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -231,3 +232,21 @@ def test_a_real_process_without_a_terminal(tiny, expected):
     assert result.returncode == 0, result.stderr
     assert result.stdout == expected + "\n"
     assert "\x1b" not in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT for a single process")
+def test_ctrl_c_keeps_the_text_so_far(tiny):
+    """A real process, interrupted behind its first words: they stay, the statistics follow, the status is 130."""
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", 15_000]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hf_longspec.cli.app", *map(str, arguments), "--temperature", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tiny.target.parents[1])},
+    )
+    begun = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert len(begun) == 20 and rest.endswith(b"\n")
+    assert b"interrupted" in errors and b"Traceback" not in errors
