@@ -64,10 +64,10 @@ def audit_sampling(
     """Compare the frequencies of sampled tokens with the model's probabilities.
 
     For continuations of one prompt, drawn independently at a temperature and without any other logits processor. The
-    first token of a text comes from the prompt's own forward; drafts have a part in those behind it. A right sampler
-    exceeds 5 standard deviations in one of 10,000 audits; what a wrong one reaches grows with the square root of the
-    number of samples. In bfloat16 the probabilities of two right computations differ by a percent or so, which tens
-    of thousands of samples can resolve.
+    first token of a text comes from the prompt's own forward; drafts have a part in those behind it. Five standard
+    deviations are allowed: right samplers of random laws reached at most 4.2 in 3,000 audits of 400 samples and 19
+    frequencies. What a wrong one reaches grows with the square root of the number of samples. In half types two right
+    computations differ in the last bits of a logit, which very many samples can resolve: check those in float32.
 
     Args:
         model (`PreTrainedModel`): A decoder-only model in eval mode. It is left as it was.

@@ -84,9 +84,9 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
     """
     with loading(name, "draft"):
         draft, info = AutoModel.from_pretrained(name, dtype=model.dtype, output_loading_info=True)
-        _refuse_other_weights(draft, info)
         if not getattr(draft, "_is_longspec_draft", False):
             raise ValueError(f"it is a {type(draft).__name__}, not a draft")
+        _refuse_other_weights(draft, info)
         draft.check(TargetView(model))
     return draft
 
