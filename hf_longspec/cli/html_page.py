@@ -68,10 +68,8 @@ def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[st
     """
     verified = [step for step in steps if step.num_drafted]
     bars, caption = _chart(verified)
-    number, spans = 0, [f'<span class="prompt">{escape(prompt)}</span>']
-    for step in steps:
-        number += bool(step.num_drafted)
-        spans.append(_span(step, number))
+    # step 0 is the token that the prompt's own forward gave
+    spans = [_span(step, number) for number, step in enumerate(steps)]
     return PAGE.substitute(
         title=escape(title),
         facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items()),
@@ -79,7 +77,7 @@ def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[st
         width=max(MIN_BARS, min(len(verified), MAX_BARS)) * BAR_WIDTH,
         height=CHART_HEIGHT,
         caption=caption,
-        text="".join(spans),
+        text="".join([f'<span class="prompt">{escape(prompt)}</span>', *spans]),
     )
 
 
@@ -105,10 +103,10 @@ def _chart(steps: Sequence[StepText]) -> tuple[str, str]:
             for values in ([step.num_drafted for step in group], [step.num_accepted for step in group])
         )
         bars += [_rectangle("drafted", place, drafted), _rectangle("accepted", place, accepted)]
-    each = "one verification" if size == 1 else f"the mean of {size} verifications"
+    each = "a verification" if size == 1 else f"the mean of {size} verifications"
     return "\n".join(bars), (
-        f"A bar is {each}, from left to right; its full height is what was drafted (at most {tallest:.3g} tokens), "
-        "the dark part what was accepted of it."
+        f"A bar is {each} with drafted tokens, from left to right; its full height is what was drafted (at most "
+        f"{tallest:.3g} tokens), the coloured part what was accepted of it."
     )
 
 
