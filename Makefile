@@ -17,10 +17,11 @@ READY := $(VENV)/.ready
 READY_MIN := $(VENV_MIN)/.ready
 
 # What can differ between transformers versions: models, cache, generate(), Trainer.
-MIN_TESTS := tests/generation tests/modeling tests/training tests/test_testing.py tests/test_public_api.py
+MIN_TESTS := tests/generation tests/modeling tests/training tests/hub tests/cli/test_publish.py \
+	tests/test_testing.py tests/test_public_api.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min lint soak bench clean
+.PHONY: help demo test test-min lint soak bench cards clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -34,8 +35,8 @@ test: $(READY) ## the whole test suite, on the newest transformers
 	@echo "Running the whole test suite and the examples in docstrings on the newest transformers."
 	$(VENV)/bin/python -m pytest -n auto $(ARGS)
 
-test-min: $(READY_MIN) ## the generation, modeling and training tests, on the oldest supported transformers
-	@echo "Running the generation, modeling and training tests on the oldest supported transformers."
+test-min: $(READY_MIN) ## the generation, modeling, training and publishing tests, on the oldest supported transformers
+	@echo "Running the generation, modeling, training and publishing tests on the oldest supported transformers."
 	$(VENV_MIN)/bin/python -m pytest -n auto $(wildcard $(MIN_TESTS)) $(ARGS)
 
 lint: $(READY) ## ruff (rules and format) and mypy
@@ -52,6 +53,13 @@ soak: $(READY) ## long property tests and the tests marked soak
 bench: $(READY) ## measure the engine; results go to benchmarks/results
 	@echo "Measuring the engine. Leave the machine alone meanwhile."
 	$(VENV)/bin/python benchmarks/engine.py $(ARGS)
+
+cards: $(READY) ## refresh the bundled drafts' repositories in hub_cards after a change of the package
+	@echo "Writing hub_cards/tiny-longspec and hub_cards/tiny-tokenswift anew. Nothing is uploaded."
+	@for kind in longspec tokenswift; do \
+		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/tiny-$$kind --dry-run \
+			--results benchmarks/results/$$kind.jsonl --output hub_cards/tiny-$$kind || exit; \
+	done
 
 clean: ## remove caches and build output; the environments stay
 	@echo "Removing caches and build output. To install afresh, delete $(VENV) and $(VENV_MIN)."

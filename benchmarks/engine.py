@@ -10,6 +10,7 @@ With `--assistant`, an ordinary small model of the same vocabulary drafts in tra
 """
 
 import argparse
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import hf_longspec
 from hf_longspec.bench.arguments import add_prompts, add_repeats, integers, names, parser, set_threads
 from hf_longspec.bench.ceilings import read_gb_per_second
 from hf_longspec.bench.decoding import HfMethod, endless, load_target
-from hf_longspec.bench.engine import PLAIN, EngineBenchmark, order_of_cells
+from hf_longspec.bench.engine import COMPILED, PLAIN, EngineBenchmark, order_of_cells
 from hf_longspec.bench.prefill import prefill
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.prompts import STDLIB, load_prompts
@@ -29,6 +30,9 @@ from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.timing import TimeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
+COMPILED_HELP = (
+    "drafts to measure with compiled steps too, and the plain loop with them: 'SpecAttn, gamma 4; LongSpec, 1+1'"
+)
 TREES_HELP = "nodes per level of LongSpec's trees (default: 1+1+1,4+4+4+3,4+16+16+16+16)"
 
 
@@ -78,7 +82,20 @@ def make_methods(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, 
         draft = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype)
         draft.generation_config.tree_widths = widths
         methods[f"LongSpec, {'+'.join(map(str, widths))}"] = draft
-    return methods
+    return methods | compiled(methods, args.compiled)
+
+
+def compiled(methods: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """The same drafts with compiled steps, the baseline first."""
+    twins = {}
+    for name in (PLAIN, *names) if names else ():
+        if name not in methods:
+            raise ValueError(f"--compiled {name!r}: expected some of {', '.join(methods)}, separated by semicolons.")
+        twin = copy.copy(methods[name])
+        twin.generation_config = copy.deepcopy(twin.generation_config)
+        twin.generation_config.compile = "compile"
+        twins[name + COMPILED] = twin
+    return twins
 
 
 def trees(text: str) -> list[list[int]]:
@@ -88,6 +105,15 @@ def trees(text: str) -> list[list[int]]:
     [[4, 4, 4], [1, 1]]
     """
     return [[int(width) for width in tree.split("+")] for tree in text.split(",")]
+
+
+def methods_named(text: str) -> list[str]:
+    """Names of methods.
+
+    >>> methods_named("SpecAttn, gamma 4; LongSpec, 1+1+1")
+    ['SpecAttn, gamma 4', 'LongSpec, 1+1+1']
+    """
+    return [name.strip() for name in text.split(";")]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -101,6 +127,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--draft", help="folder or Hub id of a LongSpec draft (default: none)")
     made.add_argument("--trees", type=trees, default=[[1, 1, 1], [4, 4, 4, 3], [4, 16, 16, 16, 16]], help=TREES_HELP)
     made.add_argument("--assistant", help="folder or Hub id of an ordinary small model with the target's vocabulary")
+    made.add_argument("--compiled", type=methods_named, default=[], help=COMPILED_HELP)
     made.add_argument("--lookup-tokens", type=int, default=4, help="of transformers' prompt lookup (default: 4)")
     made.add_argument("--tokens", type=int, default=48, help="per row and run (default: %(default)s)")
     return made.parse_args(arguments)

@@ -4,93 +4,39 @@
         --results benchmarks/results/tokenswift.jsonl
 
 `--run` is the folder that `train_tiny_tokenswift.py` wrote, `--results` what `benchmarks/acceptance.py --draft`
-measured of it under the name `--draft`. A card states nothing that is not in one of them.
+measured of it under the name `--draft`. A card states no number that is not in one of them.
 """
 
-from tiny_draft_folder import measured, parse_arguments, training_facts, write_folder
+from tiny_draft_folder import load_trained, parse_arguments, training_facts, write_folder
 
 import hf_longspec
-from hf_longspec.bench.reports import acceptance_headline
 
 # What costs least on a CPU without native bfloat16, where every further node is paid for: docs/tokenswift.md.
 CPU_SETTINGS = {"self_draft": "verify_hidden", "tree_branching": [1, 1]}
 
-CARD = """\
----
-library_name: transformers
-base_model: tiny-target
-license: apache-2.0
-language: en
-tags:
-- speculative-decoding
-- tokenswift
-- draft-model
-- long-context
----
+SETTINGS = """\
+They ask for the cheapest tree: one head and one candidate. Where checking nodes is cheap, try
+`draft.generation_config.tree_branching = [1, 3, 3, 3]`, the paper's."""
 
-# TokenSwift heads of the tiny target
-
-{num_heads} chained heads of {parameters:.2f}M parameters together that draft for [tiny-target](../tiny-target)
-([TokenSwift](https://huggingface.co/papers/2502.18890)): head i reads what the target's final norm is given and
-predicts the token i places behind the next one, through the target's own language-model head.
-
-```python
-import hf_longspec
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-
-target = AutoModelForCausalLM.from_pretrained("hub_cards/tiny-target")
-draft = AutoModel.from_pretrained("hub_cards/tiny-tokenswift")
-tokenizer = AutoTokenizer.from_pretrained("hub_cards/tiny-target")
-
-inputs = tokenizer("It was a dark and stormy night", return_tensors="pt")
-out = target.generate(**inputs, assistant_model=draft, max_new_tokens=32)
-```
-
-Its `generation_config` asks for `self_draft="{self_draft}"` and `tree_branching={tree_branching}`, the cheapest tree:
-one head and one candidate. Where checking nodes is cheap, try `[1, 3, 3, 3]`, the paper's.
-
-## Acceptance by context length
-
-{table}
-
-{note}
-
-{environment}
-
-## Training
-
-{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on the texts of the target's training: the sum over the heads
-of their divergence from the distribution that the target has there, the target itself frozen. Loss {first:.3f} in the
+TRAINING = """\
+{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on the texts of the target's training: the sum over the heads of
+their divergence from the distribution that the target has there, the target itself frozen. Loss {first:.3f} in the
 first {every} steps and {last:.3f} in the last.
 
-{heads}
+{heads}"""
 
-```
-{command}
-```
-
-## Limits
-
-The heads draft for this one target and are refused by every other. What they propose never changes the text, only the
-speed. They do not know which of its likely tokens the target took, so they guess less well the flatter its predictions
-are; those of a target of this size are flat.
-"""
+LIMITS = """\
+The heads do not know which of its likely tokens the target took, so they guess less well the flatter its predictions
+are; those of a target of this size are flat."""
 
 
 def main() -> None:
     args = parse_arguments(__doc__, "tiny-tokenswift", "tokenswift.jsonl")
-    draft = write_folder(args.run / "final", args.output, "train_tiny_tokenswift.py", CPU_SETTINGS)
+    draft = load_trained(args.run / "final", "train_tiny_tokenswift.py", CPU_SETTINGS)
     assert isinstance(draft, hf_longspec.TokenSwiftDraftModel)
     facts = training_facts(args.run)
-    card = CARD.format(
-        num_heads=draft.config.num_heads,
-        parameters=sum(weight.numel() for weight in draft.parameters()) / 1e6,
-        heads=accuracies(facts["last_log"], draft.config.num_heads),
-        **CPU_SETTINGS,
-        **measured(args.results, args.draft, acceptance_headline),
-        **facts,
-    )
-    (args.output / "README.md").write_text(card, encoding="utf-8")
+    training = TRAINING.format(heads=accuracies(facts["last_log"], draft.config.num_heads), **facts)
+    write_folder(draft, args, settings=SETTINGS, training=training, command=facts["command"], limits=LIMITS)
 
 
 def accuracies(log: dict[str, float], num_heads: int) -> str:

@@ -2,16 +2,14 @@
 
 import argparse
 import json
-import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModel
 
 import hf_longspec
-from hf_longspec.bench.report_parts import environment_line, note
-from hf_longspec.bench.results import Record, read_records
+from hf_longspec.bench.draft_acceptance import acceptance_section
+from hf_longspec.hub import Card, write_repository
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_BYTES = 4_000_000  # what a clone of the repository is asked to carry
@@ -28,24 +26,32 @@ def parse_arguments(description: str | None, draft: str, results: str) -> argpar
     return parser.parse_args()
 
 
-def write_folder(source: Path, output: Path, trainer: str, settings: dict[str, Any]) -> hf_longspec.DraftModel:
-    """Copy a trained draft to its Hub folder, with the settings it is to draft with; returns it."""
+def load_trained(source: Path, trainer: str, settings: dict[str, Any]) -> hf_longspec.DraftModel:
+    """A trained draft, with the settings it is to draft with."""
     if missing := [name for name in FILES if not (source / name).is_file()]:
         raise SystemExit(f"{source} has no {', '.join(missing)}: train with examples/{trainer} first")
     if (size := sum((source / name).stat().st_size for name in FILES)) >= MAX_BYTES:
         raise SystemExit(f"{source} takes {size:,} bytes, expected less than {MAX_BYTES:,}: train a smaller draft")
     draft = AutoModel.from_pretrained(source)
     assert isinstance(draft, hf_longspec.DraftModel)
-    output.mkdir(parents=True, exist_ok=True)
-    for name in FILES:
-        shutil.copyfile(source / name, output / name)
-    # trained on the same weights under another folder
-    draft.config.target_name_or_path = "tiny-target"
-    draft.config.save_pretrained(output)
     draft.generation_config.update(**settings)
-    draft.generation_config.save_pretrained(output)
-    print(f"{output}: {size / 1e6:.1f} MB")
     return draft
+
+
+def write_folder(draft: hf_longspec.DraftModel, args: argparse.Namespace, **facts: Any) -> None:
+    """Write the complete repository; `facts` are those of the card, see `hf_longspec.hub.Card`."""
+    measured = args.results.is_file() and args.draft in args.results.read_text(encoding="utf-8")
+    card = Card(
+        repo=f"hub_cards/tiny-{draft.config.model_type}",
+        base_model="tiny-target",
+        target="hub_cards/tiny-target",
+        license="apache-2.0",
+        language="en",
+        acceptance=acceptance_section(args.results, args.draft) if measured else "",
+        **facts,
+    )
+    files = write_repository(draft, args.output, card)
+    print(f"{args.output}: {sum((args.output / file).stat().st_size for file in files) / 1e6:.1f} MB")
 
 
 def training_facts(run: Path) -> dict[str, Any]:
@@ -62,12 +68,3 @@ def training_facts(run: Path) -> dict[str, Any]:
         "last_log": losses[-1],
         "command": (run / "command.txt").read_text(encoding="utf-8").strip(),
     }
-
-
-def measured(results: Path, draft: str, table: Callable[[Sequence[Record]], str]) -> dict[str, str]:
-    """Table, note and environment of what was measured of a draft, or that nothing was."""
-    records = read_records(results) if results.is_file() else []
-    own = [record for record in records if record.get("options", {}).get("draft", draft) == draft]
-    if not any(record["kind"] == "acceptance" for record in own):
-        return {"table": "Not measured.", "note": "", "environment": ""}
-    return {"table": table(own), "note": note(own), "environment": environment_line(own)}

@@ -9,6 +9,10 @@ from hypothesis import HealthCheck, settings
 # file take 148 s instead of 14 s. A test that needs threads sets them itself.
 torch.set_num_threads(1)
 
+# Without a GPU Triton's kernels run in its interpreter, which must be chosen before they are defined.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # No deadline: the first call of a kernel or a model is slow and says nothing about the property.
 # Derandomized: a red run must be red again; new examples are the business of the long profile.
 settings.register_profile(

@@ -1,7 +1,10 @@
 """The models that come with the repository: their size, their cards' usage, and what their speculation achieves."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +12,18 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
+from hf_longspec.cli.publish import Request, publish
 from hf_longspec.generation.final_norm import FinalNormInput
 from hf_longspec.generation.target_ends import TargetEnds
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, LONGSPEC, TOKENSWIFT = (ROOT / "hub_cards" / f"tiny-{name}" for name in ("target", "longspec", "tokenswift"))
 FOLDERS = pytest.mark.parametrize("folder", [TARGET, LONGSPEC, TOKENSWIFT], ids=lambda folder: folder.name)
+
+# As the command line refreshes them; the message of the test repeats it.
+REFRESH = "hf-longspec publish hub_cards/{name} --dry-run --results {results} --output hub_cards/{name}"
+RESULTS = {LONGSPEC: "benchmarks/results/longspec.jsonl", TOKENSWIFT: "benchmarks/results/tokenswift.jsonl"}
+DRAFTS = pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.name)
 
 # Measured with torch 2.13 on a CPU. Another order of float sums can turn a near-tie in the draft, and a step or two.
 BUNDLED_TAU = {
@@ -44,14 +53,59 @@ def prompt():
     return tokenizer(text, return_tensors="pt")["input_ids"][:, :1500]
 
 
+def files_of(folder):
+    return {
+        path.relative_to(folder).as_posix(): path
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
 def folder_bytes(folder):
-    return sum(path.stat().st_size for path in folder.iterdir())
+    return sum(path.stat().st_size for path in files_of(folder).values())
+
+
+def comparable(path):
+    """Content, without the version of transformers that wrote it."""
+    return re.sub(rb'"transformers_version": "[^"]*"', b"", path.read_bytes())
 
 
 def test_sizes():
     assert folder_bytes(TARGET) < 12_000_000
     assert folder_bytes(LONGSPEC) < 4_000_000
     assert folder_bytes(TOKENSWIFT) < 4_000_000
+
+
+@DRAFTS
+def test_the_repository_is_what_publishing_it_now_would_give(folder, tmp_path, capfd):
+    """File by file: the package, the results and the templates may have changed since."""
+    request = Request(folder, dry_run=True, output=tmp_path / folder.name, results=ROOT / RESULTS[folder])
+    publish(request)
+    now, then = files_of(tmp_path / folder.name), files_of(folder)
+    stale = sorted(now.keys() ^ then.keys()) + [
+        name for name in now.keys() & then.keys() if comparable(now[name]) != comparable(then[name])
+    ]
+    command = REFRESH.format(name=folder.name, results=RESULTS[folder])
+    assert not stale, f"{folder.name} is stale: {', '.join(stale)}. `make cards` refreshes it, by: {command}"
+    assert len(now) > 40 and "Nothing was uploaded" in capfd.readouterr().out
+
+
+@DRAFTS
+def test_the_usage_on_the_card_runs_without_this_package(folder, tmp_path):
+    (usage,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    absent = "import sys\nsys.modules['hf_longspec'] = None  # importing it raises ModuleNotFoundError\n"
+    check = """
+plain = target.generate(**inputs, max_new_tokens=32)
+assert type(draft).__module__.startswith("transformers_modules.")
+assert out.tolist() == plain.tolist() and out.shape[1] > 32 and draft.last_speculation.num_spec_steps > 0
+"""
+    loading = 'AutoModelForCausalLM.from_pretrained("hub_cards/tiny-target"'
+    assert loading in usage  # in bfloat16 two correct computations may part, so the comparison runs in float32
+    script = absent + usage.replace(loading, loading + ', dtype="float32"') + check
+    settings = {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | settings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @FOLDERS

@@ -6,7 +6,7 @@
 Arrows are transitive. `auditing` and `bench` do without `modeling`: they are handed the draft. `testing` may build
 drafts; `hub` and `streaming` import no room. The rooms in `SHIPPED` are published beside a draft as sibling files, so
 there a relative import names a module of the package and the names in it, nothing else, and a package that transformers
-does not bring along is imported inside `try`.
+does not bring along is imported inside `try`; so is this package, by name, where an installed one is of use.
 """
 
 import ast
@@ -76,6 +76,7 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
             found += _form(node, module, packages)
         problems += [f"{path}:{node.lineno}: {problem}" for problem in found]
     if shipped:
+        problems += [f"{path}:{line}: {problem}" for line, problem in _by_name(tree, guarded)]
         problems += [
             f"{path}:{line}: a relative import in a text, which transformers would follow"
             for line in _quoted(source, tree)
@@ -117,6 +118,17 @@ def _form(node: ast.Import | ast.ImportFrom, module: list[str], packages: frozen
     if not node.module or ".".join(inside[0][1:]) in packages:
         return [f"name a module in `from .module import name`: {'.'.join(inside[0])} is a package"]
     return ["import names, not *"] if node.names[0].name == "*" else []
+
+
+def _by_name(tree: ast.AST, guarded: set[int]) -> Iterator[tuple[int, str]]:
+    """Imports by name, which nothing follows when a draft is published: only of what may be missing then."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+            if not str(name).startswith(f"{PACKAGE}."):
+                yield node.lineno, "import_module cannot be followed: use an import statement"
+            elif id(node) not in guarded:
+                yield node.lineno, f"{name} is missing beside a published copy: import it inside try"
 
 
 def _quoted(source: str, tree: ast.AST) -> list[int]:
@@ -191,6 +203,15 @@ def test_every_room_was_read():
         ("attention_backends/flash.py", "try:\n    pass\nfinally:\n    import flash_attn", "flash_attn is optional"),
         ("attention_backends/flash.py", "if TYPE_CHECKING:\n    import flash_attn.x", "flash_attn is optional"),
         ("cli/demo.py", "from datasets.table import Table", "datasets is optional"),
+        ("modeling/base.py", "import_module('hf_longspec.hub')", "import it inside try"),
+        (
+            "modeling/base.py",
+            "try:\n    import_module('.cache', __package__)\nexcept ImportError: pass",
+            "cannot be followed",
+        ),
+        ("generation/route.py", "importlib.import_module(name)", "cannot be followed"),
+        ("hub/repository.py", "from ..bench.reports import x", "hub may not import"),
+        ("hub/cards.py", "from ..modeling.base import DraftModel", "hub may not import"),
     ],
 )
 def test_the_checker_sees(path, source, complaint):
@@ -214,7 +235,8 @@ def test_the_checker_sees(path, source, complaint):
         ("training/trainer.py", "from ..modeling.base import DraftModel\ndef f():\n    import datasets"),
         ("bench/harness.py", "from ..auditing import audit\nfrom ..testing import tiny_target"),
         ("cli/demo.py", "import hf_longspec\nfrom hf_longspec.modeling.base import x\nfrom ..bench.harness import y"),
-        ("hub.py", "import ast\nfrom huggingface_hub import HfApi"),
+        ("hub/repository.py", "import ast\nfrom huggingface_hub import HfApi\nfrom .flatten import flatten"),
+        ("modeling/base.py", "try:\n    import_module('hf_longspec.hub')\nexcept ImportError:\n    pass"),
     ],
 )
 def test_the_checker_allows(path, source):

@@ -18,7 +18,7 @@ from hf_longspec.generation import route
 
 PACKAGE = Path(hf_longspec.__file__).parent
 PROJECT = PACKAGE.parent
-MANUALS = ["docs/contextual_penalty.md", "docs/long_generation.md"]
+MANUALS = ["docs/contextual_penalty.md", "docs/long_generation.md", "docs/publishing.md"]
 
 # Runs in a process of its own. Everything the package could touch is loaded first; then every attribute of every class
 # and every module of transformers, the entries of their containers, and torch's global settings are compared.

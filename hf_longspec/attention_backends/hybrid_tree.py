@@ -19,8 +19,6 @@ from .registry import AttentionBackend
 class CallCounter:
     """How often an attention layer called back: the proof that a model really runs on our attention."""
 
-    __slots__ = ("total",)
-
     def __init__(self) -> None:
         self.total = 0
 
@@ -34,7 +32,7 @@ class TreeContext:
 
     Args:
         lengths (`torch.LongTensor` of shape `(B,)`): Committed prefix per row.
-        host_lengths (`tuple[int, ...]`): The same numbers on the host.
+        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they are not to be read.
         depths (`torch.LongTensor` of shape `(B, N)`): Depth of each node; node n is at position `lengths + depths`.
         mask (`torch.BoolTensor` of shape `(B, N, N)`): Ancestor-or-self; a padding node sees only itself.
         capture (*optional*): Object whose `collect(layer_idx, query, key, lse, *, lengths, host_lengths, scaling,
@@ -43,7 +41,7 @@ class TreeContext:
     """
 
     lengths: torch.Tensor
-    host_lengths: tuple[int, ...]
+    host_lengths: tuple[int, ...] | None
     depths: torch.Tensor
     mask: torch.Tensor
     capture: Any = None
@@ -154,15 +152,16 @@ class TreeContext:
     def staged(self, cached: torch.Tensor) -> torch.Tensor:
         """The nodes' part of a key or value buffer, `(B, K, N, D)`: a view when all rows are equally long."""
         nodes = self.mask.shape[-1]
-        if min(self.host_lengths) == max(self.host_lengths):
+        if self.host_lengths is not None and min(self.host_lengths) == max(self.host_lengths):
             return cached.narrow(2, self.host_lengths[0], nodes)
         if "slots" not in self._memo:
             offsets = torch.arange(nodes, device=self.lengths.device)
             self._memo["slots"] = (self.lengths[:, None] + offsets)[:, None, :, None]
         return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
 
-    def _lengths_with_root(self) -> tuple[torch.Tensor, tuple[int, ...]]:
+    def _lengths_with_root(self) -> tuple[torch.Tensor, tuple[int, ...] | None]:
         if "with_root" not in self._memo:
-            self._memo["with_root"] = self.lengths + 1, tuple(length + 1 for length in self.host_lengths)
-        lengths: tuple[torch.Tensor, tuple[int, ...]] = self._memo["with_root"]
+            host = None if self.host_lengths is None else tuple(length + 1 for length in self.host_lengths)
+            self._memo["with_root"] = self.lengths + 1, host
+        lengths: tuple[torch.Tensor, tuple[int, ...] | None] = self._memo["with_root"]
         return lengths

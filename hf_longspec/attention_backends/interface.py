@@ -14,6 +14,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .differentiable import differentiable_attention
+from .flash import FLASH_BACKEND
 from .merge import AttentionState, merge_attention_states
 from .reference import REFERENCE_BACKEND
 from .registry import AttentionBackend, AttentionCall, select
@@ -77,9 +78,7 @@ def attention_forward(
     if scaling is None:
         scaling = query.shape[3] ** -0.5
     if sliding_window == NOT_PASSED:
-        sliding_window = _windows.get(module, NOT_PASSED)
-        if sliding_window == NOT_PASSED:
-            sliding_window = _windows[module] = window_of_layer(module)
+        sliding_window = _remembered_window(module)
     sizes = (query.shape[3], value.shape[3])
     call = AttentionCall(query.device, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = select(call, backend_name)
@@ -125,6 +124,15 @@ def _attend(
             query, key, value, lengths, scaling=scaling, softcap=softcap, host_lengths=host_lengths
         )
     return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+
+
+def _remembered_window(module: torch.nn.Module) -> int | None:
+    if torch.compiler.is_compiling():  # asked once per graph, which a dictionary of all models would only tie down
+        return window_of_layer(module)
+    window = _windows.get(module, NOT_PASSED)
+    if window == NOT_PASSED:
+        window = _windows[module] = window_of_layer(module)
+    return window
 
 
 def window_of_layer(module: torch.nn.Module) -> int | None:
@@ -181,7 +189,7 @@ def attention_mask(
 
 def register() -> None:
     """Make the backends known to transformers under their names. Harmless to repeat."""
-    for name in (None, REFERENCE_BACKEND.name, TORCH_BACKEND.name):
+    for name in (None, REFERENCE_BACKEND.name, TORCH_BACKEND.name, FLASH_BACKEND.name):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
         AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
 

@@ -28,7 +28,7 @@ def hybrid_attention(
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
-    host_lengths: tuple[int, ...],
+    host_lengths: tuple[int, ...] | None,
     memo: dict[Any, Any],
 ) -> AttentionState | None:
     """Attention of N staged nodes to the prefix and to each other.
@@ -42,12 +42,14 @@ def hybrid_attention(
         scaling (`float`): Factor of the scores.
         sliding_window (`int`, *optional*): Window in positions.
         softcap (`float`, *optional*): Softcap of the scores.
-        host_lengths (`tuple[int, ...]`): Prefix lengths.
+        host_lengths (`tuple[int, ...]`, *optional*): Prefix lengths.
         memo (`dict`): Kept for the layers of one step.
 
     Returns:
         `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`, or None: compute the parts one by one.
     """
+    if host_lengths is None:
+        return None
     length, nodes = host_lengths[0], mask.shape[-1]
     equal = len(host_lengths) == 1 or host_lengths.count(length) == len(host_lengths)
     if softcap is not None or not equal or not query.is_cpu:

@@ -1,7 +1,7 @@
 """One timed call of `generate` on a prefilled cache, the same way for plain `generate` and for our loop."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,9 @@ class Decoder:
             cache = self._speculative_cache(method, rows, context, tokens)
             options |= {"past_key_values": cache, "assistant_model": method}
         torch.manual_seed(seed)
-        with _counted_forwards(self.model) as forwards:
+        # a hook would be compiled into our steps, and is not needed there
+        counted: Any = _counted_forwards(self.model) if own else nullcontext([])
+        with counted as forwards:
             output = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         if not own and method.last_speculation.interrupted:
             raise KeyboardInterrupt

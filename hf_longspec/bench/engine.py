@@ -16,6 +16,8 @@ from .summaries import ratios, significant, summarize
 from .timing import in_turns
 
 HF, PLAIN = "hf generate", "plain loop"
+# Behind the name of a method: the same with compiled steps.
+COMPILED = ", compiled"
 WARM_UP_TOKENS = 8
 # A loop without a draft takes equally long for every token: a part of the tokens tells as much as all of them.
 SHORTER = 3
@@ -41,7 +43,8 @@ class EngineBenchmark:
 
     Args:
         models (`Mapping[str, PreTrainedModel]`): The target by name of its dtype; "float32" is required.
-        make_drafts (`Callable`): Gives drafts by name for a target; one of them is `PLAIN`, which drafts nothing.
+        make_drafts (`Callable`): Gives drafts by name for a target; one of them is `PLAIN`, which drafts nothing, and
+            one `PLAIN + COMPILED` if others are compiled.
         prompts ([`PrefilledPrompts`]): In float32.
         tokens (`int`): Tokens per row and run; a third of them where every step gives one token.
         repeats (`int`): Turns.
@@ -83,6 +86,7 @@ class EngineBenchmark:
             results.skip(f"not timed: {differing}", **what)
             progress.say(f"{cell}: NOT TIMED, {differing}")
             return
+        self.compile_steps(cell, windows, progress)
         expected = self.expected_seconds(cell, windows[0])
         if not results.guard.fits(expected):
             results.skip(f"it would take {expected:.0f} s and {results.guard.left:.0f} s are left", **what)
@@ -105,6 +109,14 @@ class EngineBenchmark:
             runs = {name: [decoder.run(draft, rows, cell.context, "greedy", 0)] for name, draft in methods.items()}
             self._checked[key] = _first_difference(runs)
         return self._checked[key]
+
+    def compile_steps(self, cell: Cell, windows: Sequence[slice], progress: Progress) -> None:
+        """Run what will be timed once, where it compiles: behind every prompt, as rows grow apart differently."""
+        for name, method in self._methods(cell.dtype, cell.batch).items():
+            if name.endswith(COMPILED):
+                progress.say(f"{cell}: compiling {name.removesuffix(COMPILED)}")
+                for mode, rows in ((mode, rows) for mode in MODES for rows in windows[:2]):
+                    self.decoders[cell.dtype].run(method, rows, cell.context, mode, 0, self._tokens(name))
 
     def expected_seconds(self, cell: Cell, rows: slice) -> float:
         """Estimate for one cell, from a short run of every method, which also warms up."""
@@ -130,7 +142,7 @@ class EngineBenchmark:
 
     def _tokens(self, name: str) -> int:
         tokens = self.decoders["float32"].tokens
-        return max(2, tokens // SHORTER) if name in (HF, PLAIN) else tokens
+        return max(2, tokens // SHORTER) if name in (HF, PLAIN, PLAIN + COMPILED) else tokens
 
     def summaries(self, cell: Cell, runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, Any]]:
         """Speed, ratios to both baselines, tau and the share of the bandwidth floor of every method."""
@@ -143,14 +155,21 @@ class EngineBenchmark:
             found[name] = {
                 "tokens_per_second": speed.to_dict(),
                 "ratio_to_hf": ratios(speeds[name], speeds[HF]).to_dict(),
-                "ratio_to_plain": ratios(speeds[name], speeds[PLAIN]).to_dict(),
+                "ratio_to_plain": ratios(speeds[name], speeds[_baseline(name)]).to_dict(),
                 "tau": significant(tau),
                 "shares": _mean_shares(turns),
                 "draft_state_bytes": max(run.draft_state_bytes for run in turns),
                 # tau tokens per floor at most: for the two loops without a draft the share of the floor itself
                 "share_of_floor": significant(floor * speed.median / cell.batch / tau),
             }
+            if (eager := name.removesuffix(COMPILED)) != name and eager in speeds:
+                found[name]["ratio_to_eager"] = ratios(speeds[name], speeds[eager]).to_dict()
         return found
+
+
+def _baseline(name: str) -> str:
+    """What a method is compared with: the loop without a draft, compiled if the method is."""
+    return PLAIN + COMPILED if name.endswith(COMPILED) and name != PLAIN + COMPILED else PLAIN
 
 
 def _mean_shares(turns: Sequence[Run]) -> dict[str, float]:

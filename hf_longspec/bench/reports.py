@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .engine import HF, PLAIN
+from .engine import COMPILED, HF, PLAIN
 from .report_parts import environment_line, half_width, left_out, markdown_table, note, of_kind, range_of
 from .results import Record
 
@@ -33,9 +33,10 @@ def _ratios(row: Record | None) -> str:
     if row is None:
         return ""
     to_hf = f"{row['ratio_to_hf']['median']:.2f}x"
-    if row["method"] == PLAIN:
-        return to_hf
-    return f"{to_hf}; {row['ratio_to_plain']['median']:.2f}x plain, tau {row['tau']:.2f}"
+    eager = f", {row['ratio_to_eager']['median']:.2f}x eager" if "ratio_to_eager" in row else ""
+    if row["method"].removesuffix(COMPILED) == PLAIN:
+        return to_hf + eager
+    return f"{to_hf}; {row['ratio_to_plain']['median']:.2f}x plain{eager}, tau {row['tau']:.2f}"
 
 
 def engine_report(records: Sequence[Record]) -> str:
@@ -47,7 +48,7 @@ def engine_report(records: Sequence[Record]) -> str:
 def _speed_tables(records: Sequence[Record]) -> list[str]:
     parts: list[str] = []
     header = ["dtype", "context", "batch", "method", "tokens/s", "x `generate`", "x plain loop", "tau"]
-    header += ["drafting / verifying / rest", "draft state", "share of floor"]
+    header += ["drafting / verifying / rest", "draft state", "share of floor", "x eager"]
     for mode, title in MODES.items():
         rows = [
             [
@@ -62,6 +63,7 @@ def _speed_tables(records: Sequence[Record]) -> list[str]:
                 " / ".join(f"{share:.0%}" for share in row["shares"].values()),
                 f"{row['draft_state_bytes'] / 1024:.0f} KiB" if row["draft_state_bytes"] else "",
                 f"{row['share_of_floor']:.0%}",
+                range_of(row["ratio_to_eager"]) if "ratio_to_eager" in row else "",
             ]
             for row in of_kind(records, "decoding")
             if row["mode"] == mode

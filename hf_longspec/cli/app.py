@@ -79,6 +79,26 @@ def convert(
     raise typer.Exit(command.main(source, target, output, debug))
 
 
+@app.command()
+def publish(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
+    repo: Annotated[str | None, typer.Option(help="Repository to upload to, owner/name.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write a folder and upload nothing.")] = False,
+    output: Annotated[Path | None, typer.Option(help="That folder; DIR-hub by default.")] = None,
+    results: Annotated[Path | None, typer.Option(help="What benchmarks/acceptance.py measured of the draft.")] = None,
+    name: Annotated[str | None, typer.Option(help="Its name in there; that of DIR by default.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the target.")] = None,
+    license: Annotated[str | None, typer.Option(help="License of the weights, such as apache-2.0.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+) -> None:
+    """Publish a draft on the Hub, with the code that it needs and a model card."""
+    from . import publish as command
+
+    request = command.Request(source, repo, dry_run, output, results, name, base_model, license, private)
+    raise typer.Exit(command.main(request, debug))
+
+
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     help="Continue a long document with and without speculation, and compare.",

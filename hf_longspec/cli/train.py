@@ -19,6 +19,7 @@ from ..training.registry import METHODS
 from . import CommandError, first_line
 from .models import load_tokenizer, loading
 from .recipes import Recipe, check_names, read_recipe
+from .training_facts import write_facts
 
 
 def main(config: Path, overrides: dict[str, Any], resume: bool = False, debug: bool = False) -> int:
@@ -75,6 +76,7 @@ def train(recipe: Recipe, resume: bool) -> None:
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     if trainer.is_world_process_zero():
+        write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
 
 

@@ -23,6 +23,7 @@ from .logits import TokenRule, along_path
 from .noise import NoiseRows
 from .sequences import Sequences
 from .stats import INTERRUPTED, SpeculationStats
+from .step import runner_of
 from .target import Step, TargetView, chain_of_last_tokens
 
 logger = logging.get_logger(__name__)
@@ -47,7 +48,7 @@ def decode(
         ValueError: If target, draft or arguments are not supported; nothing has been generated or changed then.
         KeyboardInterrupt: If it comes before the first token, or a second time.
     """
-    target = TargetView(model)
+    target = TargetView(model, runner_of(draft.setting("compile"), input_ids.device))
     refuse_unsupported(target, draft, input_ids, logits_processor, generation_config, model_kwargs)
     session = Session(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     session.open_cache(model_kwargs)
@@ -152,7 +153,7 @@ class Session:
         drafted = time.perf_counter()
 
         before, capture = self.cache.host_lengths, self.drafter.capture(tree)
-        step = self._verify(tree, capture)
+        step = self._verify(tree, capture, fixed_shape=True)
         verified = time.perf_counter()
         growing = [not done for done in self.sequences.done]
         path, tokens = self._accept_and_emit(tree, step.logits)
@@ -166,8 +167,9 @@ class Session:
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def _verify(self, tree: DraftTree, capture: Any) -> Step:
-        return self.target.verify(tree, self.cache, capture, self.max_length, self.drafter.wants_hidden)
+    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False) -> Step:
+        wants_hidden = self.drafter.wants_hidden
+        return self.target.verify(tree, self.cache, capture, self.max_length, wants_hidden, fixed_shape)
 
     def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
         """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""

@@ -2,10 +2,12 @@
 
 import copy
 import os
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
 from ..generation.decoding import decode
@@ -15,6 +17,7 @@ from ..generation.drafters.ngram import NgramDrafter
 from ..generation.ngram_settings import NGRAM_DEFAULTS, NgramSettings
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
+from ..generation.step import COMPILE_DEFAULTS
 from ..generation.target import TargetView
 from .configuration_base import DraftConfig
 
@@ -42,8 +45,8 @@ class DraftModel(PreTrainedModel):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if cls.takes_ngrams:
-            cls.settings = NGRAM_DEFAULTS | cls.settings
+        shared = COMPILE_DEFAULTS | NGRAM_DEFAULTS if cls.takes_ngrams else COMPILE_DEFAULTS
+        cls.settings = shared | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -164,14 +167,45 @@ class DraftModel(PreTrainedModel):
             super()._init_weights(module)
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        """Write config.json, generation_config.json and, if there are any, the weights."""
+        """Write config.json, generation_config.json and, if there are any, the weights.
+
+        A draft that was loaded as remote code brings its code along. For an installed one `push_to_hub` does.
+
+        Raises:
+            ValueError: For `push_to_hub=True`, which would upload a draft without its code.
+        """
+        if kwargs.pop("push_to_hub", False):
+            raise ValueError(
+                "save_pretrained(push_to_hub=True) would upload a draft without its code. Use "
+                'draft.push_to_hub("owner/name").'
+            )
+        if self._auto_class is None and hasattr(self.config, "auto_map"):
+            del self.config.auto_map  # it names files that stay where the draft was loaded from
         if self.weightless:
             os.makedirs(save_directory, exist_ok=True)
             self.config.architectures = [type(self).__name__]
+            if self._auto_class is not None:
+                custom_object_save(self, save_directory, config=self.config)
             self.config.save_pretrained(save_directory)
         else:
             super().save_pretrained(save_directory, **kwargs)
         self.generation_config.save_pretrained(save_directory)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Publish this draft as a repository that transformers loads without this package.
+
+        Args:
+            repo_id (`str`): `"owner/name"`.
+            kwargs: Those of `hf_longspec.hub.push`: `private`, `token`, and facts for the card, such as `license`.
+
+        Raises:
+            ValueError: If the draft cannot be published; nothing is uploaded then.
+        """
+        try:
+            hub = import_module("hf_longspec.hub")  # by name: a published copy of this file does without it
+        except ImportError:
+            return super().push_to_hub(repo_id, **kwargs)
+        return hub.push(self, repo_id, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:

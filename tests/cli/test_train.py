@@ -102,6 +102,25 @@ def test_the_three_stages_follow_each_other(run, data, tmp_path, target):
     assert drafted.tolist() == model.generate(prompt, **settings).tolist()
 
 
+def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch):
+    """With what was added to it by hand, and without the folders of the machine; publishing reads it."""
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    (folder / "card.json").write_text('{"license": "mit", "base_model": "org/t"}')
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/hf-longspec", "train", "--config", f"{PROJECT}/examples/x.yaml"])
+    arguments = ["--output-dir", folder, *SHRUNK, "--set", json_lines(data, "text"), "--set", "pack=30"]
+    status, output = run("train", "--config", EXAMPLES / "longspec_pretrain.yaml", *arguments)
+    assert status == 0, output
+    facts = json.loads((folder / "card.json").read_text())
+    assert facts["license"] == "mit" and facts["base_model"] == "org/t" and "datasets" not in facts
+    assert facts["command"] == "hf-longspec train --config examples/x.yaml"
+    assert facts["training"].startswith("2 steps") and len(facts["commit"].rstrip("+")) == 12
+    result = typer_testing.CliRunner().invoke(app.app, ["publish", str(folder), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "draft-hub" / "README.md").read_text()
+    assert facts["command"] in text and facts["commit"] in text and "2 steps" in text
+
+
 @pytest.mark.parametrize(("name", "learning_rate"), [("tokenswift", 5e-3), ("tokenswift_14b", 1e-3)])
 def test_heads_are_trained_by_the_papers_recipes(run, data, tmp_path, name, learning_rate):
     config = EXAMPLES / f"{name}.yaml"

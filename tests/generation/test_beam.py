@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longspec.generation.beam import Beam, log_normaliser
+from hf_longspec.generation.beam import Beam, as_tree, log_normaliser
 from hf_longspec.generation.draft_tree import DraftTree
 
 VOCAB = 11
@@ -39,7 +39,7 @@ def test_against_the_double_loop(widths):
     for level, width in enumerate(widths):
         tables.append(random_logits(3, beam.tokens.shape[1], level))
         beam.grow(tables[-1], width)
-    tree = beam.tree()
+    tree = as_tree(beam.fields(), len(beam.levels) - 1)
     tree.validate()
     assert tree.num_nodes == 1 + sum(widths) and tree.max_depth == len(widths)
     for row in range(3):
@@ -55,14 +55,14 @@ def test_a_level_cannot_be_wider_than_what_there_is():
     beam.grow(random_logits(1, 1, 0, vocab=3), 8)
     beam.grow(random_logits(1, 3, 1, vocab=3), 8)
     assert [level.shape[1] for level in beam.levels] == [1, 3, 8]
-    beam.tree().validate()
+    as_tree(beam.fields(), len(beam.levels) - 1).validate()
 
 
 def test_siblings_differ():
     beam = Beam(torch.tensor([1, 2]))
     for level, width in enumerate([4, 6, 6]):
         beam.grow(random_logits(2, beam.tokens.shape[1], level), width)
-    tree = beam.tree()
+    tree = as_tree(beam.fields(), len(beam.levels) - 1)
     for row in range(2):
         pairs = list(zip(tree.parents[row].tolist(), tree.tokens[row].tolist(), strict=True))
         assert len(set(pairs)) == len(pairs)

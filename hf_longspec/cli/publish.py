@@ -1,0 +1,160 @@
+"""Publish a draft on the Hub, or write to a folder what would be published.
+
+    hf-longspec publish runs/longspec --dry-run
+    hf-longspec publish runs/longspec --repo org/longspec-draft --license apache-2.0 --results results/acceptance.jsonl
+
+Exit status: 0; 2 for what cannot be published.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from transformers import AutoModel
+
+from ..bench.draft_acceptance import acceptance_section
+from ..hub import Card, push, write_repository
+from ..hub.repository import CARD_FACTS, MARK, check_repo_id
+from . import CommandError, first_line
+from .models import loading, quiet
+
+# What the client of huggingface_hub raises, httpx in version 1 and httpx2 in version 2, when it reaches nobody.
+NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Args:
+        source (`Path`): Folder of a saved draft, with card.json or without.
+        repo (`str`, *optional*): Where to publish; needed unless `dry_run`.
+        dry_run (`bool`): Write a folder and upload nothing.
+        output (`Path`, *optional*): That folder. Defaults to `source` with `-hub` behind its name.
+        results (`Path`, *optional*): File with what was measured of the draft.
+        name (`str`, *optional*): Name of the draft in it. Defaults to that of the folder.
+        base_model (`str`, *optional*): Hub id of the target.
+        license (`str`, *optional*): License of the weights.
+        private (`bool`): Make a new repository private.
+    """
+
+    source: Path
+    repo: str | None = None
+    dry_run: bool = False
+    output: Path | None = None
+    results: Path | None = None
+    name: str | None = None
+    base_model: str | None = None
+    license: str | None = None
+    private: bool = False
+
+
+def main(request: Request, debug: bool = False) -> int:
+    """Publish; returns the exit status.
+
+    Args:
+        request ([`Request`]): What to publish.
+        debug (`bool`): Let errors end the process with their traceback.
+    """
+    try:
+        publish(request)
+    except (CommandError, ValueError, OSError, NetworkError) as error:
+        if debug:
+            raise
+        print(f"error: {_explained(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def publish(request: Request) -> None:
+    """Everything from the folder to the repository.
+
+    Raises:
+        CommandError: If it is not said where to, or the draft cannot be loaded.
+        ValueError: If the draft cannot be published.
+    """
+    output = _destination(request)
+    card = read_card(request)
+    draft = load(request.source)
+    if output is None:
+        print(push(draft, str(request.repo), card=card, private=request.private or None).commit_url)
+        return
+    with quiet(progress_bars=False):
+        files = write_repository(draft, output, card, request.repo)
+    sizes = [(output / file).stat().st_size for file in files]
+    for file, size in zip(files, sizes, strict=True):
+        print(f"{size:>13,}  {file.as_posix()}")
+    where = f"{output} would be uploaded to {request.repo or 'a repository'}"
+    print(f"{sum(sizes):>13,}  bytes in {len(files)} files of {where}. Nothing was uploaded.")
+
+
+def _destination(request: Request) -> Path | None:
+    """The folder to write, or `None` to upload."""
+    if request.repo is not None:
+        check_repo_id(request.repo)
+    if not request.dry_run:
+        if request.repo is None:
+            raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
+        if request.output is not None:
+            raise CommandError(f"--output {request.output} goes with --dry-run; without it the draft is uploaded.")
+        return None
+    output = request.output or request.source.resolve().with_name(f"{request.source.resolve().name}-hub")
+    if output.exists() and not output.is_dir():
+        raise CommandError(f"{output} is a file: pass a folder as --output.")
+    if output.exists() and any(output.iterdir()) and not output.samefile(request.source) and not _is_ours(output):
+        raise CommandError(f"{output} holds files that no dry run wrote: pass a new folder as --output.")
+    return output
+
+
+def _is_ours(folder: Path) -> bool:
+    return any(path.read_text(encoding="utf-8", errors="replace").startswith(MARK) for path in folder.glob("*.py"))
+
+
+def read_card(request: Request) -> Card:
+    """The facts beside the draft, with those of the command line instead, and the table of the results.
+
+    Raises:
+        CommandError: If they cannot be read.
+        ValueError: If the results are not about this draft, or the card has unknown fields.
+    """
+    file = request.source / CARD_FACTS
+    facts: Any = {}
+    if file.is_file():
+        try:
+            facts = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CommandError(f"{file} is not JSON: {first_line(error)}.") from error
+        if not isinstance(facts, dict):
+            raise CommandError(f"{file} holds a {type(facts).__name__}: expected the facts of a card by name.")
+    given = {"base_model": request.base_model, "license": request.license, "repo": request.repo}
+    card = Card.read(facts | {name: value for name, value in given.items() if value is not None})
+    if request.results is None:
+        return card
+    return replace(card, acceptance=acceptance_section(request.results, request.name or request.source.resolve().name))
+
+
+def load(source: Path) -> Any:
+    """The draft in a folder, by the installed class.
+
+    Raises:
+        CommandError: If there is none.
+    """
+    if not (source / "config.json").is_file():
+        raise CommandError(f"{source} has no config.json: pass the folder of a saved draft.")
+    with quiet(progress_bars=False), loading(str(source), "draft"):
+        return AutoModel.from_pretrained(source)
+
+
+def _explained(error: Exception) -> str:
+    if isinstance(error, LocalTokenNotFoundError):
+        return "no access token was found: run `hf auth login`, or set HF_TOKEN."
+    if isinstance(error, HfHubHTTPError):
+        return (
+            f"the Hub refused: {first_line(error)} Check the name of --repo and that `hf auth whoami` may write there."
+        )
+    if isinstance(error, NetworkError) and not isinstance(error, OSError):
+        return f"the Hub was not reached: {first_line(error)}. Try again, or write the folder with --dry-run."
+    return first_line(error)

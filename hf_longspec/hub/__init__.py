@@ -1,0 +1,9 @@
+"""Publishing: a draft as a Hub repository that transformers loads without this package.
+
+Knows drafts as objects and their source as text; imports no other room of the package.
+"""
+
+from .cards import Card
+from .repository import push, write_repository
+
+__all__ = ["Card", "push", "write_repository"]

@@ -1,0 +1,141 @@
+"""Model cards: what a published draft says about itself, from templates beside this file."""
+
+import dataclasses
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+NOT_MEASURED = "Not measured."
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a card says that cannot be read off the draft. What is left out is left out of the card, or said to be so.
+
+    Args:
+        repo (`str`, *optional*): Where readers load the draft from. Defaults to the repository it is pushed to.
+        base_model (`str`, *optional*): Hub id of the target. Defaults to the `target_name_or_path` of the draft.
+        target (`str`, *optional*): Where the usage loads the target from, if not from `base_model`.
+        license (`str`, *optional*): Of the weights, as the Hub spells it. Drafts without any have that of the code.
+        language (`str`, *optional*): Of the training text.
+        datasets (`list[str]`): Hub ids of the training data.
+        settings (`str`): Why the draft's `generation_config` is what it is.
+        acceptance (`str`): Markdown table of tau by context length, and how it was measured.
+        training (`str`): Steps, tokens, loss.
+        command (`str`): The training command.
+        commit (`str`, *optional*): Commit of the code that was trained with.
+        limits (`str`): What else readers should know.
+    """
+
+    repo: str | None = None
+    base_model: str | None = None
+    target: str | None = None
+    license: str | None = None
+    language: str | None = None
+    datasets: list[str] = dataclasses.field(default_factory=list)
+    settings: str = ""
+    acceptance: str = ""
+    training: str = ""
+    command: str = ""
+    commit: str | None = None
+    limits: str = ""
+
+    @classmethod
+    def read(cls, facts: dict[str, Any]) -> "Card":
+        """A card of these fields.
+
+        Raises:
+            ValueError: If there is no such field.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := sorted(set(facts) - set(known)):
+            raise ValueError(f"a card has no {', '.join(unknown)}: it has {', '.join(known)}.")
+        return cls(**facts)
+
+    def complete(self, draft: Any, repo: str) -> "Card":
+        """With what follows from the draft and from where it is published.
+
+        Raises:
+            ValueError: If the target has no name that others could load it by.
+        """
+        base_model = self.base_model or draft.config.target_name_or_path
+        if not is_hub_id(base_model) or (not self.base_model and Path(str(base_model)).is_dir()):
+            raise ValueError(
+                f"the target is known as {base_model!r}, which is no Hub id, and others load it by its id. Pass "
+                "base_model (--base-model), such as Qwen/Qwen3-8B."
+            )
+        license = self.license or ("apache-2.0" if draft.weightless else None)
+        return dataclasses.replace(self, base_model=base_model, license=license, repo=self.repo or repo)
+
+
+def render(draft: Any, card: Card) -> str:
+    """README.md of a draft; `card` is complete."""
+    kind = draft.config.model_type
+    tags = ["speculative-decoding", kind.replace("_", "-"), "draft-model", "long-context", "custom_code"]
+    data = ModelCardData(
+        library_name="transformers",
+        base_model=card.base_model,
+        license=card.license,
+        language=card.language,
+        datasets=card.datasets or None,
+        tags=tags,
+    )
+    base_model = str(card.base_model)
+    about, limits = (
+        _template(kind)
+        .format(
+            config=draft.config,
+            chained="chained" if getattr(draft.config, "chained", False) else "independent",
+            parameters=f"{sum(weight.numel() for weight in draft.parameters()) / 1e6:.2f}M",
+            name=base_model.split("/")[-1],
+            link=f"[{base_model}]({'https://huggingface.co' if '/' in base_model else '..'}/{base_model})",
+        )
+        .split("\n## Limits\n")
+    )
+    return _template("card").format(
+        metadata=data.to_yaml().strip(),
+        about=about.strip(),
+        target=card.target or base_model,
+        repo=card.repo,
+        settings=_settings(draft, card),
+        acceptance=card.acceptance.strip() or NOT_MEASURED,
+        training="" if draft.weightless else f"## Training\n\n{_training(card)}\n\n",
+        limits=_paragraphs(limits, card.limits, _license(card)),
+    )
+
+
+def _settings(draft: Any, card: Card) -> str:
+    named = ", ".join(f"`{name}={draft.setting(name)!r}`" for name in draft.settings)
+    return _paragraphs(f"Settings in `generation_config.json`: {named or 'none'}.", card.settings)
+
+
+def _training(card: Card) -> str:
+    command = f"```\n{card.command}\n```" if card.command else "The training command was not recorded."
+    commit = f"Commit of the code: {card.commit}." if card.commit else "The commit of the code was not recorded."
+    return _paragraphs(card.training, command, commit)
+
+
+def _paragraphs(*parts: str) -> str:
+    return "\n\n".join(part.strip() for part in parts if part.strip())
+
+
+def _license(card: Card) -> str:
+    return "" if card.license else "The code is licensed under Apache-2.0; the license of the weights was not stated."
+
+
+def is_hub_id(name: str | None) -> bool:
+    """Whether the Hub could have a repository of that name."""
+    try:
+        validate_repo_id(name or "")
+    except HFValidationError:
+        return False
+    return True
+
+
+def _template(name: str) -> str:
+    return (files(__package__) / "templates" / f"{name}.md").read_text(encoding="utf-8")

@@ -1,0 +1,73 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""Additive masks: added to the scores, -inf where a query does not see a key.
+
+The two classes are masks of a whole call that are only ever computed for a block of its keys: `mask(start, stop)`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+KeyMask = Callable[[int, int], torch.Tensor]
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The additive mask that says the same as `mask`.
+
+    Args:
+        mask (`torch.Tensor`): True where a query sees a key; or an additive mask already.
+        dtype (`torch.dtype`): Floating point dtype of the result.
+
+    Returns:
+        `torch.Tensor` of the same shape. The lowest number of a dtype, which transformers writes for "hidden", becomes
+        -inf: a query whose keys are all hidden then gets 0 instead of the mean of all values.
+    """
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf).to(dtype)
+
+
+@dataclass
+class ExplicitMask:
+    """A mask that exists as a tensor.
+
+    Args:
+        mask (`torch.Tensor` of shape `(..., N, M)`): Boolean or additive mask.
+        dtype (`torch.dtype`): Floating point dtype of the result.
+    """
+
+    mask: torch.Tensor
+    dtype: torch.dtype
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        return additive_mask(self.mask[..., start:stop], self.dtype)
+
+
+@dataclass
+class PositionMask:
+    """Causality and sliding window, from the positions of queries and keys.
+
+    Args:
+        positions (`torch.LongTensor` of shape `(B or 1, N)`): Absolute positions of the queries.
+        first (`int`): Absolute position of key 0 of the call.
+        sliding_window (`int`, *optional*): A query sees a key only if their distance is below it.
+        causal (`bool`): Whether a query sees only keys at its own position or before.
+        dtype (`torch.dtype`): Floating point dtype of the result.
+    """
+
+    positions: torch.Tensor
+    first: int
+    sliding_window: int | None
+    causal: bool
+    dtype: torch.dtype
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        keys = torch.arange(self.first + start, self.first + stop, device=self.positions.device)
+        distance = self.positions[:, None, :, None] - keys  # [B, 1, N, stop - start]
+        mask = torch.zeros(distance.shape, dtype=self.dtype, device=distance.device)
+        if self.sliding_window is not None:
+            mask.masked_fill_(distance >= self.sliding_window, -torch.inf)
+        if self.causal:
+            mask.masked_fill_(distance < 0, -torch.inf)
+        return mask

@@ -1,0 +1,186 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""The definition of every attention function in this room, written to be read.
+
+Every backend has these four functions with these signatures and must agree with them. All of them return
+
+    out[b, h, n] = sum_j softmax_j(score) v_j        lse[b, h, n] = log sum_j exp(score_j)        (natural logarithm)
+    score_j = softcap(scaling * q.k_j), over the keys j that query n may see
+
+and `out` 0, `lse` -inf for a query that sees nothing. Keys and values that no query sees may hold anything, NaN
+included: in a preallocated cache the slots behind the prefix do. Query head h reads key/value head h // (H // K).
+
+B batch, S key slots, N queries, M tree keys, H query heads, K key/value heads, D and Dv sizes of a key and a value.
+"""
+
+import torch
+
+from .attention_backends_registry import AttentionBackend, AttentionCall, register_backend
+
+
+def prefix_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scaling: float,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    host_lengths: tuple[int, ...] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """N queries against the committed prefix: all of them see the key slots below `lengths[b]`.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
+        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys; slot j holds position j.
+        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
+        lengths (`torch.LongTensor` of shape `(B,)`): Used slots per row, possibly 0.
+        scaling (`float`): Factor of the scores.
+        positions (`torch.LongTensor` of shape `(B, N)`, *optional*):
+            Absolute positions of the queries, at least `lengths - 1`. Needed with `sliding_window`.
+        sliding_window (`int`, *optional*): Query n sees slot j only if `positions[b, n] - j < sliding_window`.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
+        host_lengths (`tuple[int, ...]`, *optional*):
+            The numbers in `lengths`, for backends that slice by them: saves reading them back from the device.
+
+    Returns:
+        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
+
+    Raises:
+        ValueError: If `sliding_window` comes without `positions`.
+    """
+    if sliding_window is not None and positions is None:
+        raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
+    slots = torch.arange(key.shape[2], device=key.device)
+    visible = (slots < lengths[:, None])[:, None, :].expand(-1, query.shape[2], -1)  # [B, N, S]
+    if sliding_window is not None and positions is not None:
+        visible = visible & (positions[:, :, None] - slots < sliding_window)
+    return tree_attention(query, key, value, visible, scaling=scaling, softcap=softcap)
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """N queries against M keys under an explicit mask.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
+        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys.
+        value (`torch.Tensor` of shape `(B, K, M, Dv)`): Values.
+        mask (`torch.Tensor` of shape `(B, N, M)`, `(B, 1, N, M)` or `(B, H, N, M)`):
+            True where a query sees a key. A floating point mask is added to the scores; its -inf (or the lowest
+            number of its dtype, which transformers uses) hides the key.
+        scaling (`float`): Factor of the scores.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
+
+    Returns:
+        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    mask = mask[:, None] if mask.dim() == 3 else mask
+    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+    seen = visible.any(dim=1).any(dim=1)[:, None, :, None]  # [B, 1, M, 1]
+    groups = query.shape[1] // key.shape[1]
+    key = key.to(dtype).masked_fill(~seen, 0.0).repeat_interleave(groups, dim=1)
+    value_ = value.to(dtype).masked_fill(~seen, 0.0).repeat_interleave(groups, dim=1)
+    scores = query.to(dtype) @ key.transpose(2, 3) * scaling  # [B, H, N, M]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask.dtype != torch.bool:
+        scores = scores + mask
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = (scores - lse[..., None]).masked_fill(~visible, -torch.inf).exp()
+    return (weights @ value_).to(value.dtype), lse
+
+
+def sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """N queries against chosen key slots.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
+        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys.
+        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
+        indices (`torch.LongTensor` of shape `(B, K, T)` or `(B, 1, T)`):
+            Slots, per key/value head or the same for all. Those past `counts` must be valid slots but count for
+            nothing.
+        counts (`torch.LongTensor` of shape `(B,)`): How many of the T slots are used.
+        scaling (`float`): Factor of the scores.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
+
+    Returns:
+        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
+    """
+    heads = key.shape[1]
+    chosen = indices.expand(-1, heads, -1)[..., None]
+    key = key.gather(2, chosen.expand(-1, -1, -1, key.shape[3]))
+    value = value.gather(2, chosen.expand(-1, -1, -1, value.shape[3]))
+    return prefix_attention(query, key, value, counts, scaling=scaling, softcap=softcap)
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last N of S positions against all S, causally: query n is position `S - N + n`.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries, N <= S.
+        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys.
+        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
+        scaling (`float`): Factor of the scores.
+        sliding_window (`int`, *optional*): Each query sees the last `sliding_window` positions, its own included.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
+
+    Returns:
+        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
+    """
+    batch, _, nodes, _ = query.shape
+    length = key.shape[2]
+    slots = torch.arange(length, device=key.device)
+    distance = slots[length - nodes :, None] - slots  # [N, S]
+    visible = (distance >= 0) if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    return tree_attention(query, key, value, visible.expand(batch, -1, -1), scaling=scaling, softcap=softcap)
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """The reference accepts every call."""
+    return None
+
+
+WINDOW_WITHOUT_POSITIONS = (
+    "sliding_window is {}, but positions is None: a window is counted from the position of each query. "
+    "Pass positions of shape (batch, num_nodes)."
+)
+
+REFERENCE_BACKEND = register_backend(
+    AttentionBackend(
+        name="hf_longspec_reference",
+        prefix_attention=prefix_attention,
+        tree_attention=tree_attention,
+        sparse_attention=sparse_attention,
+        causal_attention=causal_attention,
+        why_not=why_not,
+    )
+)

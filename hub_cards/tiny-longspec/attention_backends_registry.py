@@ -1,0 +1,131 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""The attention backends of this package, and the choice among them.
+
+A backend is four functions with the signatures of `reference.py` and a `why_not` that answers, for one kind of call,
+`None` ("I can") or the reason why not. `select` takes the preferred backend that accepts; when none does, its error
+repeats every reason.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class AttentionCall(NamedTuple):
+    """What a backend has to know to accept or refuse. Hashable, equal for every step of one layer.
+
+    Args:
+        device (`torch.device`): Device of the tensors. Asking it for its type takes longer than all of `select`.
+        dtype (`torch.dtype`): Dtype of query, key and value.
+        head_dim (`int`): Size of a query and a key vector.
+        value_dim (`int`): Size of a value vector.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
+        sliding_window (`int`, *optional*): A query sees the last `sliding_window` positions, its own included.
+        sinks (`bool`, *optional*, defaults to `False`): Whether the layer adds sink logits to the denominator.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    softcap: float | None = None
+    sliding_window: int | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """Four attention functions with one name.
+
+    Args:
+        name (`str`): Name under which users ask for it: `attn_implementation=name`.
+        prefix_attention (`Callable`): N queries against the first `lengths[b]` key slots.
+        tree_attention (`Callable`): N queries against M keys under an explicit mask.
+        sparse_attention (`Callable`): N queries against chosen key slots.
+        causal_attention (`Callable`): The last N of L positions against all L, causally.
+        why_not (`Callable`): Takes an `AttentionCall`; returns `None` or the reason for refusing it.
+        hybrid_attention (`Callable`, *optional*):
+            Prefix, tree and merge in one, for the calls where this is faster; see torch_hybrid.py. Returns `None` for
+            the others.
+    """
+
+    name: str
+    prefix_attention: AttentionFunction
+    tree_attention: AttentionFunction
+    sparse_attention: AttentionFunction
+    causal_attention: AttentionFunction
+    why_not: Callable[[AttentionCall], str | None]
+    hybrid_attention: Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None = None
+
+
+_backends: dict[str, AttentionBackend] = {}
+_priorities: dict[str, int | None] = {}
+_selected: dict[tuple[AttentionCall, str | None], AttentionBackend] = {}
+
+
+def register_backend(backend: AttentionBackend, priority: int | None = None) -> AttentionBackend:
+    """Add a backend.
+
+    Args:
+        backend ([`AttentionBackend`]): The backend.
+        priority (`int`, *optional*):
+            Among the backends that accept a call, the highest priority runs. Without one, the backend runs only for
+            users who ask for it by name.
+
+    Raises:
+        ValueError: If another backend has this name.
+    """
+    if _backends.setdefault(backend.name, backend) is not backend:
+        raise ValueError(f"an attention backend named {backend.name!r} exists already. Choose another name.")
+    _priorities[backend.name] = priority
+    _selected.clear()
+    return backend
+
+
+def backend_names() -> list[str]:
+    """Names of the registered backends, the preferred one first, those that run only by name last."""
+    return sorted(_backends, key=lambda name: -1 if (rank := _priorities[name]) is None else rank, reverse=True)
+
+
+def select(call: AttentionCall, name: str | None = None) -> AttentionBackend:
+    """The backend for this kind of call.
+
+    Args:
+        call ([`AttentionCall`]): Device, dtype, sizes and features of the call.
+        name (`str`, *optional*): Take this backend or fail. By default the preferred one that accepts.
+
+    Raises:
+        ValueError: If no backend accepts the call; the message lists every candidate with its reason.
+    """
+    # once per layer and step: a dictionary look-up, 0.3 microseconds
+    backend = _selected.get((call, name))
+    return backend if backend is not None else _choose(call, name)
+
+
+def _choose(call: AttentionCall, name: str | None) -> AttentionBackend:
+    if name is not None and name not in _backends:
+        raise ValueError(f"{name!r} is not an attention backend. Choose one of {', '.join(backend_names())}.")
+    candidates = [n for n in backend_names() if _priorities[n] is not None] if name is None else [name]
+    reasons = []
+    for candidate in candidates:
+        reason = _backends[candidate].why_not(call)
+        if reason is None:
+            _selected[call, name] = _backends[candidate]
+            return _backends[candidate]
+        reasons.append(f"  {candidate}: {reason}")
+    raise ValueError("\n".join([f"no attention backend supports this call ({_describe(call)}):", *reasons, _REMEDY]))
+
+
+_REMEDY = (
+    'Load the model with attn_implementation="hf_longspec_reference" (slow, any device), '
+    "or add a backend: see the kernel recipe in CONTRIBUTING.md."
+)
+
+
+def _describe(call: AttentionCall) -> str:
+    used = {field: value for field, value in call._asdict().items() if value is not None and value is not False}
+    return ", ".join(f"{field}={str(value).removeprefix('torch.')}" for field, value in used.items())

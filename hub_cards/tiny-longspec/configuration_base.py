@@ -1,0 +1,50 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""What every draft's configuration records of its target."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+# What a draft copies from its target's text config, and refuses to differ in.
+TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+
+class DraftConfig(PreTrainedConfig):
+    """Configuration of a draft: which target it belongs to.
+
+    Args:
+        vocab_size (`int`): The target's vocabulary size; transformers compares it before assisted decoding.
+        target (`dict[str, Any]`, *optional*): Shapes of the target and its `model_type`.
+        target_name_or_path (`str`, *optional*): Where the target came from.
+    """
+
+    model_type = "longspec_draft"
+
+    # Fields, not an __init__: transformers turns every subclass into a dataclass, whose own __init__ would replace it.
+    vocab_size: int = 0
+    target: dict[str, Any] | None = None
+    target_name_or_path: str | None = None
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "DraftConfig":
+        """The configuration of a draft for `target`, a model or its configuration."""
+        text = text_config(target)
+        values: dict[str, Any] = {
+            "vocab_size": text.vocab_size,
+            "target": cls.describe(target),
+            "target_name_or_path": getattr(target, "config", target)._name_or_path or None,
+        }
+        # pipelines read them off the assistant's config
+        values |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return cls(**(values | overrides))
+
+    @classmethod
+    def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
+        """What a draft is made for: model type and shapes of a target. Recorded, and compared before drafting."""
+        text = text_config(target)
+        return {"model_type": text.model_type} | {name: getattr(text, name, None) for name in TARGET_SHAPES}
+
+
+def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:
+    """The part of a model's configuration that describes its language model."""
+    return getattr(target, "config", target).get_text_config(decoder=True)

@@ -1,0 +1,255 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""The decoding loop: draft, verify, accept, commit. The only file that knows the order.
+
+Symbols: B batch rows, N tree nodes, V vocabulary; the root is the last emitted token of a row, whose keys and values
+are not in the cache yet; n is what a row emits in one iteration, accepted drafts and one bonus token.
+"""
+
+import time
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import logging
+
+from .generation_cache import SpeculativeCache
+from .generation_checks import refuse_unsupported
+from .generation_draft_tree import DraftTree
+from .generation_drafters_base import Binding, Drafter, Verification
+from .generation_logits import TokenRule, along_path
+from .generation_noise import NoiseRows
+from .generation_sequences import Sequences
+from .generation_stats import INTERRUPTED, SpeculationStats
+from .generation_target import Step, TargetView, chain_of_last_tokens
+
+logger = logging.get_logger(__name__)
+
+
+def decode(
+    model: PreTrainedModel,
+    draft: Any,
+    input_ids: torch.LongTensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+    """Generate with `model`, drafting with `draft`; arguments and result are those of `generate`'s decoding methods.
+
+    Ctrl-C behind the first token, or a stopping criterion that raises StopIteration, ends the text where it stands:
+    what was generated is returned. While the call runs, `draft.last_speculation` has its statistics so far.
+
+    Raises:
+        ValueError: If target, draft or arguments are not supported; nothing has been generated or changed then.
+        KeyboardInterrupt: If it comes before the first token, or a second time.
+    """
+    target = TargetView(model)
+    refuse_unsupported(target, draft, input_ids, logits_processor, generation_config, model_kwargs)
+    session = Session(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    session.open_cache(model_kwargs)
+    draft.last_speculation = session.stats
+    try:
+        session.prefill()
+        with target.attention():
+            session.seed()
+            while not session.sequences.finished:
+                session.iterate()
+    except KeyboardInterrupt as error:
+        session.sequences.interrupt(error)
+    finally:
+        session.close()
+    return session.output()
+
+
+class Session:
+    """One call of `generate`: what it was given, and what has been emitted and committed so far."""
+
+    cache: SpeculativeCache
+    drafter: Drafter
+    texts: list[torch.Tensor]
+    prompts: list[torch.Tensor]
+    stored: int
+    root: torch.Tensor
+    proposed: list[int]
+    paths: list[list[int]]
+
+    def __init__(
+        self,
+        target: TargetView,
+        draft: Any,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None,
+    ):
+        self.target = target
+        self.draft = draft
+        self.config = generation_config
+        self.started = time.perf_counter()
+        self.stats = SpeculationStats(method=draft.config.model_type)
+        self.max_length = _max_length(generation_config, target, input_ids.shape[1])
+        self.sequences = Sequences(
+            input_ids,
+            stopping_criteria,
+            pad_token_id=_pad_token_id(generation_config),
+            max_length=self.max_length,
+            reach=draft.num_tree_nodes(target) + 1,
+            streamer=streamer,
+        )
+        batch_size, do_sample = input_ids.shape[0], bool(generation_config.do_sample)
+        noise = NoiseRows(batch_size, target.vocab_size, input_ids.device) if do_sample else None
+        self.rule = TokenRule(logits_processor, do_sample, self.sequences, noise)
+        self.kept_scores: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+        self.kept_logits: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+
+    def open_cache(self, model_kwargs: dict[str, Any]) -> None:
+        """Take the user's [`SpeculativeCache`] or make one, cut the prompts out of their padding, bind the drafter."""
+        input_ids = self.sequences.tokens[:, : self.sequences.prompt_length]
+        mask = model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        nodes = self.draft.num_tree_nodes(self.target)
+        cache = model_kwargs.get("past_key_values")
+        if cache is None or not getattr(cache, "_is_longspec_cache", False):
+            cache = SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
+        cache.require(input_ids, mask, self.max_length, nodes)
+        self.cache, self.stored = cache, cache.get_seq_length()
+        self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
+        self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
+        binding = Binding(self.target, cache, self.rule, self.max_length)
+        self.drafter = self.draft.drafter(binding)
+
+    def prefill(self) -> None:
+        """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks."""
+        heads = [prompt[: max(0, len(prompt) - self.drafter.seed_tokens)] for prompt in self.prompts]
+        start = self.cache.get_seq_length()
+        if max(map(len, heads)):
+            padded = torch.nn.utils.rnn.pad_sequence(heads, batch_first=True)
+            self.target.prefill(padded, self.cache, self.config.prefill_chunk_size)
+        self.cache.set_lengths([start + len(head) for head in heads])
+
+    def seed(self) -> None:
+        """Run the last prompt tokens as a chain: gives the first token, and the drafter its first look."""
+        tree, sizes = chain_of_last_tokens(self.prompts, self.drafter.seed_tokens)
+        before, capture = self.cache.host_lengths, self.drafter.capture(tree)
+        step = self._verify(tree, capture)
+        rows = torch.arange(len(sizes), device=step.logits.device)
+        last = step.logits[rows, torch.tensor(sizes, device=rows.device) - 1][:, None]
+        _, tokens = self._accept_and_emit(DraftTree.root_only(tree.tokens[:, 0]), last)
+        self.cache.commit(None, sizes)
+        path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
+        self.drafter.start(self.texts, Verification(path, sizes, before, capture, tokens, step.hidden))
+        self.stats.prefill_seconds = time.perf_counter() - self.started
+
+    def iterate(self) -> None:
+        """One iteration: draft -> verify -> accept -> commit."""
+        started = time.perf_counter()
+        tree = self.drafter.propose(self.root)
+        drafted = time.perf_counter()
+
+        before, capture = self.cache.host_lengths, self.drafter.capture(tree)
+        step = self._verify(tree, capture)
+        verified = time.perf_counter()
+        growing = [not done for done in self.sequences.done]
+        path, tokens = self._accept_and_emit(tree, step.logits)
+        emitted = [len(row) for row in tokens]
+        self._record(growing, emitted)
+        self.cache.commit(None if tree.is_chain else path, emitted)
+        committed = time.perf_counter()
+
+        if not self.sequences.finished:
+            self.drafter.observe(Verification(path, emitted, before, capture, tokens, step.hidden))
+        self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
+        self.stats.verify_seconds += verified - drafted
+
+    def _verify(self, tree: DraftTree, capture: Any) -> Step:
+        return self.target.verify(tree, self.cache, capture, self.max_length, self.drafter.wants_hidden)
+
+    def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
+        """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""
+        wants_scores = bool(self.config.return_dict_in_generate and self.config.output_scores)
+        acceptance, scores = self.rule.accept(tree, logits, with_scores=wants_scores)
+        # the one host read of an iteration: nodes kept, nodes proposed, tokens emitted, the path
+        counts = torch.stack([acceptance.num_nodes, tree.valid.sum(1)], dim=1)
+        host = torch.cat([counts, acceptance.tokens, acceptance.path], dim=1).tolist()
+        self.proposed = [row[1] - 1 for row in host]
+        self.paths = [row[2 + acceptance.tokens.shape[1] :] for row in host]
+        chosen = [row[2 : 2 + row[0]] for row in host]
+        emitted = self.sequences.append(chosen, scores)
+        self.rule.advance(emitted)
+        self.root = acceptance.next_root
+        self._keep(self.kept_scores, scores, emitted)
+        if self.config.return_dict_in_generate and self.config.output_logits:
+            self._keep(self.kept_logits, along_path(logits.float(), acceptance.path), emitted)
+        return acceptance.path, [row[:count] for row, count in zip(chosen, emitted, strict=True)]
+
+    @staticmethod
+    def _keep(store: list[list[torch.Tensor]], values: torch.Tensor | None, emitted: list[int]) -> None:
+        if values is not None:
+            for row, count in enumerate(emitted):
+                store[row].extend(values[row, :count].unbind(0))
+
+    def _record(self, growing: list[bool], emitted: list[int]) -> None:
+        self.stats.num_forwards += 1
+        first = self.drafter.first_ngram_node
+        for row, count in enumerate(emitted):
+            if growing[row]:
+                ngrams = 0 if first is None else sum(node >= first for node in self.paths[row][1:count])
+                self.stats.record(count, self.proposed[row], count - 1, ngrams)
+
+    def close(self) -> None:
+        """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was.
+
+        A call that emitted nothing leaves the cache as it was given.
+        """
+        self.cache.rollback()
+        began = any(self.sequences.generated)
+        self.cache.set_lengths(self.cache.host_lengths if began else [self.stored] * self.cache.batch_size)
+        self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
+        self.stats.draft_state_bytes = self.drafter.state_bytes
+        self.stats.interrupted = self.sequences.interrupted
+        logger.info("%s", self.stats)
+
+    def output(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+        """What `generate` returns; with `return_dict_in_generate`, the statistics are its attribute `speculation`."""
+        sequences = self.sequences.end()
+        if self.stats.interrupted:
+            logger.warning(INTERRUPTED, ", ".join(str(len(tokens)) for tokens in self.sequences.generated))
+        if not self.config.return_dict_in_generate:
+            return sequences
+        output = GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=_by_position(self.kept_scores),
+            logits=_by_position(self.kept_logits),
+            past_key_values=self.cache,
+        )
+        output.speculation = self.stats
+        return output
+
+
+def _by_position(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...] | None:
+    """One `(batch, vocab)` tensor per generated position; zeros for rows that were done by then."""
+    longest = max(map(len, rows))
+    if not longest:
+        return None
+    filler = torch.zeros_like(rows[0][0])
+    return tuple(
+        torch.stack([row[position] if position < len(row) else filler for row in rows]) for position in range(longest)
+    )
+
+
+def _max_length(config: GenerationConfig, target: TargetView, prompt_length: int) -> int:
+    limit = config.max_length or getattr(target.config, "max_position_embeddings", None)
+    if limit is None:
+        raise ValueError("generation has no length limit: pass max_new_tokens or max_length.")
+    return max(limit, prompt_length + 1)
+
+
+def _pad_token_id(config: GenerationConfig) -> int:
+    pad = getattr(config, "_pad_token_tensor", None)
+    return int(pad) if pad is not None else 0

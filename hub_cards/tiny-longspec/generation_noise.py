@@ -1,0 +1,49 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""Random numbers that do not depend on how far a step reaches: one noise row per (batch row, position)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .generation_verification import draw_noise
+
+
+class NoiseRows:
+    """Exponential-race noise for sampling: row t of a batch row decides its t-th generated token, whoever computes it.
+
+    Every batch row has its own generator, seeded from the default one, and draws its noise rows in the order of its
+    positions. Rows that a step asked for and did not use are kept. So the sampled text depends on the seed alone, not
+    on the draft tree, the other rows or where a rejection happened.
+
+    Args:
+        batch_size (`int`): Number of batch rows.
+        vocab_size (`int`): Length of a noise row.
+        device (`torch.device`): Where the noise lives.
+
+    Attributes:
+        generator (`torch.Generator`): For draws that need not be tied to a position.
+    """
+
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
+        seeds = torch.randint(2**62, (batch_size + 1,)).tolist()
+        self.vocab_size = vocab_size
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seeds[0])
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds[1:]]
+        self._kept: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Noise of the next `count` tokens of every row, shape `(batch, count, vocab)`. Do not write to it."""
+        for generator, kept in zip(self._generators, self._kept, strict=True):
+            # One draw per row: a GPU deals its random numbers out by the size of the draw, and that must not depend on
+            # what a step asks for.
+            while len(kept) < count:
+                kept.append(draw_noise(self.vocab_size, generator=generator, device=self.device))
+        wanted = [noise for kept in self._kept for noise in kept[:count]]
+        noise = wanted[0] if len(wanted) == 1 else torch.stack(wanted)
+        return noise.view(-1, count, self.vocab_size)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Forget the noise of tokens that have been emitted."""
+        for kept, count in zip(self._kept, counts, strict=True):
+            del kept[:count]

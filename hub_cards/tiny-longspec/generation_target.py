@@ -1,0 +1,222 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""What the decoding loop needs to know of an unmodified causal language model, and how it runs it."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .attention_backends_hybrid_tree import TreeContext
+from .generation_cache import SpeculativeCache
+from .generation_draft_tree import DraftTree
+from .generation_final_norm import FinalNormInput
+
+ATTENTION_NAME = "hf_longspec"
+# Layer types whose state is not a list of keys and values that a tree could branch from or a rollback shorten.
+RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
+# Layers that attend to all keys, or to those in a window.
+PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
+
+
+class TargetView:
+    """The target model as the decoding loop sees it.
+
+    Args:
+        model (`PreTrainedModel`):
+            A causal language model, used as it is.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        parameters = inspect.signature(type(model).forward).parameters
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the target's vocabulary."""
+        return self.config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return self.config.num_hidden_layers
+
+    @property
+    def sliding_layers(self) -> frozenset[int]:
+        """Layers that attend to a sliding window only."""
+        layer_types = getattr(self.config, "layer_types", None)
+        if layer_types is not None:
+            return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
+        if getattr(self.config, "sliding_window", None) is None:
+            return frozenset()
+        return frozenset(range(self.num_layers))
+
+    @property
+    def has_latent_cache(self) -> bool:
+        """Whether the cache holds compressed latents instead of keys and values (MLA)."""
+        return getattr(self.config, "kv_lora_rank", None) is not None
+
+    def why_not(self) -> list[str]:
+        """Reasons why this model cannot be decoded speculatively; empty if it can."""
+        reasons = []
+        if self.model.config.is_encoder_decoder:
+            reasons.append("it is an encoder-decoder model, and the loop runs decoder-only models")
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        if recurrent := sorted(kinds & RECURRENT_LAYERS):
+            reasons.append(f"it has {', '.join(recurrent)} layers, whose state cannot branch into a tree or roll back")
+        if other := sorted(kinds - PLAIN_LAYERS - RECURRENT_LAYERS - {"chunked_attention"}):
+            reasons.append(
+                f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
+            )
+        if "chunked_attention" in kinds or getattr(self.config, "attention_chunk_size", None):
+            reasons.append("it has chunked attention, and attention backends are not told the chunk")
+        if getattr(self.model, "_is_stateful", False):
+            reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
+        if "prepare_inputs_for_generation" in vars(self.model):
+            reasons.append(
+                "a prompt-learning PEFT adapter is active, which inserts hidden prefix tokens; merge or drop it"
+            )
+        if not self.model._can_set_attn_implementation():
+            reasons.append("its attention does not go through transformers' AttentionInterface")
+        return reasons
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Run the model under this project's attention backend, and restore what was set, also after an error.
+
+        A model that was loaded with one of our implementations is left alone, so that several threads can generate
+        on it at once: the implementation is state of the model, not of the call.
+        """
+        if str(self.config._attn_implementation).startswith(ATTENTION_NAME):
+            yield
+            return
+        configs = _attention_configs(self.model)
+        try:
+            self.model.set_attn_implementation(ATTENTION_NAME)
+            yield
+        finally:
+            for config, implementation in configs:
+                config._attn_implementation_internal = implementation
+
+    def prefill(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> None:
+        """Write keys and values of right-padded prompts behind what `cache` holds, under the model's own attention.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, T)`):
+                Prompt tokens that are not in the cache yet; every row has the same number of them cached.
+            chunk_size (`int`, *optional*):
+                Tokens per forward; all at once by default.
+        """
+        start, total = cache.get_seq_length(), input_ids.shape[1]
+        extra: dict[str, Any] = {}
+        if self._takes_logits_to_keep:
+            # A tensor: some models slice more than the logits when they get an int.
+            extra["logits_to_keep"] = torch.zeros(1, dtype=torch.long, device=input_ids.device)
+        for begin in range(0, total, chunk_size or max(total, 1)):
+            chunk = input_ids[:, begin : begin + (chunk_size or total)]
+            positions = torch.arange(start + begin, start + begin + chunk.shape[1], device=chunk.device)
+            self.model(
+                input_ids=chunk,
+                position_ids=positions.expand(chunk.shape[0], -1),
+                past_key_values=cache,
+                use_cache=True,
+                **extra,
+            )
+
+    def verify(
+        self,
+        tree: DraftTree,
+        cache: SpeculativeCache,
+        capture: Any = None,
+        limit: int | None = None,
+        with_hidden: bool = False,
+    ) -> "Step":
+        """One forward over all nodes of the tree; their keys and values are staged in `cache`.
+
+        Args:
+            capture (*optional*):
+                Collects what the drafter wants to see of the attention, see `attention_backends/scores.py`.
+            limit (`int`, *optional*):
+                Positions are clamped below it. Nodes there can never be emitted, but models with a position table
+                would index beyond its end.
+            with_hidden (`bool`, *optional*, defaults to `False`):
+                Whether the input of the final norm is wanted.
+        """
+        device = tree.tokens.device
+        lengths = cache.rows.on(device)
+        context = TreeContext(
+            lengths=lengths,
+            host_lengths=cache.host_lengths,
+            depths=tree.depths,
+            mask=tree.mask,
+            capture=capture,
+        )
+        positions = lengths[:, None] + tree.depths
+        if limit is not None:
+            positions = positions.clamp_max(limit - 1)
+        with FinalNormInput(self.model) if with_hidden else nullcontext() as caught:
+            logits = self.step(tree.tokens, positions, cache, tree.mask[:, None], context, num_nodes=tree.num_nodes)
+        if context.calls.total == 0:
+            cache.rollback()
+            raise ValueError(
+                f"{type(self.model).__name__} never called the attention backend, so it would ignore the draft tree. "
+                "Its attention must go through transformers' AttentionInterface; nothing was generated."
+            )
+        return Step(logits, context, None if caught is None else caught.hidden)
+
+    def step(self, tokens, positions, cache, mask, context, num_nodes: int | None = None) -> torch.Tensor:
+        """Run the model on `(batch, N)` tokens with an attention context; returns `(batch, N, vocab)` logits."""
+        if num_nodes is not None:
+            cache.stage(num_nodes)
+        return self.model(
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            attention_mask=mask,
+            tree=context,
+            use_cache=True,
+        ).logits.to(tokens.device)
+
+
+@dataclass
+class Step:
+    """Result of one verification.
+
+    Args:
+        logits (`torch.Tensor` of shape `(batch, N, vocab)`): Of every node.
+        context ([`TreeContext`]): The attention context they were computed under.
+        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): What the final norm was given.
+    """
+
+    logits: torch.Tensor
+    context: Any = field(repr=False)
+    hidden: torch.Tensor | None = None
+
+
+def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[DraftTree, list[int]]:
+    """The last `count` tokens of every prompt as a chain, and how many each row really has."""
+    sizes = [min(count, len(prompt)) for prompt in prompts]
+    width = max(sizes)
+    device = prompts[0].device
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
+    for row, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
+        tokens[row, :size] = prompt[len(prompt) - size :]
+    valid = torch.arange(width, device=device) < torch.tensor(sizes, device=device)[:, None]
+    return DraftTree.chain(tokens, valid if min(sizes) < width else None), sizes
+
+
+def _attention_configs(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """Every configuration below `model` that names an attention implementation, with that name."""
+    found: dict[int, tuple[Any, str]] = {}
+    pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while pending:
+        config = pending.pop()
+        if id(config) not in found:
+            found[id(config)] = config, config._attn_implementation_internal
+            pending += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
+    return list(found.values())

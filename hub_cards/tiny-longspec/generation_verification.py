@@ -1,0 +1,241 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""Verification: which drafted tokens the target model accepts, and what it emits after them.
+
+Glossary:
+    path      nodes from the root downwards that are accepted, the root included
+    accepted  a drafted token that the target emits; its node lies on the path
+    bonus     the one token per iteration that comes from the target alone: it follows the last accepted token, either
+              because the draft ended there or in place of a drafted token that was refused
+    n         number of nodes on the path = accepted tokens + 1 = tokens emitted, bonus included
+    scores    log-probabilities up to a constant per node, after all logits processors and warpers
+    law       a probability distribution over the vocabulary; p is the target's, q the draft's
+
+Every function here keeps the law of the emitted text that of the target alone. `accept_greedy` and `accept_sampled`
+do so for any tree, since the target's choice after a node does not look at the draft; `accept_rejection` needs the law
+each token was drawn from. All are batched over rows, with shapes that depend on shapes only and no host sync.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .generation_draft_tree import DraftTree
+
+
+@dataclass(frozen=True, eq=False)
+class Acceptance:
+    """
+    What one verification decided. With M = `tree.max_depth + 1`:
+
+    Args:
+        path (`torch.LongTensor` of shape `(batch_size, M)`):
+            Accepted nodes, beginning with node 0; from place n on, the last one is repeated.
+        num_nodes (`torch.LongTensor` of shape `(batch_size,)`):
+            n of each row: nodes to commit, and tokens emitted.
+        tokens (`torch.LongTensor` of shape `(batch_size, M)`):
+            Tokens emitted, the bonus token last; from place n on, 0.
+    """
+
+    path: Tensor
+    num_nodes: Tensor
+    tokens: Tensor
+
+    @property
+    def next_root(self) -> Tensor:
+        """The bonus token of each row, `(batch_size,)`, which the next tree grows from."""
+        if self.tokens.shape[1] == 1:
+            return self.tokens[:, 0]
+        return self.tokens.gather(1, self.num_nodes[:, None] - 1).squeeze(1)
+
+
+def walk_lazily(tree: DraftTree, choose: Callable[[int, Tensor], Tensor]) -> Acceptance:
+    """Follow the target's choices down the tree, asking for each only when its node is reached.
+
+    Args:
+        tree (`DraftTree`):
+            The tree to walk. If siblings carry the same token, the first of them is taken.
+        choose (`Callable[[int, torch.LongTensor], torch.LongTensor]`):
+            Given a depth and the node of every row, the token the target emits after that node. Called for depths
+            0 to `tree.max_depth`; of rows that stopped earlier the answer is ignored.
+
+    >>> tree = DraftTree.chain(torch.tensor([[5, 8, 2]]))
+    >>> walk_lazily(tree, lambda depth, node: torch.tensor([[8, 4, 6][depth]])).tokens.tolist()
+    [[8, 4, 0]]
+    """
+    node = torch.zeros_like(tree.tokens[:, 0])
+    walking = torch.ones_like(node, dtype=torch.bool)
+    path, emitted, num_nodes = [node], [], walking.long()
+    for depth in range(tree.max_depth + 1):
+        token = choose(depth, node)
+        emitted.append(token.masked_fill(~walking, 0))
+        if depth < tree.max_depth:
+            matches = (tree.parents == node[:, None]) & (tree.tokens == token[:, None]) & tree.valid  # [B, N]
+            walking = walking & matches.any(1)
+            # argmax returns the first of equal values, hence the first matching sibling
+            node = torch.where(walking, matches.int().argmax(1), node)
+            num_nodes = num_nodes + walking
+            path.append(node)
+    return Acceptance(torch.stack(path, 1), num_nodes, torch.stack(emitted, 1))
+
+
+def walk(tree: DraftTree, choice: Tensor) -> Acceptance:
+    """Follow the target's choices down the tree: move to the child that carries the choice, else emit it and stop.
+
+    Args:
+        tree (`DraftTree`):
+            The tree to walk. If siblings carry the same token, the first of them is taken.
+        choice (`torch.LongTensor` of shape `(batch_size, num_nodes)`):
+            Token the target emits after each node.
+
+    >>> tree = DraftTree(torch.tensor([[5, 8, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), torch.ones(1, 4).bool())
+    >>> result = walk(tree, torch.tensor([[2, 9, 7, 9]]))
+    >>> result.path.tolist(), result.num_nodes.tolist(), result.tokens.tolist()
+    ([[0, 2, 2, 2]], [2], [[2, 7, 0, 0]])
+    """
+    if tree.max_depth == 0:  # plain decoding: nothing to compare
+        tokens = choice[:, :1]
+        return Acceptance(torch.zeros_like(tokens), tokens.new_ones(tokens.shape[0]), tokens)
+    if not tree.is_chain:
+        return walk_lazily(tree, lambda depth, node: choice.gather(1, node[:, None]).squeeze(1))
+    agreed = (choice[:, :-1] == tree.tokens[:, 1:]) & tree.valid[:, 1:]
+    num_nodes = agreed.long().cumprod(1).sum(1) + 1
+    return _along_chain(tree.tokens, num_nodes, choice.gather(1, num_nodes[:, None] - 1).squeeze(1))
+
+
+def accept_greedy(tree: DraftTree, logits: Tensor) -> Acceptance:
+    """Accept what the target would emit greedily; `logits` of shape `(batch_size, num_nodes, vocab_size)`, processed.
+
+    >>> accept_greedy(DraftTree.chain(torch.tensor([[0, 2]])), torch.eye(4)[None, [2, 3]]).tokens.tolist()
+    [[2, 3]]
+    """
+    return walk(tree, logits.argmax(-1))
+
+
+def draw_noise(*shape: int, generator: torch.Generator | None = None, device: torch.device | None = None) -> Tensor:
+    """Standard exponential noise for [`race`], in float32, shape `(*shape)`.
+
+    >>> draw_noise(2, 5, 11, generator=torch.Generator().manual_seed(0)).shape
+    torch.Size([2, 5, 11])
+    """
+    # float64: single precision draws on a GPU lie on a grid of 6e-8 near 0, where unlikely tokens win their races
+    dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
+    return torch.empty(shape, dtype=dtype, device=device).exponential_(generator=generator).float()
+
+
+def race(scores: Tensor, noise: Tensor) -> Tensor:
+    """Draw one token per row from the law `softmax(scores)`, as a function of the noise.
+
+    Token i arrives at time `noise[i] / p[i]`, an exponential time of rate p[i], and the first to arrive is drawn. The
+    minimum of independent exponential times belongs to i with probability p[i] / sum(p): the result has the same law
+    as `torch.multinomial`, and the rows of noise decide it alone. Laws that differ little, run on the same noise,
+    mostly draw the same token, which is what `acceptance="coupled"` lives on. For a law p, pass `p.log()`.
+
+    Args:
+        scores (`torch.Tensor` of shape `(..., vocab_size)`):
+            Log-probabilities up to a constant. A token at -inf is never drawn, unless all are.
+        noise (`torch.Tensor` of shape `(..., vocab_size)`):
+            Standard exponential noise, see [`draw_noise`].
+
+    Returns:
+        `torch.LongTensor` of shape `(...)`.
+
+    >>> race(torch.tensor([0.9, 0.1, 0.0]).log(), torch.tensor([1.0, 0.1, 1e-9])).item()
+    1
+    """
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    # a noise of 0 would turn -inf into nan, which argmax prefers to every number
+    arrival = noise.to(dtype).clamp_min(torch.finfo(dtype).tiny).log()
+    return (scores.to(dtype) - arrival).argmax(-1)
+
+
+def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance:
+    """Accept what the target would sample: one draw after each node of the path, followed if a child carries it.
+
+    For candidates that are not random no rule accepts more often. A second draw for the next sibling would favour
+    drafted tokens, and the text would no longer follow the target's law.
+
+    Args:
+        tree (`DraftTree`):
+            The tree to walk. Its laws `q` play no part, so it may be chosen in any way that does not see the noise,
+            or even by the same noise as in coupled acceptance.
+        scores (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`):
+            Scores of the token after each node.
+        noise (`torch.Tensor` of shape `(batch_size, max_depth + 1, vocab_size)`):
+            Row d decides the draw after a node of depth d. With one row per position of the text, kept until that
+            position is committed, the text does not depend on the trees.
+
+    >>> tree, noise = DraftTree.chain(torch.tensor([[0, 2]])), torch.ones(1, 2, 4)
+    >>> accept_sampled(tree, torch.eye(4)[None, [2, 3]], noise).tokens.tolist()
+    [[2, 3]]
+    """
+    if noise.shape[1] <= tree.max_depth:
+        raise ValueError(f"noise has {noise.shape[1]} rows, expected {tree.max_depth + 1}. Draw one for each depth.")
+    if tree.is_chain or tree.max_depth == 0:  # node i has depth i
+        reached = tree.max_depth + 1
+        return walk(tree, race(scores[:, :reached], noise[:, :reached]))
+
+    def draw(depth: int, node: Tensor) -> Tensor:
+        return race(_row(scores, node), noise[:, depth])
+
+    return walk_lazily(tree, draw)
+
+
+def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: Tensor) -> Acceptance:
+    """Accept each token of a chain with probability min(1, p / q), up to the first that is refused.
+
+    What replaces a refused token comes from the normalised (p - q)+; after a chain that is accepted whole, the bonus
+    token comes from p. See https://huggingface.co/papers/2211.17192.
+
+    Args:
+        tree (`DraftTree`):
+            A chain with `q`, the laws its tokens were really drawn from, independently of `uniforms` and `noise`.
+        scores (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`):
+            Scores of the token after each node.
+        uniforms (`torch.Tensor` of shape `(batch_size, num_nodes - 1)`):
+            Uniform draws from [0, 1), one per drafted token.
+        noise (`torch.Tensor` of shape `(batch_size, vocab_size)` or `(batch_size, num_nodes, vocab_size)`):
+            Noise of the [`race`] for the bonus token, one row for the iteration or one for every node.
+
+    Raises:
+        ValueError: If the tree is no chain, or has drafted tokens but no `q`.
+    """
+    if not tree.is_chain or (tree.q is None and tree.num_nodes > 1):
+        raise ValueError(
+            f"is_chain={tree.is_chain} and q={type(tree.q).__name__}, expected a chain with q. Draw from a q, "
+            'or use acceptance="coupled".'
+        )
+    p = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))  # [B, N, V]
+    q = p if tree.q is None else tree.q.to(p.dtype)
+    drafted = tree.tokens[:, 1:, None]
+    # u < p / q, without the division
+    accepted = uniforms * q[:, 1:].gather(2, drafted).squeeze(2) < p[:, :-1].gather(2, drafted).squeeze(2)
+    accepted = (accepted & tree.valid[:, 1:]).long().cumprod(1)  # [B, N - 1]
+    num_nodes = accepted.sum(1) + 1
+    law = _bonus_law(p, q, tree.valid, num_nodes)
+    bonus = race(law.log(), noise if noise.dim() == 2 else _row(noise, num_nodes - 1))
+    return _along_chain(tree.tokens, num_nodes, bonus)
+
+
+def _bonus_law(p: Tensor, q: Tensor, valid: Tensor, num_nodes: Tensor) -> Tensor:
+    """`[B, V]`, not normalised: (p - q)+ if a drafted token was refused, p if there was none to refuse."""
+    refused_node = num_nodes.clamp_max(p.shape[1] - 1)
+    refused = valid.gather(1, refused_node[:, None]) & (num_nodes < p.shape[1])[:, None]
+    last = _row(p, num_nodes - 1)
+    residual = (last - _row(q, refused_node)).clamp_min(0)
+    # equal laws can refuse a token by rounding alone, and leave nothing
+    return torch.where(refused & (residual.sum(-1, keepdim=True) > 0), residual, last)
+
+
+def _along_chain(tokens: Tensor, num_nodes: Tensor, bonus: Tensor) -> Acceptance:
+    """Acceptance of the first n nodes of a chain."""
+    places, last = torch.arange(tokens.shape[1], device=tokens.device), num_nodes[:, None] - 1
+    following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
+    emitted = torch.where(places < last, following, 0).scatter(1, last, bonus[:, None])
+    return Acceptance(torch.minimum(places, last), num_nodes, emitted)
+
+
+def _row(values: Tensor, node: Tensor) -> Tensor:
+    """`[B, V]`: of `values` of shape `[B, N, V]`, the row of one node per batch row."""
+    return values[torch.arange(values.shape[0], device=values.device), node]

@@ -1,0 +1,231 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""DraftModel: what all drafts have in common. Importing it routes `generate(assistant_model=draft)` to our loop."""
+
+import copy
+import os
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from .attention_backends_interface import register
+from .generation_decoding import decode
+from .generation_drafters_base import Binding, Drafter
+from .generation_drafters_joined import JoinedDrafter
+from .generation_drafters_ngram import NgramDrafter
+from .generation_ngram_settings import NGRAM_DEFAULTS, NgramSettings
+from .generation_route import install
+from .generation_stats import SpeculationStats
+from .generation_target import TargetView
+from .configuration_base import DraftConfig
+
+register()
+install()
+
+
+class DraftModel(PreTrainedModel):
+    """A draft model as a Hugging Face model: `config` holds its architecture, `generation_config` how it drafts.
+
+    Subclasses define `config_class`, `settings` (name of every key of `generation_config` that is theirs, with its
+    default), `make_drafter` and `max_nodes`; without parameters they set `weightless`. Unless they clear
+    `takes_ngrams`, they get the settings of n-grams, which join their trees: callers use `drafter` and
+    `num_tree_nodes`.
+    """
+
+    config_class = DraftConfig
+    base_model_prefix = "draft"
+    main_input_name = "input_ids"
+    weightless: ClassVar[bool] = False
+    takes_ngrams: ClassVar[bool] = True
+    settings: ClassVar[dict[str, Any]] = {}
+    # Known to the route by this marker: an installed class and one loaded from the Hub are different classes.
+    _is_longspec_draft = True
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if cls.takes_ngrams:
+            cls.settings = NGRAM_DEFAULTS | cls.settings
+
+    def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
+        self.last_speculation: SpeculationStats | None = None
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftModel":
+        """A draft for `target`. `overrides` are keys of the config, or of the draft's `generation_config`.
+
+        Raises:
+            ValueError: If an override is neither, or the target cannot be drafted for.
+        """
+        settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
+        known = set(vars(cls.config_class()))
+        if unknown := sorted(set(overrides) - known):
+            raise ValueError(f"unknown settings {unknown} for {cls.__name__}; it has {sorted(cls.settings)}.")
+        draft = cls(cls.config_class.from_target(target, **overrides))
+        draft.generation_config.update(**settings)
+        draft.check(TargetView(target))
+        return draft
+
+    def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
+        """Generate with `model` and this draft: what `generate(assistant_model=draft)` ends in.
+
+        Without the patch of `_assisted_decoding`: `model.generate(..., custom_generate=draft.custom_generate)`.
+        """
+        for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor", "synced_gpus"):
+            kwargs.pop(name, None)
+        return decode(model, self, input_ids, **kwargs)
+
+    def custom_generate(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The patch-free route; transformers hands no streamer to a `custom_generate` callable."""
+        return decode(model, self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+
+    def drafter(self, binding: Binding) -> Drafter:
+        """The drafter of one call, n-grams included if there are any."""
+        drafter, ngrams = self.make_drafter(binding), self._joined_ngrams()
+        return drafter if ngrams is None else JoinedDrafter(drafter, NgramDrafter(binding, ngrams))
+
+    def num_tree_nodes(self, target: TargetView) -> int:
+        """Most nodes of a verified tree under the present settings: root, drafts and n-grams."""
+        ngrams = self._joined_ngrams()
+        return self.max_nodes(target) + (0 if ngrams is None else ngrams.num_nodes)
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """What this kind of draft proposes by itself; see `drafter`."""
+        raise NotImplementedError
+
+    def max_nodes(self, target: TargetView) -> int:
+        """Most nodes of what it proposes by itself, root included; see `num_tree_nodes`."""
+        raise NotImplementedError
+
+    def check(self, target: TargetView) -> None:
+        """Refuse a target this draft was not made for, and settings that do not exist or contradict each other.
+
+        Raises:
+            ValueError: With both values, the rule and the remedy.
+        """
+        found = self.config.describe(target.model)
+        for name, recorded in (self.config.target or {}).items():
+            if recorded != found.get(name):
+                raise ValueError(
+                    f"the draft was made for a target with {name}={recorded}, and this target has "
+                    f"{name}={found.get(name)}. Load the draft of this target, or make one with from_target(target)."
+                )
+        known = set(vars(GenerationConfig())) | set(self.settings)
+        present = {name for name in vars(self.generation_config) if not name.startswith("_")}
+        if unknown := sorted(present - known):
+            raise ValueError(
+                f"draft.generation_config has unknown settings {unknown}; {type(self).__name__} has "
+                f"{sorted(self.settings)}."
+            )
+        self._joined_ngrams()  # refuses what is out of range
+        self.check_settings(target)
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse values of `generation_config` that this kind of draft cannot run with."""
+
+    def check_sampling(self) -> None:
+        """Refuse settings that only go with greedy decoding; called when the target samples."""
+
+    def _joined_ngrams(self) -> NgramSettings | None:
+        if not self.takes_ngrams:
+            return None
+        ngrams = NgramSettings.read(self.setting)
+        return ngrams if ngrams.candidates else None
+
+    def setting(self, name: str) -> Any:
+        """Value of one of this draft's settings."""
+        value = getattr(self.generation_config, name, None)
+        return self.settings[name] if value is None else value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Drafts are run by their drafter, inside `generate`."""
+        raise NotImplementedError(f"{type(self).__name__} is used as model.generate(..., assistant_model=draft).")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters; a draft without any is wherever its target is."""
+        return torch.device("cpu") if self.weightless else super().device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the parameters; a draft without any reports float32."""
+        return torch.float32 if self.weightless else super().dtype
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        if not self.weightless:
+            super()._init_weights(module)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Write config.json, generation_config.json and, if there are any, the weights.
+
+        A draft that was loaded as remote code brings its code along. For an installed one `push_to_hub` does.
+
+        Raises:
+            ValueError: For `push_to_hub=True`, which would upload a draft without its code.
+        """
+        if kwargs.pop("push_to_hub", False):
+            raise ValueError(
+                "save_pretrained(push_to_hub=True) would upload a draft without its code. Use "
+                'draft.push_to_hub("owner/name").'
+            )
+        if self._auto_class is None and hasattr(self.config, "auto_map"):
+            del self.config.auto_map  # it names files that stay where the draft was loaded from
+        if self.weightless:
+            os.makedirs(save_directory, exist_ok=True)
+            self.config.architectures = [type(self).__name__]
+            if self._auto_class is not None:
+                custom_object_save(self, save_directory, config=self.config)
+            self.config.save_pretrained(save_directory)
+        else:
+            super().save_pretrained(save_directory, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> Any:
+        """Publish this draft as a repository that transformers loads without this package.
+
+        Args:
+            repo_id (`str`): `"owner/name"`.
+            kwargs: Those of `hf_longspec.hub.push`: `private`, `token`, and facts for the card, such as `license`.
+
+        Raises:
+            ValueError: If the draft cannot be published; nothing is uploaded then.
+        """
+        try:
+            hub = import_module("hf_longspec.hub")  # by name: a published copy of this file does without it
+        except ImportError:
+            return super().push_to_hub(repo_id, **kwargs)
+        return hub.push(self, repo_id, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DraftModel":
+        """Load a draft from a folder or a Hub repo, with the settings it was saved with."""
+        hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
+        if cls.weightless:
+            config = kwargs.get("config")
+            if not isinstance(config, cls.config_class):
+                config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub)
+            draft = cls(config)
+        else:
+            draft = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            draft.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        except OSError:
+            pass  # the repo has no generation_config.json: the defaults stand
+        for name, value in copy.deepcopy(cls.settings).items():
+            if not hasattr(draft.generation_config, name):  # published before there was such a setting
+                setattr(draft.generation_config, name, value)
+        return draft
+
+
+HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}

@@ -1,0 +1,169 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""Hybrid tree attention: what an attention layer of the target runs when it verifies a draft tree.
+
+The N nodes see the committed prefix without any mask and each other under the N x N tree mask. Splitting the two keeps
+the mask out of the long part: no (N, S + N) mask exists, and the prefix runs through a kernel that takes none.
+
+`TreeContext` travels as a keyword of the model's forward (`model(..., tree=context)`) to the attention function, which
+calls `context.attend`. It needs nothing but that method: two copies of this file, installed and from the Hub, can meet.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .attention_backends_merge import AttentionState, merge_attention_states
+from .attention_backends_registry import AttentionBackend
+
+
+class CallCounter:
+    """How often an attention layer called back: the proof that a model really runs on our attention."""
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __repr__(self) -> str:
+        return f"CallCounter(total={self.total})"
+
+
+@dataclass
+class TreeContext:
+    """One verification step, as the attention layers see it. Build a new one for every forward.
+
+    Args:
+        lengths (`torch.LongTensor` of shape `(B,)`): Committed prefix per row.
+        host_lengths (`tuple[int, ...]`): The same numbers on the host.
+        depths (`torch.LongTensor` of shape `(B, N)`): Depth of each node; node n is at position `lengths + depths`.
+        mask (`torch.BoolTensor` of shape `(B, N, N)`): Ancestor-or-self; a padding node sees only itself.
+        capture (*optional*): Object whose `collect(layer_idx, query, key, lse, *, lengths, host_lengths, scaling,
+            softcap)` sees every layer's queries, keys and log-sum-exp.
+        calls ([`CallCounter`], *optional*): Counts the layers that called.
+    """
+
+    lengths: torch.Tensor
+    host_lengths: tuple[int, ...]
+    depths: torch.Tensor
+    mask: torch.Tensor
+    capture: Any = None
+    calls: CallCounter = field(default_factory=CallCounter)
+    # what depends on the step but not on the layer, computed by the first layer that needs it
+    _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def to(self, device: torch.device | str | int | None, non_blocking: bool = False) -> "TreeContext":
+        """This context on another device; itself if it is there. Counter and capture are shared."""
+        if device is None:  # accelerate, where a module has no device of its own; tensors take it likewise
+            return self
+        device = torch.device(device)
+        if device == self.lengths.device or (device.index is None and device.type == self.lengths.device.type):
+            return self
+        if device not in self._memo:  # accelerate moves the arguments of every layer: one copy per device will do
+            lengths, depths, mask = (
+                t.to(device, non_blocking=non_blocking) for t in (self.lengths, self.depths, self.mask)
+            )
+            self._memo[device] = TreeContext(lengths, self.host_lengths, depths, mask, self.capture, self.calls)
+        moved: TreeContext = self._memo[device]
+        return moved
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the N staged nodes in one layer.
+
+        Args:
+            backend ([`AttentionBackend`]): Who computes it.
+            layer_idx (`int`): Which layer asks.
+            query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the nodes.
+            key (`torch.Tensor` of shape `(B, K, S, D)`):
+                The cache: the prefix in the slots below `lengths[b]`, the nodes in the N slots from there on.
+            value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
+            scaling (`float`): Factor of the scores.
+            sliding_window (`int`, *optional*): Window of this layer, in positions.
+            softcap (`float`, *optional*): Softcap of the scores.
+            sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits of this layer.
+
+        Returns:
+            `torch.Tensor` of shape `(B, H, N, Dv)`.
+        """
+        self.calls.total += 1
+        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        out, lse = self._attend(backend, query, key, value, options)
+        if sinks is not None:
+            out, lse = merge_attention_states([(out, lse)], sinks)
+        if self.capture is not None:
+            where = {"lengths": self.lengths, "host_lengths": self.host_lengths}
+            self.capture.collect(layer_idx, query, key, lse, scaling=scaling, softcap=softcap, **where)
+        return out
+
+    def _attend(
+        self,
+        backend: AttentionBackend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: dict[str, Any],
+    ) -> AttentionState:
+        if self.mask.shape[-1] == 1:  # a lone root: its own slot simply ends the prefix
+            lengths, host_lengths = self._lengths_with_root()
+            positions = self.positions
+            return backend.prefix_attention(
+                query, key, value, lengths, positions=positions, host_lengths=host_lengths, **options
+            )
+        mask, host_lengths = self.windowed_mask(options["sliding_window"]), self.host_lengths
+        if backend.hybrid_attention is not None:
+            memo = {"host_lengths": host_lengths, "memo": self._memo}
+            state = backend.hybrid_attention(query, key, value, mask, self.positions, **options, **memo)
+            if state is not None:
+                return state
+        place = {"positions": self.positions, "host_lengths": host_lengths}
+        prefix = backend.prefix_attention(query, key, value, self.lengths, **place, **options)
+        nodes = self.staged(key), self.staged(value)
+        tree = backend.tree_attention(query, *nodes, mask, scaling=options["scaling"], softcap=options["softcap"])
+        return merge_attention_states([prefix, tree])
+
+    # not cached_property: it takes a lock, which torch.compile cannot trace
+    @property
+    def positions(self) -> torch.Tensor:
+        """Absolute positions of the nodes, `(B, N)`."""
+        if "positions" not in self._memo:
+            self._memo["positions"] = self.lengths[:, None] + self.depths
+        positions: torch.Tensor = self._memo["positions"]
+        return positions
+
+    def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
+        """The tree mask without ancestors that lie outside the window."""
+        if sliding_window is None or sliding_window >= self.mask.shape[-1]:  # no path is longer than the tree
+            return self.mask
+        if sliding_window not in self._memo:
+            distance = self.depths[:, :, None] - self.depths[:, None, :]
+            self._memo[sliding_window] = self.mask & (distance < sliding_window)
+        mask: torch.Tensor = self._memo[sliding_window]
+        return mask
+
+    def staged(self, cached: torch.Tensor) -> torch.Tensor:
+        """The nodes' part of a key or value buffer, `(B, K, N, D)`: a view when all rows are equally long."""
+        nodes = self.mask.shape[-1]
+        if min(self.host_lengths) == max(self.host_lengths):
+            return cached.narrow(2, self.host_lengths[0], nodes)
+        if "slots" not in self._memo:
+            offsets = torch.arange(nodes, device=self.lengths.device)
+            self._memo["slots"] = (self.lengths[:, None] + offsets)[:, None, :, None]
+        return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
+
+    def _lengths_with_root(self) -> tuple[torch.Tensor, tuple[int, ...]]:
+        if "with_root" not in self._memo:
+            self._memo["with_root"] = self.lengths + 1, tuple(length + 1 for length in self.host_lengths)
+        lengths: tuple[torch.Tensor, tuple[int, ...]] = self._memo["with_root"]
+        return lengths

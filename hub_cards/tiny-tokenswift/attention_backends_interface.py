@@ -1,0 +1,203 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""The attention function that transformers calls, and its registration.
+
+`attn_implementation="hf_longspec"` takes the preferred backend for every call, `"hf_longspec_torch"` and
+`"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes. Without one this is ordinary
+attention: causal by itself when transformers hands over no mask, under the mask otherwise. Nothing is ever delegated to
+transformers' own implementations: eager has no causality of its own, sdpa has neither softcap nor sinks.
+"""
+
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention_backends_differentiable import differentiable_attention
+from .attention_backends_merge import AttentionState, merge_attention_states
+from .attention_backends_reference import REFERENCE_BACKEND
+from .attention_backends_registry import AttentionBackend, AttentionCall, select
+from .attention_backends_torch_sdpa import TORCH_BACKEND
+
+# Transformers treats names with "flash", "sdpa", "/" or "paged|" in them in its own way.
+AUTOMATIC = "hf_longspec"
+
+# A window is None or positive, so 0 can say that the model did not pass any: see window_of_layer.
+NOT_PASSED = 0
+
+# What window_of_layer said. Asking a config for an attribute that it lacks takes longer than all else in this file.
+_windows: WeakKeyDictionary[torch.nn.Module, int | None] = WeakKeyDictionary()
+
+REFUSED = {
+    "indices": "the model selects keys for each query (DSA); attending to all of them would change its output",
+    "position_bias": "the model adds a learned bias to the scores",
+    "cache": "continuous batching keeps keys in pages",
+}
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = NOT_PASSED,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    tree: Any = None,
+    backend_name: str | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one layer, with the signature of transformers' `AttentionInterface`.
+
+    Args:
+        module (`torch.nn.Module`): The attention layer: `layer_idx`, `is_causal` and `config` are read.
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
+        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys, not repeated.
+        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values, not repeated.
+        attention_mask (`torch.Tensor` of shape `(B, 1 or H, N, >= S)`, *optional*):
+            Boolean or additive, causality and window included. Without one, the N queries are the last of S positions.
+        scaling (`float`, *optional*, defaults to `D**-0.5`): Factor of the scores.
+        dropout (`float`, *optional*, defaults to 0.0): Dropout probability of the weights.
+        sliding_window (`int`, *optional*): Window of the layer. What the model does not pass is read from its config.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
+        s_aux (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
+        tree (*optional*): [`TreeContext`], [`SparseContext`] or anything else with their `attend`.
+        backend_name (`str`, *optional*): Insist on this backend.
+
+    Returns:
+        `torch.Tensor` of shape `(B, N, H, Dv)`, contiguous, and None in place of the weights.
+
+    Raises:
+        ValueError: If no backend supports the call, or the model asks for something that would be computed wrongly.
+    """
+    if scaling is None:
+        scaling = query.shape[3] ** -0.5
+    if sliding_window == NOT_PASSED:
+        sliding_window = _windows.get(module, NOT_PASSED)
+        if sliding_window == NOT_PASSED:
+            sliding_window = _windows[module] = window_of_layer(module)
+    sizes = (query.shape[3], value.shape[3])
+    call = AttentionCall(query.device, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
+    backend = select(call, backend_name)
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    _refuse(kwargs)
+    if tree is not None:
+        out = tree.attend(backend, module.layer_idx, query, key, value, **options)
+        return out.transpose(1, 2).contiguous(), None
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
+    if dropout > 0.0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
+        out = differentiable_attention(query, key, value, mask, causal=causal, dropout=dropout, **options)
+    else:
+        out = _attend(backend, query, key, value, mask, causal, **options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    backend: AttentionBackend,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention without a context."""
+    state: AttentionState
+    if mask is not None:  # the window is in it already: transformers' eager looks at nothing else either
+        state = backend.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
+    elif causal:
+        window = {"sliding_window": sliding_window}
+        state = backend.causal_attention(query, key, value, scaling=scaling, softcap=softcap, **window)
+    else:
+        host_lengths = (key.shape[2],) * key.shape[0]
+        lengths = torch.tensor(host_lengths, device=key.device)
+        state = backend.prefix_attention(
+            query, key, value, lengths, scaling=scaling, softcap=softcap, host_lengths=host_lengths
+        )
+    return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+
+
+def window_of_layer(module: torch.nn.Module) -> int | None:
+    """The sliding window of a layer whose model leaves it to the mask and does not pass it (qwen2_moe, phimoe, doge).
+
+    Args:
+        module (`torch.nn.Module`): The attention layer.
+
+    Returns:
+        `int`, or None for full attention.
+    """
+    config = getattr(module, "config", None)
+    window = getattr(config, "sliding_window", None)
+    if not window:
+        return None
+    layer_types = getattr(config, "layer_types", None)
+    return window if layer_types is None or layer_types[module.layer_idx] == "sliding_attention" else None
+
+
+def attention_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of a forward, with the signature of transformers' `AttentionMaskInterface`.
+
+    Returns:
+        None where `attention_forward` does the same by itself: the queries are the last of the keys' positions, nothing
+        is padded, and at most the config's sliding window is asked for. Chunks, for instance, need a mask. Otherwise
+        transformers' `sdpa_mask`, boolean of shape `(B, 1, q_length, kv_length)`.
+    """
+    last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    known = local_size is None or local_size > kv_length or local_size == getattr(config, "sliding_window", None)
+    if allow_is_causal_skip and last and known and _nothing_padded(attention_mask):
+        return None
+    sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
+    mask: torch.Tensor | None = AttentionMaskInterface()["sdpa"](
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        config=config,
+        **sizes,
+        **kwargs,
+    )
+    return mask
+
+
+def register() -> None:
+    """Make the backends known to transformers under their names. Harmless to repeat."""
+    for name in (None, REFERENCE_BACKEND.name, TORCH_BACKEND.name):
+        AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
+        AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
+
+
+def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:
+    if attention_mask is None:
+        return True
+    # reading a tensor would break the graph
+    return not torch.compiler.is_compiling() and bool(attention_mask.all())
+
+
+def _refuse(kwargs: dict[str, Any]) -> None:
+    for name, reason in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} was passed to the attention of hf_longspec, which does not support it: {reason}. "
+                'Load the model with another attn_implementation, such as "eager".'
+            )

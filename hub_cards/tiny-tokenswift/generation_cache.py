@@ -1,0 +1,283 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""Preallocated key/value cache with per-row lengths, staged writes and an in-place commit."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .generation_lazy_zeros import lazy_zeros
+
+# Nodes that one verification may stage behind the committed tokens.
+DEFAULT_TREE_SLOTS = 80
+
+
+class SpeculativeLayer(CacheLayerMixin):
+    """Keys and values of one layer, allocated once from the first tensors it sees.
+
+    Sliding-window layers are stored at full length too: the attention backend applies the window, and a rejected
+    node can therefore never have pushed a committed one out.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, rows: "RowLengths", capacity: int):
+        super().__init__()
+        self.rows = rows
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate from the shapes seen: under tensor parallelism a rank holds fewer heads than the config says."""
+        batch_size, heads = key_states.shape[:2]
+        if batch_size != self.rows.batch_size:
+            raise ValueError(
+                f"the cache was made for batch_size={self.rows.batch_size}, but the model ran on {batch_size} rows. "
+                f"Make it with SpeculativeCache(config, batch_size={batch_size}, max_length=...)."
+            )
+        # Zeros: masked slots are multiplied by probability 0, and 0 x NaN would be NaN.
+        self.keys = lazy_zeros(key_states, batch_size, heads, self.capacity, key_states.shape[-1])
+        self.values = lazy_zeros(value_states, batch_size, value_states.shape[1], self.capacity, value_states.shape[-1])
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new entries; return views of every slot written so far, the new ones included."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[2]
+        if self.rows.staged:
+            return self._stage(key_states, value_states, count)
+        if self.rows.equal_length is None:
+            raise ValueError(
+                f"the rows hold {self.rows.host} tokens, and plain generation needs rows of one length. Continue each "
+                "row in a cache of its own, or start a new cache."
+            )
+        end = self.length + count
+        if end > self.capacity:
+            raise ValueError(
+                f"the cache is full: {self.length} tokens are stored and {count} more do not fit into {self.capacity} "
+                "slots. Make it with a larger max_length."
+            )
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _stage(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.rows.equal_length
+        if start is not None:
+            self.keys[:, :, start : start + count] = keys
+            self.values[:, :, start : start + count] = values
+        else:
+            row, slot = self.rows.slots(count, self.keys.device)
+            self.keys[row, :, slot] = keys.transpose(1, 2)
+            self.values[row, :, slot] = values.transpose(1, 2)
+        end = self.rows.longest + count
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def move(self, path: torch.Tensor) -> None:
+        """Copy the staged nodes of `path` to the slots right behind the prefix, in place."""
+        path = path.to(self.keys.device)
+        row, target = self.rows.slots(path.shape[1], self.keys.device)
+        source = target[:, :1] + path
+        # One temporary at a time, of M nodes: far below one layer.
+        self.keys[row, :, target] = self.keys[row, :, source]
+        self.values[row, :, target] = self.values[row, :, source]
+
+    def get_seq_length(self) -> int:
+        """Tokens stored; with rows of unequal length, the longest."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Slots of the buffers, staging slots included."""
+        return self.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length and offset of the mask that transformers builds for `query_length` new tokens."""
+        return self.length + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens (a negative number, as in transformers)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer.")
+        self.length = max(0, self.length + tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget every token; the buffers stay."""
+        self.length = 0
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows in place, for beam search."""
+        if self.is_initialized:
+            self.keys.copy_(self.keys.index_select(0, beam_idx.to(self.keys.device)))
+            self.values.copy_(self.values.index_select(0, beam_idx.to(self.values.device)))
+
+
+class RowLengths:
+    """Committed length of every row, on the host and on each device that asked, shared by all layers."""
+
+    def __init__(self, batch_size: int):
+        self.batch_size = batch_size
+        self.staged = False
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+        self._slots: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.set((0,) * batch_size)
+
+    def set(self, lengths: Sequence[int]) -> None:
+        """Replace every row's length."""
+        self.host = tuple(lengths)
+        self.longest = max(self.host)
+        # the length of every row, or None when they differ
+        self.equal_length = self.longest if min(self.host) == self.longest else None
+        self._on_device.clear()
+        self._slots.clear()
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Lengths as a tensor of shape `(batch,)` on `device`."""
+        if device not in self._on_device:
+            self._on_device[device] = torch.tensor(self.host, dtype=torch.long, device=device)
+        return self._on_device[device]
+
+    def slots(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row index `(batch, 1)` and slot index `(batch, count)` of the next `count` slots of every row."""
+        key = (count, device)
+        if key not in self._slots:
+            row = torch.arange(self.batch_size, device=device)[:, None]
+            self._slots[key] = row, self.on(device)[:, None] + torch.arange(count, device=device)
+        return self._slots[key]
+
+
+class SpeculativeCache(Cache):
+    """Key/value cache for speculative decoding: allocated once, rolled back for free, committed in place.
+
+    Works as `past_key_values` of plain `model.generate` too, and can be passed back for a second turn. On a CPU the
+    buffers take memory as tokens are stored, so that a generous `max_length` costs nothing; other devices take all of
+    it at the first step.
+
+    Args:
+        config (`PreTrainedConfig`):
+            Configuration of the target model.
+        batch_size (`int`):
+            Number of rows.
+        max_length (`int`):
+            Most committed tokens a row can hold, prompt included.
+        tree_slots (`int`, *optional*, defaults to 80):
+            Nodes that one verification may stage behind the committed tokens.
+    """
+
+    # A marker instead of isinstance: the installed package and a copy loaded from the Hub have different classes.
+    _is_longspec_cache = True
+
+    def __init__(
+        self, config: PreTrainedConfig, batch_size: int, max_length: int, tree_slots: int = DEFAULT_TREE_SLOTS
+    ):
+        text_config = config.get_text_config(decoder=True)
+        if batch_size < 1 or max_length < 1 or tree_slots < 1:
+            raise ValueError(
+                f"batch_size={batch_size}, max_length={max_length}, tree_slots={tree_slots}: each must be at least 1."
+            )
+        self.rows = RowLengths(batch_size)
+        self.max_length = max_length
+        self.tree_slots = tree_slots
+        capacity = max_length + tree_slots
+        super().__init__(layers=[SpeculativeLayer(self.rows, capacity) for _ in range(text_config.num_hidden_layers)])
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return self.rows.batch_size
+
+    @property
+    def host_lengths(self) -> tuple[int, ...]:
+        """Committed tokens of each row."""
+        return self.rows.host
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Declare how many tokens each row holds: what a right-padded prefill wrote beyond them is forgotten."""
+        if len(lengths) != self.batch_size:
+            raise ValueError(f"{len(lengths)} lengths for a cache of {self.batch_size} rows.")
+        self.rows.set(lengths)
+        for layer in self.layers:
+            layer.length = self.rows.longest
+
+    def require(self, input_ids: torch.Tensor, mask: torch.Tensor, max_length: int, tree_slots: int) -> None:
+        """Check that this cache can continue `input_ids` `(batch, P)` up to `max_length` tokens.
+
+        Raises:
+            ValueError: If it is too small, was made for another batch, or its rows cannot be continued.
+        """
+        stored = self.get_seq_length()
+        if input_ids.shape[0] != self.batch_size:
+            raise ValueError(f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}.")
+        if max_length > self.max_length or tree_slots > self.tree_slots:
+            raise ValueError(
+                f"past_key_values holds max_length={self.max_length} tokens and tree_slots={self.tree_slots}, but this "
+                f"call needs {max_length} and {tree_slots}. Make a larger SpeculativeCache."
+            )
+        if stored and (self.rows.equal_length is None or not bool(mask.all())):
+            raise ValueError(
+                f"past_key_values holds {self.host_lengths} tokens: a further turn needs batch size 1, or rows of "
+                "equal length without padding. Continue each row in a cache of its own."
+            )
+        if stored >= input_ids.shape[1]:
+            raise ValueError(
+                f"past_key_values holds {stored} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
+                "conversation, which must be longer than what is stored."
+            )
+
+    def stage(self, num_nodes: int) -> None:
+        """Let the next forward write `num_nodes` nodes behind the committed tokens without committing them."""
+        if num_nodes > self.tree_slots or self.rows.longest + num_nodes > self.max_length + self.tree_slots:
+            raise ValueError(
+                f"{num_nodes} nodes do not fit behind {self.rows.longest} committed tokens in a cache of "
+                f"max_length={self.max_length} and tree_slots={self.tree_slots}. Raise whichever is too small."
+            )
+        self.rows.staged = True
+
+    def commit(self, path: torch.Tensor | None, num_nodes: Sequence[int]) -> None:
+        """Keep the accepted nodes: move them right behind the prefix and add `num_nodes[b]` to every row's length.
+
+        Args:
+            path (`torch.LongTensor` of shape `(batch, M)`, *optional*):
+                Indices of the staged nodes to keep, node 0 first; entries at and beyond `num_nodes[b]` are ignored.
+                `None` when the kept nodes are the first ones of every row, as in a chain: nothing moves.
+            num_nodes (`Sequence[int]`):
+                Nodes to keep of each row.
+        """
+        longest = max(num_nodes)
+        if path is not None and longest > 1:
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer.move(path[:, :longest])
+        self.rows.staged = False
+        self.set_lengths([length + count for length, count in zip(self.rows.host, num_nodes, strict=True)])
+
+    def rollback(self) -> None:
+        """Drop what is staged. The slots keep their junk until the next step overwrites them."""
+        self.rows.staged = False
+
+    def reset(self) -> None:
+        """Forget every token; the buffers stay."""
+        self.rollback()
+        self.set_lengths([0] * self.batch_size)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every row."""
+        super().crop(tokens_to_remove)
+        self.rows.set([max(0, length + tokens_to_remove) for length in self.rows.host])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocated buffers."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for layer in self.layers
+            if layer.is_initialized
+            for tensor in (layer.keys, layer.values)
+        )

@@ -1,0 +1,151 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""TokenSwift: heads on the target's hidden state propose the tokens that follow, in one step for all of them.
+
+TokenSwift, https://huggingface.co/papers/2502.18890. Head i reads the residual stream behind the target's last layer at
+one token and ranks candidates i places behind what the target itself predicts there. Every combination of the best of
+each becomes a path of the tree. Where the hidden state comes from:
+
+    partial_kv      the paper's: one more forward of the target on the root, over a partial KV cache. The target's own
+                    prediction is the first level, the heads are the others.
+    verify_hidden   the verification has computed the state at the last accepted token already. What the target predicts
+                    there is the root, so the heads alone make the tree, one level less deep.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .attention_backends_query_capture import QueryCapture
+from .attention_backends_scores import ScoreCapture
+from .generation_draft_tree import DraftTree
+from .generation_final_norm import FinalNormInput
+from .generation_partial_kv import PartialCache
+from .generation_partial_policy import PartialKVPolicy
+from .generation_product_tree import num_product_nodes, product_tree
+from .generation_target_ends import TargetEnds
+from .generation_drafters_base import Binding, Drafter, Verification
+
+SELF_DRAFTS = ("verify_hidden", "partial_kv")
+
+
+@dataclass(frozen=True)
+class TokenSwiftSettings:
+    """How TokenSwift drafts in one call; the keys of `draft.generation_config`.
+
+    Args:
+        self_draft (`str`): `verify_hidden` or `partial_kv`.
+        tree_branching (`list[int]`): Children of every node, level by level. Entry 0 belongs to the target's own
+            prediction, which `verify_hidden` has emitted already and leaves out, entry i to head i.
+        partial_kv_policy (`str`): `dynamic` (the paper's), `static` (what the prompt gave, never changed) or `full`
+            (the whole cache).
+        partial_kv_budget (`int`): Entries per layer and KV head that drafting reads.
+        partial_kv_recent (`int`): Newest of them, kept whatever their score.
+    """
+
+    self_draft: str
+    tree_branching: list[int]
+    partial_kv_policy: str
+    partial_kv_budget: int
+    partial_kv_recent: int
+
+    @property
+    def widths(self) -> list[int]:
+        """Children of every node, level by level, without a level that is decided already."""
+        return self.tree_branching[1:] if self.self_draft == "verify_hidden" else self.tree_branching
+
+
+class TokenSwiftDrafter(Drafter):
+    """Drafts a tree of fixed shape from one hidden state.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        heads (`Callable`): From inputs `(B, L, hidden)` of the target's final norm to `(heads, B, L, hidden)`, which
+            the language-model head turns into logits.
+        ends ([`TargetEnds`]): The target's language-model head.
+        settings ([`TokenSwiftSettings`]): How to draft.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        heads: Callable[[torch.Tensor], torch.Tensor],
+        ends: TargetEnds,
+        settings: TokenSwiftSettings,
+    ):
+        super().__init__(binding)
+        self.heads = heads
+        self.ends = ends
+        self.settings = settings
+        self.widths = settings.widths
+        self.num_nodes = num_product_nodes(self.widths)
+        self.max_depth = len(self.widths)
+        self.wants_hidden = settings.self_draft == "verify_hidden"
+        self.partial = None if self.wants_hidden else self._partial_cache()
+        self.due: list[int] = []
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the partial cache: the same at every context length."""
+        return 0 if self.partial is None else self.partial.nbytes
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """All combinations of the best candidates for each of the next tokens behind `root` `(batch,)`."""
+        if self.partial is None:
+            return product_tree(root, self._rank(self.hidden, self.widths))
+        with FinalNormInput(self.binding.target.model) as caught:
+            logits = self.partial.step(self.binding.target, root, self.binding.max_length)
+        base = logits.topk(self.widths[0]).indices
+        return product_tree(root, [base, *self._rank(caught.hidden[:, 0], self.widths[1:])])
+
+    def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
+        """The queries that entries are scored by, if a build is due behind this verification."""
+        self.due = [] if self.partial is None else self.partial.due(max(tree.max_depth, self.foreign_depth) + 1)
+        if self.partial is None or not self.due:
+            return None  # scoring costs a pass over all keys
+        skipped = self.partial.dense_layers
+        if not self.binding.target.has_latent_cache:
+            return QueryCapture(skipped)
+        # One latent for all heads: one selection per layer, by scores that can be compared between heads. Keys exist
+        # during the forward only, so all nodes are scored there.
+        return ScoreCapture(tree.valid.sum(1) - 1, rows="each_row", score="weights", skipped_layers=skipped)
+
+    def observe(self, verification: Verification) -> None:
+        """Keep the hidden state at the last accepted token, or bring the partial cache up to date."""
+        node = verification.last_nodes
+        if self.partial is None:
+            assert verification.hidden is not None
+            hidden = verification.hidden
+            self.hidden = hidden[torch.arange(len(hidden), device=hidden.device), node.to(hidden.device)]
+            return
+        for row in self.due:
+            self._build(row, node[row : row + 1], verification)
+        self.partial.catch_up()
+
+    def _build(self, row: int, node: torch.Tensor, verification: Verification) -> None:
+        length, capture = verification.prefix_lengths[row], verification.capture
+
+        def scores_of(layer_idx: int) -> torch.Tensor:
+            scores: torch.Tensor = capture.of_node(layer_idx, row, node, length)
+            return scores
+
+        assert self.partial is not None
+        self.partial.build(row, length, scores_of)
+
+    def _rank(self, hidden: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
+        """The best candidates `(batch, width)` of each of the first heads, from hidden states `(batch, hidden)`."""
+        if not widths:
+            return []
+        states = self.heads(hidden[:, None])[: len(widths), :, 0]
+        best = self.ends.head(states).topk(max(widths)).indices
+        return [ranked[:, :width] for ranked, width in zip(best, widths, strict=True)]
+
+    def _partial_cache(self) -> PartialCache:
+        target, cache, settings = self.binding.target, self.binding.cache, self.settings
+        policy = PartialKVPolicy(
+            budget=min(settings.partial_kv_budget, self.binding.max_length),
+            recent=settings.partial_kv_recent,
+            dynamic=settings.partial_kv_policy == "dynamic",
+        )
+        keep_all = frozenset(range(target.num_layers))
+        return PartialCache(cache, keep_all if settings.partial_kv_policy == "full" else target.sliding_layers, policy)

@@ -1,0 +1,60 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""What the target's final norm is given: the residual stream behind the last layer.
+
+Transformers' `hidden_states[-1]` is what the norm returns, and `output_hidden_states` keeps every layer's.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+# Name of the norm behind the last layer, in the order of how common it is.
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "norm_f", "ln_f")
+
+
+def final_norm_of(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and the language-model head.
+
+    Raises:
+        ValueError: If no module has one of the known names.
+    """
+    for module in model.get_decoder().modules():
+        if hasattr(module, "layers") or hasattr(module, "h"):
+            for name in FINAL_NORMS:
+                if isinstance(norm := getattr(module, name, None), nn.Module):
+                    return norm
+    raise ValueError(
+        f"{type(model).__name__} has no final norm under one of the names {', '.join(FINAL_NORMS)}, whose input the "
+        "draft's heads read. Use a draft without heads, such as SpecAttnDraftModel."
+    )
+
+
+class FinalNormInput:
+    """Remembers what the final norm is given by this thread's forwards, while the context is open.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, used as it is.
+
+    Attributes:
+        hidden (`torch.Tensor` of shape `(B, N, hidden)`): Of the latest forward.
+    """
+
+    hidden: torch.Tensor
+
+    def __init__(self, model: PreTrainedModel):
+        self._norm = final_norm_of(model)
+
+    def __enter__(self) -> "FinalNormInput":
+        self._thread = threading.get_ident()  # another thread may be generating on the same model
+        self._handle = self._norm.register_forward_pre_hook(self._catch)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._handle.remove()
+
+    def _catch(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if threading.get_ident() == self._thread:
+            self.hidden = inputs[0]

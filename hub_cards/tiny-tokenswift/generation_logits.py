@@ -1,0 +1,212 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""From raw logits to the target's choice: logits processors with each node's own prefix, then argmax or one draw."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers.generation import logits_process
+from transformers.generation.logits_process import LogitsProcessorList
+
+from .generation_draft_tree import DraftTree
+from .generation_noise import NoiseRows
+from .generation_sequences import Sequences
+from .generation_verification import (
+    Acceptance,
+    accept_greedy,
+    accept_rejection,
+    accept_sampled,
+    draw_noise,
+    race,
+    walk_lazily,
+)
+
+# Processors whose result depends on the logits of one position only: they may run on all nodes at once.
+# A processor of your own joins them by a true attribute `history_free`. One that looks at the last tokens only says at
+# how many by an attribute `history_window`, and then costs the same at every length of the text.
+HISTORY_FREE = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+# Processors that run the model or count their own calls: calling them along a path that may be rejected changes them.
+STATEFUL = {
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WatermarkLogitsProcessor",
+}
+
+
+class TokenRule:
+    """The target's rule for choosing a token, and the acceptance of a draft tree under it.
+
+    Args:
+        processors (`LogitsProcessorList`): As `generate` assembled them.
+        do_sample (`bool`): Draw from the processed distribution instead of taking its argmax.
+        sequences ([`Sequences`]): What has been emitted: the prefix that processors see.
+        noise ([`NoiseRows`], *optional*): Required for sampling.
+
+    Raises:
+        ValueError: If a processor is stateful.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        sequences: Sequences,
+        noise: NoiseRows | None,
+    ):
+        self.processors = processors
+        self.do_sample = do_sample
+        self.sequences = sequences
+        self.noise = noise
+        self.history_free = all(_is_history_free(processor) for processor in processors)
+        self.history_window = _longest_window(processors)
+
+    def scores_at(self, raw: torch.Tensor, depth: int) -> torch.Tensor:
+        """Processed scores `(batch, vocab)` of logits at `depth` places behind the last emitted token.
+
+        What lies between must have been announced by [`Sequences.try_out`]. Processors get the whole batch, because
+        some keep one number per row; rows of another length are stood in for by a row of the right one.
+        """
+        raw = raw.float()
+        if not self.processors:
+            return raw
+        scores = raw.clone()
+        for length, rows in self.sequences.growing_rows_by_length().items():
+            end = length + depth
+            start = 0 if self.history_window is None else max(0, end - self.history_window)
+            ids = self.sequences.tokens[:, start:end]
+            if len(rows) == raw.shape[0]:
+                return self.processors(ids, scores)
+            cast = [row if row in rows else rows[0] for row in range(raw.shape[0])]
+            scores[rows] = self.processors(ids[cast], raw[cast])[rows]
+        return scores
+
+    def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        """The token `(batch,)` that the rule takes from `scores`, with the noise row of `depth`."""
+        if not self.do_sample:
+            return scores.argmax(-1)
+        return race(scores, self._noise.rows(depth + 1)[:, depth])
+
+    def accept(
+        self, tree: DraftTree, logits: torch.Tensor, with_scores: bool = False
+    ) -> tuple[Acceptance, torch.Tensor | None]:
+        """Walk down the tree as far as the target agrees.
+
+        Args:
+            logits (`torch.Tensor` of shape `(batch, N, vocab)`): The target's raw logits of every node.
+            with_scores (`bool`): Also return the processed scores of the path, `(batch, M, vocab)`.
+        """
+        if self.history_free or tree.num_nodes == 1:
+            scores = self._all_scores(logits)
+        elif tree.is_chain:
+            scores = self._chain_scores(tree, logits)
+        else:
+            acceptance, walked = self._accept_stepwise(tree, logits)
+            return acceptance, walked if with_scores else None
+        acceptance = self._accept_scored(tree, scores)
+        if not with_scores:
+            return acceptance, None
+        return acceptance, along_path(scores, acceptance.path)
+
+    def _accept_scored(self, tree: DraftTree, scores: torch.Tensor) -> Acceptance:
+        if not self.do_sample:
+            return accept_greedy(tree, scores)
+        if tree.q is None:
+            return accept_sampled(tree, scores, self._noise.rows(tree.max_depth + 1))
+        generator = self.generator
+        batch_size, num_nodes, vocab_size = scores.shape
+        uniforms = torch.empty(batch_size, num_nodes - 1, device=scores.device).uniform_(generator=generator)
+        noise = draw_noise(batch_size, vocab_size, generator=generator, device=scores.device)
+        return accept_rejection(tree, scores, uniforms, noise)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """For draws that need not be tied to a position."""
+        return self._noise.generator
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Tell the rule how many tokens of each row were emitted."""
+        if self.noise is not None:
+            self.noise.advance(counts)
+
+    @property
+    def _noise(self) -> NoiseRows:
+        if self.noise is None:
+            raise RuntimeError("sampling needs NoiseRows")
+        return self.noise
+
+    def _all_scores(self, logits: torch.Tensor) -> torch.Tensor:
+        if logits.shape[1] == 1:
+            return self.scores_at(logits[:, 0], 0)[:, None]
+        if not self.processors:
+            return logits.float()
+        batch_size, num_nodes, vocab_size = logits.shape
+        flat = logits.reshape(-1, vocab_size).to(torch.float32, copy=True)
+        ids = self.sequences.tokens[:, :1].repeat_interleave(num_nodes, 0)
+        return self.processors(ids, flat).view(batch_size, num_nodes, vocab_size)
+
+    def _chain_scores(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
+        scores = []
+        for depth in range(tree.num_nodes):
+            if depth:
+                self.sequences.try_out(depth - 1, tree.tokens[:, depth])
+            scores.append(self.scores_at(logits[:, depth], depth))
+        return torch.stack(scores, 1)
+
+    def _accept_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor]:
+        """Process the logits of the walked path only, each node with the prefix that leads to it."""
+        rows = torch.arange(logits.shape[0], device=logits.device)
+        scores: list[torch.Tensor] = []
+
+        def choose(depth: int, node: torch.Tensor) -> torch.Tensor:
+            scores.append(self.scores_at(logits[rows, node], depth))
+            token = self.choose(scores[-1], depth)
+            self.sequences.try_out(depth, token)
+            return token
+
+        return walk_lazily(tree, choose), torch.stack(scores, 1)
+
+
+def along_path(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """Values `(batch, N, V)` of the nodes of `path` `(batch, M)`: `(batch, M, V)`."""
+    return values.gather(1, path[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def refuse_stateful(processors: LogitsProcessorList) -> None:
+    """Raise ValueError for a processor that cannot be called along a path that may be rejected."""
+    for processor in processors:
+        if type(processor).__name__ in STATEFUL:
+            raise ValueError(
+                f"{type(processor).__name__} keeps state from call to call, so it cannot run on drafted tokens that "
+                "may be rejected. Call generate() without assistant_model, or without the setting that adds it."
+            )
+
+
+def _is_history_free(processor: object) -> bool:
+    if getattr(processor, "history_free", False):
+        return True
+    name = type(processor).__name__
+    return name in HISTORY_FREE and type(processor) is getattr(logits_process, name, None)
+
+
+def _longest_window(processors: LogitsProcessorList) -> int | None:
+    """How many of the last tokens the processors look at; None if one of them may look at all."""
+    longest = 1  # some read the batch size off the tokens
+    for processor in processors:
+        if not _is_history_free(processor):
+            window = getattr(processor, "history_window", None)
+            if window is None:
+                return None
+            longest = max(longest, window)
+    return longest

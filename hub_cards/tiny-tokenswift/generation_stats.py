@@ -1,0 +1,103 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""What speculation achieved in one call of `generate`."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+INTERRUPTED = (
+    "generation was interrupted and returns the %s tokens that it had generated. Where that should be an error, raise "
+    "KeyboardInterrupt if draft.last_speculation.interrupted is true."
+)
+
+
+@dataclass
+class SpeculationStats:
+    """Counts and times of one call, summed over the rows of the batch. Complete when the call has returned.
+
+    The first token comes from the prompt's own forward and belongs to the prefill; everything else is counted here.
+    A *row-step* is one row of one verification in which the row was still growing.
+
+    Args:
+        method (`str`): `model_type` of the draft.
+        num_spec_steps (`int`): Row-steps.
+        num_forwards (`int`): Verification forwards of the target (one serves all rows).
+        num_draft_tokens (`int`): Drafted tokens that were verified, padding excluded.
+        num_accepted_draft_tokens (`int`): Drafted tokens that were emitted.
+        num_accepted_ngram_tokens (`int`): Those of them that n-grams alone proposed. TokenSwift's beta also credits
+            n-grams with what another candidate proposed as well.
+        num_emitted_tokens (`int`): Tokens emitted by verifications, bonus tokens included.
+        acceptance_histogram (`list[int]`): Entry k counts the row-steps that emitted k drafted tokens.
+        prefill_seconds (`float`): Until the first token (time to first token).
+        draft_seconds (`float`): In the drafter, with what it does to catch up after a verification.
+        verify_seconds (`float`): In verification forwards. Steps on a GPU run on after the call has returned, and the
+            wait for them falls into the rest.
+        decode_seconds (`float`): Everything after the first token.
+        draft_state_bytes (`int`): What the drafter kept beside the target's cache.
+        interrupted (`bool`): Whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call.
+    """
+
+    method: str = ""
+    num_spec_steps: int = 0
+    num_forwards: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_accepted_ngram_tokens: int = 0
+    num_emitted_tokens: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    draft_state_bytes: int = 0
+    interrupted: bool = False
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """tau: tokens emitted per row-step, the bonus token included; 0 before the first verification."""
+        return self.num_emitted_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were emitted."""
+        return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+    @property
+    def rest_seconds(self) -> float:
+        """Decoding time outside of drafting and verification forwards: acceptance, commit, stopping, streaming."""
+        return max(0.0, self.decode_seconds - self.draft_seconds - self.verify_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens emitted per second of decoding, all rows together, prefill and first token apart."""
+        return self.num_emitted_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def record(self, emitted: int, drafted: int, accepted: int, ngrams: int = 0) -> None:
+        """Count one row-step that emitted `emitted` tokens, `accepted` of them drafted, out of `drafted` proposed.
+
+        `ngrams` of the accepted ones were proposed by n-grams alone.
+        """
+        self.num_spec_steps += 1
+        self.num_draft_tokens += drafted
+        self.num_emitted_tokens += emitted
+        self.num_accepted_draft_tokens += accepted
+        self.num_accepted_ngram_tokens += ngrams
+        self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
+        self.acceptance_histogram[accepted] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, ratios included, for JSON."""
+        return {
+            **asdict(self),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "rest_seconds": self.rest_seconds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.method}: tau {self.mean_acceptance_length:.2f} over {self.num_spec_steps} verifications, "
+            f"{self.num_accepted_draft_tokens}/{self.num_draft_tokens} drafted tokens accepted, "
+            f"{self.tokens_per_second:.1f} tokens/s after {self.prefill_seconds:.2f} s of prefill"
+            f"{', interrupted' if self.interrupted else ''}"
+        )

@@ -1,0 +1,175 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""TokenSwiftDraftModel: heads that read the tokens behind the next one off the target's last residual stream."""
+
+import copy
+from dataclasses import fields
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .generation_drafters_base import Binding, Drafter
+from .generation_drafters_tokenswift import SELF_DRAFTS, TokenSwiftDrafter, TokenSwiftSettings
+from .generation_final_norm import final_norm_of
+from .generation_partial_policy import POLICIES
+from .generation_product_tree import num_product_nodes
+from .generation_selection import SINK_TOKENS
+from .generation_target import TargetView
+from .generation_target_ends import TargetEnds, device_of
+from .modeling_base import DraftModel
+from .configuration_tokenswift import TokenSwiftConfig
+
+CHOICES = {"self_draft": SELF_DRAFTS, "partial_kv_policy": POLICIES}
+
+
+class TokenSwiftDraftModel(DraftModel):
+    """A few small heads on the input of the target's final norm, each for one more token ahead.
+
+    The language-model head is the target's and not part of the draft. The heads know the text up to the last token and
+    nothing of each other's choices.
+
+    ```python
+    draft = TokenSwiftDraftModel.from_target(target, num_heads=3)   # untrained: see hf_longspec.training
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Source: https://huggingface.co/papers/2502.18890, section 3.1.
+    """
+
+    config_class = TokenSwiftConfig
+    _no_split_modules = ["TokenSwiftHead"]
+    settings: ClassVar[dict[str, Any]] = {
+        "self_draft": "verify_hidden",
+        "tree_branching": [1, 3, 3, 3],  # for 3 heads; fewer heads begin with as much of it as they fill
+        "partial_kv_policy": "dynamic",
+        "partial_kv_budget": 4096,  # the paper's scripts; a shorter context is held whole
+        "partial_kv_recent": 64,
+    }
+
+    def __init__(self, config: TokenSwiftConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.heads = TokenSwiftHeads(config)
+        self.generation_config.update(tree_branching=self.settings["tree_branching"][: config.num_heads + 1])
+        self.post_init()
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "TokenSwiftDraftModel":
+        """Untrained heads for `target` in eval mode, with its dtype, on the device of its final norm."""
+        norm = final_norm_of(target)  # refuses targets without one by name
+        draft = super().from_target(target, **overrides)
+        assert isinstance(draft, cls)
+        weight = target.get_input_embeddings().weight
+        return draft.to(device_of(norm, weight.device), weight.dtype).eval()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states of all heads, normalised, for the target's language-model head.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(B, L, hidden)`): What the target's final norm is given.
+
+        Returns:
+            `torch.Tensor` of shape `(num_heads, B, L, hidden)`. Where the target's own logits at place t predict token
+            t + 1, those of `[i]` predict token t + 2 + i.
+        """
+        states: torch.Tensor = self.heads(hidden.to(self.dtype))
+        return states
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """A drafter with the present settings, its heads where the target's final norm is."""
+        model = binding.target.model
+        embedding = model.get_input_embeddings().weight
+        device, dtype = device_of(final_norm_of(model), embedding.device), embedding.dtype
+        heads = self.heads
+        if heads.training or (self.device, self.dtype) != (device, dtype):
+            # a copy: the user may be training these heads, in another dtype, and finds them as they were
+            heads = copy.deepcopy(heads).to(device, dtype).eval()
+        return TokenSwiftDrafter(binding, heads, TargetEnds(model), self._drafting())
+
+    def max_nodes(self, target: TargetView) -> int:
+        """All combinations of candidates, and the root."""
+        return num_product_nodes(self._drafting().widths)
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse targets without a final norm, no heads, unknown choices, and trees and budgets that do not fit."""
+        final_norm_of(target.model)
+        if self.config.num_heads < 1:
+            raise ValueError(f"num_heads={self.config.num_heads}: expected at least 1, the tokens ahead to predict.")
+        for name, choices in CHOICES.items():
+            if (value := self.setting(name)) not in choices:
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
+        self._check_tree(target.vocab_size)
+        self._check_budget()
+
+    def _check_tree(self, vocab_size: int) -> None:
+        branching = self.setting("tree_branching")
+        numbers = branching if isinstance(branching, list | tuple) else [0]
+        if not all(type(number) is int and 0 < number <= vocab_size for number in numbers):
+            raise ValueError(
+                f"tree_branching={branching!r}: expected a list of integers from 1 to {vocab_size}, the size of the "
+                "vocabulary: the children of every node, level by level."
+            )
+        fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1
+        if not fewest <= len(branching) <= self.config.num_heads + 1:
+            raise ValueError(
+                f"tree_branching={branching!r} has {len(branching)} entries, expected {fewest} to "
+                f"{self.config.num_heads + 1}: one for the target's own prediction, which self_draft='verify_hidden' "
+                f"does not draft, and one for each of the num_heads={self.config.num_heads} heads that are to be used. "
+                "Shorten it, or train more heads."
+            )
+
+    def _check_budget(self) -> None:
+        budget, recent = self.setting("partial_kv_budget"), self.setting("partial_kv_recent")
+        if type(recent) is not int or recent < 0:
+            raise ValueError(f"partial_kv_recent={recent!r}: expected an integer of at least 0.")
+        ngrams = self.setting("ngram_num_tokens") if self.setting("ngram_candidates") else 0
+        step = max(len(self.setting("tree_branching")), ngrams) + 1
+        least = SINK_TOKENS + recent + step
+        if type(budget) is not int or budget < least:
+            raise ValueError(
+                f"partial_kv_budget={budget!r}: expected an integer of at least {least}, for {SINK_TOKENS} sinks, "
+                f"partial_kv_recent={recent} and the {step} tokens of one step. Raise it, or lower partial_kv_recent."
+            )
+
+    def _drafting(self) -> TokenSwiftSettings:
+        return TokenSwiftSettings(**{field.name: self.setting(field.name) for field in fields(TokenSwiftSettings)})
+
+
+class TokenSwiftHeads(nn.Module):
+    """All heads, run on the same hidden states.
+
+    With `x_0` the input of the target's final norm, `x_i = x_{i-1} + A_i RMSNorm(x_{i-1})` in a chain, or
+    `x_i = x_0 + A_i RMSNorm(x_0)` for independent heads; the language-model head gets `RMSNorm(x_i)`.
+
+    Source: https://huggingface.co/papers/2502.18890, equation 1, and the authors' checkpoints, which have the norms;
+    independent heads: Medusa, https://huggingface.co/papers/2401.10774.
+    """
+
+    def __init__(self, config: TokenSwiftConfig):
+        super().__init__()
+        self.chained = config.chained
+        self.layers = nn.ModuleList(TokenSwiftHead(config) for _ in range(config.num_heads))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`(..., hidden)` to `(num_heads, ..., hidden)`."""
+        states, current = [], hidden
+        for head in self.layers:
+            assert isinstance(head, TokenSwiftHead)
+            current = head(current if self.chained else hidden)
+            states.append(head.post_layernorm(current))
+        return torch.stack(states)
+
+
+class TokenSwiftHead(nn.Module):
+    """One head: a norm and a linear layer that move the residual stream, and the norm before the logits."""
+
+    def __init__(self, config: TokenSwiftConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.linear = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.post_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The residual stream `(..., hidden)` behind this head, not normalised."""
+        moved: torch.Tensor = hidden + self.linear(self.input_layernorm(hidden))
+        return moved

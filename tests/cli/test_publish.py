@@ -1,0 +1,190 @@
+"""The command that publishes, through the typer application: dry runs, uploads to a stand-in, one-line errors."""
+
+import json
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from typer.testing import CliRunner
+
+from hf_longspec import LongSpecDraftModel
+from hf_longspec.cli.app import app
+from hf_longspec.hub import repository
+from hf_longspec.testing import tiny_target
+
+# The client of huggingface_hub: httpx or httpx2.
+CLIENT = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]
+FORBIDDEN = CLIENT.Response(403, request=CLIENT.Request("POST", "https://huggingface.co"))
+
+ENVIRONMENT = {
+    "kind": "environment",
+    "benchmark": "acceptance",
+    "cpu": "a processor",
+    "cores": 2,
+    "usable_cores": 2,
+    "threads": 1,
+    "native_bfloat16": False,
+    "torch": "2.13",
+    "transformers": "5.23",
+    "commit": "abc",
+    "load_average": 0.5,
+    "date": "today",
+    "command": "python benchmarks/acceptance.py",
+}
+
+
+def measured(draft, mean, length):
+    return {
+        "kind": "acceptance",
+        "mode": "greedy",
+        "options": {"draft": draft},
+        "length": length,
+        "tau": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
+    }
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["publish", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A saved draft."""
+    LongSpecDraftModel.from_target(tiny_target("llama")).save_pretrained(tmp_path / "draft")
+    return tmp_path / "draft"
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    """Every attempt to use the network fails the test."""
+
+    def refuse(*arguments, **options):
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(repository, "HfApi", refuse)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A stand-in whose `fail` is raised when it is set."""
+    hub = SimpleNamespace(calls=[], fail=None)
+
+    def create_repo(repo_id, **options):
+        if hub.fail is not None:
+            raise hub.fail
+        hub.calls.append((repo_id, options))
+
+    def upload_folder(**options):
+        hub.calls.append((options["repo_id"], options))
+        return SimpleNamespace(commit_url="https://huggingface.co/org/x/commit/1")
+
+    api = SimpleNamespace(create_repo=create_repo, upload_folder=upload_folder)
+    monkeypatch.setattr(repository, "HfApi", lambda token: api)
+    return hub
+
+
+@pytest.mark.usefixtures("offline")
+class TestDryRun:
+    def test_the_folder_and_what_would_be_uploaded(self, folder):
+        result = run(folder, "--dry-run", "--base-model", "org/t", "--repo", "org/longspec-draft", "--license", "mit")
+        assert result.exit_code == 0, result.output
+        output = folder.with_name("draft-hub")
+        sizes = {
+            path.relative_to(output).as_posix(): path.stat().st_size for path in output.rglob("*") if path.is_file()
+        }
+        lines = [line.split() for line in result.output.splitlines()]
+        assert {name: int(size.replace(",", "")) for size, name in lines[:-1]} == sizes
+        assert int(lines[-1][0].replace(",", "")) == sum(sizes.values())
+        assert f"in {len(sizes)} files" in result.output and "would be uploaded to org/longspec-draft" in result.output
+        text = (output / "README.md").read_text()
+        assert (
+            "license: mit" in text and 'from_pretrained("org/longspec-draft", trust' in text and "Not measured." in text
+        )
+
+    def test_again_over_its_own_output_and_not_over_other_files(self, folder, tmp_path):
+        for _ in range(2):
+            assert run(folder, "--dry-run", "--base-model", "org/t", "--output", tmp_path / "out").exit_code == 0
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "config.json").write_text("{}")
+        result = run(folder, "--dry-run", "--base-model", "org/t", "--output", tmp_path / "mine")
+        assert result.exit_code == 2 and "pass a new folder as --output" in result.output
+        assert (tmp_path / "mine" / "config.json").read_text() == "{}"
+
+    def test_the_facts_beside_the_draft_and_the_measured_table(self, folder, tmp_path):
+        facts = {"base_model": "org/t", "training": "3 steps.", "command": "hf-longspec train", "commit": "c0ffee"}
+        (folder / "card.json").write_text(json.dumps(facts))
+        results = tmp_path / "acceptance.jsonl"
+        records = [
+            ENVIRONMENT,
+            measured("mine", 2.5, 1024),
+            measured("mine", 2.25, 4096),
+            measured("another", 1.5, 1024),
+        ]
+        results.write_text("\n".join(map(json.dumps, [*records, {"kind": "end"}])) + "\n")
+        assert run(folder, "--dry-run", "--results", results, "--name", "mine").exit_code == 0
+        text = (folder.with_name("draft-hub") / "README.md").read_text()
+        assert "| mode | setting | tau at 1024 | tau at 4096 |" in text and "2.50 ± 0.10 | 2.25 ± 0.10" in text
+        assert "1.50" not in text and "Not measured" not in text and "python benchmarks/acceptance.py" in text
+        assert "3 steps." in text and "c0ffee" in text
+        other = run(folder, "--dry-run", "--results", results)
+        assert other.exit_code == 2 and "no acceptance of the draft 'draft', but of: mine, another" in other.output
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["--dry-run"], "no Hub id"),
+            ([], "pass --repo, or --dry-run"),
+            (["--repo", "nobody"], "expected owner/name"),
+            (["--dry-run", "--repo", "a/b/c"], "expected owner/name"),
+            (["--repo", "org/x", "--output", "out"], "goes with --dry-run"),
+            (["--dry-run", "--base-model", "org/t", "--results", "none.jsonl"], "none.jsonl"),
+        ],
+    )
+    def test_errors_take_one_line(self, folder, arguments, complaint):
+        result = run(folder, *arguments)
+        assert result.exit_code == 2 and len(result.output.splitlines()) == 1
+        assert result.output.startswith("error: ") and complaint in result.output
+        assert [path.name for path in folder.parent.iterdir()] == ["draft"]
+
+    def test_what_is_no_draft(self, folder, tmp_path):
+        tiny_target("llama").save_pretrained(tmp_path / "target")
+        (tmp_path / "empty").mkdir()
+        for name, complaint in {"target": "is no draft of hf_longspec", "empty": "has no config.json"}.items():
+            result = run(tmp_path / name, "--dry-run", "--base-model", "org/t")
+            assert result.exit_code == 2 and len(result.output.splitlines()) == 1 and complaint in result.output
+
+    @pytest.mark.parametrize(
+        ("text", "complaint"), [("{", "is not JSON"), ("[]", "holds a list"), ('{"x": 1}', "a card has no x")]
+    )
+    def test_facts_that_are_none(self, folder, text, complaint):
+        (folder / "card.json").write_text(text)
+        result = run(folder, "--dry-run", "--base-model", "org/t")
+        assert result.exit_code == 2 and len(result.output.splitlines()) == 1 and complaint in result.output
+
+
+class TestUpload:
+    def test_to_the_named_repository(self, folder, hub):
+        result = run(folder, "--repo", "org/x", "--base-model", "org/t", "--private")
+        assert result.exit_code == 0 and result.output.strip().endswith("https://huggingface.co/org/x/commit/1")
+        assert [repo for repo, _ in hub.calls] == ["org/x", "org/x"] and hub.calls[0][1]["private"] is True
+        assert [path.name for path in folder.parent.iterdir()] == ["draft"]
+
+    @pytest.mark.parametrize(
+        ("failure", "remedy"),
+        [
+            (LocalTokenNotFoundError("no token"), "hf auth login"),
+            (HfHubHTTPError("403 Forbidden\nlong story", response=FORBIDDEN), "hf auth whoami"),
+            (CLIENT.ConnectError("no route"), "--dry-run"),
+        ],
+        ids=["token", "rights", "network"],
+    )
+    def test_failures_name_a_remedy_in_one_line(self, folder, hub, failure, remedy):
+        hub.fail = failure
+        result = run(folder, "--repo", "org/x", "--base-model", "org/t")
+        assert result.exit_code == 2 and hub.calls == []
+        (line,) = [line for line in result.output.splitlines() if line.startswith("error: ")]
+        assert remedy in line and "Traceback" not in result.output

@@ -1,0 +1,169 @@
+"""Steps of fixed shapes: the text of steps that run as they are, one graph per shape, and none after that."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec.generation import captured, compiled
+from hf_longspec.generation.compiled import CompiledRunner
+from hf_longspec.generation.step import FixedSteps, runner_of
+from hf_longspec.testing import PAD_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
+from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
+
+LENGTHS = (33, 5, 19)
+# Never emitted by itself, so that every call runs as many steps as it says.
+OPTIONS = {"pad_token_id": PAD_TOKEN_ID, "eos_token_id": None}
+DRAFTS = {
+    "plain": PlainDraftModel.from_target,
+    "specattn": lambda model: SpecAttnDraftModel.from_target(model, sparse_min_tokens=8, num_assistant_tokens=2),
+    "longspec": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2]),
+    "ngram": NgramDraftModel.from_target,
+    "random tree": RandomTreeDraftModel.from_target,
+}
+# What torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Counts the graphs. They run op by op: what is tested is how they are traced, not torch's code generation."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(compiled, "BACKEND", counter)
+    yield counter
+    torch._dynamo.reset()
+
+
+def generate(model, draft, mode, rows=3, new=24, **options):
+    draft.generation_config.compile = mode
+    input_ids, mask = tiny_prompts(model.config.vocab_size, LENGTHS[:rows])
+    torch.manual_seed(0)
+    return model.generate(
+        input_ids, attention_mask=mask, assistant_model=draft, max_new_tokens=new, **(OPTIONS | options)
+    )
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_text_is_that_of_the_steps_as_they_are(kind, rows, graphs):
+    model = tiny_target("llama")
+    draft = DRAFTS[kind](model)
+    expected = generate(model, draft, "off", rows)
+    assert graphs.frame_count == 0
+    assert torch.equal(generate(model, draft, "compile", rows), expected)
+    assert graphs.frame_count > 0
+    sampled = generate(model, draft, "off", rows, do_sample=True)
+    assert torch.equal(generate(model, draft, "compile", rows, do_sample=True), sampled)
+
+
+@pytest.mark.parametrize("architecture", [name for name in TINY_TARGETS if name not in MIXTURES])
+def test_every_architecture_without_experts_is_one_graph(architecture, graphs):
+    """Windows, softcaps, partial rotation: a random tree over ragged rows, then a chain in one."""
+    model = tiny_target(architecture)
+    draft = RandomTreeDraftModel.from_target(model)
+    expected = generate(model, draft, "off", new=30)
+    assert torch.equal(generate(model, draft, "compile", new=30), expected)
+    assert 1 <= graphs.frame_count <= 2  # two: rows of one length for a while
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_growing_lengths_build_no_further_graph(kind, graphs):
+    """50 iterations and more, then another call with longer rows and another capacity."""
+    model = tiny_target("llama")
+    draft = DRAFTS[kind](model)
+    generate(model, draft, "compile", rows=2, new=60)
+    steps, built = draft.last_speculation.num_forwards, graphs.frame_count
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        generate(model, draft, "compile", rows=2, new=150)
+    assert draft.last_speculation.num_forwards >= 50 > steps / 10
+    # rows that are equally long for the first time in the second call are another kind of step
+    assert graphs.frame_count <= built + 2
+
+
+def test_a_graph_serves_another_draft_of_the_same_target(graphs):
+    model = tiny_target("llama")
+    generate(model, PlainDraftModel.from_target(model), "compile", rows=1)
+    assert graphs.frame_count == 1
+    generate(model, PlainDraftModel.from_target(model), "compile", rows=1)
+    assert graphs.frame_count == 1
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(graphs, monkeypatch, caplog):
+    model = tiny_target("llama")
+    draft = PlainDraftModel.from_target(model)
+    expected = generate(model, draft, "off")
+    forward = model.model.layers[1].mlp.forward
+
+    def reads(hidden):
+        return forward(hidden) if hidden.sum().item() < torch.inf else hidden
+
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", reads)
+    with caplog.at_level("WARNING", logger="hf_longspec"):
+        assert torch.equal(generate(model, draft, "compile"), expected)
+    assert graphs.frame_count == 0
+
+
+def test_code_generation_keeps_the_text():
+    """Through torch's compiler proper, once."""
+    torch._dynamo.reset()
+    model = tiny_target("llama")
+    draft = PlainDraftModel.from_target(model)
+    expected = generate(model, draft, "off", rows=1)
+    assert torch.equal(generate(model, draft, "compile", rows=1), expected)
+    torch._dynamo.reset()
+
+
+def test_modes():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert runner_of("off", cpu) is runner_of("auto", cpu) is runner_of("off", cuda) is None
+    assert type(runner_of("compile", cpu)) is CompiledRunner
+    assert runner_of("auto", cuda).inner is runner_of("graph", cuda).inner is None
+    assert type(runner_of("compile", cuda).inner) is CompiledRunner
+    with pytest.raises(ValueError, match=r"compile='graph' captures CUDA graphs, and the model is on cpu"):
+        runner_of("graph", cpu)
+    with pytest.raises(ValueError, match=r"compile='fast': expected one of auto, graph, compile, off"):
+        generate(tiny_target("llama"), PlainDraftModel.from_target(tiny_target("llama")), "fast")
+
+
+class Recorder:
+    """A stand-in for CUDA graphs: replaying runs the function again and writes to the outputs of the capture."""
+
+    def __init__(self):
+        self.captures = self.replays = 0
+
+    def __call__(self, function):
+        self.captures += 1
+        for _ in range(3):
+            outputs = function()
+
+        def replay():
+            self.replays += 1
+            for old, new in zip(captured._tensors(outputs), captured._tensors(function()), strict=True):
+                old.copy_(new)
+
+        return outputs, replay
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_captured_steps(kind, monkeypatch):
+    """What a graph is made of reads no length on the host; lengths cross two buckets."""
+    recorder = Recorder()
+    monkeypatch.setattr(captured, "capture", recorder)
+    monkeypatch.setattr(captured, "SMALLEST_BUCKET", 32)
+    # the torch backend reads lengths back, as kernels for GPUs do not; where a graph may not break, it masks
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr("hf_longspec.generation.decoding.runner_of", lambda mode, device: captured.CapturedRunner())
+    model = tiny_target("llama")
+    draft = DRAFTS[kind](model)
+    captured_text = generate(model, draft, "off", new=60)
+    monkeypatch.undo()
+    assert torch.equal(captured_text, generate(model, draft, "off", new=60))
+    assert recorder.captures >= 2
+    assert recorder.replays >= draft.last_speculation.num_forwards
+
+
+def test_a_step_before_the_first_tokens_runs_as_it_is():
+    model = tiny_target("llama")
+    cache = SpeculativeCache(model.config, 1, 40)
+    assert FixedSteps(model, CompiledRunner()).run(torch.tensor([[5]]), None, cache, None, None) is None

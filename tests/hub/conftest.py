@@ -1,0 +1,70 @@
+"""Drafts of every kind for a tiny target, published to folders and to a Hub cache made by hand."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_longspec
+from hf_longspec.hub import Card, write_repository
+from hf_longspec.testing import tiny_target
+
+DRAFTS = {
+    "longspec": (hf_longspec.LongSpecDraftModel, {"tree_widths": [3, 2]}),
+    "tokenswift": (hf_longspec.TokenSwiftDraftModel, {"num_heads": 2, "tree_branching": [1, 2, 2]}),
+    "specattn": (hf_longspec.SpecAttnDraftModel, {"num_assistant_tokens": 3, "sparse_min_tokens": 8}),
+    "longspec_plain": (hf_longspec.PlainDraftModel, {}),
+    "longspec_ngram": (hf_longspec.NgramDraftModel, {"num_assistant_tokens": 5}),
+}
+
+
+@pytest.fixture(scope="session")
+def hub_target():
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="session")
+def make_draft(hub_target):
+    """`make_draft(kind)`: a draft with settings that are not the defaults."""
+
+    def make(kind):
+        cls, settings = DRAFTS[kind]
+        return cls.from_target(hub_target, **settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory, hub_target, make_draft):
+    """A folder with `target`, `drafts/<kind>` and `hub`, a cache that holds `org/<kind>`."""
+    folder = tmp_path_factory.mktemp("published")
+    hub_target.save_pretrained(folder / "target")
+    for number, kind in enumerate(DRAFTS):
+        write_repository(make_draft(kind), folder / "drafts" / kind, Card(base_model="org/tiny-target"), f"org/{kind}")
+        repo, commit = folder / "hub" / f"models--org--{kind}", f"{number:040x}"
+        shutil.copytree(folder / "drafts" / kind, repo / "snapshots" / commit)
+        (repo / "refs").mkdir()
+        (repo / "refs" / "main").write_text(commit)
+    return folder
+
+
+def run_offline(script, *arguments, folder, package=False):
+    """Run a script without network, with its own caches, and with the package on the path or not; returns its JSON."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "home"),
+        "HF_HUB_CACHE": str(folder / "hub"),
+        "HF_MODULES_CACHE": str(folder / f"modules-{len(list(folder.iterdir()))}"),
+        "OMP_NUM_THREADS": "1",
+    }
+    if package:
+        settings["PYTHONPATH"] = str(Path(hf_longspec.__file__).parents[1])
+    command = [sys.executable, str(script), *map(str, arguments)]
+    done = subprocess.run(command, env=kept | settings, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

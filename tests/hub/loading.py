@@ -1,0 +1,192 @@
+"""Loads published drafts in a process of its own and prints what came of it, as JSON.
+
+    python loading.py absent|remote-first|package-first FOLDER
+
+FOLDER holds `target`, `drafts/<kind>`, and a Hub cache with `org/<kind>`. `absent`: hf_longspec cannot be imported.
+`remote-first`: it can, and is imported after the copies were loaded. `package-first`: it is imported before.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.generation.streamers import BaseStreamer
+
+PACKAGE = "hf_longspec"
+CLASSES = {
+    "longspec": "LongSpecDraftModel",
+    "tokenswift": "TokenSwiftDraftModel",
+    "specattn": "SpecAttnDraftModel",
+    "longspec_plain": "PlainDraftModel",
+    "longspec_ngram": "NgramDraftModel",
+}
+KINDS = tuple(CLASSES)
+
+
+class Absent:
+    """As if hf_longspec were not installed."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == PACKAGE:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+class Collected(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+class Target:
+    """The target and what it says by itself to a ragged, left-padded batch in float32."""
+
+    def __init__(self, folder):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = torch.randint(3, 128, (2, 37), generator=torch.Generator().manual_seed(1))
+        ids[1, :14] = 0
+        mask = torch.ones_like(ids)
+        mask[1, :14] = 0
+        self.batch = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
+        self.single = {"input_ids": ids[:1], "attention_mask": mask[:1], "pad_token_id": 0}
+        self.options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+        self.text = self.model.generate(**self.batch, **self.options)
+
+    def agrees(self, draft, **options):
+        """Whether generating with the draft gives the same text, by our loop."""
+        draft.last_speculation = None
+        out = self.model.generate(**self.batch, **self.options, assistant_model=draft, **options)
+        ran = draft.last_speculation is not None and draft.last_speculation.num_forwards > 0
+        return ran and torch.equal(out, self.text)
+
+    def streams(self, draft, **options):
+        streamer = Collected()
+        inputs = self.single | self.options
+        out = self.model.generate(**inputs, assistant_model=draft, streamer=streamer, **options)
+        return streamer.ended and streamer.tokens == out[0].tolist() == self.text[0].tolist()
+
+
+def stock():
+    """Transformers' own function, found by unwrapping; and how many wrappers were around it."""
+    function, layers = GenerationMixin._assisted_decoding, 0
+    while hasattr(function, "__wrapped__"):
+        function, layers = function.__wrapped__, layers + 1
+    return function, layers
+
+
+def remote(name):
+    return AutoModel.from_pretrained(name, trust_remote_code=True)
+
+
+def came_from(draft):
+    return type(draft).__module__.split(".")[0]
+
+
+def without_the_route(target, draft, name):
+    """Decoding by custom_generate alone: the patch is taken off for it."""
+    patched = GenerationMixin._assisted_decoding
+    GenerationMixin._assisted_decoding = stock()[0]
+    try:
+        options = {"custom_generate": name, "trust_remote_code": True}
+        return target.agrees(draft, **options) and target.streams(draft, **options)
+    finally:
+        GenerationMixin._assisted_decoding = patched
+
+
+def brings_its_code(folder):
+    """Whether a saved draft names classes in files beside it, not in the repository that it once came from."""
+    named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    return set(named) == {"AutoConfig", "AutoModel"} and all(
+        (folder / f"{name.split('.')[0]}.py").is_file() for name in named.values()
+    )
+
+
+def load_everywhere(folder, target):
+    """Every kind from the Hub cache and from a folder; saved and loaded again; and without the route."""
+    found = {}
+    for kind in KINDS:
+        hub, local = remote(f"org/{kind}"), remote(folder / "drafts" / kind)
+        hub.save_pretrained(folder / "saved" / kind)
+        again = remote(folder / "saved" / kind)
+        settings = [
+            {name: draft.setting(name) for name in draft.settings} | draft.config.target
+            for draft in (hub, local, again)
+        ]
+        found[kind] = {
+            "modules": [came_from(draft) for draft in (hub, local, again)],
+            "hub": target.agrees(hub),
+            "folder": target.agrees(local),
+            "saved": target.agrees(again),
+            "streamed": target.streams(hub),
+            "custom_generate": without_the_route(target, hub, f"org/{kind}"),
+            "custom_generate_folder": without_the_route(target, local, str(folder / "drafts" / kind)),
+            "saved_with_code": brings_its_code(folder / "saved" / kind),
+            "settings": settings[0] == settings[1] == settings[2],
+            "route_layers": stock()[1],
+        }
+    return found
+
+
+def copies_of_the_code(target, first):
+    """The published classes of every kind, after the package was imported or before."""
+    if first == "remote":
+        copies = {kind: remote(f"org/{kind}") for kind in KINDS}
+        return copies, {"alone": all(map(target.agrees, copies.values())), "alone_imported": PACKAGE in sys.modules}
+    importlib.import_module(PACKAGE)
+    copies = {}
+    for kind in KINDS:  # AutoModel would take the installed class
+        name = f"{kind.removeprefix('longspec_')}.{CLASSES[kind]}"
+        copies[kind] = get_class_from_dynamic_module(f"modeling_{name}", f"org/{kind}").from_pretrained(f"org/{kind}")
+    return copies, {}
+
+
+def both_copies(folder, target, first):
+    """The installed package and a copy of its code, both generating."""
+    copies, found = copies_of_the_code(target, first)
+    package = importlib.import_module(PACKAGE)
+    for kind, copied in copies.items():
+        installed = AutoModel.from_pretrained(folder / "drafts" / kind)
+        cache = package.SpeculativeCache(target.model.config, 2, 64)
+        found[kind] = {
+            "modules": [came_from(installed), came_from(copied)],
+            "wins": [came_from(remote(f"org/{kind}")), came_from(AutoModel.from_pretrained(f"org/{kind}"))],
+            "installed": target.agrees(installed),
+            "copied": target.agrees(copied),
+            "installed_again": target.agrees(installed),
+            "cache_of_the_other": target.agrees(copied, past_key_values=cache) and cache.get_seq_length() > 37,
+            "custom_generate": without_the_route(target, copied, f"org/{kind}"),
+            "route_layers": stock()[1],
+            "published_again": published_again(copied, kind, folder),
+        }
+    return found
+
+
+def published_again(copied, kind, folder):
+    """Whether the installed package makes the same repository of the copy as of the draft itself."""
+    hub = importlib.import_module(f"{PACKAGE}.hub")
+    again, first = folder / "again" / sys.argv[1] / kind, folder / "drafts" / kind
+    files = hub.write_repository(copied, again, hub.Card(base_model="org/tiny-target"), f"org/{kind}")
+    return all((again / file).read_bytes() == (first / file).read_bytes() for file in files)
+
+
+def main():
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    if mode == "absent":
+        sys.meta_path.insert(0, Absent())
+    target = Target(folder / "target")
+    found = load_everywhere(folder, target) if mode == "absent" else both_copies(folder, target, mode.split("-")[0])
+    found["imported"] = PACKAGE in sys.modules
+    found["stock"] = stock()[0].__module__
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

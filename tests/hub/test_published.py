@@ -1,0 +1,83 @@
+"""Published drafts, loaded by transformers alone and beside the installed package, in processes of their own."""
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import DRAFTS, run_offline
+
+SCRIPT = Path(__file__).with_name("loading.py")
+KINDS = pytest.mark.parametrize("kind", DRAFTS)
+TEXTS = (
+    "hub",
+    "folder",
+    "saved",
+    "saved_with_code",
+    "streamed",
+    "custom_generate",
+    "custom_generate_folder",
+    "settings",
+)
+
+
+@pytest.fixture(scope="module")
+def absent(published):
+    return run_offline(SCRIPT, "absent", published, folder=published)
+
+
+@pytest.fixture(scope="module")
+def remote_first(published):
+    return run_offline(SCRIPT, "remote-first", published, folder=published, package=True)
+
+
+@pytest.fixture(scope="module")
+def package_first(published):
+    return run_offline(SCRIPT, "package-first", published, folder=published, package=True)
+
+
+@pytest.fixture(params=["remote_first", "package_first"])
+def both(request):
+    return request.getfixturevalue(request.param)
+
+
+class TestWithoutThePackage:
+    @KINDS
+    @pytest.mark.parametrize("what", TEXTS)
+    def test_generates_what_the_target_does(self, absent, kind, what):
+        assert absent[kind][what] is True
+
+    @KINDS
+    def test_by_the_code_of_the_repository(self, absent, kind):
+        assert absent[kind]["modules"] == ["transformers_modules"] * 3
+        assert not absent["imported"]
+
+    @KINDS
+    def test_the_route_is_one_layer_though_every_copy_installs_it(self, absent, kind):
+        assert absent[kind]["route_layers"] == 1
+        assert absent["stock"] == "transformers.generation.utils"
+
+
+class TestBesideThePackage:
+    @KINDS
+    @pytest.mark.parametrize(
+        "what", ["installed", "copied", "installed_again", "cache_of_the_other", "custom_generate"]
+    )
+    def test_both_copies_generate_what_the_target_does(self, both, kind, what):
+        assert both[kind][what] is True
+
+    @KINDS
+    def test_the_installed_classes_win_once_they_are_imported(self, both, kind):
+        assert both[kind]["modules"] == ["hf_longspec", "transformers_modules"]
+        assert both[kind]["wins"] == ["hf_longspec"] * 2  # with the flag and without
+
+    @KINDS
+    def test_the_route_is_one_layer(self, both, kind):
+        assert both[kind]["route_layers"] == 1
+        assert both["stock"] == "transformers.generation.utils"
+
+    @KINDS
+    def test_a_copy_is_published_like_the_draft_itself(self, both, kind):
+        assert both[kind]["published_again"] is True
+
+    def test_installed_and_not_imported_the_copy_is_used(self, remote_first):
+        assert remote_first["alone"] is True and remote_first["alone_imported"] is False
