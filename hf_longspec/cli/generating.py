@@ -1,6 +1,7 @@
 """One text from a prompt, streamed, coloured, as a page or as JSON."""
 
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -208,13 +209,11 @@ def run(
     as_json: bool,
 ) -> int:
     """The command behind its options; returns the exit status."""
-    if html is not None and not html.absolute().parent.is_dir():
-        raise CommandError(f"--html {html}: there is no folder {html.parent}. Make it first.")
+    if html is not None:
+        _require_writable(html)
     wants_steps = show_drafts or html is not None
     generation = Generation(session, sampling, max_new_tokens, as_json, wants_steps, show_drafts)
     generation.run(name, text, chat)
-    if html is not None:
-        html.write_text(generation.page(), encoding="utf-8")
     if as_json:
         print(json.dumps(generation.record()))
     else:
@@ -224,4 +223,15 @@ def run(
                 Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
             )
         print(generation.stats, file=sys.stderr)
+    if html is not None:
+        html.write_text(generation.page(), encoding="utf-8")
     return INTERRUPTED if generation.stats.interrupted else 0
+
+
+def _require_writable(html: Path) -> None:
+    """Refuse, before anything is generated, a file that could not be written."""
+    folder = html.absolute().parent
+    if not folder.is_dir():
+        raise CommandError(f"--html {html}: there is no folder {html.parent}. Make it first.")
+    if html.is_dir() or not os.access(html if html.exists() else folder, os.W_OK):
+        raise CommandError(f"--html {html}: cannot be written. Name another file.")

@@ -1,6 +1,7 @@
 """What users get wrong: one line that names it and the remedy, status 2, no traceback, nothing written."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -44,10 +45,7 @@ def copy_of(tiny, tmp_path):
 
     def copy(kind, without=(), **changes):
         folder = tmp_path / kind
-        folder.mkdir()
-        for file in getattr(tiny, kind).iterdir():
-            if file.name not in without:
-                (folder / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(getattr(tiny, kind), folder, ignore=lambda *_: without)
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | changes))
         return folder
@@ -172,6 +170,7 @@ def test_options_with_wrong_values(fails, name, arguments, says):
         (["--top-k", -1], "--top-k -1: expected at least 0"),
         (["--repetition-penalty", 0], "--repetition-penalty 0.0: expected more than 0"),
         (["--html", "no/such/folder/page.html"], "there is no folder no/such/folder. Make it first."),
+        (["--html", "."], "--html .: cannot be written. Name another file."),
         (["--max-new-tokens", 20_000], "exceed the 16384 positions of the model"),
     ],
     ids=str,
