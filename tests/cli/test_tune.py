@@ -49,6 +49,10 @@ def rigged(monkeypatch):
     return rig
 
 
+def files(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
 def simulated(tau, speed):
     """A `measure` that computes what would be measured, and the steps that asked it."""
     asked = []
@@ -141,12 +145,12 @@ def test_gains_within_noise_change_nothing(tune, drafts, rigged):
 
 def test_a_dry_run_shows_and_writes_nothing(tune, drafts, rigged):
     folder = drafts["longspec"]
-    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files(folder)}
     rigged({json.dumps([[2, 2]]): 150.0})
     result = tune("--draft", folder, "--dry-run")
     assert "Not written (--dry-run): tree_widths=[2, 2]" in result.stdout
     assert "[4, 4, 4, 3]" in result.stdout and "no draft" in result.stdout
-    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files(folder)} == before
 
 
 def test_specattn_goes_to_a_new_folder(tune, tiny, tmp_path, rigged, monkeypatch):
@@ -167,7 +171,7 @@ def test_specattn_goes_to_a_new_folder(tune, tiny, tmp_path, rigged, monkeypatch
 @pytest.mark.parametrize("fails", ["replace", "fsync", "dumps"])
 def test_a_failed_write_leaves_the_old_file_and_no_other(tune, drafts, rigged, monkeypatch, fails):
     folder = drafts["longspec"]
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path: path.read_bytes() for path in files(folder)}
     rigged({json.dumps([[2, 2]]): 150.0})
 
     def full(*_, **__):
@@ -177,7 +181,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tune, drafts, rigged, m
         patch.setattr(settings_file.json if fails == "dumps" else os, fails, full)
         result = tune("--draft", folder)
     assert result.exit_code == 2 and "No space left on device" in result.stderr
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path: path.read_bytes() for path in files(folder)} == before
 
 
 def test_a_new_file_keeps_the_permissions_and_links_of_the_old(tmp_path):
