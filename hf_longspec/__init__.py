@@ -27,7 +27,9 @@ _LAZY = {
     "ContextualPenaltyLogitsProcessor": "generation.contextual_penalty",
     "FileStreamer": "streaming",
     "IncrementalDecoder": "streaming",
+    "LawReport": "auditing_law",
     "audit": "auditing",
+    "audit_sampling": "auditing_law",
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",
 }

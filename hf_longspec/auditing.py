@@ -6,7 +6,7 @@ the decoding loop takes part, so a mistake there cannot hide here.
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,8 @@ class AuditReport:
         first_failure (`tuple[int, int]`, *optional*): Earliest token further than `eps` below the argmax.
         max_gap (`float`): Largest distance of an emitted token's logit below the largest logit.
         eps (`float`): What was allowed where the gap came closest to it or exceeded it most.
+        margins (`torch.DoubleTensor` of shape `(num_tokens, 4)`): For each token, by position: row, position, how far
+            its logit lies above that of any other token (below: negative), and how far below was allowed.
     """
 
     verdict: str
@@ -52,6 +54,7 @@ class AuditReport:
     first_failure: tuple[int, int] | None
     max_gap: float
     eps: float
+    margins: torch.Tensor = field(compare=False, repr=False)
 
     def __str__(self) -> str:
         counted = f"{self.verdict}: {self.num_argmax} of {self.num_tokens} tokens are the argmax"
@@ -203,7 +206,7 @@ def _teacher_forced(
 def _findings(
     model: PreTrainedModel, rows: list[_Row], logits: torch.Tensor, indices: torch.Tensor, eps: float | None
 ) -> torch.Tensor:
-    """One line `(row, column, gap, allowed)` per audited token among those that `logits` predict."""
+    """One line `(row, column, margin, allowed)` per audited token among those that `logits` predict."""
     dtype = max((model.dtype, logits.dtype), key=lambda kind: torch.finfo(kind).eps)
     unit = NOISE.get(dtype, NOISE_OF_WIDE_TYPES) * torch.finfo(dtype).eps
     lines = []
@@ -211,18 +214,19 @@ def _findings(
         inside = (indices >= row.prompt) & (indices < len(row.tokens))
         predicted = indices[inside].cpu()
         own = logits[number, inside.to(logits.device)]
-        highest = own.amax(-1, keepdim=True)
-        gap = highest.double() - own.gather(-1, row.tokens[predicted, None].to(own.device)).double()
+        highest, second = own.topk(2, dim=-1).values.double().split(1, dim=-1)
+        emitted = own.gather(-1, row.tokens[predicted, None].to(own.device)).double()
+        margin = emitted - torch.where(emitted == highest, second, highest)
         magnitude = own.abs().masked_fill(own < FORBIDDEN, 0).amax(-1, keepdim=True).double()
-        allowed = unit * magnitude if eps is None else torch.full_like(gap, eps)
+        allowed = unit * magnitude if eps is None else torch.full_like(margin, eps)
         where = torch.stack([torch.full_like(predicted, number), row.columns[predicted]], dim=1).double()
-        lines.append(torch.cat([where, gap.cpu(), allowed.cpu()], dim=1))
+        lines.append(torch.cat([where, margin.cpu(), allowed.cpu()], dim=1))
     return torch.cat(lines)
 
 
 def _report(findings: torch.Tensor) -> AuditReport:
     findings = findings[findings[:, 1].argsort(stable=True)]  # by column, so that the first line is the earliest token
-    gap, allowed = findings[:, 2], findings[:, 3]
+    gap, allowed = (-findings[:, 2]).clamp_min(0), findings[:, 3]
     differs, fails = ~(gap <= 0), ~(gap <= allowed)  # negated: NaN logits are a failure
     worst = (gap - allowed).nan_to_num(nan=torch.inf).argmax() if len(gap) else None
     return AuditReport(
@@ -233,6 +237,7 @@ def _report(findings: torch.Tensor) -> AuditReport:
         first_failure=_first(findings, fails),
         max_gap=float(gap.max()) if len(gap) else 0.0,
         eps=0.0 if worst is None else float(allowed[worst]),
+        margins=findings,
     )
 
 

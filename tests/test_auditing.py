@@ -242,3 +242,24 @@ def test_refusals(target, generated, arguments, message):
 def test_training_mode_is_refused(generated):
     with pytest.raises(ValueError, match=r"model\.eval\(\)"):
         audit(tiny_target("llama").train(), generated, PROMPT_LENGTH)
+
+
+def test_margins_are_the_distances_to_the_best_other_token(target, prompts, generated):
+    """Against one masked forward per row; one token is replaced by the worst of its place."""
+    mask = torch.cat([prompts[1], torch.ones(3, NEW_TOKENS, dtype=torch.long)], dim=1)
+    text = generated.clone()
+    with torch.no_grad():
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        text[1, -1] = target(text, attention_mask=mask, position_ids=positions).logits[1, -2].argmin()
+        logits = target(text, attention_mask=mask, position_ids=positions).logits
+    report = audit(target, text, PROMPT_LENGTH, prompts[1], eos_token_id=[])
+    assert report.margins.shape == (3 * NEW_TOKENS, 4)
+    for row, column, margin, allowed in report.margins.tolist():
+        others = logits[int(row), int(column) - 1].clone()
+        token = text[int(row), int(column)]
+        own, others[token] = others[token].item(), -torch.inf
+        assert margin == pytest.approx(own - others.max().item(), abs=LOGIT_TOLERANCE)
+        assert 0 < allowed < LOGIT_TOLERANCE
+    columns = report.margins[:, 1]
+    assert torch.equal(columns, columns.sort().values)
+    assert report.margins[:, 2].min() == -report.max_gap < -1

@@ -28,7 +28,7 @@ ARROWS = {
     "generation": {"attention_backends"},
     "modeling": {"generation", "attention_backends"},
     "training": {"modeling", "generation", "attention_backends"},
-    "auditing": {"generation", "attention_backends"},
+    "auditing": {"generation", "attention_backends", "testing"},  # auditing.py and its neighbour auditing_law.py
     "bench": {"generation", "attention_backends", "auditing", "testing"},
     "testing": set(SHIPPED),  # testing.py and its neighbours testing_*.py
     "hub": set(),
@@ -39,6 +39,7 @@ ARROWS = {
 
 # What `pip install transformers torch` brings.
 ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "numpy", "tqdm", "packaging"}
+ALWAYS_THERE |= {"typer", "rich"}  # requirements of transformers 5 and of typer
 
 # The line that transformers looks for, anywhere in a file, to find the siblings of a module it publishes.
 RELATIVE_IMPORT_LINE = re.compile(r"^\s*from\s+\.\S*\s+import\b")
@@ -84,7 +85,7 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
 
 
 def _room(name: str) -> str:
-    return "testing" if name.startswith("testing_") else name
+    return next((room for room in ("testing", "auditing") if name.startswith(f"{room}_")), name)
 
 
 def _targets(node: ast.Import | ast.ImportFrom, module: list[str]) -> list[list[str]]:
@@ -201,7 +202,7 @@ def test_every_room_was_read():
         ("attention_backends/triton_tree.py", "def f():\n    import triton", "triton is optional"),
         ("attention_backends/flash.py", "try:\n    pass\nfinally:\n    import flash_attn", "flash_attn is optional"),
         ("attention_backends/flash.py", "if TYPE_CHECKING:\n    import flash_attn.x", "flash_attn is optional"),
-        ("cli/demo.py", "from rich.table import Table", "rich is optional"),
+        ("cli/demo.py", "from datasets.table import Table", "datasets is optional"),
         ("modeling/base.py", "import_module('hf_longspec.hub')", "import it inside try"),
         (
             "modeling/base.py",

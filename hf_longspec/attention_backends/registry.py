@@ -90,6 +90,11 @@ def backend_names() -> list[str]:
     return sorted(_backends, key=lambda name: -1 if (rank := _priorities[name]) is None else rank, reverse=True)
 
 
+def why_not(name: str, call: AttentionCall) -> str | None:
+    """The reason of backend `name` for refusing a call; `None` if it accepts."""
+    return _backends[name].why_not(call)
+
+
 def select(call: AttentionCall, name: str | None = None) -> AttentionBackend:
     """The backend for this kind of call.
 

@@ -8,8 +8,14 @@ from . import CommandError
 
 try:
     import typer
-except ImportError:
-    sys.exit("error: hf-longspec needs typer, which is not installed: pip install 'hf_longspec[train]'")
+
+    from . import audit, env, generate, tune
+except ModuleNotFoundError as error:
+    missing = (error.name or "").partition(".")[0]
+    if missing not in ("typer", "rich"):
+        raise
+    print(f"error: hf-longspec needs {missing}, which is not installed: pip install typer rich", file=sys.stderr)
+    sys.exit(2)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,6 +23,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Lossless speculative decoding at long context.",
 )
+
+
+app.command()(generate.generate)
+app.command()(audit.audit)
+app.command()(tune.tune)
+app.command()(env.env)
 
 
 @app.command()

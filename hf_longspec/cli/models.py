@@ -57,14 +57,15 @@ def max_positions(target: str) -> int:
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
-def load_target(target: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model in eval mode on the first GPU, or on the CPU.
+def load_target(target: str, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
+    """The model in eval mode on `device`, by default the first GPU, or the CPU.
 
     Raises:
         CommandError: If it cannot be loaded, or cannot be decoded speculatively.
     """
     with loading(target, "model"):
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+        model, info = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, output_loading_info=True)
+        _refuse_other_weights(model, info)
     if reasons := TargetView(model).why_not():
         raise CommandError(f"{target} cannot be used: {'; '.join(reasons)}. Pass another --target.")
     # Token ids only: a repository's own penalties and temperatures would make its text something else than the argmax.
@@ -72,7 +73,7 @@ def load_target(target: str, dtype: torch.dtype) -> PreTrainedModel:
     model.generation_config = GenerationConfig(
         bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
     )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
@@ -82,19 +83,37 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
         CommandError: If it cannot be loaded, is no draft, or was made for another target.
     """
     with loading(name, "draft"):
-        draft = AutoModel.from_pretrained(name, dtype=model.dtype)
+        draft, info = AutoModel.from_pretrained(name, dtype=model.dtype, output_loading_info=True)
         if not getattr(draft, "_is_longspec_draft", False):
             raise ValueError(f"it is a {type(draft).__name__}, not a draft")
+        _refuse_other_weights(draft, info)
         draft.check(TargetView(model))
     return draft
 
 
+def _refuse_other_weights(model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Refuse weights of another architecture: transformers draws at random what a file does not have, and goes on."""
+    label = f"config.json says model_type={model.config.model_type!r}"
+    for kind in ("missing", "mismatched"):
+        if names := sorted(map(str, info.get(f"{kind}_keys") or ())):
+            raise ValueError(
+                f"{label}, and of the weights of a {type(model).__name__} {len(names)} are {kind} in its files, "
+                f"{names[0]} for one"
+            )
+    if names := sorted(info.get("unexpected_keys") or ()):
+        print(f"note: {label}, which has no use for {len(names)} weights, {names[0]} for one.", file=sys.stderr)
+
+
 @contextmanager
 def loading(name: str, what: str) -> Iterator[None]:
-    """Whatever goes wrong while loading is said in one line."""
+    """Whatever goes wrong while loading is said in one line: every format and architecture has errors of its own."""
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise CommandError(f"cannot load the {what} of {name!r}: there is no such folder. Check the path.")
     try:
         yield
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except CommandError:
+        raise
+    except Exception as error:
         reason = first_line(error)
         remedy = (
             "Check its files" if Path(name).is_dir() else "Check the name; offline, only what is cached can be loaded"

@@ -201,7 +201,7 @@ class Session:
         for row, count in enumerate(emitted):
             if growing[row]:
                 ngrams = 0 if first is None else sum(node >= first for node in self.paths[row][1:count])
-                self.stats.record(count, self.proposed[row], count - 1, ngrams)
+                self.stats.record(count, self.proposed[row], count - 1, ngrams, row)
 
     def close(self) -> None:
         """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was.

@@ -208,8 +208,12 @@ class DraftModel(PreTrainedModel):
         return hub.push(self, repo_id, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DraftModel":
-        """Load a draft from a folder or a Hub repo, with the settings it was saved with."""
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a draft from a folder or a Hub repo, with the settings it was saved with.
+
+        With `output_loading_info=True` also what transformers reports of its weights, as for any model.
+        """
+        info: dict[str, Any] = {}
         hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
         if cls.weightless:
             config = kwargs.get("config")
@@ -218,6 +222,8 @@ class DraftModel(PreTrainedModel):
             draft = cls(config)
         else:
             draft = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            if kwargs.get("output_loading_info"):
+                draft, info = draft
         try:
             draft.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         except OSError:
@@ -225,7 +231,7 @@ class DraftModel(PreTrainedModel):
         for name, value in copy.deepcopy(cls.settings).items():
             if not hasattr(draft.generation_config, name):  # published before there was such a setting
                 setattr(draft.generation_config, name, value)
-        return draft
+        return (draft, info) if kwargs.get("output_loading_info") else draft
 
 
 HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}

@@ -79,3 +79,31 @@ def test_one_token_needs_no_verification(plain_run):
     stats = run.again(run.draft("tree"), return_dict_in_generate=True).speculation
     assert stats.num_spec_steps == stats.num_forwards == 0 and stats.acceptance_histogram == []
     assert stats.mean_acceptance_length == 0.0
+
+
+@KINDS
+def test_single_steps_make_up_each_row_and_the_sums(plain_run, kind):
+    """Three rows, of which one ends at its first token and another early; the sums of the steps are the statistics."""
+    lengths = (33, 3, 13)
+    free = plain_run("llama", lengths, max_new_tokens=14)
+    ends = [free.generated[0][0], free.generated[1][5]]
+    run = plain_run("llama", lengths, max_new_tokens=14, eos_token_id=ends)
+    stats = run.again(run.draft(kind), return_dict_in_generate=True).speculation
+    texts = [row[: next((i for i, t in enumerate(row) if t in ends), len(row) - 1) + 1] for row in run.generated]
+    assert len(texts[0]) == 1 < len(texts[1])
+    assert [1 + sum(row) for row in stats.emitted_per_step] == [len(text) for text in texts]
+    emitted = [count for row in stats.emitted_per_step for count in row]
+    drafted = [count for row in stats.drafted_per_step for count in row]
+    assert len(emitted) == len(drafted) == stats.num_spec_steps
+    assert sum(drafted) == stats.num_draft_tokens
+    assert [emitted.count(n + 1) for n in range(max(emitted))] == stats.acceptance_histogram
+    assert max(emitted) > 1 or kind == "plain"
+
+
+def test_steps_are_small_and_stay_out_of_json_and_print():
+    """100,000 steps in memory, not in every result file."""
+    stats = SpeculationStats()
+    for _ in range(100_000):
+        stats.record(emitted=3, drafted=70, accepted=2)
+    assert sum(row.itemsize * len(row) for row in (*stats.emitted_per_step, *stats.drafted_per_step)) == 400_000
+    assert len(json.dumps(stats.to_dict())) < 1000 and len(repr(stats)) < 1000

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, DynamicCache
 
 from hf_longspec import LongSpecConfig, LongSpecDraftModel
@@ -40,6 +40,19 @@ def test_saving_and_loading(llama, tmp_path):
     kwargs = {"do_sample": False, "max_new_tokens": 8}
     ids = torch.tensor([[5, 9, 7, 11]])
     assert torch.equal(llama.generate(ids, assistant_model=loaded, **kwargs), llama.generate(ids, **kwargs))
+
+
+def test_what_was_loaded_can_be_asked(llama, tmp_path):
+    """As for any model of transformers; a tensor that the file does not have is named."""
+    LongSpecDraftModel.from_target(llama).save_pretrained(tmp_path)
+    draft, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(draft, LongSpecDraftModel) and not info["missing_keys"]
+    assert draft.generation_config.tree_widths == [4, 4, 4, 3]
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["block.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    _, info = LongSpecDraftModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert set(info["missing_keys"]) == {"block.mlp.up_proj.weight"}
 
 
 def test_the_training_forward_is_the_restated_block(llama):

@@ -1,0 +1,33 @@
+"""The published tiny target and its drafts, and a way to run a command on them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_longspec.cli.app import app
+
+HUB_CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
+
+
+@pytest.fixture
+def command():
+    """`command(*arguments, **options of invoke)`: the result of one run of the application."""
+
+    def run(*arguments, **options):
+        return CliRunner().invoke(app, list(map(str, arguments)), **options)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Paths: the tiny target, its drafts, and a text to continue."""
+    notes = tmp_path_factory.mktemp("text") / "notes.txt"
+    lines = [
+        f"def set_{name}(self, value):\n    self._{name} = value\n    return self\n\n" for name in ("a", "width", "b")
+    ]
+    notes.write_text("class Shape:\n" + "".join(lines) * 8, encoding="utf-8")
+    drafts = {name: HUB_CARDS / f"tiny-{name}" for name in ("longspec", "tokenswift")}
+    return SimpleNamespace(target=HUB_CARDS / "tiny-target", notes=notes, **drafts)

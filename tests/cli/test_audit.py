@@ -1,0 +1,166 @@
+"""`audit`: verdicts and exit codes for right decoding, and for verifiers that were broken on purpose."""
+
+import json
+
+import pytest
+import torch
+
+import hf_longspec.generation.logits as rules
+from hf_longspec.generation.sequences import Sequences
+from hf_longspec.generation.verification import Acceptance, accept_greedy, accept_rejection, accept_sampled
+
+# A SpecAttn draft that reads next to nothing, and so is wrong often.
+BLIND = [
+    "--draft",
+    "specattn",
+    "--set",
+    "sparse_min_tokens=4",
+    "--set",
+    "sparse_ratio=0.02",
+    "--set",
+    "selection=window",
+]
+SHORT = ["--max-new-tokens", 24, "--context", 96]
+# A cold law, which so blind a draft misses by far: with it the broken rules below deviate by 10 sigma and more.
+SAMPLED = ["--max-new-tokens", 4, "--context", 64, "--samples", 192, "--sample-tokens", 3, "--batch", 96]
+SAMPLED += ["--temperature", 0.5, "--set", "num_assistant_tokens=2"]  # the last of two values counts
+
+
+@pytest.fixture
+def audit(command, tiny):
+    def run(*arguments):
+        result = command("audit", tiny.notes, "--target", tiny.target, *SHORT, "--json", *arguments)
+        return result.exit_code, json.loads(result.stdout) if result.stdout else result.stderr
+
+    return run
+
+
+def accept_everything(tree, logits):
+    """A broken greedy rule: the whole chain, whatever the target says."""
+    tokens = torch.cat([tree.tokens[:, 1:], logits[:, -1].argmax(-1)[:, None]], dim=1)
+    path = torch.arange(tree.num_nodes).expand_as(tree.tokens)
+    return Acceptance(path, torch.full_like(tree.tokens[:, 0], tree.num_nodes), tokens)
+
+
+@pytest.mark.parametrize("draft", ["longspec", "tokenswift", "ngram", "specattn", "plain"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_right_decoding_passes(audit, tiny, draft, dtype):
+    status, found = audit("--draft", getattr(tiny, draft, draft), "--dtype", dtype)
+    assert status == 0
+    assert found["verdict"] in (("exact",) if dtype == "float32" else ("exact", "near-tie"))
+    (prompt,) = found["prompts"]
+    assert prompt["prompt_tokens"] == 96
+    assert len(prompt["teacher_forced"]["margins"]) == 24
+    if dtype == "float32":
+        assert prompt["identical"] and prompt["first_difference"] is None
+        assert min(prompt["teacher_forced"]["margins"]) >= 0
+    if draft != "plain":
+        assert prompt["tau"] > 1, "nothing was accepted, so nothing was audited"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_greedy_rule_that_accepts_everything_is_caught(audit, monkeypatch, dtype):
+    assert audit(*BLIND, "--dtype", dtype)[0] == 0
+    monkeypatch.setattr(rules, "accept_greedy", accept_everything)
+    status, found = audit(*BLIND, "--dtype", dtype)
+    assert status == 1
+    assert found["verdict"] == "NOT lossless"
+    (prompt,) = found["prompts"]
+    checked = prompt["teacher_forced"]
+    assert prompt["first_difference"] == checked["first_divergence"]
+    assert checked["margins"][checked["first_failure"]] < -checked["eps"]
+    assert checked["max_gap"] == -min(checked["margins"])
+
+
+def test_a_rare_greedy_mistake_is_caught(audit, monkeypatch):
+    """One wrong bonus token in the whole text."""
+    calls = []
+
+    def wrong_once(tree, logits):
+        calls.append(None)
+        if len(calls) == 3:
+            logits = logits.clone()
+            logits.scatter_(-1, logits.argmax(-1, keepdim=True), -100.0)  # the second best everywhere
+        return accept_greedy(tree, logits)
+
+    monkeypatch.setattr(rules, "accept_greedy", wrong_once)
+    assert audit("--draft", "ngram")[0] == 1
+    assert len(calls) > 3
+
+
+def test_the_text_output_names_place_and_verdict(command, tiny, monkeypatch):
+    arguments = ["audit", tiny.notes, "--target", tiny.target, *SHORT, *BLIND]
+    right = command(*arguments)
+    assert right.exit_code == 0 and right.stdout.rstrip().endswith("exact")
+    monkeypatch.setattr(rules, "accept_greedy", accept_everything)
+    wrong = command(*arguments)
+    assert wrong.exit_code == 1 and wrong.stdout.rstrip().endswith("NOT lossless")
+    assert "of 24 tokens are the model's choice; the first that is not is" in " ".join(wrong.stdout.split())
+
+
+def test_near_ties_only_are_no_failure(audit, monkeypatch):
+    """The runner-up once, and an eps above its distance: a near-tie in bfloat16, another text in float32."""
+
+    def second_best(tree, logits):
+        if logits.shape[1] == 1:  # the first token, which the prompt's own forward gives
+            logits = logits.clone().scatter_(-1, logits.argmax(-1, keepdim=True), -100.0)
+        return accept_greedy(tree, logits)
+
+    monkeypatch.setattr(rules, "accept_greedy", second_best)
+    status, found = audit("--draft", "ngram", "--dtype", "bfloat16", "--eps", 50)
+    assert (status, found["verdict"]) == (0, "near-tie")
+    assert found["prompts"][0]["teacher_forced"]["margins"][0] < 0
+    assert audit("--draft", "ngram", "--dtype", "float32", "--eps", 50)[0] == 1
+
+
+def test_a_text_that_ends_too_early_is_not_lossless(command, tiny, monkeypatch):
+    """Every token is the argmax, and some are missing: only the comparison with the plain text can tell."""
+    stops = Sequences._stops
+    monkeypatch.setattr(
+        Sequences, "_stops", lambda self, row, *rest: len(self.generated[row]) >= 9 or stops(self, row, *rest)
+    )
+    result = command("audit", tiny.notes, "--target", tiny.target, *SHORT, "--draft", "ngram", "--dtype", "bfloat16")
+    assert result.exit_code == 1
+    assert "the text ends too early" in " ".join(result.stdout.split())
+
+
+def test_sampling_that_follows_the_law_passes(audit):
+    status, found = audit(*BLIND, *SAMPLED)
+    assert status == 0 and found["sampling"]["verdict"] == "follows the law"
+    assert found["sampling"]["num_samples"] == 192
+
+
+def broken_rejection(tree, scores, uniforms, noise):
+    return accept_rejection(tree, scores, torch.zeros_like(uniforms), noise)  # accepts whatever was drafted
+
+
+def broken_walk(tree, scores, noise):
+    """Draws from a colder law than the target's."""
+    return accept_sampled(tree, scores * 3, noise)
+
+
+@pytest.mark.parametrize(
+    ("rule", "broken", "draft"),
+    [
+        ("accept_rejection", broken_rejection, BLIND),
+        ("accept_sampled", broken_walk, ["--draft", "ngram", "--temperature", 1.5]),
+    ],
+    ids=["rejection", "walk"],
+)
+def test_a_broken_rule_of_sampling_is_caught(audit, monkeypatch, rule, broken, draft):
+    assert audit(*SAMPLED, *draft)[0] == 0
+    monkeypatch.setattr(rules, rule, broken)
+    status, found = audit(*SAMPLED, *draft)
+    assert status == 1
+    assert found["prompts"][0]["verdict"] == "exact", "the greedy rule is not the one that was broken"
+    assert found["sampling"]["verdict"] == "does NOT follow the law"
+    assert found["sampling"]["max_sigma"] > 5
+
+
+def test_several_prompts(command, tiny, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("import os\nimport sys\n" * 20)
+    result = command("audit", tiny.notes, other, "--prompt", "def main(", "--target", tiny.target, *SHORT, "--json",
+                     "--draft", "ngram")  # fmt: skip
+    names = [prompt["prompt"] for prompt in json.loads(result.stdout)["prompts"]]
+    assert result.exit_code == 0 and names == [str(tiny.notes), str(other), "--prompt"]

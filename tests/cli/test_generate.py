@@ -1,0 +1,252 @@
+"""`generate`: its text against plain `generate`, which tokens it calls drafted against a recount, its page as HTML."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers.generation.streamers import BaseStreamer
+
+from hf_longspec import NgramDraftModel, SpeculationStats
+from hf_longspec.cli.drafted_text import DraftedTextStreamer, StepText
+from hf_longspec.cli.html_page import MAX_BARS, html_page
+
+NEW = 20
+DRAFTS = ["specattn", "vegas", "ngram", "plain", "longspec", "tokenswift"]
+
+
+@pytest.fixture(scope="module")
+def target(tiny):
+    model = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(tiny.target)
+
+
+@pytest.fixture(scope="module")
+def expected(target, tiny):
+    """Text of plain `generate` without any code of this package."""
+    model, tokenizer = target
+    inputs = tokenizer(tiny.notes.read_text(), return_tensors="pt")
+    out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_every_draft_streams_the_text_of_plain_generate(command, tiny, expected, draft):
+    result = command("generate", tiny.notes, "--target", tiny.target, "--draft", getattr(tiny, draft, draft),
+                     "--max-new-tokens", NEW)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert result.stdout == expected + "\n"
+    assert "tau" in result.stderr and "drafted tokens accepted" in result.stderr
+
+
+@pytest.mark.parametrize("way", ["file", "stdin", "prompt"])
+def test_three_ways_to_pass_a_text(command, tiny, expected, way):
+    text = tiny.notes.read_text()
+    arguments = {"file": [tiny.notes], "stdin": ["-"], "prompt": ["--prompt", text]}[way]
+    result = command("generate", *arguments, "--target", tiny.target, "--draft", "ngram", "--max-new-tokens", NEW,
+                     input=text if way == "stdin" else None)  # fmt: skip
+    assert result.stdout == expected + "\n", result.output
+
+
+def test_json_is_one_object_with_text_statistics_and_steps(command, tiny, expected):
+    result = command("generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", NEW,
+                     "--json", "--show-drafts")  # fmt: skip
+    found = json.loads(result.stdout)
+    assert found["text"] == expected
+    assert found["new_tokens"] == NEW and found["seed"] is None and found["dtype"] == "float32"
+    statistics = found["statistics"]
+    assert statistics["num_accepted_draft_tokens"] > 0, "nothing was drafted, so nothing is shown"
+    assert not [name for name in statistics if name.endswith("per_step")]
+    steps = found["steps"]
+    assert "".join(step["drafted"] + step["own"] for step in steps) == expected
+    assert sum(step["num_accepted"] for step in steps) == statistics["num_accepted_draft_tokens"]
+    assert sum(step["num_drafted"] for step in steps) == statistics["num_draft_tokens"]
+    assert len(steps) == statistics["num_spec_steps"] + 1  # the first token is the prompt's
+
+
+def test_sampling_follows_its_seed_and_its_options(command, tiny, target):
+    """The plain draft runs stock sampling's law; the seed decides the text, and the options reach the model."""
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", NEW, "--json"]
+    runs = [json.loads(command(*arguments, "--temperature", 1.5, "--seed", seed).stdout) for seed in (1, 1, 2)]
+    assert runs[0]["text"] == runs[1]["text"] != runs[2]["text"]
+    assert runs[0]["seed"] == 1
+    drawn = json.loads(command(*arguments, "--temperature", 1.5).stdout)["seed"]
+    assert isinstance(drawn, int)  # so that a text can be had again
+    greedy = json.loads(command(*arguments).stdout)["text"]
+    for option in (["--top-k", 1], ["--top-p", 1e-6]):  # leave one token: the greedy text at any temperature
+        assert json.loads(command(*arguments, "--temperature", 1.5, *option).stdout)["text"] == greedy
+    punished = json.loads(command(*arguments, "--repetition-penalty", 5).stdout)["text"]
+    model, tokenizer = target
+    inputs = tokenizer(tiny.notes.read_text(), return_tensors="pt")
+    out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, repetition_penalty=5.0)
+    assert punished == tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) != greedy
+
+
+def test_a_terminal_gets_drafted_tokens_underlined(command, tiny, expected):
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", NEW]
+    result = command(*arguments, "--show-drafts", env={"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": None})
+    steps = json.loads(command(*arguments, "--show-drafts", "--json").stdout)["steps"]
+    marked = re.findall(r"\x1b\[4;94m(.*?)\x1b\[0m", result.stdout, re.DOTALL)
+    assert "".join(marked) == "".join(step["drafted"] for step in steps) != ""
+    assert re.sub(r"\x1b\[[0-9;]*m", "", result.stdout) == expected + "\n"
+    piped = command(*arguments, "--show-drafts")
+    assert piped.stdout == expected + "\n"  # no escapes where nobody sees them
+
+
+class Page(HTMLParser):
+    """Texts by the innermost class they stand in, and everything that would be fetched."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.classes, self.texts, self.fetched, self.bars = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "srcset", "data")]
+        if tag == "rect":
+            self.bars.append(attributes["class"])
+        if tag in ("span", "pre", "style"):
+            self.classes.append(attributes.get("class", tag))
+
+    def handle_endtag(self, tag):
+        if tag in ("span", "pre", "style"):
+            self.classes.pop()
+
+    def handle_data(self, data):
+        if "pre" in self.classes:
+            self.texts.append((self.classes[-1], data))
+
+
+def test_the_page_shows_the_text_and_needs_nothing_else(command, tiny, expected, tmp_path):
+    page = tmp_path / "page.html"
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", NEW]
+    result = command(*arguments, "--html", page)
+    assert result.stdout == expected + "\n", result.output
+    steps = json.loads(command(*arguments, "--show-drafts", "--json").stdout)["steps"]
+    content = page.read_text(encoding="utf-8")
+    parsed = Page()
+    parsed.feed(content)
+    assert "".join(text for kind, text in parsed.texts if kind != "prompt") == expected
+    assert "".join(text for kind, text in parsed.texts if kind == "d") == "".join(step["drafted"] for step in steps)
+    assert not parsed.fetched and "http" not in content and "@import" not in content and "url(" not in content
+    assert parsed.bars.count("accepted") == sum(step["num_drafted"] > 0 for step in steps)
+    assert str(tiny.target.parent) not in content  # a page is passed on; paths are nobody's business
+
+
+def test_a_page_escapes_text_and_bounds_its_chart():
+    steps = [StepText("<b>&", '"</pre>', 1, 4)] * 1001
+    content = html_page("<i>", "<script>", steps, {"a<b": "c&d"})
+    parsed = Page()
+    parsed.feed(content)
+    assert "".join(text for _, text in parsed.texts) == "<script>" + '<b>&"</pre>' * 1001
+    assert "<script>" not in content and "<i>" not in content and "a&lt;b" in content
+    assert 0 < parsed.bars.count("drafted") <= MAX_BARS
+    assert "No verification" in html_page("t", "p", [StepText("", "x", 0, 0)], {})
+
+
+def test_steps_agree_with_tokens_seen_between_drafter_and_loop(target, tiny):
+    """A recount from outside: what the drafter proposed, and where in the text each verification ended."""
+    model, tokenizer = target
+    draft = NgramDraftModel.from_target(model)
+    proposals, lengths = [], []
+    make = draft.drafter
+
+    def watched(binding):
+        drafter = make(binding)
+        propose, sequences = drafter.propose, binding.rule.sequences
+
+        def record(root):
+            tree = propose(root)
+            proposals.append(int(tree.valid.sum()) - 1)
+            lengths.append(len(sequences.generated[0]))
+            return tree
+
+        drafter.propose = record
+        return drafter
+
+    draft.drafter = watched
+    steps = []
+    streamer = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, steps.append)
+    inputs = tokenizer(tiny.notes.read_text(), return_tensors="pt")
+    set_seed(0)
+    out = model.generate(**inputs, assistant_model=draft, max_new_tokens=40, do_sample=False, streamer=streamer)
+    new = out[0, inputs["input_ids"].shape[1] :].tolist()
+    assert [step.num_drafted for step in steps[1:]] == proposals
+    ends = [*lengths[1:], len(new)]
+    for step, start, end in zip(steps[1:], lengths, ends, strict=True):
+        assert step.num_accepted == end - start - 1
+        assert step.drafted + step.own == tokenizer.decode(new[start:end])
+    assert max(step.num_accepted for step in steps) > 1
+
+
+def test_an_interrupted_step_is_told_as_far_as_it_came(target):
+    """Tokens that were streamed and never recorded are shown as the target's own, none is lost."""
+    tokenizer, stats, steps = target[1], SpeculationStats(), []
+    ids = tokenizer("return self._width")["input_ids"]
+    streamer: BaseStreamer = DraftedTextStreamer(tokenizer, lambda: stats, steps.append)
+    streamer.put(torch.tensor([[5, 6]]))
+    streamer.put(torch.tensor(ids[:1]))
+    stats.record(emitted=2, drafted=3, accepted=1)
+    for token in ids[1:]:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert "".join(step.drafted + step.own for step in steps) == "return self._width"
+    assert [step.num_accepted for step in steps] == [0, 1] + [0] * (len(ids) - 3)
+
+
+def test_chat_applies_the_template(command, tiny, tmp_path):
+    plain = command("generate", "--prompt", "Hello", "--target", tiny.target, "--chat")
+    assert plain.exit_code == 2 and "has no chat template. Leave --chat out." in plain.stderr
+    folder = tmp_path / "chatty"
+    folder.mkdir()
+    for file in tiny.target.iterdir():
+        (folder / file.name).symlink_to(file)
+    (folder / "tokenizer_config.json").unlink()
+    config = json.loads((tiny.target / "tokenizer_config.json").read_text())
+    template = "{% for m in messages %}# {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    arguments = ["--draft", "ngram", "--max-new-tokens", 6, "--json"]
+    chat = json.loads(command("generate", "--prompt", "Hello", "--target", folder, "--chat", *arguments).stdout)
+    same = json.loads(command("generate", "--prompt", "# Hello\ndef ", "--target", tiny.target, *arguments).stdout)
+    assert chat["text"] == same["text"] and chat["prompt_tokens"] == same["prompt_tokens"]
+
+
+def test_a_real_process_without_a_terminal(tiny, expected):
+    """Standard output holds the text and nothing else: no bars, no escapes."""
+    arguments = ["generate", "-", "--target", tiny.target, "--draft", "ngram", "--max-new-tokens", NEW, "--show-drafts"]
+    result = subprocess.run(
+        [sys.executable, "-m", "hf_longspec.cli.app", *map(str, arguments)],
+        input=tiny.notes.read_text(),
+        capture_output=True,
+        text=True,
+        cwd=tiny.notes.parent,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tiny.target.parents[1])},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == expected + "\n"
+    assert "\x1b" not in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT for a single process")
+def test_ctrl_c_keeps_the_text_so_far(tiny):
+    """A real process, interrupted behind its first words: they stay, the statistics follow, the status is 130."""
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", 15_000]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hf_longspec.cli.app", *map(str, arguments), "--temperature", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tiny.target.parents[1])},
+    )
+    begun = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert len(begun) == 20 and rest.endswith(b"\n")
+    assert b"interrupted" in errors and b"Traceback" not in errors

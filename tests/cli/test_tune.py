@@ -1,0 +1,211 @@
+"""`tune`: the strategy on made-up measurements, real runs on the tiny drafts, and the file that is replaced."""
+
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hf_longspec import SpecAttnDraftModel
+from hf_longspec.cli import settings_file, tune_plans, tune_run
+from hf_longspec.cli.settings_file import update_settings
+from hf_longspec.cli.tune_plans import LARGE_GAMMA, PLANS, Trial, distinct_ratios
+from hf_longspec.generation.target import TargetView
+from hf_longspec.testing import tiny_target
+
+QUICK = ["--context", 64, "--max-new-tokens", 8, "--repeats", 1, "--prompts", 1]
+
+
+@pytest.fixture
+def drafts(tiny, tmp_path):
+    """Copies that may be changed."""
+    return {name: shutil.copytree(getattr(tiny, name), tmp_path / name) for name in ("longspec", "tokenswift")}
+
+
+@pytest.fixture
+def tune(command, tiny):
+    def run(*arguments):
+        return command("tune", tiny.notes, "--target", tiny.target, *QUICK, *arguments)
+
+    return run
+
+
+@pytest.fixture
+def rigged(monkeypatch):
+    """Speeds by settings in place of the clock; decoding itself is real. Unnamed settings run at 100 tokens/s."""
+
+    def rig(speeds):
+        decode = tune_run.Tuner._decode
+
+        def clocked(self, draft, options):
+            _, tau = decode(self, draft, options)
+            return speeds.get(json.dumps(list(options.values())), 100.0), tau
+
+        monkeypatch.setattr(tune_run.Tuner, "_decode", clocked)
+
+    return rig
+
+
+def files(folder):
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def simulated(tau, speed):
+    """A `measure` that computes what would be measured, and the steps that asked it."""
+    asked = []
+
+    def measure(step, candidates, repeats=None):
+        asked.append((step, list(candidates), repeats))
+        return [Trial(step, options, tau(**options), speed(**options)) for options in candidates]
+
+    return measure, asked
+
+
+def test_specattn_takes_the_three_steps_of_the_paper():
+    """Acceptance saturates at a ratio of 5 %; speed peaks at gamma 6, and there at the next smaller ratio."""
+    model = tiny_target("llama")
+    draft = SpecAttnDraftModel.from_target(model, sparse_min_tokens=1)
+
+    def tau(sparse_ratio, num_assistant_tokens):
+        return 1 + min(sparse_ratio, 0.05) * 100
+
+    def speed(sparse_ratio, num_assistant_tokens):
+        return 100 - (num_assistant_tokens - 6) ** 2 - (0 if num_assistant_tokens != 6 else 20 * (sparse_ratio - 0.03))
+
+    measure, asked = simulated(tau, speed)
+    best = PLANS["specattn"](draft, TargetView(model), 10_000, measure)
+    assert best == {"sparse_ratio": 0.03, "num_assistant_tokens": 6}
+    (first, wide, once), (second, gammas, _), (third, around, _) = asked
+    assert (first[0], second[0], third[0]) == ("1", "2", "3")
+    assert once == 1 and {options["num_assistant_tokens"] for options in wide} == {LARGE_GAMMA}
+    assert [options["sparse_ratio"] for options in wide] == list(tune_plans.RATIOS)
+    assert {options["sparse_ratio"] for options in gammas} == {0.05}
+    assert {options["num_assistant_tokens"] for options in around} == {6}
+    assert [options["sparse_ratio"] for options in around] == [0.03, 0.05, 0.07]
+
+
+def test_ratios_below_the_floor_are_one_candidate():
+    """Against a count of the entries that each ratio selects."""
+    for context, fewest in ((100, 256), (4096, 256), (4096, 1), (131_072, 256)):
+        entries = {}
+        for ratio in (0.07, *tune_plans.RATIOS):
+            entries.setdefault(min(context, max(fewest, math.ceil(ratio * context))), ratio)
+        found = distinct_ratios(0.07, context, fewest)
+        assert len(found) == len(entries) and 0.07 in found and found == sorted(found)
+    model = tiny_target("llama")
+    draft = SpecAttnDraftModel.from_target(model)
+    measure, asked = simulated(lambda **_: 2.0, lambda sparse_ratio, num_assistant_tokens: -num_assistant_tokens)
+    best = PLANS["specattn"](draft, TargetView(model), 200, measure)
+    assert best == {"sparse_ratio": 0.07, "num_assistant_tokens": 1}
+    assert [step[0] for step, *_ in asked] == ["2"]  # no ratio makes a difference: only gamma is measured
+
+
+@pytest.mark.parametrize(("kind", "name", "winner"), [
+    ("longspec", "tree_widths", [2, 2]), ("tokenswift", "tree_branching", [1, 2, 2]),
+])  # fmt: skip
+def test_the_fastest_tree_is_written_and_nothing_else_changes(tune, tiny, drafts, rigged, kind, name, winner):
+    file = drafts[kind] / "generation_config.json"
+    before = json.loads(file.read_text())
+    rigged({json.dumps([winner]): 150.0})
+    result = tune("--draft", drafts[kind], "--json")
+    found = json.loads(result.stdout)
+    assert result.exit_code == 0 and found["winner"] == {name: winner}
+    assert found["written"] == str(file)
+    assert json.loads(file.read_text()) == before | {name: winner}
+    assert found["gain"] == 0.5 and found["present"] == {name: before[name]}
+    tried = [trial["options"] for trial in found["trials"]]
+    assert {name: before[name]} in tried and len(tried) > 5
+    assert any(trial["tau"] > 1 for trial in found["trials"]), "no candidate really drafted"
+    draft = AutoModel.from_pretrained(drafts[kind])
+    assert getattr(draft.generation_config, name) == winner
+    assert {path.name for path in drafts[kind].iterdir()} == {path.name for path in getattr(tiny, kind).iterdir()}
+
+
+def test_real_measurements_end_to_end(tune, drafts):
+    """No rigged clock: whatever wins, the folder still loads and holds a tree that was tried."""
+    result = tune("--draft", drafts["tokenswift"], "--json")
+    found = json.loads(result.stdout)
+    tried = [trial["options"].get("tree_branching") for trial in found["trials"]]
+    assert AutoModel.from_pretrained(drafts["tokenswift"]).generation_config.tree_branching in tried
+    assert all(trial["tokens_per_second"] > 0 for trial in found["trials"])
+    assert [trial["step"] for trial in found["trials"][-3:]] == ["chosen", "present", "no draft"]
+
+
+def test_gains_within_noise_change_nothing(tune, drafts, rigged):
+    file = drafts["longspec"] / "generation_config.json"
+    before = file.read_bytes()
+    rigged({json.dumps([[2, 2]]): 102.0})
+    result = tune("--draft", drafts["longspec"])
+    assert result.exit_code == 0 and "The present settings stay" in result.stdout
+    assert file.read_bytes() == before
+
+
+def test_a_dry_run_shows_and_writes_nothing(tune, drafts, rigged):
+    folder = drafts["longspec"]
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files(folder)}
+    rigged({json.dumps([[2, 2]]): 150.0})
+    result = tune("--draft", folder, "--dry-run")
+    assert "Not written (--dry-run): tree_widths=[2, 2]" in result.stdout
+    assert "[4, 4, 4, 3]" in result.stdout and "no draft" in result.stdout
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files(folder)} == before
+
+
+def test_specattn_goes_to_a_new_folder(tune, tiny, tmp_path, rigged, monkeypatch):
+    monkeypatch.setattr(tune_plans, "GAMMAS", (2, 3))
+    monkeypatch.setattr(tune_plans, "RATIOS", (0.1, 0.5))
+    rigged({json.dumps([ratio, 3]): 150.0 for ratio in (0.07, 0.1, 0.5)})
+    tuned = tmp_path / "tuned"
+    result = tune("--set", "sparse_min_tokens=4", "--output", tuned, "--json")
+    assert json.loads(result.stdout)["written"] == str(tuned / "generation_config.json")
+    draft = AutoModel.from_pretrained(tuned)
+    settings = draft.generation_config
+    assert (settings.num_assistant_tokens, settings.sparse_min_tokens) == (3, 4)
+    model = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32)
+    prompt = torch.tensor([[5, 6, 7, 8, 9]])
+    assert model.generate(prompt, assistant_model=draft, max_new_tokens=4, do_sample=False).shape == (1, 9)
+
+
+@pytest.mark.parametrize("fails", ["replace", "fsync", "dumps"])
+def test_a_failed_write_leaves_the_old_file_and_no_other(tune, drafts, rigged, monkeypatch, fails):
+    folder = drafts["longspec"]
+    before = {path: path.read_bytes() for path in files(folder)}
+    rigged({json.dumps([[2, 2]]): 150.0})
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device", str(folder))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(settings_file.json if fails == "dumps" else os, fails, full)
+        result = tune("--draft", folder)
+    assert result.exit_code == 2 and "No space left on device" in result.stderr
+    assert {path: path.read_bytes() for path in files(folder)} == before
+
+
+def test_a_new_file_keeps_the_permissions_and_links_of_the_old(tmp_path):
+    blob = tmp_path / "blob"
+    blob.write_text('{"a": 1, "b": 2}')
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    (folder / "generation_config.json").symlink_to(blob)
+    os.chmod(blob, 0o640)
+    path = update_settings(folder, {"b": [3]})
+    assert json.loads(path.read_text()) == {"a": 1, "b": [3]}
+    assert blob.read_text() == '{"a": 1, "b": 2}'  # a cache may share it with others
+    assert path.stat().st_mode & 0o777 == 0o640
+    (tmp_path / "new").mkdir()
+    assert update_settings(tmp_path / "new", {"b": 1}).stat().st_mode & 0o777 == 0o644
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp_path, drafts, monkeypatch):
+    monkeypatch.setattr(tune_run.Tuner, "_decode", lambda *_: pytest.fail("measured"))
+    assert "pass --output FOLDER for the tuned one, or --dry-run" in tune().stderr
+    assert "pass --output FOLDER" in tune("--draft", "org/draft").stderr
+    full = tune("--output", drafts["longspec"])
+    assert full.exit_code == 2 and "is not empty: pass a new folder" in full.stderr
+    other = tune("--draft", "ngram", "--dry-run")
+    assert other.exit_code == 2 and "is not tuned: pass a SpecAttn, LongSpec or TokenSwift draft" in other.stderr
+    short = tune("--draft", drafts["longspec"], "--context", 100_000)
+    assert short.exit_code == 2 and "exceed the 16384 positions" in short.stderr
