@@ -20,8 +20,6 @@ from .attention_backends_registry import AttentionBackend
 class CallCounter:
     """How often an attention layer called back: the proof that a model really runs on our attention."""
 
-    __slots__ = ("total",)
-
     def __init__(self) -> None:
         self.total = 0
 
@@ -35,7 +33,7 @@ class TreeContext:
 
     Args:
         lengths (`torch.LongTensor` of shape `(B,)`): Committed prefix per row.
-        host_lengths (`tuple[int, ...]`): The same numbers on the host.
+        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they are not to be read.
         depths (`torch.LongTensor` of shape `(B, N)`): Depth of each node; node n is at position `lengths + depths`.
         mask (`torch.BoolTensor` of shape `(B, N, N)`): Ancestor-or-self; a padding node sees only itself.
         capture (*optional*): Object whose `collect(layer_idx, query, key, lse, *, lengths, host_lengths, scaling,
@@ -44,7 +42,7 @@ class TreeContext:
     """
 
     lengths: torch.Tensor
-    host_lengths: tuple[int, ...]
+    host_lengths: tuple[int, ...] | None
     depths: torch.Tensor
     mask: torch.Tensor
     capture: Any = None
@@ -99,9 +97,7 @@ class TreeContext:
         """
         self.calls.total += 1
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
-        out, lse = self._attend(backend, query, key, value, options)
-        if sinks is not None:
-            out, lse = merge_attention_states([(out, lse)], sinks)
+        out, lse = self._attend(backend, query, key, value, sinks, options)
         if self.capture is not None:
             where = {"lengths": self.lengths, "host_lengths": self.host_lengths}
             self.capture.collect(layer_idx, query, key, lse, scaling=scaling, softcap=softcap, **where)
@@ -113,25 +109,27 @@ class TreeContext:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        sinks: torch.Tensor | None,
         options: dict[str, Any],
     ) -> AttentionState:
         if self.mask.shape[-1] == 1:  # a lone root: its own slot simply ends the prefix
             lengths, host_lengths = self._lengths_with_root()
             positions = self.positions
-            return backend.prefix_attention(
+            state = backend.prefix_attention(
                 query, key, value, lengths, positions=positions, host_lengths=host_lengths, **options
             )
+            return state if sinks is None else merge_attention_states([state], sinks)
         mask, host_lengths = self.windowed_mask(options["sliding_window"]), self.host_lengths
         if backend.hybrid_attention is not None:
-            memo = {"host_lengths": host_lengths, "memo": self._memo}
-            state = backend.hybrid_attention(query, key, value, mask, self.positions, **options, **memo)
-            if state is not None:
-                return state
+            step = {"lengths": self.lengths, "host_lengths": host_lengths, "memo": self._memo}
+            hybrid = backend.hybrid_attention(query, key, value, mask, self.positions, sinks=sinks, **step, **options)
+            if hybrid is not None:
+                return hybrid
         place = {"positions": self.positions, "host_lengths": host_lengths}
         prefix = backend.prefix_attention(query, key, value, self.lengths, **place, **options)
         nodes = self.staged(key), self.staged(value)
         tree = backend.tree_attention(query, *nodes, mask, scaling=options["scaling"], softcap=options["softcap"])
-        return merge_attention_states([prefix, tree])
+        return merge_attention_states([prefix, tree], sinks)
 
     # not cached_property: it takes a lock, which torch.compile cannot trace
     @property
@@ -155,15 +153,16 @@ class TreeContext:
     def staged(self, cached: torch.Tensor) -> torch.Tensor:
         """The nodes' part of a key or value buffer, `(B, K, N, D)`: a view when all rows are equally long."""
         nodes = self.mask.shape[-1]
-        if min(self.host_lengths) == max(self.host_lengths):
+        if self.host_lengths is not None and min(self.host_lengths) == max(self.host_lengths):
             return cached.narrow(2, self.host_lengths[0], nodes)
         if "slots" not in self._memo:
             offsets = torch.arange(nodes, device=self.lengths.device)
             self._memo["slots"] = (self.lengths[:, None] + offsets)[:, None, :, None]
         return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
 
-    def _lengths_with_root(self) -> tuple[torch.Tensor, tuple[int, ...]]:
+    def _lengths_with_root(self) -> tuple[torch.Tensor, tuple[int, ...] | None]:
         if "with_root" not in self._memo:
-            self._memo["with_root"] = self.lengths + 1, tuple(length + 1 for length in self.host_lengths)
-        lengths: tuple[torch.Tensor, tuple[int, ...]] = self._memo["with_root"]
+            host = None if self.host_lengths is None else tuple(length + 1 for length in self.host_lengths)
+            self._memo["with_root"] = self.lengths + 1, host
+        lengths: tuple[torch.Tensor, tuple[int, ...] | None] = self._memo["with_root"]
         return lengths

@@ -1,10 +1,11 @@
 # Published with a draft by hf_longspec, Apache-2.0.
 """The attention function that transformers calls, and its registration.
 
-`attn_implementation="hf_longspec"` takes the preferred backend for every call, `"hf_longspec_torch"` and
-`"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes. Without one this is ordinary
-attention: causal by itself when transformers hands over no mask, under the mask otherwise. Nothing is ever delegated to
-transformers' own implementations: eager has no causality of its own, sdpa has neither softcap nor sinks.
+`attn_implementation="hf_longspec"` takes the preferred backend for every call, `"hf_longspec_torch"`,
+`"hf_longspec_triton"` and `"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes.
+Without one this is ordinary attention: causal by itself when transformers hands over no mask, under the mask otherwise.
+Nothing is ever delegated to transformers' own implementations: eager has no causality of its own, sdpa has neither
+softcap nor sinks.
 """
 
 from functools import partial
@@ -15,10 +16,12 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .attention_backends_differentiable import differentiable_attention
+from .attention_backends_flash import FLASH_BACKEND
 from .attention_backends_merge import AttentionState, merge_attention_states
 from .attention_backends_reference import REFERENCE_BACKEND
 from .attention_backends_registry import AttentionBackend, AttentionCall, select
 from .attention_backends_torch_sdpa import TORCH_BACKEND
+from .attention_backends_triton_backend import TRITON_BACKEND
 
 # Transformers treats names with "flash", "sdpa", "/" or "paged|" in them in its own way.
 AUTOMATIC = "hf_longspec"
@@ -78,9 +81,7 @@ def attention_forward(
     if scaling is None:
         scaling = query.shape[3] ** -0.5
     if sliding_window == NOT_PASSED:
-        sliding_window = _windows.get(module, NOT_PASSED)
-        if sliding_window == NOT_PASSED:
-            sliding_window = _windows[module] = window_of_layer(module)
+        sliding_window = _remembered_window(module)
     sizes = (query.shape[3], value.shape[3])
     call = AttentionCall(query.device, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = select(call, backend_name)
@@ -126,6 +127,15 @@ def _attend(
             query, key, value, lengths, scaling=scaling, softcap=softcap, host_lengths=host_lengths
         )
     return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+
+
+def _remembered_window(module: torch.nn.Module) -> int | None:
+    if torch.compiler.is_compiling():  # asked once per graph, which a dictionary of all models would only tie down
+        return window_of_layer(module)
+    window = _windows.get(module, NOT_PASSED)
+    if window == NOT_PASSED:
+        window = _windows[module] = window_of_layer(module)
+    return window
 
 
 def window_of_layer(module: torch.nn.Module) -> int | None:
@@ -182,7 +192,8 @@ def attention_mask(
 
 def register() -> None:
     """Make the backends known to transformers under their names. Harmless to repeat."""
-    for name in (None, REFERENCE_BACKEND.name, TORCH_BACKEND.name):
+    own = (REFERENCE_BACKEND, TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
+    for name in (None, *(backend.name for backend in own)):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
         AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
 

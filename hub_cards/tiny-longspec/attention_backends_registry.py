@@ -91,6 +91,11 @@ def backend_names() -> list[str]:
     return sorted(_backends, key=lambda name: -1 if (rank := _priorities[name]) is None else rank, reverse=True)
 
 
+def why_not(name: str, call: AttentionCall) -> str | None:
+    """The reason of backend `name` for refusing a call; `None` if it accepts."""
+    return _backends[name].why_not(call)
+
+
 def select(call: AttentionCall, name: str | None = None) -> AttentionBackend:
     """The backend for this kind of call.
 
@@ -101,9 +106,13 @@ def select(call: AttentionCall, name: str | None = None) -> AttentionBackend:
     Raises:
         ValueError: If no backend accepts the call; the message lists every candidate with its reason.
     """
+    if torch.compiler.is_compiling():  # once per graph, which needs no memory of other calls
+        return _choose(call, name)
     # once per layer and step: a dictionary look-up, 0.3 microseconds
     backend = _selected.get((call, name))
-    return backend if backend is not None else _choose(call, name)
+    if backend is None:
+        backend = _selected[call, name] = _choose(call, name)
+    return backend
 
 
 def _choose(call: AttentionCall, name: str | None) -> AttentionBackend:
@@ -114,7 +123,6 @@ def _choose(call: AttentionCall, name: str | None) -> AttentionBackend:
     for candidate in candidates:
         reason = _backends[candidate].why_not(call)
         if reason is None:
-            _selected[call, name] = _backends[candidate]
             return _backends[candidate]
         reasons.append(f"  {candidate}: {reason}")
     raise ValueError("\n".join([f"no attention backend supports this call ({_describe(call)}):", *reasons, _REMEDY]))

@@ -47,6 +47,10 @@ def blockwise_attention(
     if length == 0 or query.numel() == 0:
         return state
     scaled = query.to(state[1].dtype) * scaling
+    if torch.compiler.is_compiling():  # the number of blocks would be compiled in, and with it the length
+        keys, values = key.to(scaled.dtype), value.to(scaled.dtype)
+        out, lse = _attend_block(scaled, keys, values, None if mask is None else mask(0, length), softcap)
+        return out.to(value.dtype), lse
     for start in range(0, length, BLOCK_KEYS):
         stop = min(start + BLOCK_KEYS, length)
         keys, values = (x[:, :, start:stop].to(scaled.dtype) for x in (key, value))

@@ -29,7 +29,9 @@ def hybrid_attention(
     scaling: float,
     sliding_window: int | None,
     softcap: float | None,
-    host_lengths: tuple[int, ...],
+    sinks: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    host_lengths: tuple[int, ...] | None,
     memo: dict[Any, Any],
 ) -> AttentionState | None:
     """Attention of N staged nodes to the prefix and to each other.
@@ -43,12 +45,16 @@ def hybrid_attention(
         scaling (`float`): Factor of the scores.
         sliding_window (`int`, *optional*): Window in positions.
         softcap (`float`, *optional*): Softcap of the scores.
-        host_lengths (`tuple[int, ...]`): Prefix lengths.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
+        lengths (`torch.LongTensor` of shape `(B,)`, *optional*): Prefix lengths, for backends that do not read them.
+        host_lengths (`tuple[int, ...]`, *optional*): Prefix lengths.
         memo (`dict`): Kept for the layers of one step.
 
     Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`, or None: compute the parts one by one.
+        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`, sinks included; or None: compute the parts one by one.
     """
+    if host_lengths is None:
+        return None
     length, nodes = host_lengths[0], mask.shape[-1]
     equal = len(host_lengths) == 1 or host_lengths.count(length) == len(host_lengths)
     if softcap is not None or not equal or not query.is_cpu:
@@ -76,4 +82,5 @@ def hybrid_attention(
     if not dense:
         before = one_head(key, 0, length), one_head(value, 0, length)
         state = merge_attention_states([fused_attention(packed, *before, scaling=scaling), state])
-    return unpack(state, query.shape)
+    state = unpack(state, query.shape)
+    return state if sinks is None else merge_attention_states([state], sinks)

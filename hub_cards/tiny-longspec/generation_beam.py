@@ -1,8 +1,6 @@
 # Published with a draft by hf_longspec, Apache-2.0.
 """Beam over draft trees: each level keeps the continuations with the largest cumulative log-probability."""
 
-from functools import lru_cache
-
 import torch
 
 from .generation_draft_tree import DraftTree
@@ -58,21 +56,27 @@ class Beam:
         first, size = self.first_node, chosen.shape[1]
         self.tokens = tokens.flatten(1).gather(1, chosen)
         inherited = self.reach.gather(1, parent[..., None].expand(-1, -1, self.num_nodes))
-        self.reach = torch.cat([inherited, _identity(size, chosen.device).expand(len(chosen), -1, -1)], dim=-1)
+        itself = torch.eye(size, dtype=torch.bool, device=chosen.device).expand(len(chosen), -1, -1)
+        self.reach = torch.cat([inherited, itself], dim=-1)
         self.levels.append(self.tokens)
         self.parents.append(parent + first)
         self._reaches.append(self.reach)
 
-    def tree(self) -> DraftTree:
-        """All levels as one tree, in level order."""
+    def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, parents, depths `(B, N)` and tree mask `(B, N, N)` of all levels, in level order."""
         tokens = torch.cat(self.levels, 1)
-        depths, valid = _depths(tuple(level.shape[1] for level in self.levels), tokens.device)
-        depths, valid = depths.expand_as(tokens), valid.expand_as(tokens)
-        tree = DraftTree(tokens, torch.cat(self.parents, 1), valid, max_depth=len(self.levels) - 1)
+        depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(self.levels)], 1)
         total = tokens.shape[1]
         mask = torch.cat([torch.nn.functional.pad(r, (0, total - r.shape[2])) for r in self._reaches], 1)
-        tree.__dict__.update(depths=depths, mask=mask)  # fills the cached properties
-        return tree
+        return tokens, torch.cat(self.parents, 1), depths, mask
+
+
+def as_tree(fields: tuple[torch.Tensor, ...], max_depth: int) -> DraftTree:
+    """The tree of [`Beam.fields`]."""
+    tokens, parents, depths, mask = fields
+    tree = DraftTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), max_depth=max_depth)
+    tree.__dict__.update(depths=depths, mask=mask)  # fills the cached properties
+    return tree
 
 
 def log_normaliser(logits: torch.Tensor) -> torch.Tensor:
@@ -84,16 +88,3 @@ def log_normaliser(logits: torch.Tensor) -> torch.Tensor:
     largest = logits.amax(-1, keepdim=True)
     total = (logits - largest).exp_().sum(-1, dtype=torch.float32)
     return total.log() + largest.squeeze(-1).float()
-
-
-@lru_cache(maxsize=64)
-def _identity(size: int, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):  # it outlives the call, which may run under inference mode
-        return torch.eye(size, dtype=torch.bool, device=device)[None]
-
-
-@lru_cache(maxsize=64)
-def _depths(widths: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.inference_mode(False):
-        depths = torch.tensor([depth for depth, width in enumerate(widths) for _ in range(width)], device=device)[None]
-        return depths, torch.ones_like(depths, dtype=torch.bool)

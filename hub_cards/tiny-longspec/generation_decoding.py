@@ -24,6 +24,7 @@ from .generation_logits import TokenRule, along_path
 from .generation_noise import NoiseRows
 from .generation_sequences import Sequences
 from .generation_stats import INTERRUPTED, SpeculationStats
+from .generation_step import runner_of
 from .generation_target import Step, TargetView, chain_of_last_tokens
 
 logger = logging.get_logger(__name__)
@@ -48,7 +49,7 @@ def decode(
         ValueError: If target, draft or arguments are not supported; nothing has been generated or changed then.
         KeyboardInterrupt: If it comes before the first token, or a second time.
     """
-    target = TargetView(model)
+    target = TargetView(model, runner_of(draft.setting("compile"), input_ids.device))
     refuse_unsupported(target, draft, input_ids, logits_processor, generation_config, model_kwargs)
     session = Session(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     session.open_cache(model_kwargs)
@@ -153,7 +154,7 @@ class Session:
         drafted = time.perf_counter()
 
         before, capture = self.cache.host_lengths, self.drafter.capture(tree)
-        step = self._verify(tree, capture)
+        step = self._verify(tree, capture, fixed_shape=True)
         verified = time.perf_counter()
         growing = [not done for done in self.sequences.done]
         path, tokens = self._accept_and_emit(tree, step.logits)
@@ -167,8 +168,9 @@ class Session:
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def _verify(self, tree: DraftTree, capture: Any) -> Step:
-        return self.target.verify(tree, self.cache, capture, self.max_length, self.drafter.wants_hidden)
+    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False) -> Step:
+        wants_hidden = self.drafter.wants_hidden
+        return self.target.verify(tree, self.cache, capture, self.max_length, wants_hidden, fixed_shape)
 
     def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
         """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""
@@ -200,7 +202,7 @@ class Session:
         for row, count in enumerate(emitted):
             if growing[row]:
                 ngrams = 0 if first is None else sum(node >= first for node in self.paths[row][1:count])
-                self.stats.record(count, self.proposed[row], count - 1, ngrams)
+                self.stats.record(count, self.proposed[row], count - 1, ngrams, row)
 
     def close(self) -> None:
         """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was.

@@ -7,13 +7,16 @@ drafted tokens do not exist yet; the draft has been trained for that gap.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from .attention_backends_registry import AttentionBackend, AttentionCall, select
-from .generation_beam import Beam
+from .generation_beam import Beam, as_tree
+from .generation_cache import RowLengths
+from .generation_compiled import known_lengths
 from .generation_draft_tree import DraftTree
 from .generation_target_parts import TargetParts
 from .generation_window_ring import WindowRing
@@ -31,10 +34,20 @@ class LongSpecDrafter(Drafter):
         config (`LongSpecConfig`): Its configuration.
         parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
         widths (`list[int]`): Nodes of each level of the tree, root excluded.
+        owner (`torch.nn.Module`, *optional*): Keeps what is compiled for later calls; by default the block.
     """
 
-    def __init__(self, binding: Binding, block: Any, config: Any, parts: TargetParts, widths: list[int]):
+    def __init__(
+        self,
+        binding: Binding,
+        block: Any,
+        config: Any,
+        parts: TargetParts,
+        widths: list[int],
+        owner: torch.nn.Module | None = None,
+    ):
         super().__init__(binding)
+        self._owner = block if owner is None else owner
         self.block = block
         self.config = config
         self.parts = parts
@@ -66,22 +79,43 @@ class LongSpecDrafter(Drafter):
         ends = torch.tensor([len(text) for text in texts], device=self.device)
         positions = ends[:, None] - width + torch.arange(width, device=self.device)
         self._remember(tokens, positions, positions >= 0)
-        self.last_token = tokens[:, -1]
+        self.last_token = tokens[:, -1].clone()  # contiguous, as observe leaves it: another stride is another graph
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """A beam of the configured widths behind `root` `(batch,)`."""
         self.root = root
-        lengths = self.binding.cache.rows.on(self.device)
+        cache = self.binding.cache
+        layer = cache.layers[self.parts.kv_layer]
+        rows = cache.rows
+        target = Prefix(layer.keys, layer.values, rows.on(self.device), cache.host_lengths, rows.longest)
+        runner = self.binding.target.runner
+        fields = None if runner is None or not runner.takes(rows) else self._run_by(runner, root, target, rows)
+        tree = as_tree(fields or self.grow(root, self.last_token, target), self.max_depth)
+        self.tokens = tree.tokens
+        return tree
+
+    def grow(self, root: torch.Tensor, last_token: torch.Tensor, target: "Prefix") -> tuple[torch.Tensor, ...]:
+        """All levels: tokens, parents, depths and mask of the tree. Writes to the ring; reads nothing on the host."""
         # one column per depth, and one for the last committed token, whose own keys may be missing: see observe
-        positions = lengths[:, None] + torch.arange(-1, self.max_depth, device=self.device)
+        positions = target.lengths[:, None] + torch.arange(-1, self.max_depth, device=self.device)
         rotary = self.parts.rotary(positions, self.ring.keys)
         beam = Beam(root)
         for depth, width in enumerate(self.widths):
-            hidden = self._run(beam, depth, positions, rotary)
+            hidden = self._run(beam, depth, positions, rotary, last_token, target)
             beam.grow(self.parts.head(hidden).to(root.device), width)
-        tree = beam.tree()
-        self.tokens = tree.tokens
-        return tree
+        return beam.fields()
+
+    def _run_by(
+        self, runner: Any, root: torch.Tensor, target: "Prefix", rows: RowLengths
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The same, compiled or captured; None if that is not possible."""
+        known = runner.knows(rows)
+        size = runner.size(rows, 0, target.keys.shape[2])
+        changing = root, self.last_token, target.lengths
+        fixed = self, known, size, runner.buffer(target.keys), runner.buffer(target.values)
+        shape = len(root), tuple(self.widths), known
+        fields: tuple[torch.Tensor, ...] | None = runner(_grow, shape, changing, fixed, self._owner, self)
+        return fields
 
     def observe(self, verification: Verification) -> None:
         """Keep the accepted nodes' keys. A node of the deepest level has none yet: the next draft makes them."""
@@ -122,12 +156,18 @@ class LongSpecDrafter(Drafter):
             )
 
     def _run(
-        self, beam: Beam, depth: int, positions: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+        self,
+        beam: Beam,
+        depth: int,
+        positions: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        last_token: torch.Tensor,
+        target: "Prefix",
     ) -> torch.Tensor:
         """The block on the newest level: hidden states `(B, n, hidden)`."""
         first = 0 if depth == 0 else depth + 1
         own = slice(first, depth + 2)
-        tokens = beam.tokens if depth else torch.stack([self.last_token, beam.tokens[:, 0]], 1)
+        tokens = beam.tokens if depth else torch.stack([last_token, beam.tokens[:, 0]], 1)
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
         seen = self._visible(beam, positions[:, depth + 1 : depth + 2])
 
@@ -140,9 +180,12 @@ class LongSpecDrafter(Drafter):
             stored = self.ring.keys[:, :, :end], self.ring.values[:, :, :end]
             return self._kernels.tree_attention(query, *stored, seen, scaling=self.scaling)[0]
 
+        def attend_target(query: torch.Tensor) -> torch.Tensor:
+            return target.attend(self._kernels, query, self.scaling)
+
         here = rotary[0][:, own], rotary[1][:, own]
         width = beam.tokens.shape[1]
-        hidden_states: torch.Tensor = self.block(hidden, here, self.parts, attend_self, self._attend_target, width)
+        hidden_states: torch.Tensor = self.block(hidden, here, self.parts, attend_self, attend_target, width)
         return hidden_states
 
     def _visible(self, beam: Beam, position: torch.Tensor) -> torch.Tensor:
@@ -150,15 +193,34 @@ class LongSpecDrafter(Drafter):
         ring = self.ring.visible(position)[:, None].expand(-1, beam.tokens.shape[1], -1)
         return torch.cat([ring, beam.reach.to(self.device)], dim=-1)
 
-    def _attend_target(self, query: torch.Tensor) -> torch.Tensor:
-        """Attention to all committed keys of the target's layer."""
-        cache = self.binding.cache
-        layer = cache.layers[self.parts.kv_layer]
-        return self._kernels.prefix_attention(
-            query,
-            layer.keys,
-            layer.values,
-            cache.rows.on(self.device),
-            scaling=self.scaling,
-            host_lengths=cache.host_lengths,
-        )[0]
+
+@dataclass
+class Prefix:
+    """What is committed in the layer that the draft reads.
+
+    Args:
+        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Of the target.
+        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Likewise.
+        lengths (`torch.LongTensor` of shape `(B,)`): Committed tokens per row.
+        host_lengths (`tuple[int, ...]`, *optional*): The same on the host; None where they are not to be read.
+        longest (`int`): The largest of them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    lengths: torch.Tensor
+    host_lengths: tuple[int, ...] | None
+    longest: int
+
+    def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attention of queries `(B, H, N, D)` to all of it."""
+        used = self.keys[:, :, : self.longest], self.values[:, :, : self.longest]
+        where = {"host_lengths": self.host_lengths}
+        return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling, **where)[0]
+
+
+def _grow(changing, drafter, known, size, keys, values):
+    """[`LongSpecDrafter.grow`] as a graph is made of it."""
+    root, last_token, lengths = changing
+    target = Prefix(keys, values, lengths, known_lengths(size, known, root.shape[0]), size.shape[0])
+    return drafter.grow(root, last_token, target)

@@ -1,6 +1,7 @@
 # Published with a draft by hf_longspec, Apache-2.0.
 """What speculation achieved in one call of `generate`."""
 
+from array import array
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,6 +35,10 @@ class SpeculationStats:
         decode_seconds (`float`): Everything after the first token.
         draft_state_bytes (`int`): What the drafter kept beside the target's cache.
         interrupted (`bool`): Whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call.
+        emitted_per_step (`list[array]`): For each row of the batch, the tokens that each of its row-steps emitted: the
+            last of them is the target's own, those before it were drafted. Together with the first token they are the
+            row's text. Rows behind the last one that had a row-step are missing.
+        drafted_per_step (`list[array]`): Likewise, the drafted tokens that were verified.
     """
 
     method: str = ""
@@ -50,6 +55,9 @@ class SpeculationStats:
     decode_seconds: float = 0.0
     draft_state_bytes: int = 0
     interrupted: bool = False
+    # 2 bytes per step each: 0.4 MB for 100,000 steps
+    emitted_per_step: list["array[int]"] = field(default_factory=list, repr=False)
+    drafted_per_step: list["array[int]"] = field(default_factory=list, repr=False)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -71,11 +79,16 @@ class SpeculationStats:
         """Tokens emitted per second of decoding, all rows together, prefill and first token apart."""
         return self.num_emitted_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def record(self, emitted: int, drafted: int, accepted: int, ngrams: int = 0) -> None:
-        """Count one row-step that emitted `emitted` tokens, `accepted` of them drafted, out of `drafted` proposed.
+    def record(self, emitted: int, drafted: int, accepted: int, ngrams: int = 0, row: int = 0) -> None:
+        """Count one step of `row` that emitted `emitted` tokens, `accepted` of them drafted, out of `drafted` proposed.
 
         `ngrams` of the accepted ones were proposed by n-grams alone.
         """
+        while len(self.emitted_per_step) <= row:
+            self.emitted_per_step.append(array("H"))
+            self.drafted_per_step.append(array("H"))
+        self.emitted_per_step[row].append(emitted)
+        self.drafted_per_step[row].append(drafted)
         self.num_spec_steps += 1
         self.num_draft_tokens += drafted
         self.num_emitted_tokens += emitted
@@ -85,9 +98,10 @@ class SpeculationStats:
         self.acceptance_histogram[accepted] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ratios included, for JSON."""
+        """Everything but the single steps, ratios included, for JSON."""
+        sums = {name: value for name, value in asdict(self).items() if not name.endswith("_per_step")}
         return {
-            **asdict(self),
+            **sums,
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
             "rest_seconds": self.rest_seconds,

@@ -14,6 +14,7 @@ from .attention_backends_hybrid_tree import TreeContext
 from .generation_cache import SpeculativeCache
 from .generation_draft_tree import DraftTree
 from .generation_final_norm import FinalNormInput
+from .generation_step import FixedSteps, Runner
 
 ATTENTION_NAME = "hf_longspec"
 # Layer types whose state is not a list of keys and values that a tree could branch from or a rollback shorten.
@@ -28,10 +29,14 @@ class TargetView:
     Args:
         model (`PreTrainedModel`):
             A causal language model, used as it is.
+        runner (*optional*):
+            Compiles or captures steps of fixed shapes, see step.py.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, runner: Runner | None = None):
         self.model = model
+        self.runner = runner
+        self._fixed = None if runner is None else FixedSteps(model, runner)
         self.config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -135,6 +140,7 @@ class TargetView:
         capture: Any = None,
         limit: int | None = None,
         with_hidden: bool = False,
+        fixed_shape: bool = False,
     ) -> "Step":
         """One forward over all nodes of the tree; their keys and values are staged in `cache`.
 
@@ -146,6 +152,8 @@ class TargetView:
                 would index beyond its end.
             with_hidden (`bool`, *optional*, defaults to `False`):
                 Whether the input of the final norm is wanted.
+            fixed_shape (`bool`, *optional*, defaults to `False`):
+                Whether more steps of this many nodes will follow, so that compiling one is worth it.
         """
         device = tree.tokens.device
         lengths = cache.rows.on(device)
@@ -160,8 +168,10 @@ class TargetView:
         if limit is not None:
             positions = positions.clamp_max(limit - 1)
         with FinalNormInput(self.model) if with_hidden else nullcontext() as caught:
-            logits = self.step(tree.tokens, positions, cache, tree.mask[:, None], context, num_nodes=tree.num_nodes)
-        if context.calls.total == 0:
+            cache.stage(tree.num_nodes)
+            fixed_shape = fixed_shape and not with_hidden
+            logits = self.step(tree.tokens, positions, cache, tree.mask[:, None], context, fixed_shape)
+        if context.calls.total == 0 and not fixed_shape:
             cache.rollback()
             raise ValueError(
                 f"{type(self.model).__name__} never called the attention backend, so it would ignore the draft tree. "
@@ -169,10 +179,12 @@ class TargetView:
             )
         return Step(logits, context, None if caught is None else caught.hidden)
 
-    def step(self, tokens, positions, cache, mask, context, num_nodes: int | None = None) -> torch.Tensor:
+    def step(self, tokens, positions, cache, mask, context, fixed_shape: bool = False) -> torch.Tensor:
         """Run the model on `(batch, N)` tokens with an attention context; returns `(batch, N, vocab)` logits."""
-        if num_nodes is not None:
-            cache.stage(num_nodes)
+        if fixed_shape and self._fixed is not None:
+            logits = self._fixed.run(tokens, positions, cache, mask, context)
+            if logits is not None:
+                return logits
         return self.model(
             input_ids=tokens,
             position_ids=positions,

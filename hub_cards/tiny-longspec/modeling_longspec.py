@@ -98,7 +98,7 @@ class LongSpecDraftModel(DraftModel):
         if block.training or (weight.device, weight.dtype) != (device, dtype):
             # a copy: the user may be training this draft, in another dtype, and finds it as it was
             block = copy.deepcopy(block).to(device, dtype).eval()
-        return LongSpecDrafter(binding, block, self.config, parts, list(self.setting("tree_widths")))
+        return LongSpecDrafter(binding, block, self.config, parts, list(self.setting("tree_widths")), owner=self)
 
     def max_nodes(self, target: TargetView) -> int:
         """Root and all levels of the tree."""

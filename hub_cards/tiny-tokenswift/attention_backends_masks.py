@@ -28,6 +28,21 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf).to(dtype)
 
 
+def prefix_mask(
+    lengths: torch.Tensor,
+    slots: int,
+    nodes: int,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Which of the first `slots` slots N queries see of prefixes of `lengths` `(B,)`: `(B, N, slots)`."""
+    places = torch.arange(slots, device=lengths.device)
+    seen = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
+    if sliding_window is None or positions is None:
+        return seen
+    return seen & (positions[:, :, None] - places < sliding_window)
+
+
 @dataclass
 class ExplicitMask:
     """A mask that exists as a tensor.

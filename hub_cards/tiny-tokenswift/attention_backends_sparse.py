@@ -22,19 +22,19 @@ class SparseContext:
 
     Args:
         lengths (`torch.LongTensor` of shape `(B,)`): Used entries of the compact buffers, the query's own included.
-        host_lengths (`tuple[int, ...]`): The same numbers on the host.
+        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they are not to be read.
         positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
         dense_lengths (`torch.LongTensor` of shape `(B,)`): Used slots of the whole cache, the query's own included.
-        dense_host_lengths (`tuple[int, ...]`): The same numbers on the host.
+        dense_host_lengths (`tuple[int, ...]`, *optional*): Likewise.
         dense_layers (`frozenset[int]`): Layers that read the whole cache.
         calls ([`CallCounter`], *optional*): Counts the layers that called.
     """
 
     lengths: torch.Tensor
-    host_lengths: tuple[int, ...]
+    host_lengths: tuple[int, ...] | None
     positions: torch.Tensor
     dense_lengths: torch.Tensor
-    dense_host_lengths: tuple[int, ...]
+    dense_host_lengths: tuple[int, ...] | None
     dense_layers: frozenset[int] = frozenset()
     calls: CallCounter = field(default_factory=CallCounter)
     _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -7,7 +7,7 @@ once instead of G times, and a single query per step is a small matrix instead o
 
 import torch
 
-from .attention_backends_masks import KeyMask
+from .attention_backends_masks import ExplicitMask, KeyMask, additive_mask
 from .attention_backends_merge import AttentionState
 from .attention_backends_torch_blockwise import blockwise_attention
 from .attention_backends_torch_fused import can_fuse, fused_attention
@@ -74,6 +74,25 @@ def attend_masked(
     if softcap is None and can_fuse(query, value, masked=True):
         return fused_attention(query, key, value, mask(0, key.shape[2]), scaling=scaling)
     return blockwise_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """The same for few queries and a mask `(B, N, M)` that exists, with packed heads."""
+    if softcap is not None or not can_fuse(query, value, masked=True):
+        visible = ExplicitMask(mask[:, None], query.dtype)
+        return blockwise_attention(query, key, value, visible, scaling=scaling, softcap=softcap)
+    kv_heads, length = key.shape[1], key.shape[2]
+    packed_mask = pack_mask(additive_mask(mask, query.dtype), query, kv_heads)
+    seen = one_head(key, 0, length), one_head(value, 0, length)
+    return unpack(fused_attention(pack(query, kv_heads), *seen, packed_mask, scaling=scaling), query.shape)
 
 
 def pack(query: torch.Tensor, kv_heads: int) -> torch.Tensor:

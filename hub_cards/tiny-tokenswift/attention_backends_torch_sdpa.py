@@ -7,14 +7,14 @@ What the fused op cannot do (softcap; on CUDA any mask) runs as matrix products 
 
 import torch
 
-from .attention_backends_masks import ExplicitMask, PositionMask
+from .attention_backends_masks import ExplicitMask, PositionMask, prefix_mask
 from .attention_backends_merge import AttentionState, concatenate, merge_attention_states, nothing_visible
 from .attention_backends_reference import WINDOW_WITHOUT_POSITIONS
 from .attention_backends_registry import AttentionBackend, AttentionCall, register_backend
 from .attention_backends_slots import gather_slots
 from .attention_backends_torch_causal import BLOCK_QUERIES, causal_attention
 from .attention_backends_torch_hybrid import hybrid_attention
-from .attention_backends_torch_packed import attend_all, attend_masked
+from .attention_backends_torch_packed import attend_all, attend_masked, attend_packed
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -31,11 +31,17 @@ def prefix_attention(
     softcap: float | None = None,
     host_lengths: tuple[int, ...] | None = None,
 ) -> AttentionState:
-    """N queries against the committed prefix; see reference.py. Without `host_lengths`, `lengths` is read back."""
-    if host_lengths is None:
-        host_lengths = tuple(lengths.tolist())
+    """N queries against the committed prefix; see reference.py.
+
+    Without `host_lengths`, `lengths` is read back; where that would break a graph, all slots are read under a mask.
+    """
     if sliding_window is not None and positions is None:
         raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
+    if host_lengths is None:
+        if torch.compiler.is_compiling():
+            mask = prefix_mask(lengths, key.shape[2], query.shape[2], positions, sliding_window)
+            return attend_packed(query, key, value, mask, scaling=scaling, softcap=softcap)
+        host_lengths = tuple(lengths.tolist())
     window = None if sliding_window is None or positions is None else (positions, sliding_window)
     length = host_lengths[0]
     if len(host_lengths) == 1 or host_lengths.count(length) == len(host_lengths):

@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .attention_backends_triton_commit import can_move, move_nodes
 from .generation_lazy_zeros import lazy_zeros
 
 # Nodes that one verification may stage behind the committed tokens.
@@ -252,11 +253,21 @@ class SpeculativeCache(Cache):
         """
         longest = max(num_nodes)
         if path is not None and longest > 1:
-            for layer in self.layers:
-                if layer.is_initialized:
-                    layer.move(path[:, :longest])
+            self._move(path[:, :longest], num_nodes)
         self.rows.staged = False
         self.set_lengths([length + count for length, count in zip(self.rows.host, num_nodes, strict=True)])
+
+    def _move(self, path: torch.Tensor, num_nodes: Sequence[int]) -> None:
+        """Copy the nodes of `path` behind the prefix: where there is Triton in one launch per device."""
+        together: dict[torch.device, list[torch.Tensor]] = {}
+        for layer in self.layers:
+            if layer.is_initialized and can_move(layer.keys.device):
+                together.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
+            elif layer.is_initialized:
+                layer.move(path)
+        for device, buffers in together.items():
+            counts = torch.tensor(num_nodes, device=device)
+            move_nodes(buffers, path.to(device), self.rows.on(device), counts)
 
     def rollback(self) -> None:
         """Drop what is staged. The slots keep their junk until the next step overwrites them."""

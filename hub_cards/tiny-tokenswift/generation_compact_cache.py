@@ -76,7 +76,7 @@ class CompactCache(Cache):
             dense_layers=self.dense_layers,
         )
         mask = torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=device)
-        return target.step(token[:, None], position, self, mask, context)[:, 0]
+        return target.step(token[:, None], position, self, mask, context, fixed_shape=True)[:, 0]
 
 
 def gather_entries(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from .generation_drafters_ngram import NgramDrafter
 from .generation_ngram_settings import NGRAM_DEFAULTS, NgramSettings
 from .generation_route import install
 from .generation_stats import SpeculationStats
+from .generation_step import COMPILE_DEFAULTS
 from .generation_target import TargetView
 from .configuration_base import DraftConfig
 
@@ -45,8 +46,8 @@ class DraftModel(PreTrainedModel):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        if cls.takes_ngrams:
-            cls.settings = NGRAM_DEFAULTS | cls.settings
+        shared = COMPILE_DEFAULTS | NGRAM_DEFAULTS if cls.takes_ngrams else COMPILE_DEFAULTS
+        cls.settings = shared | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -208,8 +209,12 @@ class DraftModel(PreTrainedModel):
         return hub.push(self, repo_id, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> "DraftModel":
-        """Load a draft from a folder or a Hub repo, with the settings it was saved with."""
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load a draft from a folder or a Hub repo, with the settings it was saved with.
+
+        With `output_loading_info=True` also what transformers reports of its weights, as for any model.
+        """
+        info: dict[str, Any] = {}
         hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
         if cls.weightless:
             config = kwargs.get("config")
@@ -218,6 +223,8 @@ class DraftModel(PreTrainedModel):
             draft = cls(config)
         else:
             draft = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            if kwargs.get("output_loading_info"):
+                draft, info = draft
         try:
             draft.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         except OSError:
@@ -225,7 +232,7 @@ class DraftModel(PreTrainedModel):
         for name, value in copy.deepcopy(cls.settings).items():
             if not hasattr(draft.generation_config, name):  # published before there was such a setting
                 setattr(draft.generation_config, name, value)
-        return draft
+        return (draft, info) if kwargs.get("output_loading_info") else draft
 
 
 HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}

@@ -1,0 +1,104 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""Sparse attention: what an attention layer of the target runs when it drafts on selected keys and values.
+
+The layers listed in `dense_layers` read the target's whole cache. Every other layer is handed a compact buffer with its
+own selected entries, in which a position has no meaning any more: rotary embedding happened before the entry was
+stored, and a sliding window was respected by the selection.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .attention_backends_hybrid_tree import CallCounter
+from .attention_backends_merge import merge_attention_states
+from .attention_backends_registry import AttentionBackend
+
+
+@dataclass
+class SparseContext:
+    """One drafting step, as the attention layers see it. Build a new one for every forward.
+
+    Args:
+        lengths (`torch.LongTensor` of shape `(B,)`): Used entries of the compact buffers, the query's own included.
+        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they are not to be read.
+        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
+        dense_lengths (`torch.LongTensor` of shape `(B,)`): Used slots of the whole cache, the query's own included.
+        dense_host_lengths (`tuple[int, ...]`, *optional*): Likewise.
+        dense_layers (`frozenset[int]`): Layers that read the whole cache.
+        calls ([`CallCounter`], *optional*): Counts the layers that called.
+    """
+
+    lengths: torch.Tensor
+    host_lengths: tuple[int, ...] | None
+    positions: torch.Tensor
+    dense_lengths: torch.Tensor
+    dense_host_lengths: tuple[int, ...] | None
+    dense_layers: frozenset[int] = frozenset()
+    calls: CallCounter = field(default_factory=CallCounter)
+    _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def to(self, device: torch.device | str | int | None, non_blocking: bool = False) -> "SparseContext":
+        """This context on another device; itself if it is there. The counter is shared."""
+        if device is None:  # accelerate, where a module has no device of its own; tensors take it likewise
+            return self
+        device = torch.device(device)
+        if device == self.lengths.device or (device.index is None and device.type == self.lengths.device.type):
+            return self
+        if device not in self._memo:
+            tensors = (self.lengths, self.positions, self.dense_lengths)
+            lengths, positions, dense = (tensor.to(device, non_blocking=non_blocking) for tensor in tensors)
+            rest = (dense, self.dense_host_lengths, self.dense_layers, self.calls)
+            self._memo[device] = SparseContext(lengths, self.host_lengths, positions, *rest)
+        moved: SparseContext = self._memo[device]
+        return moved
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of the drafting queries in one layer.
+
+        Args:
+            backend ([`AttentionBackend`]): Who computes it.
+            layer_idx (`int`): Which layer asks.
+            query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
+            key (`torch.Tensor` of shape `(B, K, S, D)`): The whole cache, or the compact buffer of a sparse layer.
+            value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
+            scaling (`float`): Factor of the scores.
+            sliding_window (`int`, *optional*): Window of this layer; it applies to dense layers only.
+            softcap (`float`, *optional*): Softcap of the scores.
+            sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits of this layer.
+
+        Returns:
+            `torch.Tensor` of shape `(B, H, N, Dv)`.
+        """
+        self.calls.total += 1
+        if layer_idx in self.dense_layers:
+            state = backend.prefix_attention(
+                query,
+                key,
+                value,
+                self.dense_lengths,
+                scaling=scaling,
+                positions=self.positions,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                host_lengths=self.dense_host_lengths,
+            )
+        else:
+            lengths, host_lengths = self.lengths, self.host_lengths
+            state = backend.prefix_attention(
+                query, key, value, lengths, scaling=scaling, softcap=softcap, host_lengths=host_lengths
+            )
+        return state[0] if sinks is None else merge_attention_states([state], sinks)[0]

@@ -1,0 +1,195 @@
+# Published with a draft by hf_longspec, Apache-2.0.
+"""Forwards of the target in fixed shapes: what is compiled or captured once and then only run.
+
+The functions at the end are what a graph consists of. They see the cache as buffers and lengths, and build around them
+the few objects that the model's forward expects.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .attention_backends_hybrid_tree import CallCounter, TreeContext
+from .attention_backends_sparse import SparseContext
+from .generation_cache import RowLengths
+from .generation_captured import CapturedRunner
+from .generation_compiled import CompiledRunner, known_lengths
+
+COMPILE_MODES = ("auto", "graph", "compile", "off")
+COMPILE_DEFAULTS = {"compile": "auto"}
+Runner = CompiledRunner | CapturedRunner
+
+
+def runner_of(mode: str, device: torch.device) -> Runner | None:
+    """Who runs the steps on a device: None for "off", or where "auto" means it.
+
+    On a GPU, "auto" captures graphs: launching the kernels of a step takes longer than they do. On a CPU it compiles
+    nothing: that takes half a minute or more before the first token, which only long outputs win back.
+
+    Raises:
+        ValueError: If there is no such mode, or it needs a GPU.
+    """
+    if mode not in COMPILE_MODES:
+        raise ValueError(f"compile={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")
+    if mode == "graph" and device.type != "cuda":
+        raise ValueError(f"compile='graph' captures CUDA graphs, and the model is on {device}. Choose 'compile'.")
+    if mode == "off" or (mode == "auto" and device.type != "cuda"):
+        return None
+    if device.type != "cuda":
+        return CompiledRunner()
+    return CapturedRunner(CompiledRunner() if mode == "compile" else None)
+
+
+class FixedSteps:
+    """Runs the steps of one target through a runner.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, used as it is.
+        runner ([`CompiledRunner`] or [`CapturedRunner`]): Compiles or captures.
+    """
+
+    def __init__(self, model: PreTrainedModel, runner: Runner):
+        self.model = model
+        self.runner = runner
+
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor, context: Any
+    ) -> torch.Tensor | None:
+        """Logits `(B, N, vocab)` of `(B, N)` tokens, or None if this step has to run as it is.
+
+        Args:
+            cache ([`SpeculativeCache`] or [`CompactCache`]): Written to like by the model itself.
+            context ([`TreeContext`] or [`SparseContext`]): Its capture is filled.
+        """
+        groups = _groups(cache)
+        if not all(map(self.runner.takes, groups)) or not all(layer.is_initialized for layer in cache.layers):
+            return None
+        nodes, capacity = tokens.shape[1], min(layer.keys.shape[2] for layer in cache.layers)
+        members = tuple(groups.index(layer.rows) for layer in cache.layers)
+        known = tuple(map(self.runner.knows, groups))
+        sizes = [self.runner.size(rows, nodes, capacity) for rows in groups]
+        buffers = [(self.runner.buffer(layer.keys), self.runner.buffer(layer.values)) for layer in cache.layers]
+        lengths = [rows.on(tokens.device) for rows in groups]
+        captures = getattr(context, "capture", None) is not None
+        if type(context) is TreeContext:
+            function, kind = _tree_step, captures
+            changing = (tokens, positions, mask, context.depths, *lengths)
+        else:
+            function, kind = _sparse_step, context.dense_layers
+            changing = (tokens, positions, mask, *lengths)
+        shape, fixed = (*tokens.shape, known, members, kind), (self.model, members, known, kind, sizes, buffers)
+        result = self.runner(function, shape, changing, fixed, self.model, cache)
+        if result is None:
+            return None
+        logits, collected = result
+        for layer_idx, query, lse, options in collected:
+            stored = buffers[layer_idx][0][:, :, : groups[members[layer_idx]].longest + nodes]
+            where = {"lengths": context.lengths, "host_lengths": context.host_lengths}
+            context.capture.collect(layer_idx, query, stored, lse, **options, **where)
+        return logits
+
+
+class StepCache(Cache):
+    """What the model sees as its cache inside a step: buffers, and where this step writes.
+
+    Args:
+        buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer, `(B, K, capacity, D)`.
+        places (`list[tuple]`): Of every layer: whether all rows write to the same slots, the slots `(N,)` or `(B, N)`,
+            and the end of what is read.
+    """
+
+    def __init__(self, buffers: list[tuple[torch.Tensor, torch.Tensor]], places: list[tuple]):
+        self.buffers = buffers
+        self.places = places
+        self.layers: list[Any] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the nodes' entries; return the used part of both buffers."""
+        keys, values = self.buffers[layer_idx]
+        same, slots, end = self.places[layer_idx]
+        if same:
+            keys.index_copy_(2, slots, key_states)
+            values.index_copy_(2, slots, value_states)
+        else:
+            row = torch.arange(len(slots), device=slots.device)[:, None]
+            keys[row, :, slots] = key_states.transpose(1, 2)
+            values[row, :, slots] = value_states.transpose(1, 2)
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """No layer drops entries."""
+        return [False] * len(self.buffers)
+
+
+class Collected:
+    """Keeps what a capture would be shown, to be shown after the step."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple] = []
+
+    def collect(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, *, scaling, softcap, **where
+    ) -> None:
+        """Keep one layer's queries and log-sum-exp."""
+        self.layers.append((layer_idx, query, lse, {"scaling": scaling, "softcap": softcap}))
+
+
+def _tree_step(changing, model, members, known, captures, sizes, buffers):
+    """A verification: logits, and what its capture is to be shown."""
+    tokens, positions, mask, depths, *lengths = changing
+    # A new counter: a number that grows with every step would be compiled into each
+    capture = Collected()
+    host = known_lengths(sizes[0], known[0], tokens.shape[0])
+    context = TreeContext(lengths[0], host, depths, mask[:, 0], capture if captures else None, CallCounter())
+    cache = StepCache(buffers, _places(members, known, lengths, sizes, tokens.shape[1]))
+    logits = _forward(model, tokens, positions, cache, mask, context)
+    return logits, capture.layers
+
+
+def _sparse_step(changing, model, members, known, dense_layers, sizes, buffers):
+    """A drafting step over a compact cache: logits, and nothing for a capture."""
+    tokens, positions, mask, *lengths = changing
+    rows = tokens.shape[0]
+    sparse = next((members[layer] for layer in range(len(members)) if layer not in dense_layers), 0)
+    dense = next((members[layer] for layer in dense_layers), sparse)
+    own, whole = (
+        (lengths[group] + 1, known_lengths(sizes[group], known[group], rows, ahead=1)) for group in (sparse, dense)
+    )
+    context = SparseContext(*own, positions, *whole, dense_layers, CallCounter())
+    cache = StepCache(buffers, _places(members, known, lengths, sizes, 1))
+    return _forward(model, tokens, positions, cache, mask, context), ()
+
+
+def _forward(model, tokens, positions, cache, mask, context):
+    return model(
+        input_ids=tokens,
+        position_ids=positions,
+        past_key_values=cache,
+        attention_mask=mask,
+        tree=context,
+        use_cache=True,
+    ).logits
+
+
+def _places(members, known, lengths, sizes, nodes: int) -> list[tuple]:
+    offsets = torch.arange(nodes, device=lengths[0].device)
+    of_group = []
+    for group, size in enumerate(sizes):
+        longest = size.shape[0]
+        slots = longest + offsets if known[group] else lengths[group][:, None] + offsets
+        of_group.append((known[group], slots, longest + nodes))
+    return [of_group[group] for group in members]
+
+
+def _groups(cache: Any) -> list[RowLengths]:
+    """The different lengths that layers of the cache have: one, or those of a compact cache and of the whole one."""
+    groups: list[RowLengths] = []
+    for layer in cache.layers:
+        if not any(layer.rows is rows for rows in groups):
+            groups.append(layer.rows)
+    return groups
