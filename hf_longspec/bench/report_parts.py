@@ -10,8 +10,9 @@ NOTES = {
         "Tokens per second of all rows together, from the first token to the last, on a cache that was prefilled "
         "before; median of interleaved repeats, lowest and highest in brackets, ratios taken within a repeat. `hf "
         "generate` is plain `model.generate` (DynamicCache, sdpa); plain loop is ours without a draft. Ratios (x) "
-        "are to `generate`, unless it says plain. tau: tokens per verification, the target's own included. Floor: "
-        "reading weights and cache once from memory; a model that fits into the processor's cache can be below it."
+        "are to `generate`, unless it says plain (the plain loop, compiled where the method is) or eager (the same "
+        "method, not compiled). tau: tokens per verification, the target's own included. Floor: reading weights and "
+        "cache once from memory; a model that fits into the processor's cache can be below it."
     ),
     "verification": (
         "Milliseconds for one layer (attention) and for the whole model (forward), medians of interleaved repeats; "

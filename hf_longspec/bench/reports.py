@@ -13,32 +13,36 @@ MODES = {"sample": "Sampling at temperature 1", "greedy": "Greedy"}
 
 
 def engine_headline(records: Sequence[Record]) -> str:
-    """One row per cell: speed of plain `generate`, ratios of the others, sampled and greedy."""
+    """One row per cell and mode: speed of plain `generate`, ratios of the others, each kind of draft at its best."""
     rows = of_kind(records, "decoding")
-    methods = list(dict.fromkeys(row["method"] for row in rows if row["method"] != HF))
-    cells = list(dict.fromkeys((row["dtype"], row["context"], row["batch"]) for row in rows))
-    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
-    by_key = {(row["dtype"], row["context"], row["batch"], row["mode"], row["method"]): row for row in rows}
-    titles = {"sample": "", "greedy": "greedy: "}
-    header = ["dtype", "context", "batch", "`generate`, tokens/s"]
-    header += [titles[mode] + method for mode in modes for method in methods]
+    kinds = list(dict.fromkeys(_kind(row["method"]) for row in rows if row["method"] != HF))
+    groups: dict[tuple, list[Record]] = {}
+    for row in rows:
+        groups.setdefault((row["dtype"], row["context"], row["batch"], row["mode"]), []).append(row)
     lines = []
-    for cell in cells:
-        base = by_key.get((*cell, "sample", HF)) or by_key.get((*cell, "greedy", HF))
-        speed = f"{base['tokens_per_second']['median']:.1f}" if base else ""
-        values = [_ratios(by_key.get((*cell, mode, method))) for mode in modes for method in methods]
-        lines.append([*map(str, cell), speed, *values])
-    return markdown_table(header, lines)
+    for cell, members in groups.items():
+        speed = [f"{row['tokens_per_second']['median']:.1f}" for row in members if row["method"] == HF]
+        best = [_best([row for row in members if _kind(row["method"]) == kind]) for kind in kinds]
+        lines.append([*map(str, cell), *(speed or [""]), *best])
+    return markdown_table(["dtype", "context", "batch", "mode", "`generate`, tokens/s", *kinds], lines)
 
 
-def _ratios(row: Record | None) -> str:
-    if row is None:
+def _kind(method: str) -> str:
+    """A method without its settings: `LongSpec, compiled` of `LongSpec, 1+1, compiled`."""
+    return method.split(",")[0] + (COMPILED if method.endswith(COMPILED) else "")
+
+
+def _best(rows: Sequence[Record]) -> str:
+    if not rows:
         return ""
+    row = max(rows, key=lambda row: row["ratio_to_plain"]["median"])
+    name = row["method"].removesuffix(COMPILED)
     to_hf = f"{row['ratio_to_hf']['median']:.2f}x"
     eager = f", {row['ratio_to_eager']['median']:.2f}x eager" if "ratio_to_eager" in row else ""
-    if row["method"].removesuffix(COMPILED) == PLAIN:
+    if name == PLAIN:
         return to_hf + eager
-    return f"{to_hf}; {row['ratio_to_plain']['median']:.2f}x plain{eager}, tau {row['tau']:.2f}"
+    setting = f" ({name.split(', ', 1)[1]})" if ", " in name else ""
+    return f"{to_hf}; {row['ratio_to_plain']['median']:.2f}x plain, tau {row['tau']:.2f}{setting}"
 
 
 def engine_report(records: Sequence[Record]) -> str:

@@ -116,7 +116,7 @@ def test_readme_gets_all_tables_and_keeps_the_rest(results, tmp_path, capsys):
     assert text.startswith("# Title\n\nbefore\n\n<!-- bench:start -->\n")
     assert text.endswith("<!-- bench:end -->\n\nafter\n")
     assert "old table" not in text
-    assert "| float32 | 2048 | 1 | 50.0 | 1.20x | 1.50x; 1.25x plain, tau 2.50 |" in text
+    assert "| float32 | 2048 | 1 | sample | 50.0 | 1.20x | 1.50x; 1.25x plain, tau 2.50 (gamma 4) |" in text
     assert "| attention | bfloat16 | 17 | 60.0 | 20.0 | 3.00 (2.90-3.10) | 4.0 | 2e-03 |" in text
     assert "| sample | window | 2.40 ± 0.05 (-0.10 ± 0.05) |" in text
     assert "| 65536 | 136 | 32.0 | 3.25 |" in text
