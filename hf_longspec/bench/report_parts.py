@@ -43,6 +43,11 @@ NOTES = {
         "repeats, lowest and highest in brackets; reading the prompt once is outside of it, transformers' search "
         "through the whole text in every step is inside."
     ),
+    "gate": (
+        "Tokens per second from the first token to the last, median of interleaved repeats, lowest and highest in "
+        "brackets; x plain loop: taken within a repeat. tau counts steps that speculate. Plain tokens: share that "
+        "plain steps emitted; decisions: what the gate found to be faster, at which length. Both of the last repeat."
+    ),
     "acceptance": (
         "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
         "interval. In brackets: difference to the first row of the same mode, prompt by prompt, with its 95 % "

@@ -136,8 +136,8 @@ class SpeculationGate:
             return None
         self._verdict = verdict
         plain, draft = self._paces[PLAIN], self._paces[DRAFT]
-        speeds = (rows * pace.tokens / max(pace.seconds, 1e-9) for pace in (plain, draft))
-        return GateDecision(verdict, length, *speeds, draft.tokens)
+        speeds = [rows * pace.tokens / max(pace.seconds, 1e-9) for pace in (plain, draft)]
+        return GateDecision(verdict, length, speeds[0], speeds[1], draft.tokens)
 
     def _after_draft(self, now: float, length: int) -> str | None:
         """Go on until refuted, or until the plain step that it is compared with is out of date."""
@@ -239,8 +239,8 @@ def check_gate(value: Any) -> None:
 def warning_of(decision: GateDecision) -> str:
     """What a user is told when speculation is switched off."""
     return (
-        f"speculation does not pay here and is switched off for now: {decision.draft_tokens_per_second:.1f} tokens/s "
-        f"at {decision.tau:.2f} tokens per verification, against {decision.plain_tokens_per_second:.1f} tokens/s "
+        f"speculation does not pay here and is switched off for now: {decision.draft_tokens_per_second:.3g} tokens/s "
+        f"at {decision.tau:.2f} tokens per verification, against {decision.plain_tokens_per_second:.3g} tokens/s "
         f"without drafting, behind {decision.length} tokens. It is tried again now and then. Fewer drafted tokens, a "
         "longer context or a draft that knows the text better may pay; draft.generation_config.gate = False always "
         "speculates."

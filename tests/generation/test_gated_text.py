@@ -19,6 +19,7 @@ from hf_longspec.testing_drafts import (
     RandomTreeDraftModel,
     random_longspec_draft,
     random_tokenswift_draft,
+    ungated,
 )
 
 LENGTHS = (33, 3, 13)
@@ -65,8 +66,6 @@ def generate(model, draft, lengths=LENGTHS, **options):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 @EVERY_DRAFT
 def test_the_text_does_not_show_the_gate(target, flipping, kind, name, sampled):
-    if sampled and kind.startswith("tokenswift, partial, n") and name != "llama":
-        pytest.skip("one architecture is enough for the longest test")
     model = target(name)
     expected = generate(model, PlainDraftModel.from_target(model), do_sample=sampled)
     draft = DRAFTS[kind](model)
@@ -156,12 +155,11 @@ def test_behind_a_rest_the_tree_is_that_of_a_drafter_that_begins_there(target, m
     # the prompt, one token from the prefill, the rest, and the step that shows it to the drafter
     assert committed == (21 + pause + 1,)
     noted.trees.clear()
-    monkeypatch.undo()
-    noted = Noted(draft, monkeypatch)
+    monkeypatch.setattr(decoding, "gate_of", ungated)
     model.generate(torch.tensor([text[0][: committed[0]]]), assistant_model=draft, max_new_tokens=3, do_sample=False)
     fresh = noted.trees[0][1]
     assert fresh.tokens.tolist() == rested.tokens.tolist() and fresh.parents.tolist() == rested.parents.tolist()
-    assert fresh.valid[:, 1:].any()
+    assert fresh.valid[:, 1:].any() or (kind == "n-grams" and pause < 19)  # the text has not repeated itself yet
 
 
 def test_specattn_behind_a_rest_reads_what_its_last_verification_selected(target, monkeypatch):
@@ -198,7 +196,7 @@ def test_a_partial_cache_is_built_anew_if_the_rest_was_longer_than_its_room(targ
 
 
 class Script:
-    """A clock by which one kind of step takes `slow` seconds and the other one second, in turns of `turn` tokens."""
+    """A clock by which a step that drafts takes 6 seconds, and a plain one 1 second at first and 100 later."""
 
     def __init__(self):
         self.now, self.calls, self.gate = 0.0, 0, None
@@ -206,14 +204,14 @@ class Script:
     def __call__(self):
         self.calls += 1
         if self.calls % 2 == 0:  # the end of a step
-            drafting = self.gate._choice == DRAFT
-            # for 60 steps drafting is dear, then plain steps are
-            self.now += 40.0 if drafting == (self.calls // 2 % 120 < 60) else 1.0
+            plain = 1.0 if self.calls < 120 else 100.0
+            self.now += 6.0 if self.gate._choice == DRAFT else plain
         return self.now
 
 
-def gated_by(clock, monkeypatch):
+def gated_by_scripts(monkeypatch):
     def make(wanted, drafter, model):
+        clock = Script()
         clock.gate = gate_of(wanted, drafter, model)
         if isinstance(clock.gate, SpeculationGate):
             clock.gate._clock = clock
@@ -225,21 +223,22 @@ def gated_by(clock, monkeypatch):
 def test_decisions_are_reported_and_the_first_warns_once(plain_run, monkeypatch, caplog):
     run = plain_run("llama", (21,), max_new_tokens=400, eos_token_id=None)
     draft = run.draft("tree", num_nodes=5, luck=0.5)
-    gated_by(Script(), monkeypatch)
+    gated_by_scripts(monkeypatch)
     monkeypatch.setattr(logging.getLogger("hf_longspec"), "propagate", True)
     with caplog.at_level("WARNING"):
         out = run.again(draft, return_dict_in_generate=True)
         assert out.sequences.tolist() == run.sequences.tolist()
         run.again(draft)
+        assert draft.last_speculation.gate_decisions[0].choice == PLAIN  # once more, and nothing is said
     warned = [record.getMessage() for record in caplog.records if "does not pay" in record.getMessage()]
     assert len(warned) == 1
     stats = out.speculation
     first, *others = stats.gate_decisions
     assert (first.choice, first.plain_tokens_per_second) == (PLAIN, 1.0)
-    assert first.draft_tokens_per_second == pytest.approx(first.tau / 40)
-    assert f"{first.tau:.2f} tokens per verification, against 1.0 tokens/s without" in warned[0]
+    assert first.draft_tokens_per_second == pytest.approx(first.tau / 6)
+    assert f"{first.tau:.2f} tokens per verification, against 1 tokens/s without" in warned[0]
     assert "gate = False" in warned[0]
-    assert [decision.choice for decision in others][:1] == [DRAFT]
+    assert [decision.choice for decision in others] == [DRAFT]
     assert 21 < first.length < others[0].length <= 421
     assert stats.num_emitted_tokens + stats.num_plain_steps == 399
     assert sum(stats.acceptance_histogram) == stats.num_spec_steps
