@@ -24,9 +24,9 @@ PLAIN, DRAFT = "plain", "draft"
 # Steps that are not counted: the first of a phase may compile or fill caches, and where the drafter rested, speculation
 # begins with a plain step that brings it up to date.
 WARM_UP = {PLAIN: 1, DRAFT: 2}
-# Plain steps take equally long: the median of this many is not moved by one outlier.
+# Plain steps take equally long: of this many, two may be outliers.
 PLAIN_SAMPLES = 3
-# Fewest steps that can refute speculation. The faster of two counts: a step is disturbed, never helped.
+# Fewest steps that can refute speculation.
 DRAFT_SAMPLES = 2
 # Steps that confirm that speculation pays.
 CONFIRMING = 16
@@ -62,8 +62,8 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """Median; the lower one of two."""
-        return sorted(self._seconds)[(len(self._seconds) - 1) // 2]
+        """Lower quartile, the fastest of three: a step may be disturbed, and is never helped."""
+        return sorted(self._seconds)[(len(self._seconds) - 1) // 4]
 
     @property
     def tokens(self) -> float:

@@ -142,6 +142,11 @@ class TestGoodDraft:
         machine = Machine(cost, always(3)).run(300)
         assert [decision.choice for decision in machine.decisions] == [DRAFT]
         assert machine.decisions[0].draft_tokens_per_second == pytest.approx(2.0)
+        measured = Machine(cost, always(3))
+        seen.clear()
+        for _ in range(12):  # four plain, one for the drafter to see, the slow one, six that count
+            measured.step()
+        assert list(measured.gate._paces[DRAFT]._seconds) == [1.5] * 6
 
 
 class TestCostsThatChange:
@@ -164,12 +169,19 @@ class TestCostsThatChange:
         assert [decision.choice for decision in machine.decisions] == [DRAFT]
         assert machine.choices[-500:].count(PLAIN) < 25
 
-    def test_a_plain_step_is_measured_anew_as_the_prefix_grows(self):
-        """Plain steps become dear, then drafting dearer still: compared with the old plain step it would be shut."""
+    def test_costs_that_grow_together_do_not_shut_it(self):
+        """Each speculating step is dearer than the last plain one that was measured."""
         growing = lambda base: lambda tokens: base * (1 + tokens / 500)  # noqa: E731
         machine = Machine(growing(1.5), always(2), plain=growing(1.0)).run(6000)
         assert [decision.choice for decision in machine.decisions] == [DRAFT]
-        assert machine.choices.index(PLAIN, 50) > 0
+        assert machine.choices[-500:].count(PLAIN) < 25
+
+    def test_a_plain_step_is_measured_anew_as_the_prefix_grows(self):
+        """Nothing about speculation itself tells that plain steps have become cheap."""
+        plain = lambda tokens: 1.0 if tokens < 500 else 0.3  # noqa: E731
+        machine = Machine(always(1.5), always(3), plain=plain).run(4000)
+        assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
+        assert machine.decisions[1].length <= PROMPT + 500 + (PROMPT + 500) * gating.GROWTH
 
 
 class TestSetting:
