@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     progress = Progress(total=len(runs), quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
     if not args.draft:
-        settings["defaults"] = dict(hf_longspec.SpecAttnDraftModel.settings)
+        settings["defaults"] = hf_longspec.SpecAttnDraftModel.settings | {"gate": False}
     with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
         AcceptanceBenchmark(model, drafts, prompts, args.tokens, args.batch).run(runs, results, progress)

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     sections = {"speed": 1, "tau": len(MODES) * len(LOOKUPS | NGRAMS)}
     progress = Progress(sum(sections[part] for part in args.parts) * len(args.lengths), quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
-    settings["defaults"] = dict(hf_longspec.NgramDraftModel.settings)
+    settings["defaults"] = hf_longspec.NgramDraftModel.settings | {"gate": False}
     with ResultFile(args.output, "ngram", ngram_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
         if "speed" in args.parts:

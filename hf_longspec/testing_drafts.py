@@ -7,6 +7,7 @@ import torch
 
 from .generation.draft_tree import DraftTree
 from .generation.drafters.base import Binding, Drafter, Verification
+from .generation.gating import Gate, OpenGate, SpeculationGate
 from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.configuration_plain import PlainConfig
@@ -46,6 +47,36 @@ def _randomize(draft: DraftModel, seed: int) -> None:
         for weight in draft.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(noise * (0.3 if weight.dim() == 2 else 0.5))
+
+
+class FlippingGate(SpeculationGate):
+    """Opens and shuts at random: one to four steps of each kind, from a seed.
+
+    Attributes:
+        turns (`int`): How often it opened or shut.
+    """
+
+    def __init__(self, seed: int = 0):
+        super().__init__(most_tokens=2)
+        self.random = random.Random(seed)
+        self.speculating = False
+        self.left = self.turns = 0
+
+    def speculates(self) -> bool:
+        """Whether it is open in this step."""
+        if not self.left:
+            self.speculating, self.left = not self.speculating, self.random.randint(1, 4)
+            self.turns += 1
+        self.left -= 1
+        return self.speculating
+
+    def record(self, tokens: int, rows: int, length: int) -> None:
+        """Nothing is measured."""
+
+
+def ungated(wanted: bool, drafter: Any, model: Any) -> Gate:
+    """Stands in for `gate_of` where steps are counted: which of them speculate shall not depend on the clock."""
+    return OpenGate()
 
 
 class RandomTreeDraftModel(DraftModel):
@@ -90,6 +121,7 @@ class RandomTreeDrafter(Drafter):
         self.draft = draft
         self.random = random.Random(draft.seed)
         self.num_nodes = draft.num_nodes
+        self.max_depth = draft.num_nodes - 1
 
     @property
     def seed_tokens(self) -> int:

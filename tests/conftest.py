@@ -1,7 +1,12 @@
-"""One thread for tiny tensors, and the hypothesis profiles `short` (default) and `soak` (HYPOTHESIS_PROFILE=soak)."""
+"""One thread for tiny tensors, an open gate, and hypothesis profiles `short` (default) and `soak`.
+
+HYPOTHESIS_PROFILE=soak chooses the other profile; SPECULATION_GATE=flip has the gate open and shut at random, which no
+text may show: tests that count steps fail then.
+"""
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -20,3 +25,14 @@ settings.register_profile(
 )
 settings.register_profile("soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+
+@pytest.fixture(autouse=True)
+def gate(monkeypatch):
+    """Every step speculates, unless a test sets another gate."""
+    # imported here: the interpreter is chosen above
+    from hf_longspec.generation import decoding
+    from hf_longspec.testing_drafts import FlippingGate, ungated
+
+    flips = os.environ.get("SPECULATION_GATE") == "flip"
+    monkeypatch.setattr(decoding, "gate_of", (lambda *_: FlippingGate()) if flips else ungated)

@@ -143,6 +143,8 @@ class Demo:
         """The last draft goes first, because its text is what one wants to see; the table has it last."""
         try:
             drafts = {type(draft).__name__.removesuffix("DraftModel"): draft for draft in self._drafts(model)}
+            for draft in drafts.values():
+                draft.generation_config.gate = False  # the table compares speculation with plain decoding
             drafted = [
                 self._measure(name, model, draft, stream and turn == 0)
                 for turn, (name, draft) in enumerate(reversed(drafts.items()))

@@ -14,6 +14,7 @@ from ..generation.decoding import decode
 from ..generation.drafters.base import Binding, Drafter
 from ..generation.drafters.joined import JoinedDrafter
 from ..generation.drafters.ngram import NgramDrafter
+from ..generation.gating import GATE_DEFAULTS, check_gate
 from ..generation.ngram_settings import NGRAM_DEFAULTS, NgramSettings
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
@@ -45,13 +46,14 @@ class DraftModel(PreTrainedModel):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        shared = COMPILE_DEFAULTS | NGRAM_DEFAULTS if cls.takes_ngrams else COMPILE_DEFAULTS
-        cls.settings = shared | cls.settings
+        ngrams = NGRAM_DEFAULTS if cls.takes_ngrams else {}
+        cls.settings = COMPILE_DEFAULTS | GATE_DEFAULTS | ngrams | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
         self.last_speculation: SpeculationStats | None = None
+        self.was_told_of_gate = False  # whether it has been said that speculation does not pay
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftModel":
@@ -129,6 +131,7 @@ class DraftModel(PreTrainedModel):
                 f"{sorted(self.settings)}."
             )
         self._joined_ngrams()  # refuses what is out of range
+        check_gate(self.setting("gate"))
         self.check_settings(target)
 
     def check_settings(self, target: TargetView) -> None:

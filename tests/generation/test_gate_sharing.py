@@ -1,0 +1,84 @@
+"""Ranks of one sharded target take the same steps: two gloo processes whose clocks disagree."""
+
+import random
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed, multiprocessing
+
+from hf_longspec.generation import gating
+from hf_longspec.generation.gating import OpenGate, SharedGate, SpeculationGate, gate_of
+
+STEPS = 120
+
+
+class Chain:
+    num_nodes, max_depth = 5, 4
+
+
+class Sharded:
+    tp_size, device = 2, torch.device("cpu")
+
+
+def choices(gate):
+    """What a gate says; the costs are those of its process's clock."""
+    found = []
+    for _ in range(STEPS):
+        found.append(gate.speculates())
+        gate.record(2, 1, 100)
+    return found
+
+
+def noisy_gate(seed):
+    """Steps of random length: on another clock it says something else."""
+    numbers = random.Random(seed)
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += numbers.expovariate(1.0)
+        return now
+
+    return SpeculationGate(5, clock)
+
+
+def work(rank, path, answers):
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    gating.SpeculationGate = lambda *_: noisy_gate(rank)
+    gate = gate_of(True, Chain(), Sharded())
+    answers.put((rank, type(gate).__name__, choices(gate)))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
+def test_all_ranks_do_what_rank_0_says(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    ranks = [context.Process(target=work, args=(rank, str(tmp_path), answers)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = sorted(answers.get() for _ in ranks)
+    for process in ranks:
+        process.join(60)
+    assert [kind for _, kind, _ in found] == ["SharedGate", "SharedGate"]
+    assert found[0][2] == found[1][2] == choices(noisy_gate(0))
+    assert choices(noisy_gate(1)) != found[1][2]  # what rank 1 would have done by itself
+
+
+def test_processes_that_share_nothing_decide_for_themselves(monkeypatch):
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
+
+    class Whole:
+        tp_size = None
+
+    assert type(gate_of(True, Chain(), Whole())) is SpeculationGate
+    assert type(gate_of(True, Chain(), Sharded())) is SharedGate
+    # two pairs: they have no group in which to agree
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    assert type(gate_of(True, Chain(), Sharded())) is OpenGate

@@ -1,0 +1,265 @@
+"""The text of a call whose gate opens and shuts many times is that of one whose gate is open: every drafter, seeds too.
+
+A drafter that lost its state while it rested would still give that text, so its trees are compared as well: behind a
+rest it proposes what it proposes when it begins there.
+"""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.generation import compiled, decoding
+from hf_longspec.generation.gating import DRAFT, PLAIN, SpeculationGate, gate_of
+from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing_drafts import (
+    FlippingGate,
+    RandomTreeDraftModel,
+    random_longspec_draft,
+    random_tokenswift_draft,
+    ungated,
+)
+
+LENGTHS = (33, 3, 13)
+NEW = 40
+NGRAMS = {"ngram_candidates": 2, "ngram_num_tokens": 3}
+SPECATTN = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"}
+PARTIAL = {"self_draft": "partial_kv", "tree_branching": [2, 1, 1, 1], "partial_kv_budget": 12, "partial_kv_recent": 2}
+DRAFTS = {
+    "longspec": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2]),
+    "longspec, n-grams": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2], **NGRAMS),
+    "specattn": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN),
+    "specattn, window": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, selection="window"),
+    "specattn, each row": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, selection="last_accepted"),
+    "tokenswift": lambda model: random_tokenswift_draft(model, tree_branching=[1, 2, 1, 1]),
+    "tokenswift, partial": lambda model: random_tokenswift_draft(model, **PARTIAL),
+    "tokenswift, partial, n-grams": lambda model: random_tokenswift_draft(model, **PARTIAL, **NGRAMS),
+    "n-grams": NgramDraftModel.from_target,
+    "random trees": RandomTreeDraftModel.from_target,
+}
+EVERY_DRAFT = pytest.mark.parametrize("kind", DRAFTS)
+
+
+@pytest.fixture
+def flipping(monkeypatch):
+    """The gates that were made: they open and shut at random."""
+    gates = []
+
+    def make(wanted, drafter, model):
+        gates.append(FlippingGate(seed=len(gates)))
+        return gates[-1]
+
+    monkeypatch.setattr(decoding, "gate_of", make)
+    return gates
+
+
+def generate(model, draft, lengths=LENGTHS, **options):
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    torch.manual_seed(7)
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options).tolist()
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@EVERY_DRAFT
+def test_the_text_does_not_show_the_gate(target, flipping, kind, name, sampled):
+    model = target(name)
+    expected = generate(model, PlainDraftModel.from_target(model), do_sample=sampled)
+    draft = DRAFTS[kind](model)
+    assert generate(model, draft, do_sample=sampled) == expected
+    stats = draft.last_speculation
+    assert flipping[-1].turns >= 8
+    assert stats.num_plain_steps >= NEW / 4 and stats.num_spec_steps >= NEW / 8
+    # every token but a row's first was emitted by one kind of step or the other
+    assert stats.num_plain_steps + stats.num_emitted_tokens == len(LENGTHS) * (NEW - 1)
+
+
+def test_rows_that_end_at_different_times(target, flipping):
+    model = target("llama")
+    free = generate(model, None)
+    ends = sorted({row[-30 + 9 * index] for index, row in enumerate(free)})
+    expected = generate(model, None, eos_token_id=ends)
+    for make in DRAFTS.values():
+        assert generate(model, make(model), eos_token_id=ends) == expected
+    assert any(0 in row[-NEW:] for row in expected)  # some row ended before the others
+
+
+def test_processors_that_look_back(target, flipping):
+    model = target("qwen3")
+    options = {"do_sample": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
+    expected = generate(model, PlainDraftModel.from_target(model), **options)
+    for kind in ("longspec", "specattn", "tokenswift", "n-grams"):
+        assert generate(model, DRAFTS[kind](model), **options) == expected
+
+
+@pytest.mark.parametrize("kind", ["longspec", "specattn", "n-grams"])
+def test_compiled_steps(target, flipping, monkeypatch, kind):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    model = tiny_target("llama")
+    expected = generate(model, PlainDraftModel.from_target(model))
+    draft = DRAFTS[kind](model)
+    draft.generation_config.compile = "compile"
+    assert generate(model, draft) == expected
+    torch._dynamo.reset()
+
+
+class Noted:
+    """A draft whose drafters note, for every tree, the tokens committed before it and the tree."""
+
+    def __init__(self, draft, monkeypatch):
+        self.trees = []
+        make = draft.drafter
+
+        def noting_drafter(binding):
+            drafter = make(binding)
+            propose = drafter.propose
+
+            def noting_propose(root):
+                tree = propose(root)
+                self.trees.append((binding.cache.host_lengths, tree))
+                return tree
+
+            drafter.propose = noting_propose
+            return drafter
+
+        monkeypatch.setattr(draft, "drafter", noting_drafter)
+
+
+class RestingGate(FlippingGate):
+    """Shut for `pause` steps, then open."""
+
+    def __init__(self, pause):
+        super().__init__()
+        self.pause = pause
+
+    def speculates(self):
+        self.pause -= 1
+        return self.pause < 0
+
+
+# SpecAttn selects by the queries of the last verification, one here and four there; partial caches remember when they
+# were built: these two have tests of their own.
+@pytest.mark.parametrize("kind", ["longspec", "longspec, n-grams", "tokenswift", "n-grams"])
+@pytest.mark.parametrize("pause", [1, 5, 19])
+def test_behind_a_rest_the_tree_is_that_of_a_drafter_that_begins_there(target, monkeypatch, kind, pause):
+    model = target("llama")
+    draft = DRAFTS[kind](model)
+    noted = Noted(draft, monkeypatch)
+    monkeypatch.setattr(decoding, "gate_of", lambda *_: RestingGate(pause))
+    text = generate(model, draft, lengths=(21,))
+    committed, rested = noted.trees[0]
+    # the prompt, one token from the prefill, the rest, and the step that shows it to the drafter
+    assert committed == (21 + pause + 1,)
+    noted.trees.clear()
+    monkeypatch.setattr(decoding, "gate_of", ungated)
+    model.generate(torch.tensor([text[0][: committed[0]]]), assistant_model=draft, max_new_tokens=3, do_sample=False)
+    fresh = noted.trees[0][1]
+    assert fresh.tokens.tolist() == rested.tokens.tolist() and fresh.parents.tolist() == rested.parents.tolist()
+    assert fresh.valid[:, 1:].any() or (kind == "n-grams" and pause < 19)  # the text has not repeated itself yet
+
+
+def test_specattn_behind_a_rest_reads_what_its_last_verification_selected(target, monkeypatch):
+    """With everything selected the drafts are the target's own tokens: a tail that misses some would spoil that."""
+    model = target("llama")
+    draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0)
+    monkeypatch.setattr(decoding, "gate_of", lambda *_: RestingGate(8))
+    generate(model, draft)
+    stats = draft.last_speculation
+    assert stats.num_plain_steps == 3 * 9
+    # 30 tokens are left to each row: seven times three drafts and the bonus token, and then two
+    assert stats.acceptance_histogram == [0, 3, 0, 21]
+
+
+def test_a_partial_cache_is_built_anew_if_the_rest_was_longer_than_its_room(target, monkeypatch):
+    """A budget that holds everything drafts the target's own first token, before and behind any rest."""
+    model = target("llama")
+    draft = random_tokenswift_draft(model, **(PARTIAL | {"partial_kv_budget": 200, "tree_branching": [1, 1, 1, 1]}))
+    monkeypatch.setattr(decoding, "gate_of", lambda *_: FlippingGate(3))
+    generate(model, draft)
+    histogram = draft.last_speculation.acceptance_histogram
+    assert histogram[0] <= 1 * len(LENGTHS) and sum(histogram) > 20  # the end of the text refuses some
+    built = []
+    small = random_tokenswift_draft(model, **PARTIAL)
+    noted = Noted(small, monkeypatch)
+    make = small.drafter
+    monkeypatch.setattr(small, "drafter", lambda binding: built.append(make(binding)) or built[-1])
+    monkeypatch.setattr(decoding, "gate_of", lambda *_: RestingGate(19))
+    generate(model, small)
+    partial = built[0].partial
+    assert noted.trees and all(
+        length - start <= partial.policy.room(start) for start, length in zip(partial.built, partial.held, strict=True)
+    )
+    assert min(partial.built) > max(LENGTHS)  # behind the prompts
+
+
+class Script:
+    """A clock by which a step that drafts takes 6 seconds, and a plain one 1 second at first and 100 later."""
+
+    def __init__(self):
+        self.now, self.calls, self.gate = 0.0, 0, None
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls % 2 == 0:  # the end of a step
+            plain = 1.0 if self.calls < 120 else 100.0
+            self.now += 6.0 if self.gate._choice == DRAFT else plain
+        return self.now
+
+
+def gated_by_scripts(monkeypatch):
+    def make(wanted, drafter, model):
+        clock = Script()
+        clock.gate = gate_of(wanted, drafter, model)
+        if isinstance(clock.gate, SpeculationGate):
+            clock.gate._clock = clock
+        return clock.gate
+
+    monkeypatch.setattr(decoding, "gate_of", make)
+
+
+def test_decisions_are_reported_and_the_first_warns_once(plain_run, monkeypatch, caplog):
+    run = plain_run("llama", (21,), max_new_tokens=400, eos_token_id=None)
+    draft = run.draft("tree", num_nodes=5, luck=0.5)
+    gated_by_scripts(monkeypatch)
+    monkeypatch.setattr(logging.getLogger("hf_longspec"), "propagate", True)
+    with caplog.at_level("WARNING"):
+        out = run.again(draft, return_dict_in_generate=True)
+        assert out.sequences.tolist() == run.sequences.tolist()
+        run.again(draft)
+        assert draft.last_speculation.gate_decisions[0].choice == PLAIN  # once more, and nothing is said
+    warned = [record.getMessage() for record in caplog.records if "does not pay" in record.getMessage()]
+    assert len(warned) == 1
+    stats = out.speculation
+    first, *others = stats.gate_decisions
+    assert (first.choice, first.plain_tokens_per_second) == (PLAIN, 1.0)
+    assert first.draft_tokens_per_second == pytest.approx(first.tau / 6)
+    assert f"{first.tau:.2f} tokens per verification, against 1 tokens/s without" in warned[0]
+    assert "gate = False" in warned[0]
+    assert [decision.choice for decision in others] == [DRAFT]
+    assert 21 < first.length < others[0].length <= 421
+    assert stats.num_emitted_tokens + stats.num_plain_steps == 399
+    assert sum(stats.acceptance_histogram) == stats.num_spec_steps
+    assert stats.num_forwards == stats.num_spec_steps + stats.num_plain_steps
+    assert stats.mean_acceptance_length == stats.num_emitted_tokens / stats.num_spec_steps > 1
+    assert json.loads(json.dumps(stats.to_dict()))["gate_decisions"][0]["choice"] == PLAIN
+    assert f"{stats.num_plain_steps} plain steps" in str(stats)
+    run.again(run.draft("tree"))
+    assert len([record for record in caplog.records if "does not pay" in record.getMessage()]) == 2  # another draft
+
+
+def test_the_setting_decides(plain_run, monkeypatch):
+    run = plain_run("llama", (21,), max_new_tokens=30, eos_token_id=None)
+    monkeypatch.setattr(decoding, "gate_of", gate_of)
+    assert run.draft("tree").setting("gate") is True
+    for kind, gate, plain in (("tree", True, True), ("tree", False, False), ("plain", True, False)):
+        draft = run.draft(kind)
+        draft.generation_config.gate = gate
+        assert run.again(draft).tolist() == run.sequences.tolist()
+        assert (draft.last_speculation.num_plain_steps > 0) is plain
+    draft.generation_config.gate = "auto"
+    with pytest.raises(ValueError, match="gate='auto': expected True or False"):
+        run.again(draft)
