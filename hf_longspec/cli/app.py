@@ -8,6 +8,8 @@ from . import CommandError
 
 try:
     import typer
+
+    from . import bench
 except ImportError:
     sys.exit("error: hf-longspec needs typer, which is not installed: pip install 'hf_longspec[train]'")
 
@@ -17,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Lossless speculative decoding at long context.",
 )
+
+
+app.command()(bench.bench)
 
 
 @app.command()
