@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..generation.contextual_penalty import ContextualPenaltyLogitsProcessor
 from .decoding import HfMethod
 from .peak_memory import PeakMemory
 from .timing import TokenClock
+from .watching import AcceptedDepths
 
 # Of the contextual penalty, when only the penalty is given: the one of TokenSwift's runs.
 DEFAULT_WINDOW = 1024
@@ -130,6 +131,8 @@ class Call:
         tokens (`int`): Tokens that came in that time, all rows together.
         steps (`int`): Verifications that gave them, counted per row; steps of plain `generate`.
         histogram (`list[int]`): Entry k counts the verifications whose row emitted k drafted tokens.
+        accepted (`list[int]`): Likewise, of accepted tokens: the last verification of a row may accept more than it may
+            still emit. transformers' methods draft no more than can be emitted.
         text (`torch.LongTensor` of shape `(batch, tokens)`): What was generated.
         peak_bytes (`int`, *optional*): See [`PeakMemory`].
         shares (`dict[str, float]`): Of the time, drafting, verifying and the rest.
@@ -141,6 +144,7 @@ class Call:
     tokens: int
     steps: int
     histogram: list[int]
+    accepted: list[int]
     text: torch.Tensor
     peak_bytes: int | None
     shares: dict[str, float] = field(default_factory=dict)
@@ -173,7 +177,8 @@ def run_call(
     ids, mask = (part.to(model.device) for part in prompt)
     own = isinstance(method, HfMethod)
     how = dict(method.options) if own else {"assistant_model": method}
-    with _forwards(model, own) as forwards:
+    depths = AcceptedDepths()
+    with _forwards(model, own) as forwards, nullcontext() if own else depths.of(method):
         clock = CallClock(len(ids), now, lambda: len(forwards))
         torch.manual_seed(seed)
         _wait_for(model.device)
@@ -198,12 +203,14 @@ def run_call(
     timed = (clock.first_token_seconds, clock.decode_seconds, len(text) * clock.num_tokens)
     if own:
         steps = len(text) * (len(forwards) - clock.count_at_first)
-        return Call(*timed, steps, _histogram_of(clock.arrivals, len(text)), text, peak)
+        histogram = _histogram_of(clock.arrivals, len(text))
+        return Call(*timed, steps, histogram, histogram, text, peak)
     stats = method.last_speculation
     seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "rest": stats.rest_seconds}
     shares = {name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds}
     histogram = list(stats.acceptance_histogram)
-    return Call(*timed, stats.num_spec_steps, histogram, text, peak, shares, stats.draft_state_bytes)
+    state = stats.draft_state_bytes
+    return Call(*timed, stats.num_spec_steps, histogram, depths.histogram, text, peak, shares, state)
 
 
 def _histogram_of(arrivals: list[int], rows: int) -> list[int]:

@@ -181,7 +181,7 @@ class Matrix:
         return call
 
     def _warm_up(self, cell: Cell, method: Method, rows: list[torch.Tensor]) -> None:
-        """What is slow only the first time is not measured; on a GPU that depends on the length, on a CPU it does not."""
+        """What is slow only the first time is not measured; on a GPU that depends on the length."""
         kept = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
         self._call(method, left_padded(kept, self._pad), cell.decoding, min(self.tokens, WARM_UP_TOKENS), 0)
 
@@ -196,7 +196,7 @@ class Matrix:
         return run_call(self.model, method.how, prompt, **how)
 
     def _audit(self, cell: Cell, turn: int, rows: list[torch.Tensor], texts: Mapping[str, torch.Tensor]) -> None:
-        """Let the model read texts that are not plain `generate`'s; the first of each method, as a reading takes long."""
+        """Let the model read the first text of each method that is not plain `generate`'s."""
         if not cell.decoding.greedy or cell.decoding.penalty is not None:
             return  # the audit knows the argmax only
         known = {r["method"] for r in self._of_cell(cell, "audit")}

@@ -15,10 +15,11 @@ NOTE = (
     "from the same seed. Medians, in brackets the lowest and the highest turn; ratios (x) are taken within a turn. `hf "
     "generate` is plain `model.generate` (DynamicCache); plain loop is ours without a draft. tau: tokens emitted per "
     "verification and row, the target's own included, with the 95 % interval of the mean over turns; the last "
-    "verification of a call is cut at the token limit. Share of floor: reading weights and cache once from memory per "
-    "step, at the measured bandwidth, over the time of a step. Text: `reference` is what the others are compared with, "
-    "`identical` the same tokens, `exact` and `near-tie` the audit's verdict on another text. Where tokens are drawn, ours "
-    "are compared with the plain loop of the same seed. A wrong text has no speed."
+    "verification of a call is cut at the token limit. Accepted at a depth: of the verifications that accepted one "
+    "less, not cut; those without a proposal there count as not accepted. Share of floor: reading weights and cache "
+    "once from memory per step, at the measured bandwidth, over the time of a step. Text: `reference` is what the "
+    "others are compared with, `identical` the same tokens, `exact` and `near-tie` the audit's verdict on another "
+    "text. Where tokens are drawn, ours are compared with the plain loop of the same seed. A wrong text has no speed."
 )
 
 # What the papers compare with and this benchmark does not run, and why not.

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
@@ -53,12 +53,16 @@ class Row:
     @property
     def histogram(self) -> list[int]:
         """Verifications by the number of drafted tokens that were emitted."""
-        longest = max(len(run["histogram"]) for run in self.runs)
-        return [sum(run["histogram"][k] for run in self.runs if k < len(run["histogram"])) for k in range(longest)]
+        return _added([run["histogram"] for run in self.runs])
+
+    @property
+    def accepted_by_depth(self) -> list[float]:
+        """See [`by_depth`]; not cut at the token limit."""
+        return by_depth(_added([run["accepted"] for run in self.runs]))
 
     @property
     def verdict(self) -> str:
-        """Of the texts of all calls, the worst; an audit stands for all texts that are not those of plain `generate`."""
+        """Of the texts of all calls, the worst; an audit stands for all texts that are not plain `generate`'s."""
         found = {self._verdict_of(run) for run in self.runs}
         if self.audit is not None and self.audit["verdict"] in FAILED:
             found.add(self.audit["verdict"])
@@ -109,7 +113,7 @@ class Row:
             "tau": significant(self.tau),
             "tau_interval": mean_interval(self.taus).to_dict() if self.taus else None,
             "acceptance_histogram": self.histogram,
-            "acceptance_by_depth": [significant(share) for share in by_depth(self.histogram)],
+            "acceptance_by_depth": [significant(share) for share in self.accepted_by_depth],
             "peak_bytes": max(peaks) if peaks else None,
             "draft_state_bytes": max(run["draft_state_bytes"] for run in self.runs),
         }
@@ -153,11 +157,17 @@ def _key(record: Record) -> str:
 def by_depth(histogram: Sequence[int]) -> list[float]:
     """Share of the verifications that accepted a drafted token at depth d, out of those that accepted at d - 1.
 
+    Verifications to which nothing was proposed at that depth count as such that did not accept.
+
     >>> by_depth([2, 1, 1])
     [0.5, 0.5]
     """
     reached = [sum(histogram[depth:]) for depth in range(len(histogram))]
     return [after / before for before, after in pairwise(reached) if before]
+
+
+def _added(histograms: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
 def _speed(run: Record) -> float:

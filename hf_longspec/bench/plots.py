@@ -7,11 +7,13 @@ from typing import Any
 
 from .engine import HF, PLAIN
 from .matrix_report import title_of
-from .matrix_summary import Row, by_depth, rows_of
+from .matrix_summary import Row, rows_of
 from .results import Record
 
 PANEL_INCHES = (5.2, 3.9)
 COLUMNS = 3
+# Points of one context lie this factor apart, so that their spreads can be told from each other.
+SPACING = 1.012
 
 
 def plot_all(records: Sequence[Record], stem: Path) -> list[Path]:
@@ -35,8 +37,10 @@ def _versus_context(rows: Sequence[Row], stem: Path, kind: str) -> Path | None:
     colours = _colours(rows)
     figure, panels = _figure(len(groups))
     for panel, (title, members) in zip(panels, groups.items(), strict=False):
-        for method, points in _by(members, lambda row: row.method).items():
-            _line(panel, method, colours[method], [row.to_dict() for row in points], kind)
+        lines = _by(members, lambda row: row.method)
+        for index, (method, points) in enumerate(lines.items()):
+            aside = SPACING ** (index - (len(lines) - 1) / 2)
+            _line(panel, method, colours[method], [row.to_dict() for row in points], kind, aside)
         ticks = sorted({row.to_dict()["prompt_tokens"] for row in members})
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -53,14 +57,14 @@ _LABELS = {
 }
 
 
-def _line(panel: Any, method: str, colour: Any, points: list[dict[str, Any]], kind: str) -> None:
+def _line(panel: Any, method: str, colour: Any, points: list[dict[str, Any]], kind: str, aside: float) -> None:
     points = sorted(points, key=lambda values: values["prompt_tokens"])
     spread = [values["tokens_per_second"] if kind == "speed" else values["tau_interval"] for values in points]
     middle = [part["median"] if kind == "speed" else part["mean"] for part in spread]
     below = [value - part["low"] for value, part in zip(middle, spread, strict=True)]
     above = [part["high"] - value for value, part in zip(middle, spread, strict=True)]
     style = {"linestyle": "--"} if method in (HF, PLAIN) else {}
-    places = [values["prompt_tokens"] for values in points]
+    places = [values["prompt_tokens"] * aside for values in points]
     panel.errorbar(
         places, middle, [below, above], label=method, color=colour, marker="o", markersize=4, capsize=3, **style
     )
@@ -68,7 +72,7 @@ def _line(panel: Any, method: str, colour: Any, points: list[dict[str, Any]], ki
 
 def _by_depth(rows: Sequence[Row], stem: Path) -> Path | None:
     """One panel per cell: the share of drafted tokens that is accepted at a depth that was reached."""
-    kept = [row for row in rows if by_depth(row.histogram)]
+    kept = [row for row in rows if row.accepted_by_depth]
     groups = _by(kept, lambda row: title_of(row.cell))
     if not groups:
         return None
@@ -77,7 +81,7 @@ def _by_depth(rows: Sequence[Row], stem: Path) -> Path | None:
     for panel, (title, members) in zip(panels, groups.items(), strict=False):
         deepest = 1
         for row in members:
-            shares = by_depth(row.histogram)
+            shares = row.accepted_by_depth
             deepest = max(deepest, len(shares))
             panel.plot(
                 range(1, len(shares) + 1), shares, label=row.method, color=colours[row.method], marker="o", markersize=4
@@ -102,7 +106,7 @@ def _figure(count: int) -> tuple[Any, list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(COLUMNS, count)
+    columns = 2 if count == 4 else min(COLUMNS, count)
     lines = math.ceil(count / columns)
     figure = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * lines + 0.8), layout="constrained")
     FigureCanvasAgg(figure)

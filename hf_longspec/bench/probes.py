@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .summaries import significant
+from .watching import watched_drafters
 
 # Bins of the probabilities of rejected tokens.
 BINS = 10
@@ -38,7 +39,7 @@ class AcceptanceProbe:
     @contextmanager
     def of(self, draft: Any) -> Iterator["AcceptanceProbe"]:
         """Watch while the context is open."""
-        with _drafters_of(draft, self._watch):
+        with watched_drafters(draft, self._watch):
             yield self
 
     def _watch(self, drafter: Any, binding: Any) -> None:
@@ -125,7 +126,7 @@ class SelectionProbe:
     @contextmanager
     def of(self, draft: Any) -> Iterator["SelectionProbe"]:
         """Watch while the context is open; other drafts select nothing."""
-        with _drafters_of(draft, self._watch):
+        with watched_drafters(draft, self._watch):
             yield self
 
     def _watch(self, drafter: Any, binding: Any) -> None:
@@ -172,27 +173,6 @@ class SelectionProbe:
         overlap = {"all layers": _mean(everything)} if everything else {}
         overlap |= {f"layer {layer}": _mean(shares) for layer, shares in sorted(self.overlaps.items())}
         return {"overlap": overlap, "pair_overlap": {str(k): _mean(v) for k, v in sorted(self.pairs.items())}}
-
-
-@contextmanager
-def _drafters_of(draft: Any, watch: Any) -> Iterator[None]:
-    """Let `watch(drafter, binding)` see every drafter that `draft` makes."""
-    make = draft.drafter
-
-    def watched(binding: Any) -> Any:
-        drafter = make(binding)
-        watch(drafter, binding)
-        return drafter
-
-    held = vars(draft).get("drafter")
-    draft.drafter = watched
-    try:
-        yield
-    finally:
-        if held is None:
-            del draft.drafter
-        else:
-            draft.drafter = held
 
 
 def _distribution(values: Sequence[float]) -> dict[str, Any]:

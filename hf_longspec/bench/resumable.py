@@ -5,8 +5,10 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from .environment import environment
@@ -15,6 +17,7 @@ from .timing import TimeGuard
 
 # Parts of the environment that may differ between the parts of one benchmark.
 MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
+REPORT_SECONDS = 5.0
 _ABSOLUTE = re.compile(r"(?<![\w.~/-])~?/[^\s'\",]+")
 
 
@@ -56,11 +59,32 @@ class ResumableFile(ResultFile):
         self._begin(path, report, guard, [record for record in before if record["kind"] != "end"])
         self.write("resumed", **{name: here[name] for name in ("date", "command", "load_average")})
 
+    def write(self, kind: str, **values: Any) -> Record:
+        """Add a record. The table follows at the end, and every few seconds: it is made of all records."""
+        record = {"kind": kind, **values}
+        self.records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self._write_report()
+        return record
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self._write_report()
+
+    def _write_report(self) -> None:
+        self.path.with_suffix(".md").write_text(self._report(self.records), encoding="utf-8")
+        self._reported = time.monotonic()
+
     def _begin(
         self, path: Path, report: Callable[[list[Record]], str], guard: TimeGuard, records: list[Record] | None = None
     ) -> None:
         self.path, self.guard, self._report = path, guard, report
         self.records = list(records or [])
+        self._reported = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
         # written anew beside the file: a cut-off last line goes, and a full disk costs nothing
         fresh = path.with_name(path.name + ".new")
