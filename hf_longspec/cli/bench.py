@@ -4,9 +4,12 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from . import CommandError, first_line
+
+try:
+    import typer
+except ImportError as error:
+    raise CommandError("hf-longspec needs typer, which is not installed: pip install 'hf_longspec[bench]'") from error
 
 INPUT_ERROR, INTERRUPTED = 2, 130
 

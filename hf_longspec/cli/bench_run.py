@@ -317,7 +317,7 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
     draft = models.load_draft(name, model) if known is None else known.from_target(model)
     draft = draft.to(model.device)
     if "gate" in draft.settings:  # it would stop drafting where that does not pay, and hide what is to be measured
-        draft.generation_config.gate = False if isinstance(draft.settings["gate"], bool) else "off"
+        draft.generation_config.gate = False
     draft.check(TargetView(model))
     return draft
 

@@ -103,7 +103,8 @@ def test_the_target_s_probability_of_a_rejected_token_is_that_of_a_plain_forward
     probe = Placed()
     with probe.of(draft):
         call = run_call(target, draft, one, decoding=Decoding(), tokens=30, seed=0)
-    laws = target(torch.cat([one[0], call.text], dim=1)).logits[0].softmax(-1)
+    with torch.no_grad():
+        laws = target(torch.cat([one[0], call.text], dim=1)).logits[0].softmax(-1)
     places = [(place, token) for place, token in probe.places if token is not None]
     inside = [(place, token, p) for (place, token), (p, _) in zip(places, probe.rejected, strict=True) if place < 30]
     assert len(inside) > 3

@@ -193,10 +193,8 @@ def test_an_ordinary_model_assists():
 def test_the_gate_is_off_where_there_is_one(monkeypatch):
     model = bench_run.models.load_target(TARGET, torch.float32)
     kind = bench_run.TRAINING_FREE["ngram"]
-    for default, off in (("auto", "off"), (True, False)):
-        monkeypatch.setattr(kind, "settings", kind.settings | {"gate": default})
-        assert bench_run.load_draft("ngram", model).setting("gate") in (off, None)
-        assert bench_run.load_draft("ngram", model).generation_config.gate == off
+    monkeypatch.setattr(kind, "settings", kind.settings | {"gate": True})
+    assert bench_run.load_draft("ngram", model).setting("gate") is False
 
 
 def test_commands_lose_their_folders():
