@@ -12,6 +12,8 @@ from .results import Record
 
 PANEL_INCHES = (5.2, 3.9)
 COLUMNS = 3
+# Of the legend: a letter and a line at this size, and what a handle takes with its margins.
+LEGEND_POINTS, LETTER_INCHES, LINE_INCHES, HANDLE_INCHES = 9, 0.078, 0.2, 0.65
 # Points of one context lie this factor apart, so that their spreads can be told from each other.
 SPACING = 1.012
 
@@ -108,7 +110,7 @@ def _figure(count: int) -> tuple[Any, list[Any]]:
 
     columns = 2 if count == 4 else min(COLUMNS, count)
     lines = math.ceil(count / columns)
-    figure = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * lines + 0.8), layout="constrained")
+    figure = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * lines + 0.3), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
 
@@ -121,9 +123,13 @@ def _save(figure: Any, panels: Sequence[Any], used: int, stem: Path, kind: str) 
         for panel in panels[:used]
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
-    figure.legend(
-        labelled.values(), labelled.keys(), loc="outside lower center", ncols=min(3, len(labelled)), fontsize=9
-    )
+    width, height = figure.get_size_inches()
+    entry = max(map(len, labelled)) * LETTER_INCHES + HANDLE_INCHES
+    width = max(width, entry)
+    columns = min(len(labelled), int(width / entry))
+    # the legend takes its lines below the panels, not from them
+    figure.set_size_inches(width, height + math.ceil(len(labelled) / columns) * LINE_INCHES)
+    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=columns, fontsize=LEGEND_POINTS)
     path = stem.with_name(f"{stem.name}-{kind}.png")
     figure.savefig(path, dpi=110)
     return path

@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import hf_longspec
 from hf_longspec.bench import matrix as module
@@ -279,6 +280,25 @@ def test_plots_are_pictures(target, methods, documents, tmp_path):
     assert [path.name for path in paths] == ["b-speed.png", "b-tau.png", "b-depth.png"]
     assert all(path.read_bytes().startswith(PNG) and path.stat().st_size > 10_000 for path in paths)
     assert plot_all(records[:1], tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("label", ["n", "specattn, selection=last_accepted, num_assistant_tokens=6, sparse_ratio=0.15"])
+def test_legends_and_labels_lie_inside_the_picture(label, target, methods, documents, tmp_path, monkeypatch):
+    own = [*methods[:3], *(Method(f"{label}, {number}", methods[-1].how) for number in range(3))]
+    records = measured(target, own, documents, tmp_path / "b.jsonl", CELL)
+    figures = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    plot_all(records, tmp_path / "b")
+    assert len(figures) == 3
+    for figure in figures:
+        box, legend = figure.bbox, figure.legends[0].get_window_extent()
+        assert box.x0 <= legend.x0 and legend.x1 <= box.x1 and box.y0 <= legend.y0
+        axes = figure.axes[0]
+        assert axes.get_xlabel() and axes.get_ylabel() and axes.get_title()
+        assert legend.y1 < axes.xaxis.label.get_window_extent().y0
+        names = {text.get_text() for text in figure.legends[0].get_texts()}
+        assert names == set(figure.axes[0].get_legend_handles_labels()[1])
 
 
 def test_a_cell_is_analysed_once(target, methods, documents, tmp_path):
