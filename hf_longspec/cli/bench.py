@@ -62,15 +62,15 @@ def bench(
     Exit status: 0; 1 if a text was wrong; 2 for what cannot be run; 130 after Ctrl-C.
     """
     try:
-        from . import bench_run
+        from . import bench_request, bench_run
 
-        request = bench_run.Request(
+        request = bench_request.Request(
             target=target,
             drafts=tuple(draft or ("specattn",)),
             data=data,
-            contexts=bench_run.lengths("--context", context),
-            batches=bench_run.lengths("--batch", batch),
-            dtypes=bench_run.dtypes(dtype),
+            contexts=bench_request.lengths("--context", context),
+            batches=bench_request.lengths("--batch", batch),
+            dtypes=bench_request.dtypes(dtype),
             assistant=assistant,
             sweeps=tuple(sweep or ()),
             analyse=analyse,

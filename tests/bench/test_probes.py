@@ -31,7 +31,8 @@ def test_a_tree_is_counted_by_hand():
     acceptance = walk(tree, choice)
     law = torch.full((10,), 0.02)
     law[3], law[4], law[9] = 0.2, 0.1, 1 - 0.3 - 7 * 0.02
-    scores = law.log().expand(2, 3, 10)
+    scores = torch.zeros(2, 3, 10)  # uniform, but behind the node where row 0 ends
+    scores[0, 1] = law.log()
     probe = AcceptanceProbe()
     probe._count(tree, acceptance, scores, [True, True])
     assert (probe.reached, probe.accepted) == ([2, 1], [2, 0])
