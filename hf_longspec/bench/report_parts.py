@@ -59,6 +59,7 @@ NOTES = {
         "same chunks. Bounds: what the method took at the smallest context, plus what may grow with the text; for "
         "SpecAttn what the loop without a draft took, its selected entries and 0.8 % of the cache for scores; for the "
         "prefill what `hf generate` took, plus what may grow with the text."
+    ),
     "gate": (
         "Tokens per second from the first token to the last, median of interleaved repeats, lowest and highest in "
         "brackets; x plain loop: taken within a repeat. tau counts steps that speculate. Plain tokens: share that "

@@ -9,7 +9,7 @@ from . import CommandError
 try:
     import typer
 
-    from . import audit, env, generate, tune
+    from . import audit, bench, env, generate, tune
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("typer", "rich"):
@@ -29,6 +29,7 @@ app.command()(generate.generate)
 app.command()(audit.audit)
 app.command()(tune.tune)
 app.command()(env.env)
+app.command()(bench.bench)
 
 
 @app.command()

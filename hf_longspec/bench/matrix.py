@@ -1,0 +1,246 @@
+"""Every method in every cell of contexts, batch sizes and ways to choose tokens: what `hf-longspec bench` measures."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..auditing import audit
+from .acceptance import changed
+from .calls import Call, Decoding, run_call
+from .document_prompts import OWN_LENGTH, DocumentPrompts, left_padded
+from .engine import HF, PLAIN
+from .peak_memory import PeakMemory
+from .results import Record, ResultFile
+from .sweep import Point
+from .timing import in_turns
+
+WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
+NO_TIME = "no time left"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Args:
+        name (`str`): In the results.
+        how (`DraftModel` or [`HfMethod`]): As [`run_call`] takes it.
+        point (`tuple`): Settings of the draft that differ from its own.
+    """
+
+    name: str
+    how: Any
+    point: Point = ()
+
+    @property
+    def max_batch(self) -> int | None:
+        """Most rows that it decodes."""
+        return getattr(self.how, "max_batch", None)
+
+    def with_settings(self) -> Any:
+        """A context in which the draft has the settings of this point."""
+        return changed(self.how, dict(self.point)) if self.point else nullcontext()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination of what is varied; `context` 0 stands for prompts of their own length."""
+
+    dtype: str
+    context: int
+    batch: int
+    decoding: Decoding = field(default_factory=Decoding)
+
+    def key(self) -> dict[str, Any]:
+        """What records of this cell have in common."""
+        decoding = self.decoding.to_dict()
+        return {"dtype": self.dtype, "context": self.context, "batch": self.batch, "decoding": decoding}
+
+    def __str__(self) -> str:
+        length = f"{self.context} tokens" if self.context else "prompts of their own length"
+        how = ", ".join(f"{name} {value}" for name, value in self.decoding.to_dict().items()) or "greedy"
+        return f"{self.dtype}, {length}, batch {self.batch}, {how}"
+
+
+class Matrix:
+    """Measures cells of one dtype, one after another, and writes every call as soon as it is over.
+
+    Args:
+        model (`PreTrainedModel`): Never ending by itself, see [`endless`].
+        methods (`Sequence[Method]`): The first two are `HF` and `PLAIN`.
+        prompts ([`DocumentPrompts`]): Of the target's tokenizer.
+        results ([`ResultFile`]): What it holds already is not measured again.
+        tokens (`int`): New tokens per row.
+        repeats (`int`): Turns; in every turn all methods continue the same prompts from the same seed.
+        now (`Callable`, *optional*): Clock in seconds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        methods: Sequence[Method],
+        prompts: DocumentPrompts,
+        results: ResultFile,
+        *,
+        tokens: int,
+        repeats: int,
+        now: Callable[[], float] | None = None,
+    ):
+        self.model = model
+        self.methods = list(methods)
+        self.prompts = prompts
+        self.results = results
+        self.tokens = tokens
+        self.repeats = repeats
+        self.memory = PeakMemory(model.device)
+        self._clock: dict[str, Any] = {} if now is None else {"now": now}
+
+    def measure(self, cell: Cell, progress: Any) -> None:
+        """All methods in turns, as far as the time goes and as they are not in the file yet."""
+        done = {(r["method"], r["turn"]) for r in self._of_cell(cell, "run")}
+        methods = {method.name: method for method in self._usable(cell)}
+        missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
+        progress.step(len(self.methods) * self.repeats - len(missing))
+        prompts = self.prompts_of(cell) if missing else []
+        warm: set[str] = set()
+        longest: dict[str, float] = {}
+        for turn, group in groupby(missing, key=lambda planned: planned[0]):
+            texts: dict[str, torch.Tensor] = {}
+            for _, name in group:
+                progress.say(f"{cell}: {name}, turn {turn + 1} of {self.repeats}")
+                if name in methods and self._in_time(cell, name, longest):
+                    result = self._guarded(cell, methods[name], turn, prompts[turn], name not in warm)
+                    if isinstance(result, str):
+                        self._skip(cell, name, result)
+                        del methods[name]
+                    else:
+                        texts[name] = result.text
+                        longest[name] = self.results.records[-1]["seconds"]
+                    warm.add(name)
+                progress.step()
+            self._audit(cell, turn, prompts[turn], texts)
+
+    def _in_time(self, cell: Cell, name: str, longest: Mapping[str, float]) -> bool:
+        """Whether a call like those before would end within the limit; says so if not."""
+        fits = bool(self.results.guard.left) and self.results.guard.fits(longest.get(name, 0.0))
+        if not fits:
+            self._skip(cell, name, NO_TIME)
+        return fits
+
+    def prompts_of(self, cell: Cell) -> list[list[torch.Tensor]]:
+        """The prompts of every turn."""
+        count = self.repeats * cell.batch
+        if cell.context == OWN_LENGTH:
+            limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+            rows = self.prompts.own(count, (limit or 2**40) - self.tokens)
+        else:
+            rows = self.prompts.windows(cell.context, count)
+        return [rows[turn * cell.batch : (turn + 1) * cell.batch] for turn in range(self.repeats)]
+
+    def _usable(self, cell: Cell) -> list[Method]:
+        """The methods that decode the rows of a cell; the others are left out with the reason."""
+        usable = []
+        for method in self.methods:
+            if method.max_batch is None or cell.batch <= method.max_batch:
+                usable.append(method)
+            elif not any(r["method"] == method.name for r in self._of_cell(cell, "skipped")):
+                self._skip(cell, method.name, f"transformers decodes at most {method.max_batch} row at a time this way")
+        return usable
+
+    def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
+        """One measured call, written to the file, or why there is none."""
+        prompt = left_padded(rows, self._pad)
+        try:
+            with method.with_settings():
+                if warm_up:
+                    self._warm_up(cell, method, rows)
+                started = self.results.guard.elapsed
+                call = self._call(method, prompt, cell.decoding, self.tokens, turn)
+        except torch.OutOfMemoryError:
+            return "out of memory"
+        except ValueError as error:  # a refusal, which names its rule and remedy
+            return str(error).split("\n")[0]
+        self.results.write(
+            "run",
+            **cell.key(),
+            method=method.name,
+            point=dict(method.point),
+            turn=turn,
+            prompt_tokens=sum(map(len, rows)) // len(rows),
+            seconds=round(self.results.guard.elapsed - started, 3),
+            **_measured(call),
+            text=hashes(call.text),
+            compared_with=truth_of(cell, method),
+        )
+        return call
+
+    def _warm_up(self, cell: Cell, method: Method, rows: list[torch.Tensor]) -> None:
+        """What is slow only the first time is not measured; on a GPU that depends on the length."""
+        kept = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
+        self._call(method, left_padded(kept, self._pad), cell.decoding, min(self.tokens, WARM_UP_TOKENS), 0)
+
+    @property
+    def _pad(self) -> int:
+        return self.model.generation_config.pad_token_id or 0
+
+    def _call(
+        self, method: Method, prompt: tuple[torch.Tensor, torch.Tensor], decoding: Decoding, tokens: int, seed: int
+    ) -> Call:
+        how = {"decoding": decoding, "tokens": tokens, "seed": seed, "memory": self.memory, **self._clock}
+        return run_call(self.model, method.how, prompt, **how)
+
+    def _audit(self, cell: Cell, turn: int, rows: list[torch.Tensor], texts: Mapping[str, torch.Tensor]) -> None:
+        """Let the model read the first text of each method that is not plain `generate`'s."""
+        if not cell.decoding.greedy or cell.decoding.penalty is not None:
+            return  # the audit knows the argmax only
+        known = {r["method"] for r in self._of_cell(cell, "audit")}
+        expected = {r["method"]: r["text"] for r in self._of_cell(cell, "run") if r["turn"] == turn}.get(HF)
+        for name, text in texts.items():
+            if name not in known and expected not in (None, hashes(text)):
+                ids, mask = left_padded(rows, self._pad)
+                report = audit(self.model, torch.cat([ids, text], dim=1), ids.shape[1], mask)
+                self.results.write(
+                    "audit", **cell.key(), method=name, turn=turn, verdict=report.verdict, report=str(report)
+                )
+
+    def _of_cell(self, cell: Cell, kind: str) -> list[Record]:
+        key = cell.key()
+        return [r for r in self.results.records if r["kind"] == kind and all(r[name] == key[name] for name in key)]
+
+    def _skip(self, cell: Cell, method: str, reason: str) -> None:
+        known = {(r["method"], r["reason"]) for r in self._of_cell(cell, "skipped")}
+        if (method, reason) not in known:
+            self.results.skip(reason, **cell.key(), method=method)
+
+
+def truth_of(cell: Cell, method: Method) -> str | None:
+    """The method whose text this one has to give in float32; None if its random numbers are others.
+
+    Greedily that is plain `generate`. When tokens are drawn, our methods give the text that the plain loop draws from
+    the same seed, unless drafted tokens are accepted by the laws that they were drawn from.
+    """
+    if cell.decoding.greedy:
+        return HF
+    settings = getattr(method.how, "settings", None)
+    if settings is None:
+        return None
+    with method.with_settings():
+        drawn = "acceptance" in settings and method.how.setting("acceptance") == "rejection"
+    return None if drawn else PLAIN
+
+
+def hashes(text: torch.Tensor) -> list[str]:
+    """One short hash per row: texts are compared without being kept."""
+    rows: list[list[int]] = text.tolist()
+    return [hashlib.sha256(" ".join(map(str, row)).encode()).hexdigest()[:16] for row in rows]
+
+
+def _measured(call: Call) -> Mapping[str, Any]:
+    values = {name: value for name, value in vars(call).items() if name != "text"}
+    return values | {"shares": {name: round(share, 4) for name, share in call.shares.items()}}

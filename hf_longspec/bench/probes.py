@@ -1,0 +1,186 @@
+"""What happens to drafted tokens and selected entries inside a call: acceptance by position, rejected tokens, overlap.
+
+Source of the three looks: SpecAttn (https://huggingface.co/papers/2602.07223), Figures 4, 5 and 7. A probed call is not
+timed.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .summaries import significant
+from .watching import watched_drafters
+
+# Bins of the probabilities of rejected tokens.
+BINS = 10
+
+
+class AcceptanceProbe:
+    """Watches the acceptance rule of one draft, over any number of calls.
+
+    Counts are those of the rule, so a verification at the end of a call is not cut at the token limit.
+
+    Attributes:
+        reached (`list[int]`): Verifications in which depth 1, 2, ... was reached with a drafted token there.
+        accepted (`list[int]`): Those that accepted it.
+        rejected (`list[tuple[float, float | None]]`): Target's and draft's probability of every token that was refused
+            where a path ended; tokens behind those were never looked at. The draft's is known if the token was drawn
+            from a law that the tree carries, or if the drafter runs the target (SpecAttn).
+    """
+
+    def __init__(self) -> None:
+        self.reached: list[int] = []
+        self.accepted: list[int] = []
+        self.rejected: list[tuple[float, float | None]] = []
+        self._drafted: list[torch.Tensor] = []
+
+    @contextmanager
+    def of(self, draft: Any) -> Iterator["AcceptanceProbe"]:
+        """Watch while the context is open."""
+        with watched_drafters(draft, self._watch):
+            yield self
+
+    def _watch(self, drafter: Any, binding: Any) -> None:
+        rule, inner = binding.rule, getattr(drafter, "inner", drafter)
+        accept, propose = rule.accept, inner.propose
+
+        def watched_propose(root: torch.Tensor) -> Any:
+            self._drafted.clear()
+            return propose(root)
+
+        def watched_accept(tree: Any, logits: torch.Tensor, with_scores: bool = False) -> Any:
+            growing = [not done for done in rule.sequences.done]
+            acceptance, scores = accept(tree, logits, True)
+            if tree.num_nodes > 1:
+                self._count(tree, acceptance, scores, growing)
+            return acceptance, scores if with_scores else None
+
+        inner.propose, rule.accept = watched_propose, watched_accept
+        if hasattr(inner, "_draft_step"):
+            step = inner._draft_step
+
+            def watched_step(token: torch.Tensor) -> torch.Tensor:
+                logits = step(token)
+                self._drafted.append(rule.scores_at(logits, len(self._drafted)).softmax(-1))
+                return logits
+
+            inner._draft_step = watched_step
+
+    def _count(self, tree: Any, acceptance: Any, scores: torch.Tensor, growing: Sequence[bool]) -> None:
+        nodes = torch.arange(tree.num_nodes, device=tree.tokens.device)
+        for row, grows in enumerate(growing):
+            if not grows:
+                continue
+            kept = int(acceptance.num_nodes[row])
+            last = int(acceptance.path[row, kept - 1])
+            refused = nodes[(tree.parents[row] == last) & tree.valid[row] & (nodes > 0)].tolist()
+            depths = kept if refused else kept - 1
+            for counts in (self.reached, self.accepted):
+                counts += [0] * (depths - len(counts))
+            for depth in range(depths):
+                self.reached[depth] += 1
+                self.accepted[depth] += depth < kept - 1
+            law = scores[row, kept - 1].softmax(-1)
+            for node in refused:
+                token = int(tree.tokens[row, node])
+                self.rejected.append((float(law[token]), self._draft_law(tree, row, node, token)))
+
+    def _draft_law(self, tree: Any, row: int, node: int, token: int) -> float | None:
+        if tree.q is not None:
+            return float(tree.q[row, node, token])
+        if 1 <= node <= len(self._drafted):  # of a chain that the target itself drafted
+            return float(self._drafted[node - 1][row, token])
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        known = [(p, q) for p, q in self.rejected if q is not None]
+        return {
+            "reached": self.reached,
+            "accepted": self.accepted,
+            "rejected": {
+                "p": _distribution([p for p, _ in self.rejected]),
+                "q": _distribution([q for _, q in known]),
+                "rate": _distribution([min(1.0, p / q) if q else 1.0 for p, q in known]),
+            },
+        }
+
+
+class SelectionProbe:
+    """Watches which entries a SpecAttn draft selects.
+
+    Attributes:
+        overlaps (`dict[int, list[float]]`): By layer, the share of a selection that the next one holds too.
+        pairs (`dict[int, list[float]]`): By distance of two nodes of one verification, the share of the entries that
+            one would select which the other would too; only if scores of single nodes are collected
+            (`selection="last_accepted"`).
+    """
+
+    def __init__(self) -> None:
+        self.overlaps: dict[int, list[float]] = {}
+        self.pairs: dict[int, list[float]] = {}
+        self._before: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    @contextmanager
+    def of(self, draft: Any) -> Iterator["SelectionProbe"]:
+        """Watch while the context is open; other drafts select nothing."""
+        with watched_drafters(draft, self._watch):
+            yield self
+
+    def _watch(self, drafter: Any, binding: Any) -> None:
+        inner = getattr(drafter, "inner", drafter)
+        if not hasattr(inner, "_select"):
+            return
+        select = inner._select
+        self._before.clear()
+
+        def watched(layer: int, verification: Any, counts: list[int]) -> torch.Tensor:
+            capture = verification.capture
+            if capture is not None and capture.rows == "each_row":
+                self._pair(capture.scores[layer], capture.last_node.tolist(), counts, verification.num_nodes)
+            chosen: torch.Tensor = select(layer, verification, counts)
+            self._follow(layer, chosen, counts, verification.num_nodes)
+            return chosen
+
+        inner._select = watched
+
+    def _follow(self, layer: int, chosen: torch.Tensor, counts: Sequence[int], kept: Sequence[int]) -> None:
+        for row, count in enumerate(counts):
+            for head in range(chosen.shape[1]):
+                new, key = chosen[row, head, :count].sort().values, (layer, row, head)
+                if key in self._before and kept[row]:
+                    again = torch.isin(self._before[key], new).float().mean()
+                    self.overlaps.setdefault(layer, []).append(float(again))
+                self._before[key] = new
+
+    def _pair(self, scores: torch.Tensor, last: Sequence[int], counts: Sequence[int], kept: Sequence[int]) -> None:
+        """Of all pairs of nodes, `scores` being `(B, 1 or K, N, S)`."""
+        for row, count in enumerate(counts):
+            if not kept[row] or not last[row]:
+                continue
+            best = scores[row, :, : last[row] + 1].topk(count, dim=-1).indices  # [K, N, count]
+            for head in best:
+                for first in range(len(head)):
+                    for second in range(first + 1, len(head)):
+                        share = torch.isin(head[first], head[second]).float().mean()
+                        self.pairs.setdefault(second - first, []).append(float(share))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: means, the first by layer and over all."""
+        everything = [share for shares in self.overlaps.values() for share in shares]
+        overlap = {"all layers": _mean(everything)} if everything else {}
+        overlap |= {f"layer {layer}": _mean(shares) for layer, shares in sorted(self.overlaps.items())}
+        return {"overlap": overlap, "pair_overlap": {str(k): _mean(v) for k, v in sorted(self.pairs.items())}}
+
+
+def _distribution(values: Sequence[float]) -> dict[str, Any]:
+    bins = [0] * BINS
+    for value in values:
+        bins[min(BINS - 1, int(value * BINS))] += 1
+    return {"count": len(values), "mean": _mean(values) if values else 0.0, "deciles": bins}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return significant(sum(values) / len(values))

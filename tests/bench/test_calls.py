@@ -1,0 +1,154 @@
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_longspec
+from hf_longspec.bench.calls import Decoding, run_call
+from hf_longspec.bench.decoding import HfMethod, endless
+from hf_longspec.bench.document_prompts import left_padded
+from hf_longspec.bench.peak_memory import PeakMemory
+from hf_longspec.testing import tiny_prompts
+
+CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
+PROMPT_SECONDS, STEP_SECONDS = 100.0, 1.0
+
+
+@pytest.fixture
+def prompt(target):
+    rows, _ = tiny_prompts(target.config.vocab_size, [50])
+    return left_padded([torch.as_tensor(rows)[0]], 0)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The tiny target that the repository comes with: its text repeats that of the prompt."""
+    return endless(AutoModelForCausalLM.from_pretrained(CARDS / "tiny-target", dtype=torch.float32).eval())
+
+
+@pytest.fixture(scope="module")
+def code(trained):
+    tokenizer = AutoTokenizer.from_pretrained(CARDS / "tiny-target")
+    ids = torch.tensor(tokenizer("for index in range(10):\n    print(index)\n" * 9)["input_ids"])
+    return left_padded([ids[:100]], 0)
+
+
+@pytest.fixture
+def forwards(request, target):
+    """Tokens of every forward of the target, noted by a hook of this test."""
+    sizes = []
+    if "trained" in request.fixturenames:
+        target = request.getfixturevalue("trained")
+
+    def note(module, args, kwargs):
+        ids = args[0] if args else kwargs["input_ids"]
+        sizes.append(ids.shape[1])
+
+    handle = target.register_forward_pre_hook(note, with_kwargs=True)
+    yield sizes
+    handle.remove()
+
+
+def specattn(target, **settings):
+    return hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8, **settings)
+
+
+@pytest.mark.parametrize("name", ["hf", "plain"])
+def test_time_to_first_token_holds_the_prompt_and_nothing_else(name, target, prompt, forwards):
+    """A clock that is moved by forwards alone: 100 s for one over the prompt, 1 s for one of a single token."""
+    method = HfMethod() if name == "hf" else hf_longspec.PlainDraftModel.from_target(target)
+
+    def now():
+        return sum(PROMPT_SECONDS if size > 1 else STEP_SECONDS for size in forwards)
+
+    call = run_call(target, method, prompt, decoding=Decoding(), tokens=6, seed=0, now=now)
+    # ours runs the last token of the prompt apart
+    assert call.ttft_seconds == PROMPT_SECONDS + (STEP_SECONDS if name == "plain" else 0)
+    assert call.decode_seconds == 5 * STEP_SECONDS
+    assert (call.tokens, call.steps) == (5, 5)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "longspec"])
+def test_tau_is_that_of_counted_forwards(kind, trained, code, forwards):
+    """Neither draft runs the target: every forward behind the prompt is a verification."""
+    if kind == "ngram":
+        draft = hf_longspec.NgramDraftModel.from_target(trained, num_assistant_tokens=4)
+    else:
+        draft = hf_longspec.LongSpecDraftModel.from_pretrained(CARDS / "tiny-longspec", dtype=torch.float32)
+    call = run_call(trained, draft, code, decoding=Decoding(), tokens=24, seed=0)
+    assert call.steps == len(forwards) - 2  # all but the last token of the prompt, then that one
+    assert call.tokens == 23
+    output = trained.generate(
+        code[0], assistant_model=draft, max_new_tokens=24, do_sample=False, return_dict_in_generate=True
+    )
+    assert output.speculation.mean_acceptance_length == call.tokens / call.steps
+    assert output.speculation.acceptance_histogram == call.histogram
+    assert output.speculation.num_accepted_draft_tokens > 0  # otherwise tau is 1 whatever is counted
+
+
+def test_prompt_lookup_is_counted_as_it_verifies(trained, code, forwards):
+    method = HfMethod({"prompt_lookup_num_tokens": 4}, max_batch=1)
+    call = run_call(trained, method, code, decoding=Decoding(), tokens=24, seed=0)
+    assert call.steps == len(forwards) - 1 == sum(call.histogram)
+    assert sum((drafted + 1) * count for drafted, count in enumerate(call.histogram)) == call.tokens
+    assert call.steps < call.tokens
+
+
+def test_the_last_verification_is_cut_in_what_is_emitted_not_in_what_is_accepted(target, prompt):
+    """The draft reads the whole cache, so all of its tokens are accepted."""
+    draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=1000)
+    call = run_call(target, draft, prompt, decoding=Decoding(), tokens=7, seed=0)
+    assert call.accepted == [0, 0, 0, 2]  # 4 tokens, then 2 of 4
+    assert call.histogram == [0, 1, 0, 1]
+    assert "drafter" not in vars(draft)
+
+
+def test_rows_of_different_lengths_give_the_texts_that_they_give_alone(target):
+    rows, _ = tiny_prompts(target.config.vocab_size, [40, 40])
+    prompts = [torch.as_tensor(rows)[0], torch.as_tensor(rows)[1, :25]]
+    draft = specattn(target)
+    together = run_call(target, draft, left_padded(prompts, 0), decoding=Decoding(), tokens=9, seed=0)
+    alone = [run_call(target, draft, left_padded([p], 0), decoding=Decoding(), tokens=9, seed=0) for p in prompts]
+    assert torch.equal(together.text, torch.cat([call.text for call in alone]))
+    assert together.steps == sum(call.steps for call in alone)
+    assert together.tokens == 16
+
+
+def test_a_penalty_reaches_the_target(target, prompt):
+    texts = [
+        run_call(target, how, prompt, decoding=Decoding(penalty=penalty), tokens=16, seed=0).text
+        for how in (HfMethod(), specattn(target))
+        for penalty in (None, 5.0)
+    ]
+    assert torch.equal(texts[0], texts[2]) and torch.equal(texts[1], texts[3])
+    assert not torch.equal(texts[0], texts[1])
+
+
+def test_an_interrupted_call_is_no_measurement(target, prompt):
+    draft = specattn(target)
+
+    calls = []
+
+    def now():
+        calls.append(None)
+        if len(calls) == 4:  # the start, the prompt, the first token, the second
+            raise KeyboardInterrupt
+        return 0.0
+
+    with pytest.raises(KeyboardInterrupt):
+        run_call(target, draft, prompt, decoding=Decoding(), tokens=30, seed=0, now=now)
+
+
+def test_peak_memory_grows_with_what_is_held():
+    memory = PeakMemory(torch.device("cpu"))
+    if memory.read() is None:
+        pytest.skip("this system does not let a process reset its high-water mark")
+    memory.reset()
+    before = memory.read()
+    held = torch.ones(2**24)  # 64 MiB
+    grown = memory.read()
+    del held
+    memory.reset()
+    assert 0.9 * 2**26 < grown - before < 2 * 2**26
+    assert memory.read() < grown
