@@ -102,6 +102,14 @@ class Drafter(CandidateGenerator):
         """
         self.observe(verification)
 
+    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Go on behind `texts`, all committed, of which tokens at the end were not told.
+
+        Args:
+            verification ([`Verification`]): That of their last tokens, one of each growing row.
+        """
+        self.start(texts, verification)
+
     def propose(self, root: torch.Tensor) -> DraftTree:
         """A tree of candidates after `root` `(batch,)`, the last emitted tokens."""
         raise NotImplementedError

@@ -48,6 +48,11 @@ class JoinedDrafter(Drafter):
         self.inner.start(texts, verification)
         self.ngrams.start(texts, verification)
 
+    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Go on with both."""
+        self.inner.resume(texts, verification)
+        self.ngrams.resume(texts, verification)
+
     def propose(self, root: torch.Tensor) -> DraftTree:
         """One tree behind `root` `(batch,)`: the other drafter's, then the n-grams that it does not hold."""
         own = self.inner.propose(root)

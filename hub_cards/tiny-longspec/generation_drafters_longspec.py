@@ -73,6 +73,10 @@ class LongSpecDrafter(Drafter):
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Fill the ring with the last tokens of the texts: the only prefill that this draft needs."""
         self._warn_of_length(max(map(len, texts)))
+        self.resume(texts, verification)
+
+    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Fill the ring anew."""
         last = [text[-self.config.window :] for text in texts]
         width = max(map(len, last))
         tokens = torch.stack([torch.nn.functional.pad(text, (width - len(text), 0)) for text in last])

@@ -52,6 +52,11 @@ class NgramDrafter(Drafter):
                 self.indexes[row].extend(whole[: len(text)], indexed=self.settings.preload)
             self.indexes[row].extend(whole[len(self.indexes[row].text) :])
 
+    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Read what was emitted in the meantime."""
+        for index, text, tokens in zip(self.indexes, texts, verification.tokens, strict=True):
+            index.extend([*text[len(index.text) :].tolist(), *tokens])
+
     def observe(self, verification: Verification) -> None:
         """Read what was emitted."""
         for index, tokens in zip(self.indexes, verification.tokens, strict=True):

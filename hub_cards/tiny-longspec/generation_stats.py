@@ -1,5 +1,5 @@
 # Published with a draft by hf_longspec, Apache-2.0.
-"""What speculation achieved in one call of `generate`."""
+"""What speculation achieved in one call of `generate`, and what the gate found out."""
 
 from array import array
 from dataclasses import asdict, dataclass, field
@@ -11,22 +11,43 @@ INTERRUPTED = (
 )
 
 
+@dataclass(frozen=True)
+class GateDecision:
+    """What the gate found out, when that changed.
+
+    Args:
+        choice (`str`): The faster one: `plain` or `draft`.
+        length (`int`): Tokens of the longest row by then, prompt included.
+        plain_tokens_per_second (`float`): Of steps without drafting, all growing rows together.
+        draft_tokens_per_second (`float`): Of steps that speculate.
+        tau (`float`): Tokens per verification and row of the steps that this speed was taken from.
+    """
+
+    choice: str
+    length: int
+    plain_tokens_per_second: float
+    draft_tokens_per_second: float
+    tau: float
+
+
 @dataclass
 class SpeculationStats:
     """Counts and times of one call, summed over the rows of the batch. Complete when the call has returned.
 
     The first token comes from the prompt's own forward and belongs to the prefill; everything else is counted here.
-    A *row-step* is one row of one verification in which the row was still growing.
+    A *row-step* is one row of one verification in which the row was still growing. Where the gate had the root alone
+    verified, it is a *plain* one, which emits one token and counts for nothing else.
 
     Args:
         method (`str`): `model_type` of the draft.
-        num_spec_steps (`int`): Row-steps.
-        num_forwards (`int`): Verification forwards of the target (one serves all rows).
+        num_spec_steps (`int`): Row-steps, plain ones apart.
+        num_plain_steps (`int`): Plain row-steps.
+        num_forwards (`int`): Verification forwards of the target, plain ones included (one serves all rows).
         num_draft_tokens (`int`): Drafted tokens that were verified, padding excluded.
         num_accepted_draft_tokens (`int`): Drafted tokens that were emitted.
         num_accepted_ngram_tokens (`int`): Those of them that n-grams alone proposed. TokenSwift's beta also credits
             n-grams with what another candidate proposed as well.
-        num_emitted_tokens (`int`): Tokens emitted by verifications, bonus tokens included.
+        num_emitted_tokens (`int`): Tokens emitted by verifications, bonus tokens included, those of plain steps apart.
         acceptance_histogram (`list[int]`): Entry k counts the row-steps that emitted k drafted tokens.
         prefill_seconds (`float`): Until the first token (time to first token).
         draft_seconds (`float`): In the drafter, with what it does to catch up after a verification.
@@ -34,6 +55,7 @@ class SpeculationStats:
             wait for them falls into the rest.
         decode_seconds (`float`): Everything after the first token.
         draft_state_bytes (`int`): What the drafter kept beside the target's cache.
+        gate_decisions (`list[GateDecision]`): What the gate found out, each time that it changed.
         interrupted (`bool`): Whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call.
         emitted_per_step (`list[array]`): For each row of the batch, the tokens that each of its row-steps emitted: the
             last of them is the target's own, those before it were drafted. Together with the first token they are the
@@ -43,6 +65,7 @@ class SpeculationStats:
 
     method: str = ""
     num_spec_steps: int = 0
+    num_plain_steps: int = 0
     num_forwards: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
@@ -54,6 +77,7 @@ class SpeculationStats:
     verify_seconds: float = 0.0
     decode_seconds: float = 0.0
     draft_state_bytes: int = 0
+    gate_decisions: list[GateDecision] = field(default_factory=list)
     interrupted: bool = False
     # 2 bytes per step each: 0.4 MB for 100,000 steps
     emitted_per_step: list["array[int]"] = field(default_factory=list, repr=False)
@@ -77,7 +101,8 @@ class SpeculationStats:
     @property
     def tokens_per_second(self) -> float:
         """Tokens emitted per second of decoding, all rows together, prefill and first token apart."""
-        return self.num_emitted_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        tokens = self.num_emitted_tokens + self.num_plain_steps
+        return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def record(self, emitted: int, drafted: int, accepted: int, ngrams: int = 0, row: int = 0) -> None:
         """Count one step of `row` that emitted `emitted` tokens, `accepted` of them drafted, out of `drafted` proposed.
@@ -112,6 +137,7 @@ class SpeculationStats:
         return (
             f"{self.method}: tau {self.mean_acceptance_length:.2f} over {self.num_spec_steps} verifications, "
             f"{self.num_accepted_draft_tokens}/{self.num_draft_tokens} drafted tokens accepted, "
+            f"{f'{self.num_plain_steps} plain steps, ' if self.num_plain_steps else ''}"
             f"{self.tokens_per_second:.1f} tokens/s after {self.prefill_seconds:.2f} s of prefill"
             f"{', interrupted' if self.interrupted else ''}"
         )

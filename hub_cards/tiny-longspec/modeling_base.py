@@ -15,6 +15,7 @@ from .generation_decoding import decode
 from .generation_drafters_base import Binding, Drafter
 from .generation_drafters_joined import JoinedDrafter
 from .generation_drafters_ngram import NgramDrafter
+from .generation_gating import GATE_DEFAULTS, check_gate
 from .generation_ngram_settings import NGRAM_DEFAULTS, NgramSettings
 from .generation_route import install
 from .generation_stats import SpeculationStats
@@ -46,13 +47,14 @@ class DraftModel(PreTrainedModel):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        shared = COMPILE_DEFAULTS | NGRAM_DEFAULTS if cls.takes_ngrams else COMPILE_DEFAULTS
-        cls.settings = shared | cls.settings
+        ngrams = NGRAM_DEFAULTS if cls.takes_ngrams else {}
+        cls.settings = COMPILE_DEFAULTS | GATE_DEFAULTS | ngrams | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
         self.last_speculation: SpeculationStats | None = None
+        self.was_told_of_gate = False  # whether it has been said that speculation does not pay
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftModel":
@@ -130,6 +132,7 @@ class DraftModel(PreTrainedModel):
                 f"{sorted(self.settings)}."
             )
         self._joined_ngrams()  # refuses what is out of range
+        check_gate(self.setting("gate"))
         self.check_settings(target)
 
     def check_settings(self, target: TargetView) -> None:

@@ -20,10 +20,11 @@ from .generation_cache import SpeculativeCache
 from .generation_checks import refuse_unsupported
 from .generation_draft_tree import DraftTree
 from .generation_drafters_base import Binding, Drafter, Verification
+from .generation_gating import PLAIN, Gate, gate_of, warning_of
 from .generation_logits import TokenRule, along_path
 from .generation_noise import NoiseRows
 from .generation_sequences import Sequences
-from .generation_stats import INTERRUPTED, SpeculationStats
+from .generation_stats import INTERRUPTED, GateDecision, SpeculationStats
 from .generation_step import runner_of
 from .generation_target import Step, TargetView, chain_of_last_tokens
 
@@ -72,6 +73,7 @@ class Session:
 
     cache: SpeculativeCache
     drafter: Drafter
+    gate: Gate
     texts: list[torch.Tensor]
     prompts: list[torch.Tensor]
     stored: int
@@ -124,6 +126,8 @@ class Session:
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
         binding = Binding(self.target, cache, self.rule, self.max_length)
         self.drafter = self.draft.drafter(binding)
+        self.gate = gate_of(self.draft.setting("gate"), self.drafter, self.target.model)
+        self.rests = False  # whether the drafter was not told of the last steps
 
     def prefill(self) -> None:
         """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks."""
@@ -148,28 +152,57 @@ class Session:
         self.stats.prefill_seconds = time.perf_counter() - self.started
 
     def iterate(self) -> None:
-        """One iteration: draft -> verify -> accept -> commit."""
+        """One iteration: draft -> verify -> accept -> commit.
+
+        While the gate is shut, the root alone is verified, and the drafter rests. Before it proposes again, it is shown
+        one such verification.
+        """
+        speculates = self.gate.speculates()
+        proposes = speculates and not self.rests
         started = time.perf_counter()
-        tree = self.drafter.propose(self.root)
+        tree = self.drafter.propose(self.root) if proposes else DraftTree.root_only(self.root)
         drafted = time.perf_counter()
 
-        before, capture = self.cache.host_lengths, self.drafter.capture(tree)
-        step = self._verify(tree, capture, fixed_shape=True)
+        before, capture = self.cache.host_lengths, self.drafter.capture(tree) if speculates else None
+        step = self._verify(tree, capture, fixed_shape=proposes or not speculates, is_seen=speculates)
         verified = time.perf_counter()
         growing = [not done for done in self.sequences.done]
         path, tokens = self._accept_and_emit(tree, step.logits)
         emitted = [len(row) for row in tokens]
-        self._record(growing, emitted)
+        self._record(growing, emitted, proposes)
         self.cache.commit(None if tree.is_chain else path, emitted)
         committed = time.perf_counter()
 
-        if not self.sequences.finished:
-            self.drafter.observe(Verification(path, emitted, before, capture, tokens, step.hidden))
+        if speculates and not self.sequences.finished:
+            self._show(Verification(path, emitted, before, capture, tokens, step.hidden))
+        self.rests = not speculates
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
+        self._tell(self.gate.record(sum(emitted), sum(growing), max(self.cache.host_lengths)))
 
-    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False) -> Step:
-        wants_hidden = self.drafter.wants_hidden
+    def _show(self, verification: Verification) -> None:
+        """To the drafter; with the texts so far, if it has to catch up."""
+        if not self.rests:
+            self.drafter.observe(verification)
+            return
+        whole = [
+            torch.cat([text, text.new_tensor(new)])
+            for text, new in zip(self.texts, self.sequences.generated, strict=True)
+        ]
+        lengths = self.cache.host_lengths
+        self.drafter.resume([text[:length] for text, length in zip(whole, lengths, strict=True)], verification)
+
+    def _tell(self, decision: GateDecision | None) -> None:
+        """Keep what the gate found out; the first time that a draft does not pay, say so."""
+        if decision is None:
+            return
+        self.stats.gate_decisions.append(decision)
+        if decision.choice == PLAIN and not self.draft.was_told_of_gate:
+            self.draft.was_told_of_gate = True
+            logger.warning(warning_of(decision))
+
+    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False, is_seen: bool = True) -> Step:
+        wants_hidden = is_seen and self.drafter.wants_hidden
         return self.target.verify(tree, self.cache, capture, self.max_length, wants_hidden, fixed_shape)
 
     def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
@@ -196,8 +229,11 @@ class Session:
             for row, count in enumerate(emitted):
                 store[row].extend(values[row, :count].unbind(0))
 
-    def _record(self, growing: list[bool], emitted: list[int]) -> None:
+    def _record(self, growing: list[bool], emitted: list[int], proposes: bool) -> None:
         self.stats.num_forwards += 1
+        if not proposes:
+            self.stats.num_plain_steps += sum(growing)
+            return
         first = self.drafter.first_ngram_node
         for row, count in enumerate(emitted):
             if growing[row]:
