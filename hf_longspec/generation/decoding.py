@@ -101,9 +101,10 @@ class Session:
             max_length=self.max_length,
             reach=draft.num_tree_nodes(target) + 1,
             streamer=streamer,
+            ranks=target.ranks,
         )
         batch_size, do_sample = input_ids.shape[0], bool(generation_config.do_sample)
-        noise = NoiseRows(batch_size, target.vocab_size, input_ids.device) if do_sample else None
+        noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
         self.rule = TokenRule(logits_processor, do_sample, self.sequences, noise)
         self.kept_scores: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
         self.kept_logits: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
