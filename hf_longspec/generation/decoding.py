@@ -54,16 +54,20 @@ def decode(
     session.open_cache(model_kwargs)
     draft.last_speculation = session.stats
     try:
-        session.prefill()
-        with target.attention():
-            session.seed()
-            while not session.sequences.finished:
-                session.iterate()
-    except KeyboardInterrupt as error:
-        session.sequences.interrupt(error)
-    finally:
-        session.close()
-    return session.output()
+        try:
+            session.prefill()
+            with target.attention():
+                session.seed()
+                while not session.sequences.finished:
+                    session.iterate()
+        except KeyboardInterrupt as error:
+            session.sequences.interrupt(error)
+        finally:
+            session.close()
+        return session.output()
+    except BaseException:
+        session.forget()
+        raise
 
 
 class Session:
@@ -216,6 +220,11 @@ class Session:
         self.stats.draft_state_bytes = self.drafter.state_bytes
         self.stats.interrupted = self.sequences.interrupted
         logger.info("%s", self.stats)
+
+    def forget(self) -> None:
+        """Leave the cache as it was given: what the caller does not get, it must not hold either."""
+        self.cache.rollback()
+        self.cache.set_lengths([self.stored] * self.cache.batch_size)
 
     def output(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """What `generate` returns; with `return_dict_in_generate`, the statistics are its attribute `speculation`."""

@@ -258,9 +258,9 @@ def processors(draw, prompt_length: int, vocab: int, do_sample: bool) -> dict[st
         "suppress_tokens": some,
         "begin_suppress_tokens": some,
         "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=2), min_size=1, max_size=3),
-        "sequence_bias": st.lists(st.tuples(st.lists(tokens, min_size=1, max_size=2), st.just(4.0)), min_size=1, max_size=2).map(
-            lambda pairs: {tuple(ids): bias for ids, bias in pairs}
-        ),
+        "sequence_bias": st.lists(
+            st.tuples(st.lists(tokens, min_size=1, max_size=2), st.just(4.0)), min_size=1, max_size=2
+        ).map(lambda pairs: {tuple(ids): bias for ids, bias in pairs}),
         "forced_eos_token_id": tokens,
         "exponential_decay_length_penalty": st.just((2, 1.2)),
         "renormalize_logits": st.just(True),

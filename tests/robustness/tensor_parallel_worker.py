@@ -61,9 +61,7 @@ def main(target, results):
         # every rank has a random state of its own, as processes do
         seen["sampled"][kind] = run(draft, rank, do_sample=True, temperature=1.3, top_k=0)
     seen["selections"] = selections
-    seen["stopped"] = run(
-        make_draft("plain", model), 0, do_sample=False, stopping_criteria=[StopsOnTheFirstRank()]
-    )
+    seen["stopped"] = run(make_draft("plain", model), 0, do_sample=False, stopping_criteria=[StopsOnTheFirstRank()])
     draft = make_draft("plain", model)
     draft.generation_config.compile = "compile"
     try:

@@ -106,7 +106,13 @@ def test_a_second_turn(case: Case, other, extra: int, more: int):
     added = torch.randint(3, case.vocab, (1, extra), generator=torch.Generator().manual_seed(extra))
     text = torch.cat([out.sequences, added], 1)
     # a mask of ones: transformers takes the padding id for padding, also where it was emitted
-    turn = {"input_ids": text, "attention_mask": torch.ones_like(text), "max_new_tokens": more, "eos_token_id": END, "pad_token_id": 0}
+    turn = {
+        "input_ids": text,
+        "attention_mask": torch.ones_like(text),
+        "max_new_tokens": more,
+        "eos_token_id": END,
+        "pad_token_id": 0,
+    }
     turn |= {"do_sample": False} | WANTED
     expected = case.model(ours=False).generate(**turn)
     draft = second.draft(expected.sequences[:, text.shape[1] :].tolist())
