@@ -229,8 +229,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         if config.hidden_act not in ACT2FN:
             raise ValueError(
-                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected a name that transformers knows, "
-                "such as 'silu'."
+                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected a name that transformers "
+                "knows, such as 'silu'."
             )
         self.act = ACT2FN[config.hidden_act]
 
