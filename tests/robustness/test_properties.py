@@ -93,11 +93,12 @@ def test_text_and_scores(case: Case):
 @given(case=cases(), other=drafts(), extra=st.integers(0, 9), more=st.integers(1, 9))
 def test_a_second_turn(case: Case, other, extra: int, more: int):
     """A longer text on the cache of the first turn, with another draft."""
-    assume(len(case.lengths) == 1 and case.refusal is None and case.text_is_fixed)
+    assume(case.refusal is None and case.text_is_fixed)
+    case = Case(**(vars(case) | {"lengths": case.lengths[:1]}))  # rows of different lengths are refused
     kind, settings = other
     second = Case(**(vars(case) | {"kind": kind, "settings": settings}))
     assume(second.refusal is None and second.text_is_fixed)
-    cache = SpeculativeCache(case.model().config, 1, 80, tree_slots=256)
+    cache = SpeculativeCache(case.model().config, 1, 80, tree_slots=512)
     first = plain(case)
     out = with_draft(case, case.draft(first.sequences[:, case.lengths[0] :].tolist()), past_key_values=cache)
     check_text(case, first, out)
