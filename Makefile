@@ -18,6 +18,7 @@ READY_MIN := $(VENV_MIN)/.ready
 
 # What can differ between transformers versions: models, cache, generate(), Trainer.
 MIN_TESTS := tests/generation tests/modeling tests/training tests/hub tests/cli/test_publish.py \
+	tests/robustness/test_persistence.py tests/robustness/test_malformed.py tests/robustness/test_properties.py \
 	tests/test_testing.py tests/test_public_api.py
 
 .DEFAULT_GOAL := help

@@ -1,7 +1,7 @@
 """What the decoding loop needs to know of an unmodified causal language model, and how it runs it."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from ..attention_backends.hybrid_tree import TreeContext
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .final_norm import FinalNormInput
+from .ranks import Ranks
 from .step import FixedSteps, Runner
 
 ATTENTION_NAME = "hf_longspec"
@@ -29,13 +30,14 @@ class TargetView:
         model (`PreTrainedModel`):
             A causal language model, used as it is.
         runner (*optional*):
-            Compiles or captures steps of fixed shapes, see step.py.
+            Compiles or captures steps of fixed shapes, see step.py. Not used under tensor parallelism.
     """
 
     def __init__(self, model: PreTrainedModel, runner: Runner | None = None):
         self.model = model
-        self.runner = runner
-        self._fixed = None if runner is None else FixedSteps(model, runner)
+        self.ranks = Ranks.of(model)
+        self.runner = runner if self.ranks is None else None  # collectives inside of a graph were never tried
+        self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         self.config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -44,6 +46,11 @@ class TargetView:
     def vocab_size(self) -> int:
         """Size of the target's vocabulary."""
         return self.config.vocab_size
+
+    @property
+    def sum_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Sums a tensor over the processes that hold the target; None if there is one."""
+        return None if self.ranks is None else self.ranks.sum
 
     @property
     def num_layers(self) -> int:

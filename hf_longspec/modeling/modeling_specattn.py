@@ -61,7 +61,7 @@ class SpecAttnDraftModel(DraftModel):
         for name in ("num_assistant_tokens", "sparse_min_tokens"):
             if not isinstance(value := self.setting(name), int) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
-        if not 0 < (ratio := self.setting("sparse_ratio")) <= 1:
+        if not isinstance(ratio := self.setting("sparse_ratio"), int | float) or not 0 < ratio <= 1:
             raise ValueError(f"sparse_ratio={ratio!r}: expected a number in (0, 1].")
         if target.has_latent_cache and self.setting("granularity") == "kv_head":
             raise ValueError(

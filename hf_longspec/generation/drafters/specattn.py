@@ -92,6 +92,7 @@ class SpecAttnDrafter(Drafter):
             score="quest" if self.settings.selection == "quest" else self.settings.score,
             granularity=self.settings.granularity,
             skipped_layers=self.selected.dense_layers,
+            sum_ranks=self.binding.target.sum_ranks,
         )
 
     def observe(self, verification: Verification) -> None:

@@ -1,0 +1,306 @@
+"""Random calls of `generate` for the property tests: target, prompts, draft, stopping rules, processors.
+
+Everything that is drawn is plain data, so that a failing case prints as what has to be typed to see it again.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+from hf_longspec import ContextualPenaltyLogitsProcessor
+from hf_longspec.attention_backends.scores import GRANULARITIES
+from hf_longspec.generation.drafters.specattn import SELECTIONS
+from hf_longspec.generation.ngram_settings import SOURCES
+from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+from hf_longspec.testing_drafts import RandomTreeDraftModel
+from tests.robustness.drafts import make_draft
+
+END = 1  # the end token unless a case has others
+FIXED_LAYERS = ("gemma2", "gemma3", "gpt_oss", "cohere2", "smollm3", "deepseek_v3")  # rows with a list of layers
+WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss", "cohere2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Args:
+        target (`tuple`): Arguments of [`tiny_target`]: name, and config fields as pairs.
+        ours (`bool`): Whether the speculating target was loaded with `attn_implementation="hf_longspec"`.
+        lengths (`tuple[int, ...]`): Prompt lengths.
+        kind (`str`): Of the draft.
+        settings (`dict`): Of the draft.
+        options (`dict`): Arguments of `generate`.
+        stop_at (`tuple`, *optional*): Remainder and divisor of [`LastToken`].
+        penalty (`tuple`, *optional*): Arguments of [`ContextualPenaltyLogitsProcessor`].
+        allowed (`int`, *optional*): Divisor of [`allowed_tokens`].
+        do_sample (`bool`): Whether tokens are drawn.
+    """
+
+    target: tuple
+    ours: bool
+    lengths: tuple[int, ...]
+    kind: str
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    stop_at: tuple[int, int] | None
+    penalty: tuple[float, int, int | None] | None
+    allowed: int | None
+    do_sample: bool
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        return dict(self.target[1])
+
+    @property
+    def vocab(self) -> int:
+        return self.overrides["vocab_size"]
+
+    def model(self, ours: bool | None = None) -> Any:
+        """The target, made once; with `ours`, under this project's attention."""
+        return _model(*self.target, "hf_longspec" if (self.ours if ours is None else ours) else None)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of `generate` but the assistant; new objects every time."""
+        input_ids, attention_mask = tiny_prompts(self.vocab, self.lengths)
+        arguments = {"input_ids": input_ids, "attention_mask": attention_mask, "do_sample": self.do_sample}
+        arguments |= {"eos_token_id": END, "pad_token_id": 0} | self.options
+        if "stop_strings" in self.options:
+            arguments["tokenizer"] = tokenizer_of(self.vocab)
+        if self.stop_at is not None:
+            arguments["stopping_criteria"] = [LastToken(*self.stop_at)]
+        if self.penalty is not None:
+            arguments["logits_processor"] = [ContextualPenaltyLogitsProcessor(*self.penalty)]
+        if self.allowed is not None:
+            arguments["prefix_allowed_tokens_fn"] = allowed_tokens(self.vocab, self.allowed)
+        return arguments
+
+    def draft(self, hints: list[list[int]]) -> Any:
+        """The draft; random trees hold some of `hints`, the text that is to come."""
+        model = self.model()
+        if self.kind != "tree":
+            return make_draft(self.kind, model, **self.settings)
+        draft = RandomTreeDraftModel.from_target(model)
+        draft.hints = hints
+        for name, value in self.settings.items():
+            setattr(draft, name, value)
+        return draft
+
+    @property
+    def refusal(self) -> str | None:
+        """Pattern of the message, if the call is to be refused."""
+        latent = self.target[0] == "deepseek_v3"
+        if self.kind == "longspec" and latent:
+            return "MLA"
+        if self.kind == "specattn":
+            if latent and self.settings["granularity"] == "kv_head":
+                return "MLA"
+            if self.do_sample and self.settings["acceptance"] == "rejection" and self.settings["ngram_candidates"]:
+                return "acceptance='rejection' with ngram_candidates"
+        return None
+
+    @property
+    def text_is_fixed(self) -> bool:
+        """Whether the text is that of decoding without a draft; under rejection only its law is."""
+        return not (self.do_sample and self.kind == "specattn" and self.settings["acceptance"] == "rejection")
+
+
+class LastToken(StoppingCriteria):
+    """Ends a row at a token of one residue class, in a row's own rhythm."""
+
+    def __init__(self, remainder: int, divisor: int):
+        self.remainder, self.divisor = remainder, divisor
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -1] + input_ids[:, -2]) % self.divisor == self.remainder
+
+
+def allowed_tokens(vocab: int, divisor: int) -> Any:
+    """A constraint that depends on the row, the length and the last token."""
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        return [token for token in range(vocab) if (token + row + len(ids) + int(ids[-1])) % divisor]
+
+    return allowed
+
+
+@cache
+def _model(name: str, overrides: tuple, attention: str | None) -> Any:
+    return tiny_target(name, attn_implementation=attention, **dict(overrides))
+
+
+@cache
+def tokenizer_of(vocab: int) -> PreTrainedTokenizerFast:
+    """One character per token."""
+    tokens = ["<pad>", "<bos>", "<eos>", *(character(token) for token in range(3, vocab))]
+    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def character(token: int) -> str:
+    """Of tokens from 3 on: a, b, c..., which transformers needs to read a tokenizer's vocabulary."""
+    return chr(ord("a") + token - 3) if token < 29 else chr(0x4E00 + token)
+
+
+def maybe(strategy: st.SearchStrategy) -> st.SearchStrategy:
+    """None three times out of four, so that a call has few options at once."""
+    return st.one_of(st.none(), st.none(), st.none(), strategy)
+
+
+@st.composite
+def targets(draw) -> tuple:
+    """Name and config fields; a small choice of each, so that targets are made once and used often."""
+    name = draw(st.sampled_from(TINY_TARGETS))
+    overrides: dict[str, Any] = {"vocab_size": draw(st.sampled_from([24, 61, 128]))}
+    if name not in FIXED_LAYERS:
+        overrides["num_hidden_layers"] = draw(st.sampled_from([1, 3]))
+    if name != "deepseek_v3":
+        heads, kv_heads = draw(st.sampled_from([(4, 2), (4, 1), (4, 4), (2, 2)]))
+        overrides |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    if name in WINDOWED:
+        overrides["sliding_window"] = draw(st.sampled_from([5, 16]))
+    return name, tuple(sorted(overrides.items()))
+
+
+NGRAMS = st.fixed_dictionaries(
+    {
+        "ngram_candidates": st.integers(0, 3),
+        "ngram_num_tokens": st.integers(1, 6),
+        "ngram_size": st.integers(1, 4),
+        "ngram_source": st.sampled_from(SOURCES),
+        "ngram_preload": st.booleans(),
+    }
+)
+
+
+@st.composite
+def drafts(draw) -> tuple[str, dict[str, Any]]:
+    """Kind and settings, n-grams included."""
+    kind = draw(st.sampled_from(["tree", "tree", "plain", "ngram", "specattn", "longspec", "tokenswift"]))
+    ngrams = draw(NGRAMS)
+    if kind == "plain":
+        return kind, {}
+    if kind == "tree":
+        # at least its seeding chain of 5
+        numbers = {"num_nodes": st.integers(5, 12), "luck": st.sampled_from([0.3, 0.7, 1.0]), "chain": st.booleans()}
+        return kind, draw(st.fixed_dictionaries(numbers | {"seed": st.integers(0, 99)}))
+    if kind == "ngram":
+        return kind, draw(
+            st.fixed_dictionaries(
+                {
+                    "num_assistant_tokens": st.integers(1, 8),
+                    "ngram_candidates": st.integers(1, 4),
+                    "ngram_size": st.integers(1, 4),
+                    "ngram_source": st.sampled_from(SOURCES),
+                    "ngram_preload": st.booleans(),
+                }
+            )
+        )
+    if kind == "specattn":
+        numbers = {
+            "num_assistant_tokens": st.integers(1, 5),
+            "sparse_ratio": st.sampled_from([0.05, 0.5, 1.0]),
+            "sparse_min_tokens": st.integers(1, 20),
+            "selection": st.sampled_from(SELECTIONS),
+            "score": st.sampled_from(["logits", "weights"]),
+            "granularity": st.sampled_from(GRANULARITIES),
+            "acceptance": st.sampled_from(["rejection", "coupled"]),
+        }
+        return kind, draw(st.fixed_dictionaries(numbers)) | ngrams
+    if kind == "longspec":
+        widths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=4))
+        window = draw(st.integers(len(widths) + 2, 14))
+        return kind, {"tree_widths": widths, "window": window, "cross_attention": draw(st.booleans())} | ngrams
+    self_draft = draw(st.sampled_from(["verify_hidden", "partial_kv"]))
+    branching = draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))
+    numbers = {
+        "partial_kv_policy": st.sampled_from(["dynamic", "static", "full"]),
+        "partial_kv_budget": st.integers(20, 40),
+        "partial_kv_recent": st.integers(0, 8),
+    }
+    heads = {"num_heads": len(branching) - 1, "tree_branching": branching, "self_draft": self_draft}
+    return kind, heads | draw(st.fixed_dictionaries(numbers)) | ngrams
+
+
+@st.composite
+def stopping(draw, prompt_length: int, vocab: int) -> dict[str, Any]:
+    """Length limits, end tokens and stop strings."""
+    new = draw(st.integers(1, 20))
+    options: dict[str, Any] = {"max_length": prompt_length + new} if draw(st.booleans()) else {"max_new_tokens": new}
+    tokens = st.integers(3, vocab - 1)
+    if (ends := draw(maybe(st.lists(tokens, min_size=1, max_size=6, unique=True)))) is not None:
+        options["eos_token_id"] = ends
+        if draw(st.booleans()):
+            options["pad_token_id"] = ends[0]
+    if (strings := draw(maybe(st.lists(st.lists(tokens, min_size=1, max_size=2), min_size=1, max_size=4)))) is not None:
+        options["stop_strings"] = ["".join(map(character, string)) for string in strings]
+    return options
+
+
+@st.composite
+def processors(draw, prompt_length: int, vocab: int, do_sample: bool) -> dict[str, Any]:
+    """Arguments of `generate` that add logits processors; those of sampling only when it samples."""
+    tokens = st.integers(3, vocab - 1)
+    some = st.lists(tokens, min_size=1, max_size=5, unique=True)
+    choices: dict[str, st.SearchStrategy] = {
+        "repetition_penalty": st.sampled_from([0.8, 1.3]),
+        "no_repeat_ngram_size": st.integers(2, 3),
+        "min_new_tokens": st.integers(1, 8),
+        "min_length": st.integers(1, prompt_length + 6),
+        "suppress_tokens": some,
+        "begin_suppress_tokens": some,
+        "bad_words_ids": st.lists(st.lists(tokens, min_size=1, max_size=2), min_size=1, max_size=3),
+        "sequence_bias": st.lists(
+            st.tuples(st.lists(tokens, min_size=1, max_size=2), st.just(4.0)), min_size=1, max_size=2
+        ).map(lambda pairs: {tuple(ids): bias for ids, bias in pairs}),
+        "forced_eos_token_id": tokens,
+        "exponential_decay_length_penalty": st.just((2, 1.2)),
+        "renormalize_logits": st.just(True),
+        "remove_invalid_values": st.just(True),
+    }
+    if do_sample:
+        choices |= {
+            "temperature": st.sampled_from([0.3, 0.8, 1.5]),
+            "top_k": st.sampled_from([0, 1, 5]),
+            "top_p": st.sampled_from([0.3, 0.9]),
+            "min_p": st.sampled_from([0.02, 0.2]),
+            "typical_p": st.sampled_from([0.3, 0.9]),
+            "eta_cutoff": st.just(0.02),
+            "epsilon_cutoff": st.just(0.02),
+            "top_h": st.sampled_from([0.4, 0.8]),
+        }
+    options = {name: draw(maybe(strategy)) for name, strategy in choices.items()}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@st.composite
+def cases(draw) -> Case:
+    """One call of `generate`."""
+    target = draw(targets())
+    vocab = dict(target[1])["vocab_size"]
+    lengths = tuple(draw(st.lists(st.integers(2, 40), min_size=1, max_size=4)))
+    do_sample = draw(st.booleans())
+    kind, settings = draw(drafts())
+    options = draw(stopping(max(lengths), vocab)) | draw(processors(max(lengths), vocab, do_sample))
+    if (chunk := draw(maybe(st.integers(1, 17)))) is not None:
+        options["prefill_chunk_size"] = chunk
+    return Case(
+        target=target,
+        ours=draw(st.booleans()),
+        lengths=lengths,
+        kind=kind,
+        settings=settings,
+        options=options,
+        stop_at=draw(maybe(st.tuples(st.integers(0, 4), st.just(5)))),
+        penalty=draw(maybe(st.tuples(st.sampled_from([0.8, 1.5]), st.integers(1, 9), st.sampled_from([None, 0])))),
+        allowed=draw(maybe(st.integers(2, 4))),
+        do_sample=do_sample,
+    )

@@ -1,0 +1,35 @@
+"""Drafts of every kind for the tests of this folder, small enough that something is drafted, refused and accepted."""
+
+from typing import Any
+
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.testing_drafts import random_longspec_draft, random_tokenswift_draft
+
+SPECATTN = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}
+
+_MAKERS: dict[str, Any] = {
+    "plain": PlainDraftModel.from_target,
+    "ngram": NgramDraftModel.from_target,
+    "specattn": lambda target, **settings: SpecAttnDraftModel.from_target(target, **(SPECATTN | settings)),
+    "longspec": lambda target, **settings: random_longspec_draft(
+        target, **({"window": 8, "tree_widths": [40, 39]} | settings)
+    ),
+    "tokenswift": lambda target, **settings: random_tokenswift_draft(
+        target, **({"num_heads": 2, "tree_branching": [1, 30, 4]} | settings)
+    ),
+    "partial": lambda target, **settings: random_tokenswift_draft(
+        target,
+        **(
+            {"num_heads": 2, "tree_branching": [3, 4, 2], "self_draft": "partial_kv"}
+            | {"partial_kv_budget": 16, "partial_kv_recent": 4}
+            | settings
+        ),
+    ),
+}
+KINDS = tuple(_MAKERS)
+TRAINED = ("longspec", "tokenswift", "partial")
+
+
+def make_draft(kind: str, target: Any, **settings: Any) -> Any:
+    """A draft of `kind` for `target`; its weights, if it has any, are random and always the same."""
+    return _MAKERS[kind](target, **settings)

@@ -1,0 +1,76 @@
+"""One rank of tests/robustness/test_tensor_parallel.py: generates with every draft and writes down what it saw.
+
+Run by torchrun: `tensor_parallel_worker.py <folder of the target> <folder of results> [architecture]`.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
+from hf_longspec.testing import tiny_prompts
+from tests.robustness.drafts import KINDS, make_draft
+
+LENGTHS, NEW, NEVER = (33, 3, 13), 12, 1
+
+
+class StopsOnTheFirstRank(StoppingCriteria):
+    """As a clock may: one rank says stop, and the other does not."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([dist.get_rank() == 0 and input_ids.shape[1] >= max(LENGTHS) + 5])
+
+
+def watch_selections(seen):
+    """Note which entries SpecAttn selects."""
+    select = SpecAttnDrafter._select
+
+    def noting(self, *args):
+        chosen = select(self, *args)
+        seen.append(chosen.sort(-1).values.tolist())
+        return chosen
+
+    SpecAttnDrafter._select = noting
+
+
+def main(target, results):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = AutoModelForCausalLM.from_pretrained(target, tp_plan="auto", dtype=torch.float32).eval()
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": NEW}
+    inputs |= {"eos_token_id": NEVER, "pad_token_id": NEVER}
+
+    def run(draft, seed, **options):
+        torch.manual_seed(seed)
+        return model.generate(**inputs, **options, assistant_model=draft).tolist()
+
+    seen = {"size": model._tp_size, "greedy": {"none": run(None, 0, do_sample=False)}, "sampled": {}, "histograms": {}}
+    selections = []
+    watch_selections(selections)
+    for kind in KINDS:
+        draft = make_draft(kind, model)
+        seen["greedy"][kind] = run(draft, 0, do_sample=False)
+        seen["histograms"][kind] = draft.last_speculation.acceptance_histogram
+        # every rank has a random state of its own, as processes do
+        seen["sampled"][kind] = run(draft, rank, do_sample=True, temperature=1.3, top_k=0)
+    seen["selections"] = selections
+    seen["stopped"] = run(make_draft("plain", model), 0, do_sample=False, stopping_criteria=[StopsOnTheFirstRank()])
+    draft = make_draft("plain", model)
+    draft.generation_config.compile = "compile"
+    try:
+        run(draft, 0, do_sample=False)
+    except ValueError as error:
+        seen["refused"] = str(error)
+    Path(results, f"{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,203 @@
+"""An exception in any phase of a call: model, draft and the user's cache are as before, and the next call is right."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_longspec import SpeculativeCache
+from hf_longspec.generation.cache import SpeculativeCache as Cache
+from hf_longspec.generation.logits import TokenRule
+from hf_longspec.generation.target import TargetView
+from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.robustness.drafts import make_draft
+
+NEVER, NEW, PROMPT, TURN = 1, 8, 33, 11
+
+
+KINDS = ("ngram", "specattn", "longspec", "tokenswift", "partial")
+
+
+class Boom(Exception):
+    """What a user's object raises."""
+
+
+class Bomb:
+    """Raises at its n-th call, once."""
+
+    def __init__(self, error, calls):
+        self.error, self.calls = error, calls
+
+    def __call__(self):
+        self.calls -= 1
+        if self.calls == 0:
+            raise self.error
+
+    @property
+    def went_off(self):
+        return self.calls <= 0
+
+
+def around(owner, name, bomb, patch):
+    """Let the bomb go off when a method has done its work, so that what it changed is changed."""
+    method = getattr(owner, name)
+
+    def run(*args, **kwargs):
+        result = method(*args, **kwargs)
+        bomb()
+        return result
+
+    patch.setattr(owner, name, run)
+
+
+def drafter_method(name):
+    def arm(draft, bomb, patch):
+        make = draft.make_drafter
+
+        def armed(binding):
+            drafter = make(binding)
+            around(drafter, name, bomb, patch)
+            return drafter
+
+        patch.setattr(draft, "make_drafter", armed)
+        return {}
+
+    return arm
+
+
+def method_of(owner, name):
+    def arm(draft, bomb, patch):
+        around(owner, name, bomb, patch)
+        return {}
+
+    return arm
+
+
+class BombStreamer(BaseStreamer):
+    def __init__(self, put=lambda: None, end=lambda: None):
+        self.on_put, self.on_end = put, end
+
+    def put(self, value):
+        self.on_put()
+
+    def end(self):
+        self.on_end()
+
+
+def in_a_processor(draft, bomb, patch):
+    class Processor(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            bomb()
+            return scores
+
+    return {"logits_processor": [Processor()]}
+
+
+def in_a_criterion(draft, bomb, patch):
+    class Criterion(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            bomb()
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    return {"stopping_criteria": [Criterion()]}
+
+
+# Phase: how to arm it, and at which call the bomb goes off
+PHASES = {
+    "prefill": (method_of(TargetView, "prefill"), 1),
+    "seed": (method_of(TargetView, "verify"), 1),
+    "start": (drafter_method("start"), 1),
+    "draft": (drafter_method("propose"), 2),
+    "verify": (method_of(TargetView, "verify"), 3),
+    "accept": (method_of(TokenRule, "accept"), 3),
+    "commit": (method_of(Cache, "commit"), 3),
+    "observe": (drafter_method("observe"), 2),
+    "processor": (in_a_processor, 4),
+    "criterion": (in_a_criterion, 4),
+    "stream": (lambda draft, bomb, patch: {"streamer": BombStreamer(put=bomb)}, 4),
+    "end of the stream": (lambda draft, bomb, patch: {"streamer": BombStreamer(end=bomb)}, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A target, a text of which a user's cache holds the beginning, and its continuation."""
+    model = tiny_target("gemma3")
+    input_ids = tiny_prompts(model.config.vocab_size, (PROMPT,))[0]
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": NEVER, "pad_token_id": NEVER}
+
+    def generate(draft=None, **more):
+        return model.generate(input_ids, **(options | more), assistant_model=draft)
+
+    generate.model, generate.input_ids = model, input_ids
+    generate.text = generate().tolist()
+    generate.before = state_of(model)  # once: what a test leaves behind must not be the next one's measure
+    return generate
+
+
+def state_of(model):
+    """What a call must leave as it was."""
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
+    settings = copy.deepcopy(model.generation_config.to_dict())
+    return model.config._attn_implementation, settings, hooks, sorted(vars(model))
+
+
+def held(cache):
+    return [(layer.keys[:, :, :TURN].clone(), layer.values[:, :, :TURN].clone()) for layer in cache.layers]
+
+
+@pytest.fixture
+def cache(run):
+    """A user's cache with the first tokens of the text."""
+    cache = SpeculativeCache(run.model.config, 1, 64, tree_slots=256)
+    turn = {"max_new_tokens": 1, "do_sample": False, "eos_token_id": NEVER}
+    run.model.generate(run.input_ids[:, :TURN], past_key_values=cache, **turn)
+    assert cache.get_seq_length() == TURN
+    return cache
+
+
+@pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault(run, cache, kind, phase, error):
+    draft = make_draft(kind, run.model)
+    weights, settings = copy.deepcopy(draft.state_dict()), copy.deepcopy(draft.generation_config.to_dict())
+    entries, training = held(cache), draft.training
+    arm, calls = PHASES[phase]
+    bomb = Bomb(error, calls)
+    with pytest.MonkeyPatch.context() as patch:
+        options = arm(draft, bomb, patch)
+        try:
+            out = run(draft, past_key_values=cache, **options)
+        except error:
+            out = None
+    assert bomb.went_off
+    assert state_of(run.model) == run.before
+    assert draft.generation_config.to_dict() == settings and draft.training == training
+    assert all(torch.equal(weight, weights[name]) for name, weight in draft.state_dict().items())
+    for (keys, values), layer in zip(entries, cache.layers, strict=True):
+        assert torch.equal(layer.keys[:, :, :TURN], keys) and torch.equal(layer.values[:, :, :TURN], values)
+    assert not cache.rows.staged
+    if out is None:
+        assert cache.get_seq_length() == TURN
+        assert run(draft, past_key_values=cache).tolist() == run.text
+    else:  # Ctrl-C behind the first token returns the text so far
+        assert error is KeyboardInterrupt
+        text = out[0].tolist()
+        assert PROMPT < len(text) <= PROMPT + NEW and text == run.text[0][: len(text)]
+        assert cache.get_seq_length() == len(text) - 1
+    assert run(draft).tolist() == run.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_in_training_mode_stays_there(run, kind):
+    run.model.train()
+    try:
+        before, draft = state_of(run.model), make_draft(kind, run.model).train()
+        assert run(draft).tolist() == run.text
+        assert state_of(run.model) == before and draft.training
+    finally:
+        run.model.eval()

@@ -1,0 +1,167 @@
+"""A draft's folder with something wrong in it: one line that says what, as ValueError or OSError, and no draft."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from hf_longspec.testing import tiny_target
+from tests.robustness.drafts import make_draft
+
+TRAINED = ("longspec", "tokenswift")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Sound folders by kind."""
+    target, folder = tiny_target("llama"), tmp_path_factory.mktemp("drafts")
+    for kind in ("specattn", *TRAINED):
+        make_draft(kind, target).save_pretrained(folder / kind)
+    return folder
+
+
+@pytest.fixture
+def broken(saved, tmp_path):
+    """`broken(kind)`: a copy to break."""
+
+    def make(kind):
+        return shutil.copytree(saved / kind, tmp_path / kind)
+
+    return make
+
+
+def edit(path, **changes):
+    """Set or, with None, remove keys of a JSON file."""
+    content = {key: value for key, value in (json.loads(path.read_text()) | changes).items() if value is not None}
+    path.write_text(json.dumps(content))
+
+
+def cut(path):
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def refuses(folder, error, match):
+    """Loading fails with one line, by the Auto class and by the class of the draft."""
+    with pytest.raises(error, match=match) as caught:
+        AutoModel.from_pretrained(folder)
+    assert len(str(caught.value).splitlines()) == 1
+    assert type(caught.value) in (ValueError, OSError)
+
+
+@pytest.mark.parametrize("kind", ["specattn", *TRAINED])
+class TestConfigurations:
+    def test_sound(self, broken, kind):
+        assert AutoModel.from_pretrained(broken(kind)).config.model_type == kind
+
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+    def test_cut_short(self, broken, kind, name):
+        folder = broken(kind)
+        cut(folder / name)
+        refuses(folder, OSError, f"{name}' is not a valid JSON file")
+
+    def test_no_settings_are_the_defaults(self, broken, kind):
+        folder = broken(kind)
+        (folder / "generation_config.json").unlink()
+        draft = AutoModel.from_pretrained(folder)
+        name, default = next(iter(type(draft).settings.items()))
+        assert getattr(draft.generation_config, name) == default
+
+    def test_model_type(self, broken, kind):
+        """Worded by transformers: what it does not know may be newer than it is."""
+        folder = broken(kind)
+        edit(folder / "config.json", model_type="no_such_draft")
+        with pytest.raises(ValueError, match="model type `no_such_draft`"):
+            AutoModel.from_pretrained(folder)
+        edit(folder / "config.json", model_type=None)
+        refuses(folder, ValueError, "Should have a `model_type` key in its config.json")
+
+    @pytest.mark.parametrize(
+        ("changes", "match"),
+        [
+            ({"vocab_size": "many"}, "vocab_size='many' in the draft's config.json: expected int of at least 0"),
+            ({"vocab_size": True}, "vocab_size=True"),
+            ({"vocab_size": -1}, "vocab_size=-1"),
+            ({"vocab_size": None}, "vocab_size=0: expected the target's, at least 1"),
+            ({"target": "llama"}, "target='llama' in the draft's config.json: expected dict or null"),
+        ],
+        ids=str,
+    )
+    def test_values(self, broken, kind, changes, match):
+        folder = broken(kind)
+        edit(folder / "config.json", **changes)
+        refuses(folder, ValueError, match)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "match"),
+    [
+        ("longspec", {"window": "eight"}, "window='eight'"),
+        ("longspec", {"noise_range": 3}, "noise_range=3 in the draft's config.json: expected list"),
+        ("longspec", {"rms_norm_eps": "small"}, "rms_norm_eps='small'.*expected float"),
+        ("longspec", {"cross_attention": "yes"}, "cross_attention='yes'.*expected bool"),
+        ("longspec", {"hidden_act": "nope"}, "hidden_act='nope'.*a name that transformers knows"),
+        ("longspec", {"num_attention_heads": 3}, "do not have the shapes that its config.json says"),
+        ("tokenswift", {"num_heads": -1}, "num_heads=-1"),
+        ("tokenswift", {"num_heads": 5}, "lacks 9 of this draft's weights.*would be random"),
+        ("tokenswift", {"hidden_size": None}, "do not have the shapes that its config.json says"),
+        ("tokenswift", {"hidden_size": 32}, "do not have the shapes that its config.json says"),
+    ],
+    ids=str,
+)
+def test_values_of_trained_drafts(broken, kind, changes, match):
+    folder = broken(kind)
+    edit(folder / "config.json", **changes)
+    refuses(folder, ValueError, match)
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+class TestWeights:
+    @pytest.mark.parametrize(
+        "change",
+        [cut, lambda path: torch.save({"a": torch.ones(2)}, path), lambda path: path.write_bytes(b"")],
+        ids=["cut short", "a pickle", "empty"],
+    )
+    def test_unreadable(self, broken, kind, change):
+        folder = broken(kind)
+        change(folder / "model.safetensors")
+        refuses(folder, OSError, r"weights in .* cannot be read .*Download or save the draft again")
+
+    def test_none(self, broken, kind):
+        folder = broken(kind)
+        (folder / "model.safetensors").unlink()
+        refuses(folder, OSError, "no file named model.safetensors")
+
+    def test_those_of_another_draft(self, broken, saved, kind):
+        folder = broken(kind)
+        other = next(name for name in TRAINED if name != kind)
+        shutil.copy(saved / other / "model.safetensors", folder)
+        refuses(folder, ValueError, r"lacks \d+ of this draft's weights")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("specattn", "sparse_ratio", "a"),
+        ("specattn", "num_assistant_tokens", 2.5),
+        ("specattn", "selection", ["window"]),
+        ("specattn", "ngram_candidates", "2"),
+        ("longspec", "tree_widths", "4,4"),
+        ("longspec", "tree_widths", [4, 0]),
+        ("tokenswift", "tree_branching", "3"),
+        ("tokenswift", "partial_kv_budget", "all"),
+        ("longspec", "compile", "never"),
+    ],
+    ids=str,
+)
+def test_settings_are_refused_when_they_are_used(broken, kind, name, value):
+    """Loading leaves them to be corrected."""
+    folder = broken(kind)
+    edit(folder / "generation_config.json", **{name: value})
+    draft = AutoModel.from_pretrained(folder)
+    target = tiny_target("llama")
+    with pytest.raises(ValueError, match=f"{name}=") as caught:
+        target.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False, assistant_model=draft)
+    assert len(str(caught.value).splitlines()) == 1

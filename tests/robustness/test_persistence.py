@@ -1,0 +1,65 @@
+"""Drafts of every kind, and what a call returns, survive copying, pickling and `torch.save`; used ones too."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.robustness.drafts import KINDS, make_draft
+
+NEVER = 1
+
+
+def through_torch(thing):
+    """Saved and loaded as a whole object, as old training scripts do."""
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+WAYS = {"pickle": lambda thing: pickle.loads(pickle.dumps(thing)), "deepcopy": copy.deepcopy, "torch": through_torch}
+
+
+@pytest.fixture(scope="module")
+def run():
+    model = tiny_target("llama")
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, (33, 3, 13))
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": 12, "do_sample": False}
+    inputs |= {"eos_token_id": NEVER, "pad_token_id": NEVER, "return_dict_in_generate": True, "output_scores": True}
+
+    def generate(draft):
+        return model.generate(**inputs, assistant_model=draft)
+
+    generate.model, generate.text = model, model.generate(**inputs).sequences.tolist()
+    return generate
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+class TestEveryKind:
+    def test_draft(self, run, kind, way):
+        draft = make_draft(kind, run.model)
+        used = copy.copy(run(draft).speculation)
+        twin = way(draft)
+        assert twin is not draft and type(twin) is type(draft)
+        assert twin.generation_config.to_dict() == draft.generation_config.to_dict()
+        assert twin.config.to_dict() == draft.config.to_dict() and twin.last_speculation == used
+        for name, weight in draft.state_dict().items():
+            copied = twin.state_dict()[name]
+            assert torch.equal(copied, weight) and copied.data_ptr() != weight.data_ptr()
+        out = run(twin)
+        assert out.sequences.tolist() == run.text
+        assert out.speculation.acceptance_histogram == used.acceptance_histogram  # it drafts the same
+        assert draft.last_speculation == used  # the twin has statistics of its own
+
+    def test_output(self, run, kind, way):
+        out = run(make_draft(kind, run.model))
+        twin = way(out)
+        assert twin.sequences.tolist() == run.text and twin.speculation == out.speculation
+        assert twin.speculation.to_dict() == out.speculation.to_dict() and str(twin.speculation) == str(out.speculation)
+        assert twin.past_key_values.get_seq_length() == out.past_key_values.get_seq_length()
+        assert all(torch.equal(*pair) for pair in zip(twin.scores, out.scores, strict=True))

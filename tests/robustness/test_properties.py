@@ -1,0 +1,142 @@
+"""Any call of `generate` gives the text that it gives without a draft, or is refused with a ValueError.
+
+Greedy texts are compared with the bare model's, token by token, in float32; sampled ones with those of the loop without
+drafting (`PlainDraftModel`) for the same seed, whose own law tests/generation/test_sampling.py checks. The targets, the
+drafts and the options are drawn by tests/robustness/cases.py.
+"""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+
+from hf_longspec import PlainDraftModel, SpeculativeCache
+from tests.robustness.cases import END, Case, cases, drafts
+
+# Only tokens this close may be taken for each other: a thousand roundings of float32 logits with a standard deviation
+# of 3, and rarely met.
+TIE = 1e-3
+SCORE_TOLERANCE = 1e-3  # of logits with a standard deviation of 3, processed by the same processors
+WANTED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+
+
+def plain(case: Case):
+    """The call without a draft: of the bare model, or when sampling of the loop that drafts nothing."""
+    model = case.model(ours=False)
+    draft = PlainDraftModel.from_target(model) if case.do_sample else None
+    torch.manual_seed(5)
+    return model.generate(**case.arguments(), **WANTED, assistant_model=draft)
+
+
+def with_draft(case: Case, draft, **more):
+    torch.manual_seed(5)
+    return case.model().generate(**(case.arguments() | WANTED | more), assistant_model=draft)
+
+
+def tied(expected, out, prompt_length: int) -> bool:
+    """Whether the first tokens that differ were so close that rounding chose between them."""
+    for row, (left, right) in enumerate(zip(expected.sequences.tolist(), out.sequences.tolist(), strict=True)):
+        place = next((i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), None)
+        if place is not None:
+            scores = expected.scores[place - prompt_length][row]
+            return bool((scores[left[place]] - scores[right[place]]).abs() < TIE)
+    return False
+
+
+def check_text(case: Case, expected, out) -> None:
+    if expected.sequences.tolist() != out.sequences.tolist():
+        assume(not (not case.do_sample and tied(expected, out, max(case.lengths))))
+    assert out.sequences.tolist() == expected.sequences.tolist()
+
+
+def check_scores(case: Case, expected, out) -> None:
+    """Processed scores and raw logits of every token of a row, up to its end."""
+    prompt_length = max(case.lengths)
+    new = out.sequences[:, prompt_length:]
+    assert len(out.scores) == len(out.logits) == new.shape[1]
+    for row in range(len(new)):
+        for place in range(new.shape[1]):
+            if not bool(out.logits[place][row].any()):
+                break  # the row was done
+            for ours, theirs in ((out.scores, expected.scores), (out.logits, expected.logits)):
+                mine, bare = ours[place][row], theirs[place][row].float()
+                torch.testing.assert_close(mine, bare, atol=SCORE_TOLERANCE, rtol=SCORE_TOLERANCE)
+        else:
+            place = new.shape[1]
+        assert place > 0
+
+
+@given(case=cases())
+def test_text_and_scores(case: Case):
+    event(f"{case.kind}, {'sampled' if case.do_sample else 'greedy'}")
+    if case.refusal is not None:
+        event("refused")
+        with pytest.raises(ValueError, match=case.refusal):
+            with_draft(case, case.draft([[] for _ in case.lengths]))
+        return
+    expected = plain(case)
+    hints = expected.sequences[:, max(case.lengths) :].tolist()
+    draft = case.draft(hints)
+    out = with_draft(case, draft)
+    if not case.text_is_fixed:
+        assert with_draft(case, draft).sequences.tolist() == out.sequences.tolist()
+        return
+    check_text(case, expected, out)
+    check_scores(case, expected, out)
+    stats = out.speculation
+    event("something was accepted" if stats.num_accepted_draft_tokens else "nothing was accepted")
+    assert stats.num_emitted_tokens == stats.num_spec_steps + stats.num_accepted_draft_tokens
+
+
+@given(case=cases(), other=drafts(), extra=st.integers(0, 9), more=st.integers(1, 9))
+def test_a_second_turn(case: Case, other, extra: int, more: int):
+    """A longer text on the cache of the first turn, with another draft."""
+    assume(case.refusal is None and case.text_is_fixed)
+    case = Case(**(vars(case) | {"lengths": case.lengths[:1]}))  # rows of different lengths are refused
+    kind, settings = other
+    second = Case(**(vars(case) | {"kind": kind, "settings": settings}))
+    assume(second.refusal is None and second.text_is_fixed)
+    cache = SpeculativeCache(case.model().config, 1, 80, tree_slots=512)
+    first = plain(case)
+    out = with_draft(case, case.draft(first.sequences[:, case.lengths[0] :].tolist()), past_key_values=cache)
+    check_text(case, first, out)
+    held = cache.get_seq_length()
+    assert held == out.sequences.shape[1] - 1
+    added = torch.randint(3, case.vocab, (1, extra), generator=torch.Generator().manual_seed(extra))
+    text = torch.cat([out.sequences, added], 1)
+    # a mask of ones: transformers takes the padding id for padding, also where it was emitted
+    turn = {
+        "input_ids": text,
+        "attention_mask": torch.ones_like(text),
+        "max_new_tokens": more,
+        "eos_token_id": END,
+        "pad_token_id": 0,
+    }
+    turn |= {"do_sample": False} | WANTED
+    expected = case.model(ours=False).generate(**turn)
+    draft = second.draft(expected.sequences[:, text.shape[1] :].tolist())
+    again = second.model().generate(**turn, past_key_values=cache, assistant_model=draft)
+    if again.sequences.tolist() != expected.sequences.tolist():
+        assume(not tied(expected, again, text.shape[1]))
+    assert again.sequences.tolist() == expected.sequences.tolist()
+    assert cache.get_seq_length() == again.sequences.shape[1] - 1
+
+
+@given(case=cases())
+def test_a_call_changes_nothing_but_its_output(case: Case):
+    """Model, draft, prompts and the global random state of greedy calls are as before."""
+    assume(case.refusal is None)
+    model, draft = case.model(), case.draft([[] for _ in case.lengths])
+    arguments = case.arguments()
+    before = copy.deepcopy((arguments["input_ids"], arguments["attention_mask"], draft.state_dict()))
+    settings, own = copy.deepcopy(draft.generation_config.to_dict()), model.generation_config.to_dict()
+    implementation, random_state = model.config._attn_implementation, torch.get_rng_state()
+    model.generate(**arguments, assistant_model=draft)
+    after = arguments["input_ids"], arguments["attention_mask"], draft.state_dict()
+    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+    assert all(torch.equal(after[2][name], value) for name, value in before[2].items())
+    assert draft.generation_config.to_dict() == settings and model.generation_config.to_dict() == own
+    assert model.config._attn_implementation == implementation
+    assert case.do_sample or torch.equal(torch.get_rng_state(), random_state)

@@ -1,0 +1,105 @@
+"""A target divided among two processes (`tp_plan="auto"`, gloo): the texts are those of the undivided target."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_longspec import SpecAttnDraftModel
+from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
+from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.robustness.drafts import KINDS, SPECATTN, make_draft
+from tests.robustness.tensor_parallel_worker import LENGTHS, NEVER, NEW
+
+ROOT = Path(__file__).parents[2]
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two ranks saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_target("llama").save_pretrained(folder / "target")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
+    worker = Path(__file__).with_name("tensor_parallel_worker.py")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    call = [*command, str(worker), str(folder / "target"), str(folder)]
+    done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The same in one process."""
+    model = tiny_target("llama")
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": NEW}
+    inputs |= {"eos_token_id": NEVER, "pad_token_id": NEVER}
+
+    def run(draft, **options):
+        torch.manual_seed(0)
+        return model.generate(**inputs, **options, assistant_model=draft).tolist()
+
+    run.model = model
+    return run
+
+
+def test_the_target_is_divided(ranks):
+    assert [seen["size"] for seen in ranks] == [RANKS] * RANKS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestEveryDraft:
+    def test_greedy(self, ranks, whole, kind):
+        expected = whole(None, do_sample=False)
+        for seen in ranks:
+            assert seen["greedy"]["none"] == expected
+            assert seen["greedy"][kind] == expected
+
+    def test_drafts_as_well_as_in_one_process(self, ranks, whole, kind):
+        """The same numbers of accepted tokens: no rank drafts from its own heads alone."""
+        draft = make_draft(kind, whole.model)
+        whole(draft, do_sample=False)
+        histogram = draft.last_speculation.acceptance_histogram
+        assert [seen["histograms"][kind] for seen in ranks] == [histogram] * RANKS
+        assert kind in ("plain", "ngram") or sum(histogram[1:]) > 0
+
+    def test_sampling(self, ranks, whole, kind):
+        """With the first rank's seed, although every rank has its own."""
+        expected = whole(make_draft(kind, whole.model), do_sample=True, temperature=1.3, top_k=0)
+        assert [seen["sampled"][kind] for seen in ranks] == [expected] * RANKS
+
+
+def test_selections_are_those_of_all_heads(ranks, whole, monkeypatch):
+    """One selection for a layer counts the heads of all ranks."""
+    mine, select = [], SpecAttnDrafter._select
+
+    def noting(self, *args):
+        chosen = select(self, *args)
+        mine.append(chosen.sort(-1).values.tolist())
+        return chosen
+
+    monkeypatch.setattr(SpecAttnDrafter, "_select", noting)
+    draft = SpecAttnDraftModel.from_target(whole.model, **SPECATTN)
+    whole(draft, do_sample=False)
+    whole(draft, do_sample=True, temperature=1.3, top_k=0)
+    assert len(mine) > 6
+    for seen in ranks:
+        assert seen["selections"] == mine
+
+
+def test_ranks_stop_together(ranks, whole):
+    """The first rank's criterion decides; the other rank's never says stop."""
+    width = max(LENGTHS) + 5
+    expected = [row[:width] for row in whole(None, do_sample=False)]
+    assert [seen["stopped"] for seen in ranks] == [expected] * RANKS
+
+
+def test_compiled_steps_are_refused(ranks):
+    for seen in ranks:
+        assert seen["refused"].startswith("compile='compile': the target is divided among 2 processes")
