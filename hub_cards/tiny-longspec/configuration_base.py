@@ -1,7 +1,9 @@
 # Published with a draft by hf_longspec, Apache-2.0.
 """What every draft's configuration records of its target."""
 
-from typing import Any
+from inspect import get_annotations
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -38,11 +40,36 @@ class DraftConfig(PreTrainedConfig):
         values |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return cls(**(values | overrides))
 
+    def check_types(self) -> None:
+        """Refuse values that a config.json may hold and a draft cannot be built from.
+
+        Raises:
+            ValueError: With the field, its value and what was expected.
+        """
+        for kind in type(self).__mro__:
+            if not issubclass(kind, DraftConfig):
+                break
+            for name, hint in get_annotations(kind).items():
+                if name != "model_type":
+                    _check_type(name, getattr(self, name), hint)
+
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
         """What a draft is made for: model type and shapes of a target. Recorded, and compared before drafting."""
         text = text_config(target)
         return {"model_type": text.model_type} | {name: getattr(text, name, None) for name in TARGET_SHAPES}
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    kinds = tuple(get_origin(choice) or choice for choice in choices)
+    fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
+    if isinstance(value, bool) and bool not in kinds:
+        fits = False
+    if not fits or (isinstance(value, int) and value < 0):
+        names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
+        rule = f"{names} of at least 0" if kinds == (int,) else names
+        raise ValueError(f"{name}={value!r} in the draft's config.json: expected {rule}. Correct the file.")
 
 
 def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:

@@ -41,6 +41,11 @@ def refuse_unsupported(
             + "; ".join(reasons)
             + ". Call generate() without assistant_model."
         )
+    if target.ranks is not None and (mode := draft.setting("compile")) in ("compile", "graph"):
+        raise ValueError(
+            f"compile={mode!r}: the target is divided among {target.ranks.size} processes, and steps with "
+            "communication between them are not compiled. Use compile='off'."
+        )
     draft.check(target)
     if config.do_sample:
         draft.check_sampling()

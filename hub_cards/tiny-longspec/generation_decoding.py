@@ -56,16 +56,20 @@ def decode(
     session.open_cache(model_kwargs)
     draft.last_speculation = session.stats
     try:
-        session.prefill()
-        with target.attention():
-            session.seed()
-            while not session.sequences.finished:
-                session.iterate()
-    except KeyboardInterrupt as error:
-        session.sequences.interrupt(error)
-    finally:
-        session.close()
-    return session.output()
+        try:
+            session.prefill()
+            with target.attention():
+                session.seed()
+                while not session.sequences.finished:
+                    session.iterate()
+        except KeyboardInterrupt as error:
+            session.sequences.interrupt(error)
+        finally:
+            session.close()
+        return session.output()
+    except BaseException:
+        session.forget()
+        raise
 
 
 class Session:
@@ -104,9 +108,10 @@ class Session:
             max_length=self.max_length,
             reach=draft.num_tree_nodes(target) + 1,
             streamer=streamer,
+            ranks=target.ranks,
         )
         batch_size, do_sample = input_ids.shape[0], bool(generation_config.do_sample)
-        noise = NoiseRows(batch_size, target.vocab_size, input_ids.device) if do_sample else None
+        noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
         self.rule = TokenRule(logits_processor, do_sample, self.sequences, noise)
         self.kept_scores: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
         self.kept_logits: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
@@ -252,6 +257,11 @@ class Session:
         self.stats.draft_state_bytes = self.drafter.state_bytes
         self.stats.interrupted = self.sequences.interrupted
         logger.info("%s", self.stats)
+
+    def forget(self) -> None:
+        """Leave the cache as it was given: what the caller does not get, it must not hold either."""
+        self.cache.rollback()
+        self.cache.set_lengths([self.stored] * self.cache.batch_size)
 
     def output(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """What `generate` returns; with `return_dict_in_generate`, the statistics are its attribute `speculation`."""

@@ -185,7 +185,11 @@ class LongSpecDrafter(Drafter):
             return self._kernels.tree_attention(query, *stored, seen, scaling=self.scaling)[0]
 
         def attend_target(query: torch.Tensor) -> torch.Tensor:
-            return target.attend(self._kernels, query, self.scaling)
+            ranks = self.binding.target.ranks
+            if ranks is None or target.keys.shape[1] == self.config.num_key_value_heads:
+                return target.attend(self._kernels, query, self.scaling)
+            # the cache holds this rank's key/value heads, and the block is whole on every rank
+            return ranks.all_heads(target.attend(self._kernels, ranks.own_heads(query), self.scaling))
 
         here = rotary[0][:, own], rotary[1][:, own]
         width = beam.tokens.shape[1]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .generation_ranks import Ranks
 from .generation_verification import draw_noise
 
 
@@ -19,13 +20,16 @@ class NoiseRows:
         batch_size (`int`): Number of batch rows.
         vocab_size (`int`): Length of a noise row.
         device (`torch.device`): Where the noise lives.
+        ranks ([`Ranks`], *optional*): Processes that must draw the same noise: they take the first one's seeds.
 
     Attributes:
         generator (`torch.Generator`): For draws that need not be tied to a position.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, ranks: Ranks | None = None):
         seeds = torch.randint(2**62, (batch_size + 1,)).tolist()
+        if ranks is not None:
+            seeds = ranks.first(seeds)
         self.vocab_size = vocab_size
         self.device = device
         self.generator = torch.Generator(device).manual_seed(seeds[0])

@@ -2,7 +2,7 @@
 """What the decoding loop needs to know of an unmodified causal language model, and how it runs it."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +14,7 @@ from .attention_backends_hybrid_tree import TreeContext
 from .generation_cache import SpeculativeCache
 from .generation_draft_tree import DraftTree
 from .generation_final_norm import FinalNormInput
+from .generation_ranks import Ranks
 from .generation_step import FixedSteps, Runner
 
 ATTENTION_NAME = "hf_longspec"
@@ -30,13 +31,14 @@ class TargetView:
         model (`PreTrainedModel`):
             A causal language model, used as it is.
         runner (*optional*):
-            Compiles or captures steps of fixed shapes, see step.py.
+            Compiles or captures steps of fixed shapes, see step.py. Not used under tensor parallelism.
     """
 
     def __init__(self, model: PreTrainedModel, runner: Runner | None = None):
         self.model = model
-        self.runner = runner
-        self._fixed = None if runner is None else FixedSteps(model, runner)
+        self.ranks = Ranks.of(model)
+        self.runner = runner if self.ranks is None else None  # collectives inside of a graph were never tried
+        self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         self.config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -45,6 +47,11 @@ class TargetView:
     def vocab_size(self) -> int:
         """Size of the target's vocabulary."""
         return self.config.vocab_size
+
+    @property
+    def sum_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Sums a tensor over the processes that hold the target; None if there is one."""
+        return None if self.ranks is None else self.ranks.sum
 
     @property
     def num_layers(self) -> int:

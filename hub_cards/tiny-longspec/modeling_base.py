@@ -22,6 +22,7 @@ from .generation_stats import SpeculationStats
 from .generation_step import COMPILE_DEFAULTS
 from .generation_target import TargetView
 from .configuration_base import DraftConfig
+from .modeling_loading import is_malformed, readable_errors, require_complete
 
 register()
 install()
@@ -51,6 +52,7 @@ class DraftModel(PreTrainedModel):
         cls.settings = COMPILE_DEFAULTS | GATE_DEFAULTS | ngrams | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
+        config.check_types()
         super().__init__(config, *args, **kwargs)
         self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
         self.last_speculation: SpeculationStats | None = None
@@ -216,26 +218,34 @@ class DraftModel(PreTrainedModel):
         """Load a draft from a folder or a Hub repo, with the settings it was saved with.
 
         With `output_loading_info=True` also what transformers reports of its weights, as for any model.
+
+        Raises:
+            OSError: If a file is missing or cannot be read.
+            ValueError: If weights are missing or have other shapes, or a configuration value has the wrong type.
         """
-        info: dict[str, Any] = {}
         hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
+        wants_info, info = kwargs.pop("output_loading_info", False), {}
         if cls.weightless:
             config = kwargs.get("config")
             if not isinstance(config, cls.config_class):
                 config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub)
             draft = cls(config)
         else:
-            draft = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-            if kwargs.get("output_loading_info"):
-                draft, info = draft
+            with readable_errors(pretrained_model_name_or_path):
+                draft, info = super().from_pretrained(
+                    pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                )
+        require_complete(pretrained_model_name_or_path, info.get("missing_keys"), draft.config.vocab_size)
         try:
             draft.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-        except OSError:
-            pass  # the repo has no generation_config.json: the defaults stand
+        except OSError as error:
+            if is_malformed(error):
+                raise
+            # the repo has no generation_config.json: the defaults stand
         for name, value in copy.deepcopy(cls.settings).items():
             if not hasattr(draft.generation_config, name):  # published before there was such a setting
                 setattr(draft.generation_config, name, value)
-        return (draft, info) if kwargs.get("output_loading_info") else draft
+        return (draft, info) if wants_info else draft
 
 
 HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}

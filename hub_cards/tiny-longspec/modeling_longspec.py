@@ -112,6 +112,7 @@ class LongSpecDraftModel(DraftModel):
                 "SpecAttnDraftModel."
             )
         decoder_of(target.model)
+        self._check_heads(target)
         if not 0 <= self.config.kv_layer < target.num_layers:
             raise ValueError(f"kv_layer={self.config.kv_layer}: the target has layers 0 to {target.num_layers - 1}.")
         widths = self.setting("tree_widths")
@@ -119,6 +120,14 @@ class LongSpecDraftModel(DraftModel):
             raise ValueError(f"tree_widths={widths!r}: expected a list of positive integers, the nodes of each level.")
         if (room := self.config.window - 2) < len(widths):
             raise ValueError(f"tree_widths has {len(widths)} levels, and window={room + 2} allows at most {room}.")
+
+    def _check_heads(self, target: TargetView) -> None:
+        heads = self.config.num_key_value_heads
+        if target.ranks is not None and heads % target.ranks.size:
+            raise ValueError(
+                f"the target's {heads} key/value heads are not divided evenly among {target.ranks.size} ranks, and a "
+                "LongSpec draft reads those of each rank. Use fewer ranks, or SpecAttnDraftModel."
+            )
 
 
 class LongSpecBlock(GradientCheckpointingLayer):
@@ -219,6 +228,11 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        if config.hidden_act not in ACT2FN:
+            raise ValueError(
+                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected a name that transformers "
+                "knows, such as 'silu'."
+            )
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ is the mean over some query rows and over all heads of q . k_i. That is linear i
 are summed first and one product per KV head gives the score; no logits of single heads or rows are written.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,8 @@ class ScoreCapture:
             (upper bound of the logits within pages of 16 entries, https://huggingface.co/papers/2406.10774).
         granularity (`str`): One score per `layer`, or one per `kv_head`.
         skipped_layers (`frozenset[int]`): Layers without scores.
+        sum_ranks (`Callable`, *optional*): Where the heads of a layer are divided among processes: sums a tensor over
+            them. Scores per KV head stay where their head is.
         scores (`dict[int, torch.Tensor]`): Filled by the forward: `(B, 1 or K, S)` per layer, with `each_row`
             `(B, 1 or K, N, S)`; S is the longest prefix, entries beyond a row's own prefix are junk.
     """
@@ -39,6 +42,7 @@ class ScoreCapture:
     score: str = "logits"
     granularity: str = "layer"
     skipped_layers: frozenset[int] = frozenset()
+    sum_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def collect(
@@ -68,6 +72,8 @@ class ScoreCapture:
         scores = scores.float()
         if self.granularity == "layer":
             scores = scores.sum(1, keepdim=True)
+            if self.sum_ranks is not None:
+                scores = self.sum_ranks(scores)
         self.scores[layer_idx] = scores if self.rows == "each_row" else scores.squeeze(2)
 
     def of_node(self, layer_idx: int, row: int, node: torch.Tensor, length: int) -> torch.Tensor:

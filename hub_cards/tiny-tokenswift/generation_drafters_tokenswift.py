@@ -108,7 +108,13 @@ class TokenSwiftDrafter(Drafter):
             return QueryCapture(skipped)
         # One latent for all heads: one selection per layer, by scores that can be compared between heads. Keys exist
         # during the forward only, so all nodes are scored there.
-        return ScoreCapture(tree.valid.sum(1) - 1, rows="each_row", score="weights", skipped_layers=skipped)
+        return ScoreCapture(
+            tree.valid.sum(1) - 1,
+            rows="each_row",
+            score="weights",
+            skipped_layers=skipped,
+            sum_ranks=self.binding.target.sum_ranks,
+        )
 
     def observe(self, verification: Verification) -> None:
         """Keep the hidden state at the last accepted token, or bring the partial cache up to date."""

@@ -10,6 +10,8 @@ import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from .generation_ranks import Ranks
+
 
 class Sequences:
     """Prompts and what was generated, one row per prompt, rows growing at their own pace.
@@ -25,6 +27,7 @@ class Sequences:
         max_length (`int`): Most tokens of a row, prompt included.
         reach (`int`): Most tokens a step may try out beyond what is emitted.
         streamer (`BaseStreamer`, *optional*): Receives the prompt's continuation, each token once.
+        ranks ([`Ranks`], *optional*): Processes that must stop together: the first one's criteria decide.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Sequences:
         max_length: int,
         reach: int,
         streamer: BaseStreamer | None = None,
+        ranks: Ranks | None = None,
     ):
         batch_size, prompt_length = input_ids.shape
         self.prompt_length = prompt_length
@@ -54,6 +58,7 @@ class Sequences:
             elif type(criterion) is not MaxLengthCriteria:
                 self._slow.append(criterion)
         self._streamer = streamer
+        self._ranks = ranks
         self._streamed = 0
 
     @property
@@ -117,13 +122,17 @@ class Sequences:
             return False
         ids = self.tokens[row : row + 1, :length]
         seen = None if scores is None else tuple(scores[row : row + 1, :count].unbind(1))
+        stop = False
         try:
             for criterion in self._slow:  # not any(): a generator turns StopIteration into another error
                 if bool(torch.as_tensor(criterion(ids, seen)).any()):
-                    return True
+                    stop = True
+                    break
         except (KeyboardInterrupt, StopIteration) as error:
             self.interrupt(error)
-        return self.interrupted
+        if self._ranks is not None:  # a criterion may look at the clock, and ranks that disagree wait for ever
+            stop = bool(self._ranks.first([stop])[0])
+        return stop or self.interrupted
 
     def interrupt(self, error: BaseException) -> None:
         """End all rows where they stand. A second interruption, or one before the first token, is raised."""
