@@ -28,11 +28,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
 @pytest.fixture(autouse=True)
-def gate(monkeypatch):
-    """Every step speculates, unless a test sets another gate."""
+def gate():
+    """Every step speculates, unless a test sets another gate.
+
+    Not by the fixture `monkeypatch`: that one would then be undone behind the fixtures that tidy up after a test.
+    """
     # imported here: the interpreter is chosen above
     from hf_longspec.generation import decoding
     from hf_longspec.testing_drafts import FlippingGate, ungated
 
     flips = os.environ.get("SPECULATION_GATE") == "flip"
-    monkeypatch.setattr(decoding, "gate_of", (lambda *_: FlippingGate()) if flips else ungated)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding, "gate_of", (lambda *_: FlippingGate()) if flips else ungated)
+        yield

@@ -149,8 +149,10 @@ def compiled_step(draft: Any, compiled: bool) -> Iterator[None]:
             raise Skip(f"{type(draft).__name__} has no setting `compile`")
         yield
         return
+    if compiled and not torch.cuda.is_available():
+        raise Skip("steps are captured as CUDA graphs, and there is no CUDA device")
     before = draft.setting("compile")
-    draft.generation_config.compile = compiled
+    draft.generation_config.compile = "graph" if compiled else "off"
     try:
         yield
     finally:

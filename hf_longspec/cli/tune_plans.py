@@ -79,7 +79,7 @@ def distinct_ratios(present: float, context: int, fewest: int) -> list[float]:
     """The ratios that select different numbers of entries from `context`, `fewest` at least; `present` is one of them.
 
     >>> distinct_ratios(0.07, context=4096, fewest=256)
-    [0.07, 0.1, 0.15, 0.25]
+    [0.01, 0.07, 0.1, 0.15, 0.25]
     >>> distinct_ratios(0.07, context=200, fewest=256)
     [0.07]
     """

@@ -149,15 +149,15 @@ class Recorder:
 def test_captured_steps(kind, monkeypatch):
     """What a graph is made of reads no length on the host; lengths cross two buckets."""
     recorder = Recorder()
-    monkeypatch.setattr(captured, "capture", recorder)
-    monkeypatch.setattr(captured, "SMALLEST_BUCKET", 32)
-    # the torch backend reads lengths back, as kernels for GPUs do not; where a graph may not break, it masks
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr("hf_longspec.generation.decoding.runner_of", lambda mode, device: captured.CapturedRunner())
     model = tiny_target("llama")
     draft = DRAFTS[kind](model)
-    captured_text = generate(model, draft, "off", new=60)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(captured, "capture", recorder)
+        patch.setattr(captured, "SMALLEST_BUCKET", 32)
+        # the torch backend reads lengths back, as kernels for GPUs do not; where a graph may not break, it masks
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        patch.setattr("hf_longspec.generation.decoding.runner_of", lambda mode, device: captured.CapturedRunner())
+        captured_text = generate(model, draft, "off", new=60)
     assert torch.equal(captured_text, generate(model, draft, "off", new=60))
     assert recorder.captures >= 2
     assert recorder.replays >= draft.last_speculation.num_forwards
