@@ -114,12 +114,18 @@ class Settings:
         return getattr(self.generation_config, name)
 
 
-def test_the_compiled_step_is_a_setting_that_is_put_back():
+def test_the_compiled_step_is_a_setting_that_is_put_back(monkeypatch):
     draft = Settings(compile="auto")
-    for compiled in (False, True):
-        with compiled_step(draft, compiled):
-            assert draft.setting("compile") is compiled
-        assert draft.setting("compile") == "auto"
+    with compiled_step(draft, False):
+        assert draft.setting("compile") == "off"
+    assert draft.setting("compile") == "auto"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with compiled_step(draft, True):
+        assert draft.setting("compile") == "graph"
+    assert draft.setting("compile") == "auto"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Skip, match="there is no CUDA device"), compiled_step(draft, True):
+        pass
     with pytest.raises(Skip, match="no setting `compile`"), compiled_step(Settings(), True):
         pass
     with compiled_step(Settings(), False):

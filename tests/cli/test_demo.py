@@ -83,7 +83,7 @@ def test_texts_and_tables(run):
             assert float(speed) > 0
             assert float(ratio.rstrip("x")) > 0
             assert tau == "-" if name == "HF generate" else float(tau) >= 1
-            assert float(first.rstrip(" s")) > 0
+            assert float(first.rstrip(" s")) >= 0  # a fast machine rounds to 0.00 s
     assert table["plain loop"][0][2] == "1.00"
     assert "float32: the plain loop ran at" in out.replace("\n", " ")
 

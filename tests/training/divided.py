@@ -64,3 +64,5 @@ if __name__ == "__main__":
         run.save_model()
         if run.accelerator.is_main_process:
             (output / "history.json").write_text(json.dumps({"steps": history(run), "metrics": metrics}))
+    # threads of the process group that outlive it abort the process now and then
+    torch.distributed.destroy_process_group()
