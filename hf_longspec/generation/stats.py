@@ -108,11 +108,7 @@ class SpeculationStats:
 
         `ngrams` of the accepted ones were proposed by n-grams alone.
         """
-        while len(self.emitted_per_step) <= row:
-            self.emitted_per_step.append(array("H"))
-            self.drafted_per_step.append(array("H"))
-        self.emitted_per_step[row].append(emitted)
-        self.drafted_per_step[row].append(drafted)
+        self._note(row, emitted, drafted)
         self.num_spec_steps += 1
         self.num_draft_tokens += drafted
         self.num_emitted_tokens += emitted
@@ -120,6 +116,18 @@ class SpeculationStats:
         self.num_accepted_ngram_tokens += ngrams
         self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
         self.acceptance_histogram[accepted] += 1
+
+    def record_plain(self, row: int = 0) -> None:
+        """Count one step of `row` in which the root alone was verified, and one token emitted."""
+        self._note(row, 1, 0)
+        self.num_plain_steps += 1
+
+    def _note(self, row: int, emitted: int, drafted: int) -> None:
+        while len(self.emitted_per_step) <= row:
+            self.emitted_per_step.append(array("H"))
+            self.drafted_per_step.append(array("H"))
+        self.emitted_per_step[row].append(emitted)
+        self.drafted_per_step[row].append(drafted)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the single steps, ratios included, for JSON."""

@@ -236,12 +236,11 @@ class Session:
 
     def _record(self, growing: list[bool], emitted: list[int], proposes: bool) -> None:
         self.stats.num_forwards += 1
-        if not proposes:
-            self.stats.num_plain_steps += sum(growing)
-            return
         first = self.drafter.first_ngram_node
         for row, count in enumerate(emitted):
-            if growing[row]:
+            if growing[row] and not proposes:
+                self.stats.record_plain(row)
+            elif growing[row]:
                 ngrams = 0 if first is None else sum(node >= first for node in self.paths[row][1:count])
                 self.stats.record(count, self.proposed[row], count - 1, ngrams, row)
 

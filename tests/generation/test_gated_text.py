@@ -263,3 +263,15 @@ def test_the_setting_decides(plain_run, monkeypatch):
     draft.generation_config.gate = "auto"
     with pytest.raises(ValueError, match="gate='auto': expected True or False"):
         run.again(draft)
+
+
+def test_every_step_is_noted_plain_ones_too(flipping):
+    """What `hf-longspec generate --show-drafts` colours: a step that is missing would shift all behind it."""
+    model = tiny_target("llama")
+    draft = NgramDraftModel.from_target(model)
+    generate(model, draft)
+    stats = draft.last_speculation
+    steps = [list(zip(*rows, strict=True)) for rows in zip(stats.emitted_per_step, stats.drafted_per_step, strict=True)]
+    assert [1 + sum(emitted for emitted, _ in row) for row in steps] == [NEW] * len(LENGTHS)
+    assert sum((emitted, drafted) == (1, 0) for row in steps for emitted, drafted in row) >= stats.num_plain_steps > 0
+    assert sum(map(len, steps)) == stats.num_plain_steps + stats.num_spec_steps
