@@ -21,8 +21,11 @@ MIN_TESTS := tests/generation tests/modeling tests/training tests/hub tests/cli/
 	tests/robustness/test_persistence.py tests/robustness/test_malformed.py tests/robustness/test_properties.py \
 	tests/test_testing.py tests/test_public_api.py
 
+# Results that docs/results.md shows, in its order.
+TABLES := engine verification memory
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min lint soak bench cards clean
+.PHONY: help demo test test-min lint soak bench tables cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -55,6 +58,15 @@ bench: $(READY) ## measure the engine; results go to benchmarks/results
 	@echo "Measuring the engine. Leave the machine alone meanwhile."
 	$(VENV)/bin/python benchmarks/engine.py $(ARGS)
 
+tables: $(READY) ## put the committed results into README and docs/results.md, and draw the figure
+	@echo "Writing docs/results.md, README's table and docs/images/speed.svg."
+	$(VENV)/bin/python -m hf_longspec.bench.tables $(TABLES:%=benchmarks/results/%.jsonl) \
+		--page docs/results.md --summary README.md --figure docs/images/speed.svg
+
+docs: $(READY) ## build the documentation as a site, in site/
+	@echo "Building the documentation; a dead link is an error."
+	$(VENV)/bin/mkdocs build --strict
+
 cards: $(READY) ## refresh the bundled drafts' repositories in hub_cards after a change of the package
 	@echo "Writing hub_cards/tiny-longspec and hub_cards/tiny-tokenswift anew. Nothing is uploaded."
 	@for kind in longspec tokenswift; do \
@@ -64,7 +76,7 @@ cards: $(READY) ## refresh the bundled drafts' repositories in hub_cards after a
 
 clean: ## remove caches and build output; the environments stay
 	@echo "Removing caches and build output. To install afresh, delete $(VENV) and $(VENV_MIN)."
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './.venv*' -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

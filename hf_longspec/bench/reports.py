@@ -1,9 +1,10 @@
-"""Result files as Markdown: the full report beside each file, and the headline that README quotes."""
+"""Result files as Markdown: the full report beside each file, and the headline that documents quote."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .engine import COMPILED, HF, PLAIN
+from .engine_best import best_of_cells, kinds_of
 from .gpu_report import gpu_headline
 from .memory_report import memory_headline
 from .report_parts import environment_line, half_width, left_out, markdown_table, note, of_kind, range_of
@@ -14,28 +15,17 @@ MODES = {"sample": "Sampling at temperature 1", "greedy": "Greedy"}
 
 def engine_headline(records: Sequence[Record]) -> str:
     """One row per cell and mode: speed of plain `generate`, ratios of the others, each kind of draft at its best."""
-    rows = of_kind(records, "decoding")
-    kinds = list(dict.fromkeys(_kind(row["method"]) for row in rows if row["method"] != HF))
-    groups: dict[tuple, list[Record]] = {}
-    for row in rows:
-        groups.setdefault((row["dtype"], row["context"], row["batch"], row["mode"]), []).append(row)
+    kinds = kinds_of(records)
     lines = []
-    for cell, members in groups.items():
-        speed = [f"{row['tokens_per_second']['median']:.1f}" for row in members if row["method"] == HF]
-        best = [_best([row for row in members if _kind(row["method"]) == kind]) for kind in kinds]
-        lines.append([*map(str, cell), *(speed or [""]), *best])
+    for cell, best in best_of_cells(records).items():
+        speed = f"{best[HF]['tokens_per_second']['median']:.1f}" if HF in best else ""
+        lines.append([*map(str, cell), speed, *(_ratios(best.get(kind)) for kind in kinds)])
     return markdown_table(["dtype", "context", "batch", "mode", "`generate`, tokens/s", *kinds], lines)
 
 
-def _kind(method: str) -> str:
-    """A method without its settings: `LongSpec, compiled` of `LongSpec, 1+1, compiled`."""
-    return method.split(",")[0] + (COMPILED if method.endswith(COMPILED) else "")
-
-
-def _best(rows: Sequence[Record]) -> str:
-    if not rows:
+def _ratios(row: Record | None) -> str:
+    if row is None:
         return ""
-    row = max(rows, key=lambda row: row["ratio_to_plain"]["median"])
     name = row["method"].removesuffix(COMPILED)
     to_hf = f"{row['ratio_to_hf']['median']:.2f}x"
     eager = f", {row['ratio_to_eager']['median']:.2f}x eager" if "ratio_to_eager" in row else ""
@@ -231,7 +221,7 @@ def _report(title: str, table: str, records: Sequence[Record]) -> str:
     return "\n\n".join([*parts, *left_out(records)]) + "\n"
 
 
-# What README quotes of each benchmark: title and table.
+# What documents quote of each benchmark: title and table.
 HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
     "engine": ("Decoding speed", engine_headline),
     "verification": ("One verification behind a long prefix", verification_headline),
