@@ -1,0 +1,39 @@
+"""The documents of the repository, and the blocks of code in them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+ELSEWHERE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md")
+PAGES = [*ELSEWHERE, "hub_cards/README.md", *sorted(f"docs/{path.name}" for path in (PROJECT / "docs").glob("*.md"))]
+FENCE = re.compile(r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: the line that its code begins at, and why it is not run, if it is not."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    reason: str | None
+
+
+def read(page: str) -> str:
+    return (PROJECT / page).read_text(encoding="utf-8")
+
+
+def blocks_of(page: str) -> list[Block]:
+    """All blocks of a page, in order."""
+    text = read(page)
+    return [
+        Block(page, text.count("\n", 0, match.start("code")) + 1, match["language"], match["code"], match["reason"])
+        for match in FENCE.finditer(text)
+    ]
+
+
+def prose_of(page: str) -> str:
+    """A page without its blocks."""
+    return FENCE.sub("", read(page))

@@ -1,0 +1,160 @@
+"""Every command in the documentation is understood by the program that it calls, without being run."""
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+
+import pytest
+import typer
+
+from hf_longspec.cli.app import app
+from tests.docs.blocks import PAGES, PROJECT, blocks_of, prose_of
+
+SHELL = ("", "bash", "text")
+PROGRAMS = {"make", "pip", "python", "hf-longspec", "torchrun", "accelerate", ".venv/bin/pre-commit"}
+EXTRAS = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+MAKEFILE = (PROJECT / "Makefile").read_text(encoding="utf-8")
+# Programs that others wrote, and the one argument of ours that these lines have.
+TAKEN_AS_IT_IS = {".venv/bin/pre-commit install"}
+
+
+def commands_of(page):
+    """Commands of the blocks of a page, joined at backslashes, without comments. In `bash` every line is one."""
+    found = []
+    for block in blocks_of(page):
+        if block.language in SHELL:
+            lines = re.sub(r"\\\n\s*", "", block.code).splitlines()
+            lines = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+            found += [line for line in lines if block.language == "bash" or line.split()[0] in PROGRAMS]
+    return found
+
+
+COMMANDS = [pytest.param(line, id=f"{page}: {line[:60]}") for page in PAGES for line in commands_of(page)]
+
+
+class Parsed(Exception):
+    """A program has understood its arguments."""
+
+
+def understand(line):
+    """Have the program of a command parse its arguments.
+
+    Raises:
+        AssertionError, KeyError, SystemExit: If it does not understand them.
+    """
+    words = shlex.split(line, comments=True)
+    words = words[: words.index("<")] if "<" in words else words
+    program, *arguments = words
+    assert program in PROGRAMS, f"{line}: unknown program"
+    if program == "make":
+        understand_make(arguments)
+    elif program == "pip":
+        extras = re.findall(r"\[(.*?)\]", line)
+        assert arguments[0] == "install" and {name for part in extras for name in part.split(",")} <= set(EXTRAS)
+    elif program == "hf-longspec":
+        understand_typer(arguments)
+    elif program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        get_args_parser().parse_args(arguments)
+    elif program == "accelerate":
+        understand_accelerate(arguments)
+    elif program == "python":
+        understand_python(arguments)
+    else:
+        assert line in TAKEN_AS_IT_IS
+
+
+def understand_make(arguments):
+    for argument in arguments:
+        name, variable, _ = argument.partition("=")
+        assert re.search(rf"^{name} \?=|\$\({name}\)" if variable else rf"^{name}: ", MAKEFILE, re.MULTILINE), name
+
+
+def understand_typer(arguments):
+    command = typer.main.get_command(app).commands[arguments[0]]
+    try:
+        command.make_context(arguments[0], arguments[1:])
+    except Exception as error:  # typer has click's exceptions under a name that depends on its version
+        assert not hasattr(error, "format_message"), error.format_message()
+        raise
+
+
+def understand_accelerate(arguments):
+    from accelerate.commands.launch import launch_command_parser
+
+    assert arguments.pop(0) == "launch"
+    parsed = launch_command_parser().parse_args(arguments)
+    assert (PROJECT / parsed.config_file).is_file()
+    assert parsed.module and parsed.training_script == "hf_longspec.cli.app"
+    understand_typer(parsed.training_script_args)
+
+
+def understand_python(arguments):
+    module, path = (arguments[1], arguments[2:]) if arguments[0] == "-m" else (None, arguments[1:])
+    if module and module.startswith("hf_longspec.cli."):
+        return understand_typer([module.removeprefix("hf_longspec.cli."), *path])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["script", *path])
+        parse = argparse.ArgumentParser.parse_args
+
+        def parse_and_stop(self, *arguments, **options):
+            parse(self, *arguments, **options)
+            raise Parsed
+
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        with pytest.raises(Parsed):
+            if module:
+                runpy.run_module(module, run_name="__main__")
+            else:
+                patch.syspath_prepend((PROJECT / arguments[0]).parent)
+                runpy.run_path(str(PROJECT / arguments[0]), run_name="__main__")
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch):
+    monkeypatch.chdir(PROJECT)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:runpy")
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_is_understood(line):
+    understand(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("make tests", AssertionError),
+        ("make demo TARGETS=x", AssertionError),
+        ("pip install '.[everything]'", AssertionError),
+        ("conda install x", AssertionError),
+        ("hf-longspec audit notes.txt --targets x", AssertionError),
+        ("hf-longspec audit", AssertionError),
+        ("hf-longspec publis x", KeyError),
+        ("python benchmarks/memory.py --thread-count 1", SystemExit),
+        ("python benchmarks/no_such.py", FileNotFoundError),
+        ("python -m hf_longspec.bench.tables a.jsonl --pages README.md", SystemExit),
+        ("accelerate launch --config_file examples/accelerate/multi_gpu.yaml -m hf_longspec.cli.app train --confg x",
+         AssertionError),
+        ("torchrun --processes 8 generate.py", SystemExit),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_is_noticed(line, error, capsys):
+    with pytest.raises(error):
+        understand(line)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_text_name_what_exists(page):
+    for words in re.findall(r"`((?:make|python|hf-longspec) [^`\n]*)`", prose_of(page)):
+        program, first, *_ = [*words.split(), ""]
+        if program == "make" and first:
+            understand_make([first])
+        elif program == "hf-longspec":
+            assert first in typer.main.get_command(app).commands, words
+        elif program == "python" and first.endswith(".py") and "/" in first:
+            assert (PROJECT / first).is_file(), words

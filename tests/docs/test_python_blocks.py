@@ -1,0 +1,118 @@
+"""Every block of Python in the documentation runs, on the tiny models and with fewer tokens.
+
+The blocks of a page run in order and share their names, as they would for a reader. Ids of the Hub come from a cache that
+holds the bundled repositories under those ids, without network.
+"""
+
+import re
+import shutil
+
+import huggingface_hub.constants as hub_constants
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+import hf_longspec
+from hf_longspec.generation.decoding import decode
+from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling import base
+from tests.docs.blocks import PAGES, PROJECT, blocks_of
+
+HUB = {
+    "Qwen/Qwen3-0.6B": "tiny-target",
+    "Qwen/Qwen3-8B": "tiny-target",
+    "org/model": "tiny-target",
+    "org/longspec-draft": "tiny-longspec",
+    "org/tokenswift-heads": "tiny-tokenswift",
+}
+SIZES = [
+    (re.compile(r"(max_new_tokens\"?(?:=|: ))[\d_]+"), r"\g<1>8"),
+    (re.compile(r"(max_length=)[\d_]+"), r"\g<1>100"),
+]
+DRAFTED = re.compile(r"assistant_model=|custom_generate=")  # what our loop is called by
+# Pages whose first block says where `target`, `inputs` and the rest come from. On others they are as in the quick tour.
+COMPLETE = ("README.md", "docs/quicktour.md", "docs/contextual_penalty.md")
+# Run by a test of their own, with what they need.
+RUN_BY = {"docs/training.md": "tests/training/test_documentation.py"}
+# Blocks that cannot run here. A new one is added with its reason in the page and its number here.
+NOT_RUN = {"docs/large_models.md": 1, "docs/publishing.md": 1}
+
+
+def runnable(page):
+    return [block for block in blocks_of(page) if block.language == "python" and block.reason is None]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A Hub cache with the bundled repositories under the ids that the documentation uses."""
+    cache = tmp_path_factory.mktemp("hub")
+    for number, (name, folder) in enumerate(HUB.items()):
+        repo, commit = cache / f"models--{name.replace('/', '--')}", f"{number:040x}"
+        (repo / "snapshots").mkdir(parents=True)
+        (repo / "snapshots" / commit).symlink_to(PROJECT / "hub_cards" / folder)
+        (repo / "refs").mkdir()
+        (repo / "refs" / "main").write_text(commit)
+    return cache
+
+
+@pytest.fixture
+def checkout(hub, tmp_path, monkeypatch):
+    """The root of something like a checkout, offline."""
+    monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(PROJECT / "hub_cards", "hub_cards", symlinks=True)
+    (tmp_path / "notes.txt").write_text("class Shape:\n" + "    def area(self):\n        return self.width\n" * 8)
+    return tmp_path
+
+
+def prelude():
+    """What the pages of drafts and settings take for granted."""
+    tokenizer = AutoTokenizer.from_pretrained("hub_cards/tiny-target", padding_side="left")
+    target = AutoModelForCausalLM.from_pretrained("hub_cards/tiny-target", dtype=torch.float32)
+    return {
+        "hf_longspec": hf_longspec,
+        "AutoModel": AutoModel,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "SpecAttnDraftModel": hf_longspec.SpecAttnDraftModel,
+        "tokenizer": tokenizer,
+        "target": target,
+        "inputs": tokenizer(["def area(self):"], return_tensors="pt"),
+        "draft": AutoModel.from_pretrained("hub_cards/tiny-longspec"),
+    }
+
+
+def smaller(code):
+    for pattern, size in SIZES:
+        code = pattern.sub(size, code)
+    return code
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page) and page not in RUN_BY])
+def test_the_blocks_of_a_page_run(page, checkout, monkeypatch):
+    calls = []
+    monkeypatch.setattr(base, "decode", lambda *inputs, **options: calls.append(1) or decode(*inputs, **options))
+    names = {} if page in COMPLETE else prelude()
+    for block in runnable(page):
+        # lines as in the page, so that a traceback points there
+        exec(compile("\n" * (block.line - 1) + smaller(block.code), page, "exec"), names)  # noqa: S102 - our own pages
+    if isinstance(draft := names.get("draft"), hf_longspec.DraftModel):
+        draft.check(TargetView(names["target"]))  # settings that the page made exist and are in range
+    assert len(calls) == sum(len(DRAFTED.findall(block.code)) for block in runnable(page))  # our loop ran every time
+
+
+def test_every_page_is_run_somewhere():
+    assert {page for page in PAGES if runnable(page)} >= {*COMPLETE, *RUN_BY}
+    for page, test in RUN_BY.items():
+        assert page.rsplit("/", 1)[-1] in (PROJECT / test).read_text(encoding="utf-8")
+
+
+def test_what_is_not_run_is_marked_and_counted():
+    marked = {page: [block for block in blocks_of(page) if block.reason is not None] for page in PAGES}
+    assert {page: len(blocks) for page, blocks in marked.items() if blocks} == NOT_RUN
+    assert all(len(block.reason) > 10 for blocks in marked.values() for block in blocks)
+
+
+def test_an_id_of_the_hub_that_has_no_substitute_is_not_looked_up(checkout):
+    with pytest.raises(OSError, match="find them in the cached files"):
+        AutoModel.from_pretrained("org/unknown")
