@@ -1,7 +1,7 @@
 """Write the tables of result files into a page, between `<!-- bench:start -->` and `<!-- bench:end -->`.
 
 python -m hf_longspec.bench.tables benchmarks/results/longspec.jsonl --page docs/longspec.md
-python -m hf_longspec.bench.tables benchmarks/results/*.jsonl --page docs/results.md --summary README.md --figure speed.svg
+python -m hf_longspec.bench.tables benchmarks/results/engine.jsonl --summary README.md --figure docs/images/speed.svg
 """
 
 import argparse

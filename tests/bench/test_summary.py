@@ -22,7 +22,12 @@ def speed(method, ratio, to_plain, context=8192, batch=1, mode="greedy", dtype="
     spread = {"low": 0.0, "high": 999.0, "count": 5}
     ratios = {"tokens_per_second": 50 * ratio, "ratio_to_hf": ratio, "ratio_to_plain": to_plain, "ratio_to_eager": 1.0}
     cell = {"context": context, "batch": batch, "mode": mode, "dtype": dtype, "method": method}
-    return {"kind": "decoding", **cell, **{name: {"median": value} | spread for name, value in ratios.items()}, "tau": 2}
+    return {
+        "kind": "decoding",
+        **cell,
+        **{name: {"median": value} | spread for name, value in ratios.items()},
+        "tau": 2,
+    }
 
 
 @pytest.fixture

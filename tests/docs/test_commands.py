@@ -13,6 +13,8 @@ import typer
 from hf_longspec.cli.app import app
 from tests.docs.blocks import PAGES, PROJECT, blocks_of, prose_of
 
+# A module that is imported already is run once more, as it is for this process.
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 SHELL = ("", "bash", "text")
 PROGRAMS = {"make", "pip", "python", "hf-longspec", "torchrun", "accelerate", ".venv/bin/pre-commit"}
 EXTRAS = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
@@ -79,7 +81,8 @@ def understand_typer(arguments):
     try:
         command.make_context(arguments[0], arguments[1:])
     except Exception as error:  # typer has click's exceptions under a name that depends on its version
-        assert not hasattr(error, "format_message"), error.format_message()
+        if hasattr(error, "format_message"):
+            raise AssertionError(error.format_message()) from error
         raise
 
 
@@ -106,12 +109,10 @@ def understand_python(arguments):
             raise Parsed
 
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        run, what = (runpy.run_module, module) if module else (runpy.run_path, str(PROJECT / arguments[0]))
+        patch.syspath_prepend((PROJECT / what).parent)  # a script imports its neighbours
         with pytest.raises(Parsed):
-            if module:
-                runpy.run_module(module, run_name="__main__")
-            else:
-                patch.syspath_prepend((PROJECT / arguments[0]).parent)
-                runpy.run_path(str(PROJECT / arguments[0]), run_name="__main__")
+            run(what, run_name="__main__")
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +120,6 @@ def from_the_root(monkeypatch):
     monkeypatch.chdir(PROJECT)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:runpy")
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_is_understood(line):
     understand(line)

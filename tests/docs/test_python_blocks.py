@@ -1,7 +1,7 @@
 """Every block of Python in the documentation runs, on the tiny models and with fewer tokens.
 
-The blocks of a page run in order and share their names, as they would for a reader. Ids of the Hub come from a cache that
-holds the bundled repositories under those ids, without network.
+The blocks of a page run in order and share their names, as they would for a reader. Ids of the Hub come from a cache
+that holds the bundled repositories under those ids, without network.
 """
 
 import re

@@ -1,0 +1,107 @@
+"""Links between documents lead somewhere, and names of files and of the program's parts in them exist."""
+
+import ast
+import builtins
+import keyword
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import PAGES, PROJECT, prose_of, read
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+GENERATED = re.compile(r"<!-- bench:start -->.*?<!-- bench:end -->", re.DOTALL)
+SPAN = re.compile(r"`([^`\n]+)`")
+# Identifiers, but not the options and names of data that a `-`, `<` or another sign is part of.
+NAME = re.compile(r"(?<![\w.<-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?![\w<>-])")
+
+
+def anchors_of(path: Path) -> set[str]:
+    """Anchors of the headings of a page, as code hosts and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def broken(page: str, text: str) -> list[str]:
+    """Links of a page that lead nowhere."""
+    found = []
+    for link in LINK.findall(text):
+        path, _, anchor = link.partition("#")
+        target = (PROJECT / page).parent / path if path else PROJECT / page
+        if ":" in path:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    assert not broken(page, prose_of(page))
+
+
+def test_dead_links_are_noticed():
+    text = (
+        "[a](docs/faq.md#speed) [b](docs/faq.md#sped) [c](docs/faqs.md) [d](#results) [e](#result) [f](https://x.y/z)"
+    )
+    assert broken("README.md", text) == ["docs/faq.md#sped", "docs/faqs.md", "#result"]
+
+
+@cache
+def identifiers():
+    """Every name in the source of the package, and the words of its short strings, such as the values of settings."""
+    names = {*dir(builtins), *keyword.kwlist}
+    for path in [*(PROJECT / "hf_longspec").rglob("*.py"), PROJECT / "docs_hooks.py"]:
+        names.add(path.stem)
+        names.update(path.relative_to(PROJECT).parts)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for field in ("id", "attr", "name", "arg", "module"):
+                if isinstance(value := getattr(node, field, None), str):
+                    names.update(value.split("."))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 60:
+                names.update(re.findall(r"\w+", node.value))
+    return names
+
+
+def unknown_names(text: str, known: set[str]) -> list[str]:
+    """Names in code spans of a text that are neither paths nor known."""
+    found = []
+    for span in SPAN.findall(text):
+        if re.fullmatch(r"[\w.-]*(/[\w.*{}<>-]*)+|[\w-]+\.\w{2,5}", span):
+            continue  # a path: the other test
+        found += [name for name in NAME.findall(span) if not set(name.split(".")) <= known]
+    return found
+
+
+# Symbols of the pages, and what belongs to transformers, torch and make.
+SYMBOLS = {"x_", "x_i", "A_i", "B", "S", "N", "H", "K", "D", "V", "G", "p", "q", "x", "n", "d", "lse", "expected"}
+THEIRS = {"Trainer", "TORCH_INDEX", "torchrun", "tp_plan", "num_return_sequences", "num_beams", "trust_remote_code"}
+THEIRS |= {"cache_implementation", "device_map", "pipeline", "stop_strings", "padding_side"}
+NAMED = ["design", "losslessness", "quicktour", "faq", "models", "specattn", "longspec", "tokenswift", "ngram"]
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", *(f"docs/{name}.md" for name in NAMED)])
+def test_names_in_the_text_exist(page):
+    assert not unknown_names(GENERATED.sub("", prose_of(page)), identifiers() | SYMBOLS | THEIRS)
+
+
+def test_unknown_names_are_noticed():
+    text = "`drafter.propose(root)` `gate.notes_down(tokens)` `hf_longspec.modeling.bass` `TargetView.why_not`"
+    assert unknown_names(text, identifiers()) == ["gate.notes_down", "hf_longspec.modeling.bass"]
+
+
+@pytest.mark.parametrize("page", ["docs/design.md", "docs/losslessness.md", "CONTRIBUTING.md", "docs/models.md"])
+def test_files_in_the_text_exist(page):
+    for span in SPAN.findall(prose_of(page)):
+        if not re.fullmatch(r"[\w./-]+(\.py|\.md|/)", span):
+            continue
+        # a bare name says which file of a folder named before
+        there = [*(PROJECT / "hf_longspec").rglob(span), *PROJECT.glob(span), *(PROJECT / "tests").rglob(span)]
+        assert there or (PROJECT / "hf_longspec" / span).exists(), f"{page}: {span}"
+
+
+def test_no_page_names_what_is_not_part_of_the_repository():
+    for page in PAGES:
+        assert not re.search(r"/(work|home|root|tmp)/", read(page)), page

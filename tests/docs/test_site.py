@@ -1,0 +1,86 @@
+"""The documentation as a site: it builds without a warning, and links out of docs/ are right on it."""
+
+import re
+import runpy
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from tests.docs.blocks import PROJECT
+
+CONFIG = PROJECT / "mkdocs.yml"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site; strict, so that a warning is an error. From a copy, as mkdocs caches beside its files."""
+    pytest.importorskip("mkdocs")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    root = tmp_path_factory.mktemp("root")
+    for name in ("docs", "benchmarks"):
+        shutil.copytree(PROJECT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("mkdocs.yml", "docs_hooks.py", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        shutil.copy(PROJECT / name, root)
+    build(load_config(str(root / "mkdocs.yml"), strict=True))
+    return root / "site"
+
+
+def test_it_builds_and_loads_nothing_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 20
+    for page in pages:
+        assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=.https?://", page.read_text("utf-8")), page
+
+
+def test_links_from_readme_and_out_of_docs(site):
+    index, results = (site / "index.html").read_text("utf-8"), (site / "results" / "index.html").read_text("utf-8")
+    assert 'href="quicktour/"' in index and 'href="contributing/"' in index and 'src="images/speed.svg"' in index
+    assert '<abbr title="in the repository: LICENSE">Apache-2.0</abbr>' in index
+    assert 'href="../benchmark_scripts/"' in results and 'src="../images/speed.svg"' in results
+    assert '<abbr title="in the repository: hub_cards/tiny-target">target</abbr>' in results
+    assert (site / "images" / "speed.svg").is_file()
+
+
+def test_every_page_is_in_the_navigation():
+    nav = re.findall(r": (\w+\.md)$", CONFIG.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(nav) == len(set(nav))
+    moved = {"index.md", "contributing.md", "changelog.md", "benchmark_scripts.md"}
+    assert set(nav) == moved | {path.name for path in (PROJECT / "docs").glob("*.md")}
+    assert yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["strict"] is True
+
+
+@pytest.fixture
+def hooks(monkeypatch):
+    """docs_hooks.py, with stand-ins for what it imports where mkdocs is not installed."""
+    for name in ("mkdocs", "mkdocs.config", "mkdocs.config.defaults", "mkdocs.structure"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(MkDocsConfig=None))
+    monkeypatch.setitem(sys.modules, "mkdocs.structure.files", SimpleNamespace(File=None, Files=None))
+    monkeypatch.setitem(sys.modules, "mkdocs.structure.pages", SimpleNamespace(Page=None))
+    return SimpleNamespace(**runpy.run_path(str(PROJECT / "docs_hooks.py")))
+
+
+@pytest.mark.parametrize(
+    ("page", "markdown", "expected"),
+    [
+        ("index.md", "[a](docs/faq.md#speed)", "[a](faq.md#speed)"),
+        ("index.md", "![a](docs/images/speed.svg)", "![a](images/speed.svg)"),
+        ("faq.md", "[a](../README.md) [b](gate.md) [c](#speed)", "[a](index.md) [b](gate.md) [c](#speed)"),
+        ("faq.md", "[a](https://x.y/z)", "[a](https://x.y/z)"),
+        ("faq.md", "```\n[a](../LICENSE)\n```\n", "```\n[a](../LICENSE)\n```\n"),
+        ("benchmark_scripts.md", "[a](../docs/faq.md)", "[a](faq.md)"),
+        ("faq.md", "[`a`](../tests/docs)", '<abbr title="in the repository: tests/docs">`a`</abbr>'),
+    ],
+)
+def test_links_are_rewritten(hooks, page, markdown, expected):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=page))
+    assert hooks.on_page_markdown(markdown, page, SimpleNamespace(repo_url=None), None) == expected
+
+
+def test_with_an_address_files_of_the_repository_are_linked(hooks):
+    page, config = SimpleNamespace(file=SimpleNamespace(src_uri="faq.md")), SimpleNamespace(repo_url="https://x.y/z/")
+    assert hooks.on_page_markdown("[a](../tests#b)", page, config, None) == "[a](https://x.y/z/blob/main/tests#b)"
