@@ -59,11 +59,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def site_path(path: str) -> str | None:
-    """Place on the site of a path in the repository, or None. All pages lie in one folder.
-
-    >>> site_path("docs/../benchmarks/README.md"), site_path("docs/images/speed.svg"), site_path("tests")
-    ('benchmark_scripts.md', 'images/speed.svg', None)
-    """
+    """Place on the site of a path in the repository, or None. All pages lie in one folder."""
     path = posixpath.normpath(path)
     names = {source: name for name, source in PAGES.items()}
     if path in names:
