@@ -39,7 +39,8 @@ def _reading(records: Sequence[Record]) -> str:
     found = of_kind(records, "environment")[0]
     settings = found["settings"]
     return (
-        f"Ratios are to `generate`; plain loop: this package without a draft. {settings['target']}, batch "
+        "Ratios are to `generate`, taken within a repeat; plain loop: this package without a draft. "
+        f"{settings['target']}, batch "
         f"{_smallest_batch(records)}, {settings['tokens']} tokens, medians of {settings['repeats']} interleaved "
         f"repeats, each draft with its fastest setting, the fastest ratio of a row in bold. "
         f"{found['cpu']}, {found['threads']} thread{'s' * (found['threads'] > 1)}, load average "
