@@ -48,4 +48,4 @@ def test_the_committed_output_is_that_of_one_run():
     assert "same sampled text: True" in shown and "exact: 256 of 256" in shown
     assert any("image/png" in output.get("data", {}) for cell in CELLS for output in cell["outputs"])
     assert not [output for cell in CELLS for output in cell["outputs"] if output["output_type"] == "error"]
-    assert "/work/" not in json.dumps(NOTEBOOK) and "/home/" not in json.dumps(NOTEBOOK)
+    assert str(PROJECT) not in json.dumps(NOTEBOOK) and "/home/" not in json.dumps(NOTEBOOK)
