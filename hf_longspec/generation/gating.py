@@ -111,6 +111,7 @@ class SpeculationGate:
         self._verdict: str | None = None
         self._steps = 0  # of the present phase
         self._started = 0.0
+        self._now = 0.0  # time of all steps so far: what passes between them is not the gate's
         self._plain_length = 0
         self._check_plain_at = self._try_draft_at = 0.0
 
@@ -127,11 +128,12 @@ class SpeculationGate:
             rows (`int`): Rows that were growing.
             length (`int`): Tokens of the longest row.
         """
-        now = self._clock()
+        seconds = self._clock() - self._started
+        self._now += seconds
         self._steps += 1
         if self._steps > WARM_UP[self._choice]:
-            self._paces[self._choice].add(tokens, rows, now - self._started)
-        verdict = self._after_draft(now, length) if self._choice == DRAFT else self._after_plain(now, length)
+            self._paces[self._choice].add(tokens, rows, seconds)
+        verdict = self._after_draft(length) if self._choice == DRAFT else self._after_plain(length)
         if verdict is None or verdict == self._verdict:
             return None
         self._verdict = verdict
@@ -139,29 +141,29 @@ class SpeculationGate:
         speeds = [rows * pace.tokens / max(pace.seconds, 1e-9) for pace in (plain, draft)]
         return GateDecision(verdict, length, speeds[0], speeds[1], draft.tokens)
 
-    def _after_draft(self, now: float, length: int) -> str | None:
+    def _after_draft(self, length: int) -> str | None:
         """Go on until refuted, or until the plain step that it is compared with is out of date."""
         draft = self._paces[DRAFT]
-        stale = length >= GROWTH * self._plain_length and now >= self._check_plain_at
+        stale = length >= GROWTH * self._plain_length and self._now >= self._check_plain_at
         if stale or not self._may_pay():
             self._turn_to(PLAIN)  # measured anew, it has the last word
         elif draft.count >= CONFIRMING and draft.tokens * self._paces[PLAIN].seconds >= draft.seconds:
             return DRAFT
         return None
 
-    def _after_plain(self, now: float, length: int) -> str | None:
+    def _after_plain(self, length: int) -> str | None:
         plain, draft = self._paces[PLAIN], self._paces[DRAFT]
         if plain.count == PLAIN_SAMPLES:
             self._plain_length = length
             if self._may_pay():
                 steps = WARM_UP[PLAIN] + PLAIN_SAMPLES + 1
-                self._check_plain_at = now + steps * plain.seconds / SHARE
+                self._check_plain_at = self._now + steps * plain.seconds / SHARE
                 self._turn_to(DRAFT)
                 return None
             lost = draft.seconds - draft.tokens * plain.seconds
-            self._try_draft_at = now + (min(draft.count, TOKENS_WINDOW) + WARM_UP[DRAFT]) * lost / SHARE
+            self._try_draft_at = self._now + (min(draft.count, TOKENS_WINDOW) + WARM_UP[DRAFT]) * lost / SHARE
             return PLAIN
-        if plain.count > PLAIN_SAMPLES and now >= self._try_draft_at:
+        if plain.count > PLAIN_SAMPLES and self._now >= self._try_draft_at:
             draft.restart()
             self._turn_to(DRAFT)
         return None

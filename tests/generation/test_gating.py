@@ -203,6 +203,19 @@ class TestSetting:
         assert type(ungated(True, Chain(), object())) is OpenGate
 
 
+def test_time_between_steps_does_not_count():
+    """Somebody else's turn, as in benchmarks/gate.py: it must not bring the next attempt nearer."""
+
+    def run(pause):
+        machine = Machine(always(2.0), geometric(0.2), noise=0.3)
+        while machine.emitted < 5000:
+            machine.step()
+            machine.now += pause
+        return machine.choices
+
+    assert run(50.0) == run(0.0)
+
+
 def test_clock_that_stands_still():
     """A clock may be coarser than a step."""
     machine = Machine(always(0.0), always(2), plain=always(0.0)).run(200)
