@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from .generation.draft_tree import DraftTree
-from .generation.drafters.base import Binding, Drafter, Verification
+from .generation.drafters.base import Binding, Drafter, TreeShape, Verification
 from .generation.gating import Gate, OpenGate, SpeculationGate
 from .generation.target import TargetView
 from .modeling.base import DraftModel
@@ -57,7 +57,7 @@ class FlippingGate(SpeculationGate):
     """
 
     def __init__(self, seed: int = 0):
-        super().__init__(most_tokens=2)
+        super().__init__([TreeShape("draft", 2, 1)])
         self.random = random.Random(seed)
         self.speculating = False
         self.left = self.turns = 0

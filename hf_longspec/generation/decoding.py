@@ -130,7 +130,7 @@ class Session:
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
         binding = Binding(self.target, cache, self.rule, self.max_length)
         self.drafter = self.draft.drafter(binding)
-        self.gate = gate_of(self.draft.setting("gate"), self.drafter, self.target.model)
+        self.gate = gate_of(self.draft.setting("gate"), self.drafter, self.target.ranks)
         self.rests = False  # whether the drafter was not told of the last steps
 
     def prefill(self) -> None:
@@ -163,6 +163,7 @@ class Session:
         """
         speculates = self.gate.speculates()
         proposes = speculates and not self.rests
+        self.drafter.choose(self.gate.tree)
         started = time.perf_counter()
         tree = self.drafter.propose(self.root) if proposes else DraftTree.root_only(self.root)
         drafted = time.perf_counter()

@@ -15,11 +15,12 @@ class GateDecision:
     """What the gate found out, when that changed.
 
     Args:
-        choice (`str`): The faster one: `plain` or `draft`.
+        choice (`str`): The fastest one: `plain` or `draft`; with `tree_choices`, instead of `draft`, the tree.
         length (`int`): Tokens of the longest row by then, prompt included.
         plain_tokens_per_second (`float`): Of steps without drafting, all growing rows together.
-        draft_tokens_per_second (`float`): Of steps that speculate.
-        tau (`float`): Tokens per verification and row of the steps that this speed was taken from.
+        draft_tokens_per_second (`float`): Of steps that speculate, with the fastest tree.
+        tau (`float`): Tokens per verification and row of the steps that this speed was taken from. 0 if nothing was
+            tried: the speed then is what speculation could reach if every draft were accepted.
     """
 
     choice: str

@@ -3,6 +3,7 @@
 from itertools import count
 
 import pytest
+import torch
 
 import hf_longspec
 from hf_longspec.bench.decoding import MODES
@@ -17,6 +18,7 @@ from hf_longspec.bench.interleaved import (
     interleave,
 )
 from hf_longspec.generation import decoding
+from hf_longspec.generation.gating import OpenGate
 from hf_longspec.testing_drafts import FlippingGate
 
 TOKENS, CONTEXT = 2 * TURN + 7, 31
@@ -25,12 +27,7 @@ TOKENS, CONTEXT = 2 * TURN + 7, 31
 @pytest.fixture
 def flipping(monkeypatch):
     """Gates of LongSpec drafts open and shut at random; the plain loop has none."""
-    monkeypatch.setattr(
-        decoding, "gate_of", lambda wanted, *_: FlippingGate() if wanted else decoding_gate_of(False, None, None)
-    )
-
-
-decoding_gate_of = decoding.gate_of
+    monkeypatch.setattr(decoding, "gate_of", lambda wanted, *_: FlippingGate() if wanted else OpenGate())
 
 
 def runs_of(target, prompts, mode, row=1):
@@ -46,8 +43,6 @@ def runs_of(target, prompts, mode, row=1):
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 def test_texts_are_those_of_generate(target, prompts, flipping, mode):
     """Of one call of `generate` with the whole prompt, which shares no cache with the others."""
-    import torch
-
     runs = runs_of(target, prompts, mode)
     interleave(runs, TOKENS)
     torch.manual_seed(5)
