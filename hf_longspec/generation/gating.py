@@ -220,7 +220,9 @@ def check_gate(value: Any) -> None:
 
 def warning_of(decision: GateDecision) -> str:
     """What a user is told when speculation is switched off."""
-    against = f"against {decision.plain_tokens_per_second:.3g} tokens/s without drafting, behind {decision.length} tokens"
+    against = (
+        f"against {decision.plain_tokens_per_second:.3g} tokens/s without drafting, behind {decision.length} tokens"
+    )
     if not decision.tau:
         return (
             f"speculation cannot pay here and is not tried for now: at most {decision.draft_tokens_per_second:.3g} "

@@ -13,6 +13,7 @@ import torch
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled, decoding
 from hf_longspec.generation.gating import DRAFT, PLAIN, SpeculationGate, gate_of
+from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import (
     FlippingGate,
@@ -27,16 +28,29 @@ NEW = 40
 NGRAMS = {"ngram_candidates": 2, "ngram_num_tokens": 3}
 SPECATTN = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"}
 PARTIAL = {"self_draft": "partial_kv", "tree_branching": [2, 1, 1, 1], "partial_kv_budget": 12, "partial_kv_recent": 2}
+WIDTHS = [[4, 3, 1], [1, 1]]
 DRAFTS = {
     "longspec": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2]),
     "longspec, n-grams": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2], **NGRAMS),
+    "longspec, trees": lambda model: random_longspec_draft(model, window=8, tree_widths=[2], tree_choices=WIDTHS),
+    "longspec, n-grams, trees": lambda model: random_longspec_draft(
+        model, window=8, tree_widths=[3, 2], tree_choices=WIDTHS, **NGRAMS
+    ),
     "specattn": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN),
+    "specattn, trees": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, tree_choices=[1, 5]),
     "specattn, window": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, selection="window"),
     "specattn, each row": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, selection="last_accepted"),
     "tokenswift": lambda model: random_tokenswift_draft(model, tree_branching=[1, 2, 1, 1]),
+    "tokenswift, trees": lambda model: random_tokenswift_draft(
+        model, tree_branching=[1, 2, 1], tree_choices=[[1, 1], [1, 3, 2, 1]]
+    ),
     "tokenswift, partial": lambda model: random_tokenswift_draft(model, **PARTIAL),
+    "tokenswift, partial, n-grams, trees": lambda model: random_tokenswift_draft(
+        model, **PARTIAL, **NGRAMS, tree_choices=[[1, 1], [3, 2]]
+    ),
     "tokenswift, partial, n-grams": lambda model: random_tokenswift_draft(model, **PARTIAL, **NGRAMS),
     "n-grams": NgramDraftModel.from_target,
+    "n-grams, trees": lambda model: NgramDraftModel.from_target(model, tree_choices=[[3, 1], [9, 3]]),
     "random trees": RandomTreeDraftModel.from_target,
 }
 EVERY_DRAFT = pytest.mark.parametrize("kind", DRAFTS)
@@ -48,7 +62,7 @@ def flipping(monkeypatch):
     gates = []
 
     def make(wanted, drafter, model):
-        gates.append(FlippingGate(seed=len(gates)))
+        gates.append(FlippingGate(seed=len(gates), trees=len(drafter.trees)))
         return gates[-1]
 
     monkeypatch.setattr(decoding, "gate_of", make)
@@ -95,7 +109,7 @@ def test_processors_that_look_back(target, flipping):
         assert generate(model, DRAFTS[kind](model), **options) == expected
 
 
-@pytest.mark.parametrize("kind", ["longspec", "specattn", "n-grams"])
+@pytest.mark.parametrize("kind", ["longspec", "specattn", "n-grams", "longspec, trees", "specattn, trees"])
 def test_compiled_steps(target, flipping, monkeypatch, kind):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
@@ -105,6 +119,20 @@ def test_compiled_steps(target, flipping, monkeypatch, kind):
     draft.generation_config.compile = "compile"
     assert generate(model, draft) == expected
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTS if "trees" in kind and "random" not in kind])
+def test_every_tree_is_proposed_in_its_own_size_and_fits(target, flipping, monkeypatch, kind):
+    """Capacity is that of the largest tree; n-grams and what a row accepted are told apart in each."""
+    model = target("llama")
+    draft = DRAFTS[kind](model)
+    noted = Noted(draft, monkeypatch)
+    generate(model, draft)
+    shapes = {(tree.num_nodes, tree.max_depth) for _, tree in noted.trees}
+    assert len(shapes) == 3
+    assert max(nodes for nodes, _ in shapes) == draft.num_tree_nodes(TargetView(model))
+    for _, tree in noted.trees:
+        tree.validate()
 
 
 class Noted:

@@ -1,7 +1,7 @@
 """Drafter: a draft bound to a target for one call of `generate`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -76,6 +76,16 @@ class TreeShape:
     max_depth: int
 
 
+def named(trees: Iterable[tuple[Any, int, int]]) -> tuple[TreeShape, ...]:
+    """Shapes from what the settings say, nodes and depth of each tree; one alone needs no name.
+
+    >>> [tree.name for tree in named([([4, 2], 7, 2), ([1], 2, 1)])], named([([1], 2, 1)])[0].name
+    (['[4, 2]', '[1]'], 'draft')
+    """
+    shapes = tuple(TreeShape(str(value), num_nodes, max_depth) for value, num_nodes, max_depth in trees)
+    return shapes if len(shapes) > 1 else (replace(shapes[0], name="draft"),)
+
+
 class Drafter(CandidateGenerator):
     """Proposes draft trees and learns from their verification. The decoding loop knows nothing else of it.
 
@@ -102,7 +112,7 @@ class Drafter(CandidateGenerator):
     @property
     def trees(self) -> tuple[TreeShape, ...]:
         """The trees that may be chosen, the configured one first."""
-        return (TreeShape("draft", self.num_nodes, self.max_depth),)
+        return named([(None, self.num_nodes, self.max_depth)])
 
     def choose(self, tree: int) -> None:
         """Propose trees of this number from now on."""
