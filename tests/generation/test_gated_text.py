@@ -303,3 +303,70 @@ def test_every_step_is_noted_plain_ones_too(flipping):
     assert [1 + sum(emitted for emitted, _ in row) for row in steps] == [NEW] * len(LENGTHS)
     assert sum((emitted, drafted) == (1, 0) for row in steps for emitted, drafted in row) >= stats.num_plain_steps > 0
     assert sum(map(len, steps)) == stats.num_plain_steps + stats.num_spec_steps
+
+
+class TurningGate(FlippingGate):
+    """Always open; takes the trees in turn."""
+
+    def speculates(self):
+        self.tree = (self.tree + 1) % 3
+        return True
+
+
+@pytest.mark.parametrize("kind", ["longspec, trees", "longspec, n-grams, trees", "tokenswift, trees", "n-grams, trees"])
+def test_behind_another_tree_a_tree_is_that_of_a_drafter_that_begins_there(target, monkeypatch, kind):
+    """What a drafter keeps per node of one tree must not be taken for that of another."""
+    model = target("llama")
+    draft = DRAFTS[kind](model)
+    noted = Noted(draft, monkeypatch)
+    monkeypatch.setattr(decoding, "gate_of", lambda *_: TurningGate())
+    text = generate(model, draft, lengths=(21,))
+    turns = list(noted.trees)
+    for place, (committed, tree) in enumerate(turns[3:9], start=4):
+        noted.trees.clear()
+
+        class Same(TurningGate):
+            def speculates(self, place=place):
+                self.tree = place % 3
+                return True
+
+        monkeypatch.setattr(decoding, "gate_of", lambda *_, same=Same: same())
+        model.generate(
+            torch.tensor([text[0][: committed[0]]]), assistant_model=draft, max_new_tokens=2, do_sample=False
+        )
+        fresh = noted.trees[0][1]
+        assert fresh.tokens.tolist() == tree.tokens.tolist() and fresh.parents.tolist() == tree.parents.tolist()
+
+
+def test_specattn_accepts_everything_in_chains_of_any_length_if_it_reads_everything(target, monkeypatch):
+    model = target("llama")
+    draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0, tree_choices=[1, 5])
+    monkeypatch.setattr(decoding, "gate_of", lambda *_: TurningGate())
+    generate(model, draft, max_new_tokens=1 + 3 * (2 + 6 + 4))
+    assert draft.last_speculation.acceptance_histogram == [0, 9, 0, 9, 0, 9]
+
+
+def test_the_fastest_tree_is_named(plain_run, monkeypatch):
+    """By a clock that says what each tree costs: nothing pays but short paths."""
+    run = plain_run("llama", (21,), max_new_tokens=300, eos_token_id=None)
+    draft = NgramDraftModel.from_target(run.model, tree_choices=[[2, 1], [5, 3]])
+
+    class Clock:
+        now, calls = 0.0, 0
+
+        def __call__(self):
+            self.calls += 1
+            if self.calls % 2 == 0:
+                self.now += (4.0, 1.0, 6.0)[self.gate.tree] if self.gate._choice == DRAFT else 1.0
+            return self.now
+
+    clock = Clock()
+
+    def make(wanted, drafter, ranks):
+        clock.gate = SpeculationGate(drafter.trees, drafter.most_speedup, clock)
+        return clock.gate
+
+    monkeypatch.setattr(decoding, "gate_of", make)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    choices = [decision.choice for decision in draft.last_speculation.gate_decisions]
+    assert choices[-1] == "[2, 1]" and set(choices) <= {PLAIN, "[2, 1]"}
