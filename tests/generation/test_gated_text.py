@@ -133,13 +133,17 @@ def test_every_tree_is_proposed_in_its_own_size_and_fits(target, flipping, monke
     assert max(nodes for nodes, _ in shapes) == draft.num_tree_nodes(TargetView(model))
     for _, tree in noted.trees:
         tree.validate()
+    if "n-grams" in kind and kind != "n-grams, trees":
+        ngrams = draft.setting("ngram_candidates") * draft.setting("ngram_num_tokens")
+        for first, (_, tree) in zip(noted.first_ngram_nodes, noted.trees, strict=True):
+            assert first + ngrams == tree.num_nodes
 
 
 class Noted:
     """A draft whose drafters note, for every tree, the tokens committed before it and the tree."""
 
     def __init__(self, draft, monkeypatch):
-        self.trees = []
+        self.trees, self.first_ngram_nodes = [], []
         make = draft.drafter
 
         def noting_drafter(binding):
@@ -149,6 +153,7 @@ class Noted:
             def noting_propose(root):
                 tree = propose(root)
                 self.trees.append((binding.cache.host_lengths, tree))
+                self.first_ngram_nodes.append(drafter.first_ngram_node)
                 return tree
 
             drafter.propose = noting_propose
