@@ -1,8 +1,8 @@
-"""The gate on held-out text: the plain loop, a useless and a trained LongSpec draft, both with the gate and without it.
+"""The gate on held-out text: the plain loop, and drafts with the gate and without it.
 
-The useless draft has random weights. Every prompt is prefilled once, and each run continues a copy of its cache by the
-same number of sampled tokens. With the gate the useless draft should be about as fast as the plain loop, and the
-trained one about as fast as the faster of the plain loop and itself without the gate.
+The useless draft has random weights; the others are a trained chain and n-grams. Every prompt is prefilled once, and
+all ways to decode continue copies of its cache by the same tokens, in turns of a few tokens each. With the gate a draft
+should be about as fast as the faster of the plain loop and itself without the gate, whichever of the two that is.
 
     python benchmarks/gate.py
 """
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 import hf_longspec
 from hf_longspec.bench.arguments import add_prompts, add_repeats, integers, parser, set_threads
-from hf_longspec.bench.decoding import load_target
+from hf_longspec.bench.decoding import MODES, load_target
 from hf_longspec.bench.engine import PLAIN
 from hf_longspec.bench.gated import GateBenchmark, gate_report
 from hf_longspec.bench.prefill import prefill
@@ -38,14 +38,21 @@ def main(arguments: list[str] | None = None) -> None:
         PLAIN: hf_longspec.PlainDraftModel.from_target(model),
         "random draft": hf_longspec.LongSpecDraftModel.from_target(model),
         "trained draft": hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype),
+        "n-grams": hf_longspec.NgramDraftModel.from_target(model),
     }
+    methods["trained draft"].generation_config.tree_widths = args.tree_widths
     guard, progress = TimeGuard(args.minutes), Progress(total=len(args.contexts), quiet=args.quiet)
-    settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
-    settings["widths"] = {name: draft.setting("tree_widths") for name, draft in methods.items() if name != PLAIN}
+    settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
+    settings |= origin
+    settings["drafts"] = {
+        "random draft": {"tree_widths": methods["random draft"].setting("tree_widths")},
+        "trained draft": {"name": Path(args.draft).name, "tree_widths": args.tree_widths},
+    }
     longest = 0.0
     with ResultFile(args.output, "gate", gate_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
-        benchmark = GateBenchmark(model, methods, prompts, tokens=args.tokens, repeats=args.repeats)
+        how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode, "gated_only": ["random draft"]}
+        benchmark = GateBenchmark(model, methods, prompts, **how)
         for context in sorted(args.contexts):
             if not guard.fits(longest):
                 results.skip("no time left", context=context)
@@ -61,11 +68,14 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser(__doc__, ROOT / "benchmarks" / "results" / "gate.jsonl", minutes=20)
     add_repeats(made)
+    made.set_defaults(repeats=6)
     add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
     made.add_argument("--draft", default=str(ROOT / "hub_cards" / "tiny-longspec"), help="folder or Hub id")
     made.add_argument("--contexts", type=integers, default=[1024, 4096, 15872], help="default: 1024,4096,15872")
-    made.add_argument("--prompts", type=int, default=5, help="default: %(default)s")
-    made.add_argument("--tokens", type=int, default=384, help="per run (default: %(default)s)")
+    made.add_argument("--prompts", type=int, default=6, help="default: %(default)s")
+    made.add_argument("--tokens", type=int, default=1000, help="per run (default: %(default)s)")
+    made.add_argument("--mode", choices=sorted(MODES), default="greedy", help="default: %(default)s")
+    made.add_argument("--tree-widths", type=integers, default=[1, 1], help="of the trained draft (default: 1,1)")
     return made.parse_args(arguments)
 
 

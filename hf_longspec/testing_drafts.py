@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from .generation.draft_tree import DraftTree
-from .generation.drafters.base import Binding, Drafter, Verification
+from .generation.drafters.base import Binding, Drafter, TreeShape, Verification
 from .generation.gating import Gate, OpenGate, SpeculationGate
 from .generation.target import TargetView
 from .modeling.base import DraftModel
@@ -50,15 +50,18 @@ def _randomize(draft: DraftModel, seed: int) -> None:
 
 
 class FlippingGate(SpeculationGate):
-    """Opens and shuts at random: one to four steps of each kind, from a seed.
+    """Opens and shuts at random: one to four steps of each kind, from a seed. Every step has a random one of the trees.
 
     Attributes:
         turns (`int`): How often it opened or shut.
     """
 
-    def __init__(self, seed: int = 0):
-        super().__init__(most_tokens=2)
+    tree = 0
+
+    def __init__(self, seed: int = 0, trees: int = 1):
+        super().__init__([TreeShape("draft", 2, 1)])
         self.random = random.Random(seed)
+        self.num_trees = trees
         self.speculating = False
         self.left = self.turns = 0
 
@@ -68,6 +71,8 @@ class FlippingGate(SpeculationGate):
             self.speculating, self.left = not self.speculating, self.random.randint(1, 4)
             self.turns += 1
         self.left -= 1
+        if self.num_trees > 1:
+            self.tree = self.random.randrange(self.num_trees)
         return self.speculating
 
     def record(self, tokens: int, rows: int, length: int) -> None:

@@ -87,15 +87,12 @@ class Decoder:
         model (`PreTrainedModel`): From [`load_target`], in the dtype of the prompts.
         prompts ([`PrefilledPrompts`]): Where decoding starts.
         tokens (`int`): Tokens to generate per row; all but the first are timed.
-        gated (`bool`, *optional*, defaults to `False`): Whether speculation that does not pay is switched off. What is
-            measured otherwise is speculation itself.
     """
 
-    def __init__(self, model: PreTrainedModel, prompts: PrefilledPrompts, tokens: int, gated: bool = False):
+    def __init__(self, model: PreTrainedModel, prompts: PrefilledPrompts, tokens: int):
         self.model = model
         self.prompts = prompts
         self.tokens = tokens
-        self.gated = gated
         self._caches: dict[tuple[int, int], SpeculativeCache] = {}
 
     def run(self, method: Any, rows: slice, context: int, mode: str, seed: int, tokens: int | None = None) -> Run:
@@ -115,7 +112,7 @@ class Decoder:
         if own:
             options |= {"past_key_values": self.prompts.dynamic_cache(rows, context - 1), **method.options}
         else:
-            method.generation_config.gate = self.gated
+            method.generation_config.gate = False  # speculation itself is measured
             cache = self._speculative_cache(method, rows, context, tokens)
             options |= {"past_key_values": cache, "assistant_model": method}
         torch.manual_seed(seed)

@@ -61,9 +61,13 @@ NOTES = {
         "prefill what `hf generate` took, plus what may grow with the text."
     ),
     "gate": (
-        "Tokens per second from the first token to the last, median of interleaved repeats, lowest and highest in "
-        "brackets; x plain loop: taken within a repeat. tau counts steps that speculate. Plain tokens: share that "
-        "plain steps emitted; decisions: what the gate found to be faster, at which length. Both of the last repeat."
+        "All ways to decode advance in turns of a few tokens through the same texts, and every step is timed. Time "
+        "over plain loop: of all steps, mean over texts with its 95 % interval; CPU time: the same by the process's "
+        "own clock. Accounted: exact counts of steps times the median cost of each kind, measured in plain steps of "
+        "the same turn. Over the faster one: time over that of the plain loop or of the draft without a gate, "
+        "whichever is faster. Same text: how many texts are those of the plain loop. Steps: of each kind per text; a "
+        "catch-up is a plain step that is shown to a drafter behind its rest. Decisions and tau (of steps that "
+        "speculate) are those of the last text."
     ),
     "acceptance": (
         "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "

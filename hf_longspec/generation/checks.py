@@ -105,3 +105,21 @@ def _refuse_foreign_cache(cache: Any) -> None:
             "a SpeculativeCache can be continued. Pass SpeculativeCache(config, batch_size, max_length) from the "
             "first turn on, or leave the argument out and pass the whole sequence."
         )
+
+
+def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: int) -> int:
+    """Most tokens that a row of this call can reach.
+
+    Raises:
+        ValueError: If nothing says so.
+    """
+    limit = config.max_length or getattr(target.config, "max_position_embeddings", None)
+    if limit is None:
+        raise ValueError("generation has no length limit: pass max_new_tokens or max_length.")
+    return max(limit, prompt_length + 1)
+
+
+def pad_token_id_of(config: GenerationConfig) -> int:
+    """What fills finished rows."""
+    pad = getattr(config, "_pad_token_tensor", None)
+    return int(pad) if pad is not None else 0

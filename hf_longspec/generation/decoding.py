@@ -16,14 +16,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .cache import SpeculativeCache
-from .checks import refuse_unsupported
+from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
 from .drafters.base import Binding, Drafter, Verification
 from .gating import PLAIN, Gate, gate_of, warning_of
-from .logits import TokenRule, along_path
+from .logits import TokenRule
 from .noise import NoiseRows
+from .outputs import Outputs
 from .sequences import Sequences
-from .stats import INTERRUPTED, GateDecision, SpeculationStats
+from .stats import GateDecision, SpeculationStats
 from .step import runner_of
 from .target import Step, TargetView, chain_of_last_tokens
 
@@ -65,7 +66,7 @@ def decode(
             session.sequences.interrupt(error)
         finally:
             session.close()
-        return session.output()
+        return session.outputs.result(session.sequences, session.cache, session.stats)
     except BaseException:
         session.forget()
         raise
@@ -99,11 +100,11 @@ class Session:
         self.config = generation_config
         self.started = time.perf_counter()
         self.stats = SpeculationStats(method=draft.config.model_type)
-        self.max_length = _max_length(generation_config, target, input_ids.shape[1])
+        self.max_length = max_length_of(generation_config, target, input_ids.shape[1])
         self.sequences = Sequences(
             input_ids,
             stopping_criteria,
-            pad_token_id=_pad_token_id(generation_config),
+            pad_token_id=pad_token_id_of(generation_config),
             max_length=self.max_length,
             reach=draft.num_tree_nodes(target) + 1,
             streamer=streamer,
@@ -112,8 +113,7 @@ class Session:
         batch_size, do_sample = input_ids.shape[0], bool(generation_config.do_sample)
         noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
         self.rule = TokenRule(logits_processor, do_sample, self.sequences, noise)
-        self.kept_scores: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
-        self.kept_logits: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+        self.outputs = Outputs(generation_config, batch_size)
 
     def open_cache(self, model_kwargs: dict[str, Any]) -> None:
         """Take the user's [`SpeculativeCache`] or make one, cut the prompts out of their padding, bind the drafter."""
@@ -130,7 +130,7 @@ class Session:
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
         binding = Binding(self.target, cache, self.rule, self.max_length)
         self.drafter = self.draft.drafter(binding)
-        self.gate = gate_of(self.draft.setting("gate"), self.drafter, self.target.model)
+        self.gate = gate_of(self.draft.setting("gate"), self.drafter, self.target.ranks)
         self.rests = False  # whether the drafter was not told of the last steps
 
     def prefill(self) -> None:
@@ -163,6 +163,7 @@ class Session:
         """
         speculates = self.gate.speculates()
         proposes = speculates and not self.rests
+        self.drafter.choose(self.gate.tree)
         started = time.perf_counter()
         tree = self.drafter.propose(self.root) if proposes else DraftTree.root_only(self.root)
         drafted = time.perf_counter()
@@ -211,8 +212,7 @@ class Session:
 
     def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
         """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""
-        wants_scores = bool(self.config.return_dict_in_generate and self.config.output_scores)
-        acceptance, scores = self.rule.accept(tree, logits, with_scores=wants_scores)
+        acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
         # the one host read of an iteration: nodes kept, nodes proposed, tokens emitted, the path
         counts = torch.stack([acceptance.num_nodes, tree.valid.sum(1)], dim=1)
         host = torch.cat([counts, acceptance.tokens, acceptance.path], dim=1).tolist()
@@ -222,26 +222,14 @@ class Session:
         emitted = self.sequences.append(chosen, scores)
         self.rule.advance(emitted)
         self.root = acceptance.next_root
-        self._keep(self.kept_scores, scores, emitted)
-        if self.config.return_dict_in_generate and self.config.output_logits:
-            self._keep(self.kept_logits, along_path(logits.float(), acceptance.path), emitted)
+        self.outputs.keep(scores, logits, acceptance.path, emitted)
         return acceptance.path, [row[:count] for row, count in zip(chosen, emitted, strict=True)]
 
-    @staticmethod
-    def _keep(store: list[list[torch.Tensor]], values: torch.Tensor | None, emitted: list[int]) -> None:
-        if values is not None:
-            for row, count in enumerate(emitted):
-                store[row].extend(values[row, :count].unbind(0))
-
     def _record(self, growing: list[bool], emitted: list[int], proposes: bool) -> None:
-        self.stats.num_forwards += 1
         first = self.drafter.first_ngram_node
-        for row, count in enumerate(emitted):
-            if growing[row] and not proposes:
-                self.stats.record_plain(row)
-            elif growing[row]:
-                ngrams = 0 if first is None else sum(node >= first for node in self.paths[row][1:count])
-                self.stats.record(count, self.proposed[row], count - 1, ngrams, row)
+        kept = [path[1:count] for path, count in zip(self.paths, emitted, strict=True)]
+        ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in kept]
+        self.stats.record_forward(growing, emitted, self.proposed if proposes else None, ngrams)
 
     def close(self) -> None:
         """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was.
@@ -260,42 +248,3 @@ class Session:
         """Leave the cache as it was given: what the caller does not get, it must not hold either."""
         self.cache.rollback()
         self.cache.set_lengths([self.stored] * self.cache.batch_size)
-
-    def output(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-        """What `generate` returns; with `return_dict_in_generate`, the statistics are its attribute `speculation`."""
-        sequences = self.sequences.end()
-        if self.stats.interrupted:
-            logger.warning(INTERRUPTED, ", ".join(str(len(tokens)) for tokens in self.sequences.generated))
-        if not self.config.return_dict_in_generate:
-            return sequences
-        output = GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=_by_position(self.kept_scores),
-            logits=_by_position(self.kept_logits),
-            past_key_values=self.cache,
-        )
-        output.speculation = self.stats
-        return output
-
-
-def _by_position(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...] | None:
-    """One `(batch, vocab)` tensor per generated position; zeros for rows that were done by then."""
-    longest = max(map(len, rows))
-    if not longest:
-        return None
-    filler = torch.zeros_like(rows[0][0])
-    return tuple(
-        torch.stack([row[position] if position < len(row) else filler for row in rows]) for position in range(longest)
-    )
-
-
-def _max_length(config: GenerationConfig, target: TargetView, prompt_length: int) -> int:
-    limit = config.max_length or getattr(target.config, "max_position_embeddings", None)
-    if limit is None:
-        raise ValueError("generation has no length limit: pass max_new_tokens or max_length.")
-    return max(limit, prompt_length + 1)
-
-
-def _pad_token_id(config: GenerationConfig) -> int:
-    pad = getattr(config, "_pad_token_tensor", None)
-    return int(pad) if pad is not None else 0

@@ -15,11 +15,12 @@ class GateDecision:
     """What the gate found out, when that changed.
 
     Args:
-        choice (`str`): The faster one: `plain` or `draft`.
+        choice (`str`): The fastest one: `plain` or `draft`; with `tree_choices`, instead of `draft`, the tree.
         length (`int`): Tokens of the longest row by then, prompt included.
         plain_tokens_per_second (`float`): Of steps without drafting, all growing rows together.
-        draft_tokens_per_second (`float`): Of steps that speculate.
-        tau (`float`): Tokens per verification and row of the steps that this speed was taken from.
+        draft_tokens_per_second (`float`): Of steps that speculate, with the fastest tree.
+        tau (`float`): Tokens per verification and row of the steps that this speed was taken from. 0 if nothing was
+            tried: the speed then is what speculation could reach if every draft were accepted.
     """
 
     choice: str
@@ -102,6 +103,24 @@ class SpeculationStats:
         """Tokens emitted per second of decoding, all rows together, prefill and first token apart."""
         tokens = self.num_emitted_tokens + self.num_plain_steps
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    def record_forward(
+        self, growing: list[bool], emitted: list[int], drafted: list[int] | None, ngrams: list[int]
+    ) -> None:
+        """Count one verification; all lists have an entry per row.
+
+        Args:
+            growing (`list[bool]`): Rows that were not done.
+            emitted (`list[int]`): Tokens that came of it.
+            drafted (`list[int]`, *optional*): Drafted tokens that were verified; None for a plain step.
+            ngrams (`list[int]`): Emitted tokens that n-grams alone had proposed.
+        """
+        self.num_forwards += 1
+        for row, count in enumerate(emitted):
+            if growing[row] and drafted is None:
+                self.record_plain(row)
+            elif growing[row] and drafted is not None:
+                self.record(count, drafted[row], count - 1, ngrams[row], row)
 
     def record(self, emitted: int, drafted: int, accepted: int, ngrams: int = 0, row: int = 0) -> None:
         """Count one step of `row` that emitted `emitted` tokens, `accepted` of them drafted, out of `drafted` proposed.

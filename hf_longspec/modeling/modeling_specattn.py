@@ -9,6 +9,7 @@ from ..generation.drafters.specattn import SELECTIONS, SpecAttnDrafter, SpecAttn
 from ..generation.target import TargetView
 from .base import DraftModel
 from .configuration_specattn import SpecAttnConfig
+from .tree_choices import other_trees
 
 CHOICES = {
     "selection": SELECTIONS,
@@ -35,6 +36,7 @@ class SpecAttnDraftModel(DraftModel):
     weightless: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {
         "num_assistant_tokens": 4,
+        "tree_choices": None,
         "sparse_ratio": 0.07,
         "sparse_min_tokens": 256,
         "selection": "two_rows",
@@ -47,11 +49,16 @@ class SpecAttnDraftModel(DraftModel):
     def make_drafter(self, binding: Binding) -> Drafter:
         """A drafter with the present settings."""
         settings = SpecAttnSettings(**{field.name: self.setting(field.name) for field in fields(SpecAttnSettings)})
-        return SpecAttnDrafter(binding, settings)
+        return SpecAttnDrafter(binding, settings, self._gammas()[1:])
 
     def max_nodes(self, target: TargetView) -> int:
-        """Root and gamma drafted tokens."""
-        return int(self.setting("num_assistant_tokens")) + 1
+        """Root and gamma drafted tokens, as many as the longest chain has."""
+        return max(self._gammas()) + 1
+
+    def _gammas(self) -> list[int]:
+        """Drafted tokens of all chains, the configured one first."""
+        gamma = int(self.setting("num_assistant_tokens"))
+        return [gamma, *other_trees(gamma, self.setting("tree_choices"), "num_assistant_tokens")]
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse unknown choices, numbers out of range, and per-head selection where heads share their cache."""
@@ -61,6 +68,9 @@ class SpecAttnDraftModel(DraftModel):
         for name in ("num_assistant_tokens", "sparse_min_tokens"):
             if not isinstance(value := self.setting(name), int) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected an integer of at least 1.")
+        for gamma in self._gammas()[1:]:
+            if type(gamma) is not int or gamma < 1:
+                raise ValueError(f"tree_choices: num_assistant_tokens={gamma!r}: expected an integer of at least 1.")
         if not isinstance(ratio := self.setting("sparse_ratio"), int | float) or not 0 < ratio <= 1:
             raise ValueError(f"sparse_ratio={ratio!r}: expected a number in (0, 1].")
         if target.has_latent_cache and self.setting("granularity") == "kv_head":

@@ -1,7 +1,7 @@
 """TokenSwiftDraftModel: heads that read the tokens behind the next one off the target's last residual stream."""
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from ..generation.target import TargetView
 from ..generation.target_ends import TargetEnds, device_of
 from .base import DraftModel
 from .configuration_tokenswift import TokenSwiftConfig
+from .tree_choices import other_trees
 
 CHOICES = {"self_draft": SELF_DRAFTS, "partial_kv_policy": POLICIES}
 
@@ -41,6 +42,7 @@ class TokenSwiftDraftModel(DraftModel):
     settings: ClassVar[dict[str, Any]] = {
         "self_draft": "verify_hidden",
         "tree_branching": [1, 3, 3, 3],  # for 3 heads; fewer heads begin with as much of it as they fill
+        "tree_choices": None,
         "partial_kv_policy": "dynamic",
         "partial_kv_budget": 4096,  # the paper's scripts; a shorter context is held whole
         "partial_kv_recent": 64,
@@ -83,11 +85,12 @@ class TokenSwiftDraftModel(DraftModel):
         if heads.training or (self.device, self.dtype) != (device, dtype):
             # a copy: the user may be training these heads, in another dtype, and finds them as they were
             heads = copy.deepcopy(heads).to(device, dtype).eval()
-        return TokenSwiftDrafter(binding, heads, TargetEnds(model), self._drafting())
+        return TokenSwiftDrafter(binding, heads, TargetEnds(model), *self._drafting_with_others())
 
     def max_nodes(self, target: TargetView) -> int:
-        """All combinations of candidates, and the root."""
-        return num_product_nodes(self._drafting().widths)
+        """All combinations of candidates, and the root, of the largest tree."""
+        drafting, others = self._drafting_with_others()
+        return max(num_product_nodes(tree.widths) for tree in (drafting, *others))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets without a final norm, no heads, unknown choices, and trees and budgets that do not fit."""
@@ -97,21 +100,22 @@ class TokenSwiftDraftModel(DraftModel):
         for name, choices in CHOICES.items():
             if (value := self.setting(name)) not in choices:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
-        self._check_tree(target.vocab_size)
+        self._check_tree(target.vocab_size, "tree_branching", self.setting("tree_branching"))
+        for branching in self._other_branchings():
+            self._check_tree(target.vocab_size, "tree_choices: tree_branching", branching)
         self._check_budget()
 
-    def _check_tree(self, vocab_size: int) -> None:
-        branching = self.setting("tree_branching")
+    def _check_tree(self, vocab_size: int, name: str, branching: Any) -> None:
         numbers = branching if isinstance(branching, list | tuple) else [0]
         if not all(type(number) is int and 0 < number <= vocab_size for number in numbers):
             raise ValueError(
-                f"tree_branching={branching!r}: expected a list of integers from 1 to {vocab_size}, the size of the "
+                f"{name}={branching!r}: expected a list of integers from 1 to {vocab_size}, the size of the "
                 "vocabulary: the children of every node, level by level."
             )
         fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1
         if not fewest <= len(branching) <= self.config.num_heads + 1:
             raise ValueError(
-                f"tree_branching={branching!r} has {len(branching)} entries, expected {fewest} to "
+                f"{name}={branching!r} has {len(branching)} entries, expected {fewest} to "
                 f"{self.config.num_heads + 1}: one for the target's own prediction, which self_draft='verify_hidden' "
                 f"does not draft, and one for each of the num_heads={self.config.num_heads} heads that are to be used. "
                 "Shorten it, or train more heads."
@@ -122,7 +126,7 @@ class TokenSwiftDraftModel(DraftModel):
         if type(recent) is not int or recent < 0:
             raise ValueError(f"partial_kv_recent={recent!r}: expected an integer of at least 0.")
         ngrams = self.setting("ngram_num_tokens") if self.setting("ngram_candidates") else 0
-        step = max(len(self.setting("tree_branching")), ngrams) + 1
+        step = max(*map(len, [self.setting("tree_branching"), *self._other_branchings()]), ngrams) + 1
         least = SINK_TOKENS + recent + step
         if type(budget) is not int or budget < least:
             raise ValueError(
@@ -130,8 +134,14 @@ class TokenSwiftDraftModel(DraftModel):
                 f"partial_kv_recent={recent} and the {step} tokens of one step. Raise it, or lower partial_kv_recent."
             )
 
-    def _drafting(self) -> TokenSwiftSettings:
-        return TokenSwiftSettings(**{field.name: self.setting(field.name) for field in fields(TokenSwiftSettings)})
+    def _drafting_with_others(self) -> tuple[TokenSwiftSettings, list[TokenSwiftSettings]]:
+        """The settings, and the same with every other tree to choose from."""
+        settings = TokenSwiftSettings(**{field.name: self.setting(field.name) for field in fields(TokenSwiftSettings)})
+        return settings, [replace(settings, tree_branching=tree) for tree in self._other_branchings()]
+
+    def _other_branchings(self) -> list[list[int]]:
+        branching = list(self.setting("tree_branching"))
+        return other_trees(branching, self.setting("tree_choices"), "tree_branching")
 
 
 class TokenSwiftHeads(nn.Module):

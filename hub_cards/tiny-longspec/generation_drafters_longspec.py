@@ -20,7 +20,7 @@ from .generation_compiled import known_lengths
 from .generation_draft_tree import DraftTree
 from .generation_target_parts import TargetParts
 from .generation_window_ring import WindowRing
-from .generation_drafters_base import Binding, Drafter, Verification
+from .generation_drafters_base import Binding, Drafter, TreeShape, Verification, named
 
 logger = logging.get_logger(__name__)
 
@@ -33,7 +33,7 @@ class LongSpecDrafter(Drafter):
         block (`LongSpecBlock`): The trained block, on device and in dtype of the keys it reads.
         config (`LongSpecConfig`): Its configuration.
         parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
-        widths (`list[int]`): Nodes of each level of the tree, root excluded.
+        trees (`Sequence[list[int]]`): Nodes of each level of the tree, root excluded; for each tree to choose from.
         owner (`torch.nn.Module`, *optional*): Keeps what is compiled for later calls; by default the block.
     """
 
@@ -43,7 +43,7 @@ class LongSpecDrafter(Drafter):
         block: Any,
         config: Any,
         parts: TargetParts,
-        widths: list[int],
+        trees: Sequence[list[int]],
         owner: torch.nn.Module | None = None,
     ):
         super().__init__(binding)
@@ -51,9 +51,10 @@ class LongSpecDrafter(Drafter):
         self.block = block
         self.config = config
         self.parts = parts
-        self.widths = widths
-        self.num_nodes = 1 + sum(widths)
-        self.max_depth = len(widths)
+        self._trees = trees
+        self.widths = trees[0]
+        self.num_nodes = 1 + max(map(sum, trees))
+        self.max_depth = max(map(len, trees))
         weight = block.input_layernorm.weight
         self.device, self.dtype = weight.device, weight.dtype
         sizes = (config.num_key_value_heads, config.head_dim)
@@ -64,6 +65,15 @@ class LongSpecDrafter(Drafter):
         self._kernels: AttentionBackend = select(
             AttentionCall(self.device, self.dtype, config.head_dim, config.head_dim)
         )
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """One for each list of widths."""
+        return named((widths, 1 + sum(widths), len(widths)) for widths in self._trees)
+
+    def choose(self, tree: int) -> None:
+        """The widths of the next tree."""
+        self.widths = self._trees[tree]
 
     @property
     def state_bytes(self) -> int:
@@ -94,14 +104,14 @@ class LongSpecDrafter(Drafter):
         target = Prefix(layer.keys, layer.values, rows.on(self.device), cache.host_lengths, rows.longest)
         runner = self.binding.target.runner
         fields = None if runner is None or not runner.takes(rows) else self._run_by(runner, root, target, rows)
-        tree = as_tree(fields or self.grow(root, self.last_token, target), self.max_depth)
+        tree = as_tree(fields or self.grow(root, self.last_token, target), len(self.widths))
         self.tokens = tree.tokens
         return tree
 
     def grow(self, root: torch.Tensor, last_token: torch.Tensor, target: "Prefix") -> tuple[torch.Tensor, ...]:
         """All levels: tokens, parents, depths and mask of the tree. Writes to the ring; reads nothing on the host."""
         # one column per depth, and one for the last committed token, whose own keys may be missing: see observe
-        positions = target.lengths[:, None] + torch.arange(-1, self.max_depth, device=self.device)
+        positions = target.lengths[:, None] + torch.arange(-1, len(self.widths), device=self.device)
         rotary = self.parts.rotary(positions, self.ring.keys)
         beam = Beam(root)
         for depth, width in enumerate(self.widths):

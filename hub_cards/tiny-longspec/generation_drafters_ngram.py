@@ -15,7 +15,7 @@ from .generation_ngram_pool import NgramPool
 from .generation_ngram_settings import NgramSettings
 from .generation_suffix_lookup import SuffixLookup
 from .generation_text_index import TextIndex
-from .generation_drafters_base import Binding, Drafter, Verification
+from .generation_drafters_base import Binding, Drafter, TreeShape, Verification, named
 
 # Positions of a row's text that are remembered: longer texts forget their oldest n-grams.
 CAPACITY = 2**17
@@ -27,16 +27,31 @@ class NgramDrafter(Drafter):
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
         settings ([`NgramSettings`]): How to draft.
+        others (`Sequence[NgramSettings]`, *optional*): The same with other numbers of tokens and candidates, to choose
+            from.
     """
 
     first_ngram_node = 1
 
-    def __init__(self, binding: Binding, settings: NgramSettings):
+    def __init__(self, binding: Binding, settings: NgramSettings, others: Sequence[NgramSettings] = ()):
         super().__init__(binding)
+        self._choices = [settings, *others]
         self.settings = settings
-        self.num_nodes = 1 + settings.num_nodes
-        self.max_depth = settings.num_tokens
+        self.num_nodes = 1 + max(choice.num_nodes for choice in self._choices)
+        self.max_depth = max(choice.num_tokens for choice in self._choices)
         self.indexes = [self._empty_index() for _ in range(binding.cache.batch_size)]
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """One for each of the settings."""
+        return named(
+            ([choice.num_tokens, choice.candidates], 1 + choice.num_nodes, choice.num_tokens)
+            for choice in self._choices
+        )
+
+    def choose(self, tree: int) -> None:
+        """The settings of the next tree."""
+        self.settings = self._choices[tree]
 
     @property
     def state_bytes(self) -> int:
@@ -64,7 +79,12 @@ class NgramDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """A trie of the best paths behind `root` `(batch,)`, which each row's text ends with."""
-        return merge_paths([self._paths(index) for index in self.indexes], root, self.num_nodes, self.max_depth)
+        return merge_paths([self._paths(index) for index in self.indexes], root, *self._size)
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        """Nodes and depth of the next tree."""
+        return 1 + self.settings.num_nodes, self.settings.num_tokens
 
     def _paths(self, index: TextIndex) -> list[tuple[int, ...]]:
         """Candidates of one row, best first; more than `candidates`, because paths share nodes."""

@@ -4,20 +4,21 @@
 A step that speculates costs as much as several plain ones on one machine and hardly more than one on another, and what
 it emits depends on the text. So both are measured. A call begins with a few plain steps, then speculates for as long as
 measurements do not refute it, and tries again from time to time. What is tried may take a share of the time, `SHARE`.
+Among several trees the fastest one is found in the same way, see tree_race.py.
 
 Plain step: the root alone is verified, one token per row. Speeds here are per growing row, so that rows which finish
 change nothing.
 """
 
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import distributed
-
+from .generation_drafters_base import TreeShape
+from .generation_pace import Pace
+from .generation_ranks import Ranks
 from .generation_stats import GateDecision
+from .generation_tree_race import GROWTH, TreeRace
 
 GATE_DEFAULTS: dict[str, Any] = {"gate": True}
 
@@ -27,61 +28,15 @@ PLAIN, DRAFT = "plain", "draft"
 WARM_UP = {PLAIN: 1, DRAFT: 2}
 # Plain steps take equally long: of this many, two may be outliers.
 PLAIN_SAMPLES = 3
-# Fewest steps that can refute speculation.
-DRAFT_SAMPLES = 2
-# Steps that confirm that speculation pays.
-CONFIRMING = 16
-# Imagined row-steps in which everything was accepted. They alone speak for a draft of which nothing was accepted yet,
-# so that refuting it costs about OPTIMISM x depth plain steps whatever a step costs.
-OPTIMISM = 2
-# Steps over which tokens and times are taken.
-TOKENS_WINDOW, SECONDS_WINDOW = 128, 16
 # Time that may be lost to trying the choice that is off.
 SHARE = 0.01
-# A plain step is measured anew when the longest prefix has grown by this factor.
-GROWTH = 1.25
-
-
-class Pace:
-    """What steps of one kind take and give: tokens per row over `TOKENS_WINDOW` steps, time over `SECONDS_WINDOW`."""
-
-    def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget everything."""
-        self.count = self.row_steps = 0
-        self._tokens: deque[float] = deque(maxlen=TOKENS_WINDOW)
-        self._seconds: deque[float] = deque(maxlen=SECONDS_WINDOW)
-
-    def add(self, tokens: int, rows: int, seconds: float) -> None:
-        """Count a step in which `rows` growing rows emitted `tokens`."""
-        self.count += 1
-        self.row_steps += rows
-        self._tokens.append(tokens / rows)
-        self._seconds.append(seconds)
-
-    @property
-    def seconds(self) -> float:
-        """Lower quartile, the fastest of three: a step may be disturbed, and is never helped."""
-        return sorted(self._seconds)[(len(self._seconds) - 1) // 4]
-
-    @property
-    def tokens(self) -> float:
-        """Mean per step and row."""
-        return sum(self._tokens) / len(self._tokens)
-
-    def hoped_tokens(self, most: int) -> float:
-        """The mean, its standard error and, fading, the hope that `most` tokens are emitted."""
-        mean, count = self.tokens, len(self._tokens)
-        variance = sum((tokens - mean) ** 2 for tokens in self._tokens) / max(1, count - 1)
-        return mean + (variance / count) ** 0.5 + OPTIMISM * (most - mean) / (self.row_steps + OPTIMISM)
 
 
 class OpenGate:
     """Always speculates: `gate=False`, and drafts that propose nothing."""
 
     is_open = True
+    tree = 0
 
     def speculates(self) -> bool:
         """Yes."""
@@ -93,27 +48,41 @@ class OpenGate:
 
 
 class SpeculationGate:
-    """Chooses between plain steps and speculation, step by step.
+    """Chooses between plain steps and speculation, step by step, and among the trees that speculation may verify.
 
-    The loop asks `speculates` when a step begins and calls `record` when it has ended.
+    The loop asks `speculates`, and then for `tree`, when a step begins, and calls `record` when it has ended.
 
     Args:
-        most_tokens (`int`): Tokens that a step emits per row if everything is accepted.
+        trees (`Sequence[TreeShape]`): What the drafter may propose, the one to begin with first.
+        most_speedup (`Callable[[], float]`, *optional*): What speculation can gain at most in the next step, as far as
+            that can be computed. While it is not more than what trying may cost, nothing is tried.
         clock (`Callable[[], float]`, *optional*): Time in seconds.
     """
 
     is_open = False
 
-    def __init__(self, most_tokens: int, clock: Callable[[], float] = time.perf_counter):
-        self.most_tokens = most_tokens
+    def __init__(
+        self,
+        trees: Sequence[TreeShape],
+        most_speedup: Callable[[], float] = lambda: float("inf"),
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self._trees = TreeRace(trees)
+        self._most_speedup = most_speedup
         self._clock = clock
-        self._paces = {PLAIN: Pace(), DRAFT: Pace()}
+        self._plain = Pace()
         self._choice = PLAIN
         self._verdict: str | None = None
         self._steps = 0  # of the present phase
         self._started = 0.0
+        self._now = 0.0  # time of all steps so far: what passes between them is not the gate's
         self._plain_length = 0
         self._check_plain_at = self._try_draft_at = 0.0
+
+    @property
+    def tree(self) -> int:
+        """Which of the trees a step that speculates verifies."""
+        return self._trees.tree
 
     def speculates(self) -> bool:
         """Whether the step that begins now speculates."""
@@ -128,100 +97,113 @@ class SpeculationGate:
             rows (`int`): Rows that were growing.
             length (`int`): Tokens of the longest row.
         """
-        now = self._clock()
+        seconds = self._clock() - self._started
+        self._now += seconds
         self._steps += 1
-        if self._steps > WARM_UP[self._choice]:
-            self._paces[self._choice].add(tokens, rows, now - self._started)
-        verdict = self._after_draft(now, length) if self._choice == DRAFT else self._after_plain(now, length)
+        if self._choice == DRAFT:
+            if self._steps > 1:  # behind the plain one; no tree's first step is counted either
+                self._trees.add(tokens, rows, seconds)
+            verdict = self._after_draft(length)
+        else:
+            if self._steps > WARM_UP[PLAIN]:
+                self._plain.add(tokens, rows, seconds)
+            verdict = self._after_plain(length)
         if verdict is None or verdict == self._verdict:
             return None
         self._verdict = verdict
-        plain, draft = self._paces[PLAIN], self._paces[DRAFT]
-        speeds = [rows * pace.tokens / max(pace.seconds, 1e-9) for pace in (plain, draft)]
-        return GateDecision(verdict, length, speeds[0], speeds[1], draft.tokens)
+        return self._decision(verdict, rows, length)
 
-    def _after_draft(self, now: float, length: int) -> str | None:
+    def _decision(self, verdict: str, rows: int, length: int) -> GateDecision:
+        plain, draft = rows * self._plain.speed, self._trees.pace
+        if not draft.count:  # nothing was tried, because of what it could gain at most
+            return GateDecision(verdict, length, plain, plain * self._most_speedup(), 0.0)
+        return GateDecision(verdict, length, plain, rows * draft.speed, draft.tokens)
+
+    def _after_draft(self, length: int) -> str | None:
         """Go on until refuted, or until the plain step that it is compared with is out of date."""
-        draft = self._paces[DRAFT]
-        stale = length >= GROWTH * self._plain_length and now >= self._check_plain_at
-        if stale or not self._may_pay():
-            self._turn_to(PLAIN)  # measured anew, it has the last word
-        elif draft.count >= CONFIRMING and draft.tokens * self._paces[PLAIN].seconds >= draft.seconds:
-            return DRAFT
-        return None
+        trees, plain = self._trees, self._plain.seconds
+        if trees.tree == trees.best:
+            stale = length >= GROWTH * self._plain_length and self._now >= self._check_plain_at
+            if stale or not (trees.may_pay(plain) or trees.give_up(plain)):
+                self._turn_to(PLAIN)  # measured anew, it has the last word
+                return None
+            if not trees.pays(plain):
+                return None
+        trees.compare(self._now, length)
+        return trees.name if trees.pays(plain) else None
 
-    def _after_plain(self, now: float, length: int) -> str | None:
-        plain, draft = self._paces[PLAIN], self._paces[DRAFT]
+    def _after_plain(self, length: int) -> str | None:
+        plain, trees = self._plain, self._trees
+        if plain.count < PLAIN_SAMPLES:
+            return None
         if plain.count == PLAIN_SAMPLES:
             self._plain_length = length
-            if self._may_pay():
-                steps = WARM_UP[PLAIN] + PLAIN_SAMPLES + 1
-                self._check_plain_at = now + steps * plain.seconds / SHARE
-                self._turn_to(DRAFT)
-                return None
-            lost = draft.seconds - draft.tokens * plain.seconds
-            self._try_draft_at = now + (min(draft.count, TOKENS_WINDOW) + WARM_UP[DRAFT]) * lost / SHARE
+            steps = WARM_UP[PLAIN] + PLAIN_SAMPLES + 1
+            self._check_plain_at = self._now + steps * plain.seconds / SHARE
+            if trees.pace.count and not (trees.may_pay(plain.seconds) or trees.give_up(plain.seconds)):
+                self._try_draft_at = self._now + trees.lost(plain.seconds, WARM_UP[DRAFT]) / SHARE
+                return PLAIN
+        elif self._now < self._try_draft_at:
+            return None
+        if self._most_speedup() <= 1 + SHARE:
             return PLAIN
-        if plain.count > PLAIN_SAMPLES and now >= self._try_draft_at:
-            draft.restart()
-            self._turn_to(DRAFT)
+        if plain.count > PLAIN_SAMPLES:
+            trees.restart()
+        self._turn_to(DRAFT)
         return None
-
-    def _may_pay(self) -> bool:
-        """Whether speculation is not refuted."""
-        plain, draft = self._paces[PLAIN], self._paces[DRAFT]
-        return draft.count < DRAFT_SAMPLES or draft.hoped_tokens(self.most_tokens) * plain.seconds >= draft.seconds
 
     def _turn_to(self, choice: str) -> None:
         self._choice, self._steps = choice, 0
         if choice == PLAIN:
-            self._paces[PLAIN].restart()
+            self._plain.restart()
+        else:
+            self._trees.begin()
 
 
 class SharedGate:
-    """The gate of rank 0, for all ranks of a sharded target: their steps must be the same.
+    """The gate of the first rank, for all ranks of a sharded target: their steps must be the same.
 
     Args:
-        gate ([`SpeculationGate`]): Asked on rank 0 alone.
-        device (`torch.device`): Where the ranks talk to each other.
+        gate ([`SpeculationGate`]): Asked on the first rank alone.
+        ranks ([`Ranks`]): All of them.
     """
 
     is_open = False
 
-    def __init__(self, gate: SpeculationGate, device: torch.device):
+    def __init__(self, gate: SpeculationGate, ranks: Ranks):
         self.gate = gate
-        self.device = device
-        self._decides = distributed.get_rank() == 0
+        self.ranks = ranks
+        self.tree = 0
 
     def speculates(self) -> bool:
-        """What rank 0 says."""
-        answer = torch.tensor(int(self._decides and self.gate.speculates()), device=self.device)
-        distributed.broadcast(answer, src=0)
-        return bool(answer)
+        """What the first rank says."""
+        decides = self.ranks.rank == 0
+        speculates, self.tree = self.ranks.first([decides and self.gate.speculates(), self.gate.tree])
+        return bool(speculates)
 
     def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
-        """Take note of the step on rank 0; the others find out nothing."""
-        return self.gate.record(tokens, rows, length) if self._decides else None
+        """Take note of the step on the first rank; the others find out nothing."""
+        return self.gate.record(tokens, rows, length) if self.ranks.rank == 0 else None
 
 
 Gate = OpenGate | SpeculationGate | SharedGate
 
 
-def gate_of(wanted: bool, drafter: Any, model: Any) -> Gate:
+def gate_of(wanted: bool, drafter: Any, ranks: Ranks | None) -> Gate:
     """The gate of one call.
 
     Args:
         wanted (`bool`): The setting `gate`.
         drafter ([`Drafter`]): Of the call.
-        model (`PreTrainedModel`): The target. If only some of the processes share it, they cannot agree: open.
+        ranks ([`Ranks`], *optional*): Processes that share the target. If there are others besides, as where several
+            copies of a sharded target run side by side, the gate is open: this was never tried.
     """
     if not wanted or drafter.num_nodes == 1:
         return OpenGate()
-    gate = SpeculationGate(drafter.max_depth + 1)
-    ranks = getattr(model, "tp_size", None) or 1
-    if ranks == 1 or not distributed.is_available() or not distributed.is_initialized():
+    gate = SpeculationGate(drafter.trees, drafter.most_speedup)
+    if ranks is None:
         return gate
-    return SharedGate(gate, model.device) if ranks == distributed.get_world_size() else OpenGate()
+    return SharedGate(gate, ranks) if ranks.is_everyone else OpenGate()
 
 
 def check_gate(value: Any) -> None:
@@ -239,10 +221,17 @@ def check_gate(value: Any) -> None:
 
 def warning_of(decision: GateDecision) -> str:
     """What a user is told when speculation is switched off."""
+    against = (
+        f"against {decision.plain_tokens_per_second:.3g} tokens/s without drafting, behind {decision.length} tokens"
+    )
+    if not decision.tau:
+        return (
+            f"speculation cannot pay here and is not tried for now: at most {decision.draft_tokens_per_second:.3g} "
+            f"tokens/s if every draft were accepted, {against}. It is tried when that has changed."
+        )
     return (
         f"speculation does not pay here and is switched off for now: {decision.draft_tokens_per_second:.3g} tokens/s "
-        f"at {decision.tau:.2f} tokens per verification, against {decision.plain_tokens_per_second:.3g} tokens/s "
-        f"without drafting, behind {decision.length} tokens. It is tried again now and then. Fewer drafted tokens, a "
-        "longer context or a draft that knows the text better may pay; draft.generation_config.gate = False always "
-        "speculates."
+        f"at {decision.tau:.2f} tokens per verification, {against}. It is tried again now and then. Fewer drafted "
+        "tokens, a longer context or a draft that knows the text better may pay; draft.generation_config.gate = False "
+        "always speculates."
     )

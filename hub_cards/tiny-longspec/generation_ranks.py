@@ -36,6 +36,11 @@ class Ranks:
             mesh = mesh["tp"]
         return cls(mesh.get_group(), model.device)
 
+    @property
+    def is_everyone(self) -> bool:
+        """Whether there are no other processes."""
+        return self.size == dist.get_world_size()
+
     def first(self, numbers: Sequence[int]) -> list[int]:
         """The first rank's numbers, on every rank."""
         shared = torch.tensor(numbers, dtype=torch.long, device=self.device)

@@ -18,6 +18,7 @@ from .generation_target import TargetView
 from .generation_target_parts import TargetParts, decoder_of
 from .modeling_base import DraftModel
 from .configuration_longspec import LongSpecConfig
+from .modeling_tree_choices import other_trees
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,7 +40,7 @@ class LongSpecDraftModel(DraftModel):
     config_class = LongSpecConfig
     supports_gradient_checkpointing = True
     _no_split_modules = ["LongSpecBlock"]
-    settings: ClassVar[dict[str, Any]] = {"tree_widths": [4, 4, 4, 3]}
+    settings: ClassVar[dict[str, Any]] = {"tree_widths": [4, 4, 4, 3], "tree_choices": None}
 
     def __init__(self, config: LongSpecConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -98,11 +99,11 @@ class LongSpecDraftModel(DraftModel):
         if block.training or (weight.device, weight.dtype) != (device, dtype):
             # a copy: the user may be training this draft, in another dtype, and finds it as it was
             block = copy.deepcopy(block).to(device, dtype).eval()
-        return LongSpecDrafter(binding, block, self.config, parts, list(self.setting("tree_widths")), owner=self)
+        return LongSpecDrafter(binding, block, self.config, parts, self._trees(), owner=self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Root and all levels of the tree."""
-        return 1 + sum(self.setting("tree_widths"))
+        """Root and all levels of the largest tree."""
+        return 1 + max(map(sum, self._trees()))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse MLA targets, a KV layer that does not exist, and widths that are no tree."""
@@ -115,11 +116,20 @@ class LongSpecDraftModel(DraftModel):
         self._check_heads(target)
         if not 0 <= self.config.kv_layer < target.num_layers:
             raise ValueError(f"kv_layer={self.config.kv_layer}: the target has layers 0 to {target.num_layers - 1}.")
-        widths = self.setting("tree_widths")
+        self._check_widths("tree_widths", self.setting("tree_widths"))
+        for widths in self._trees()[1:]:
+            self._check_widths("tree_choices: tree_widths", widths)
+
+    def _trees(self) -> list[list[int]]:
+        """Widths of all trees, the configured ones first."""
+        widths = list(self.setting("tree_widths"))
+        return [widths, *other_trees(widths, self.setting("tree_choices"), "tree_widths")]
+
+    def _check_widths(self, name: str, widths: Any) -> None:
         if not isinstance(widths, list | tuple) or not widths or not all(type(w) is int and w > 0 for w in widths):
-            raise ValueError(f"tree_widths={widths!r}: expected a list of positive integers, the nodes of each level.")
+            raise ValueError(f"{name}={widths!r}: expected a list of positive integers, the nodes of each level.")
         if (room := self.config.window - 2) < len(widths):
-            raise ValueError(f"tree_widths has {len(widths)} levels, and window={room + 2} allows at most {room}.")
+            raise ValueError(f"{name} has {len(widths)} levels, and window={room + 2} allows at most {room}.")
 
     def _check_heads(self, target: TargetView) -> None:
         heads = self.config.num_key_value_heads

@@ -1,8 +1,9 @@
 # Published with a draft by hf_longspec, Apache-2.0.
 """Drafter: a draft bound to a target for one call of `generate`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -61,6 +62,31 @@ class Verification:
         return self.path.gather(1, last[:, None]).squeeze(1)
 
 
+@dataclass(frozen=True)
+class TreeShape:
+    """One of the trees that a drafter can propose.
+
+    Args:
+        name (`str`): What the settings call it.
+        num_nodes (`int`): Nodes, root included.
+        max_depth (`int`): Depth of the deepest node.
+    """
+
+    name: str
+    num_nodes: int
+    max_depth: int
+
+
+def named(trees: Iterable[tuple[Any, int, int]]) -> tuple[TreeShape, ...]:
+    """Shapes from what the settings say, nodes and depth of each tree; one alone needs no name.
+
+    >>> [tree.name for tree in named([([4, 2], 7, 2), ([1], 2, 1)])], named([([1], 2, 1)])[0].name
+    (['[4, 2]', '[1]'], 'draft')
+    """
+    shapes = tuple(TreeShape(str(value), num_nodes, max_depth) for value, num_nodes, max_depth in trees)
+    return shapes if len(shapes) > 1 else (replace(shapes[0], name="draft"),)
+
+
 class Drafter(CandidateGenerator):
     """Proposes draft trees and learns from their verification. The decoding loop knows nothing else of it.
 
@@ -73,7 +99,7 @@ class Drafter(CandidateGenerator):
     num_nodes: int = 1
     """Nodes of the largest tree, root included."""
     max_depth: int = 0
-    """Depth of the deepest node."""
+    """Depth of its deepest node, or of a deeper one of the other trees."""
     wants_hidden: bool = False
     """Whether verifications shall hand over what the target's final norm is given."""
     foreign_depth: int = 0
@@ -83,6 +109,18 @@ class Drafter(CandidateGenerator):
 
     def __init__(self, binding: Binding):
         self.binding = binding
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """The trees that may be chosen, the configured one first."""
+        return named([(None, self.num_nodes, self.max_depth)])
+
+    def choose(self, tree: int) -> None:
+        """Propose trees of this number from now on."""
+
+    def most_speedup(self) -> float:
+        """Tokens per second over those of plain steps, behind the present prefixes, if everything were accepted."""
+        return inf
 
     @property
     def seed_tokens(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .generation_draft_tree import DraftTree, merge_trees
-from .generation_drafters_base import Drafter, Verification
+from .generation_drafters_base import Drafter, TreeShape, Verification
 from .generation_drafters_ngram import NgramDrafter
 
 
@@ -29,9 +29,28 @@ class JoinedDrafter(Drafter):
         self.num_nodes = inner.num_nodes + ngrams.num_nodes - 1
         self.max_depth = max(inner.max_depth, ngrams.max_depth)
         self.wants_hidden = inner.wants_hidden
-        self.first_ngram_node = inner.num_nodes
         inner.foreign_depth = ngrams.max_depth
         self._proposed: tuple[DraftTree, DraftTree] | None = None
+
+        self._chosen = 0
+
+    @property
+    def first_ngram_node(self) -> int:  # type: ignore[override]
+        """Behind the other drafter's present tree."""
+        return self.inner.trees[self._chosen].num_nodes
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """The other drafter's, with the same n-grams."""
+        more, deepest = self.ngrams.num_nodes - 1, self.ngrams.max_depth
+        return tuple(
+            TreeShape(tree.name, tree.num_nodes + more, max(tree.max_depth, deepest)) for tree in self.inner.trees
+        )
+
+    def choose(self, tree: int) -> None:
+        """The other drafter's choice; n-grams stay."""
+        self._chosen = tree
+        self.inner.choose(tree)
 
     @property
     def seed_tokens(self) -> int:

@@ -8,24 +8,22 @@ import torch
 from torch import distributed, multiprocessing
 
 from hf_longspec.generation import gating
+from hf_longspec.generation.drafters.base import Drafter, TreeShape
 from hf_longspec.generation.gating import OpenGate, SharedGate, SpeculationGate, gate_of
+from hf_longspec.generation.ranks import Ranks
 
 STEPS = 120
 
 
-class Chain:
+class Chain(Drafter):
     num_nodes, max_depth = 5, 4
-
-
-class Sharded:
-    tp_size, device = 2, torch.device("cpu")
 
 
 def choices(gate):
     """What a gate says; the costs are those of its process's clock."""
     found = []
     for _ in range(STEPS):
-        found.append(gate.speculates())
+        found.append((gate.speculates(), gate.tree))
         gate.record(2, 1, 100)
     return found
 
@@ -40,7 +38,7 @@ def noisy_gate(seed):
         now += numbers.expovariate(1.0)
         return now
 
-    return SpeculationGate(5, clock)
+    return SpeculationGate([TreeShape(str(depth), depth + 1, depth) for depth in (4, 2)], clock=clock)
 
 
 def work(rank, path, answers):
@@ -48,7 +46,7 @@ def work(rank, path, answers):
         "gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
     gating.SpeculationGate = lambda *_: noisy_gate(rank)
-    gate = gate_of(True, Chain(), Sharded())
+    gate = gate_of(True, Chain(None), Ranks(None, torch.device("cpu")))
     answers.put((rank, type(gate).__name__, choices(gate)))
     distributed.barrier()
     distributed.destroy_process_group()
@@ -71,14 +69,11 @@ def test_all_ranks_do_what_rank_0_says(tmp_path):
 
 def test_processes_that_share_nothing_decide_for_themselves(monkeypatch):
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(distributed, "get_rank", lambda: 0)
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
-
-    class Whole:
-        tp_size = None
-
-    assert type(gate_of(True, Chain(), Whole())) is SpeculationGate
-    assert type(gate_of(True, Chain(), Sharded())) is SharedGate
-    # two pairs: they have no group in which to agree
-    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
-    assert type(gate_of(True, Chain(), Sharded())) is OpenGate
+    monkeypatch.setattr(distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 2)
+    pair = Ranks("pair", torch.device("cpu"))
+    assert type(gate_of(True, Chain(None), None)) is SpeculationGate
+    assert type(gate_of(True, Chain(None), pair)) is SharedGate
+    # two pairs side by side
+    monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 4 if group is None else 2)
+    assert type(gate_of(True, Chain(None), pair)) is OpenGate

@@ -13,6 +13,7 @@ import torch
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled, decoding
 from hf_longspec.generation.gating import DRAFT, PLAIN, SpeculationGate, gate_of
+from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import (
     FlippingGate,
@@ -27,16 +28,29 @@ NEW = 40
 NGRAMS = {"ngram_candidates": 2, "ngram_num_tokens": 3}
 SPECATTN = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"}
 PARTIAL = {"self_draft": "partial_kv", "tree_branching": [2, 1, 1, 1], "partial_kv_budget": 12, "partial_kv_recent": 2}
+WIDTHS = [[4, 3, 1], [1, 1]]
 DRAFTS = {
     "longspec": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2]),
     "longspec, n-grams": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2], **NGRAMS),
+    "longspec, trees": lambda model: random_longspec_draft(model, window=8, tree_widths=[2], tree_choices=WIDTHS),
+    "longspec, n-grams, trees": lambda model: random_longspec_draft(
+        model, window=8, tree_widths=[3, 2], tree_choices=WIDTHS, **NGRAMS
+    ),
     "specattn": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN),
+    "specattn, trees": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, tree_choices=[1, 5]),
     "specattn, window": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, selection="window"),
     "specattn, each row": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, selection="last_accepted"),
     "tokenswift": lambda model: random_tokenswift_draft(model, tree_branching=[1, 2, 1, 1]),
+    "tokenswift, trees": lambda model: random_tokenswift_draft(
+        model, tree_branching=[1, 2, 1], tree_choices=[[1, 1], [1, 3, 2, 1]]
+    ),
     "tokenswift, partial": lambda model: random_tokenswift_draft(model, **PARTIAL),
+    "tokenswift, partial, n-grams, trees": lambda model: random_tokenswift_draft(
+        model, **PARTIAL, **NGRAMS, tree_choices=[[1, 1], [3, 2]]
+    ),
     "tokenswift, partial, n-grams": lambda model: random_tokenswift_draft(model, **PARTIAL, **NGRAMS),
     "n-grams": NgramDraftModel.from_target,
+    "n-grams, trees": lambda model: NgramDraftModel.from_target(model, tree_choices=[[3, 1], [9, 3]]),
     "random trees": RandomTreeDraftModel.from_target,
 }
 EVERY_DRAFT = pytest.mark.parametrize("kind", DRAFTS)
@@ -48,7 +62,7 @@ def flipping(monkeypatch):
     gates = []
 
     def make(wanted, drafter, model):
-        gates.append(FlippingGate(seed=len(gates)))
+        gates.append(FlippingGate(seed=len(gates), trees=len(drafter.trees)))
         return gates[-1]
 
     monkeypatch.setattr(decoding, "gate_of", make)
@@ -95,7 +109,7 @@ def test_processors_that_look_back(target, flipping):
         assert generate(model, DRAFTS[kind](model), **options) == expected
 
 
-@pytest.mark.parametrize("kind", ["longspec", "specattn", "n-grams"])
+@pytest.mark.parametrize("kind", ["longspec", "specattn", "n-grams", "longspec, trees", "specattn, trees"])
 def test_compiled_steps(target, flipping, monkeypatch, kind):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
@@ -107,11 +121,29 @@ def test_compiled_steps(target, flipping, monkeypatch, kind):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTS if "trees" in kind and "random" not in kind])
+def test_every_tree_is_proposed_in_its_own_size_and_fits(target, flipping, monkeypatch, kind):
+    """Capacity is that of the largest tree; n-grams and what a row accepted are told apart in each."""
+    model = target("llama")
+    draft = DRAFTS[kind](model)
+    noted = Noted(draft, monkeypatch)
+    generate(model, draft)
+    shapes = {(tree.num_nodes, tree.max_depth) for _, tree in noted.trees}
+    assert len(shapes) == 3
+    assert max(nodes for nodes, _ in shapes) == draft.num_tree_nodes(TargetView(model))
+    for _, tree in noted.trees:
+        tree.validate()
+    if "n-grams" in kind and kind != "n-grams, trees":
+        ngrams = draft.setting("ngram_candidates") * draft.setting("ngram_num_tokens")
+        for first, (_, tree) in zip(noted.first_ngram_nodes, noted.trees, strict=True):
+            assert first + ngrams == tree.num_nodes
+
+
 class Noted:
     """A draft whose drafters note, for every tree, the tokens committed before it and the tree."""
 
     def __init__(self, draft, monkeypatch):
-        self.trees = []
+        self.trees, self.first_ngram_nodes = [], []
         make = draft.drafter
 
         def noting_drafter(binding):
@@ -121,6 +153,7 @@ class Noted:
             def noting_propose(root):
                 tree = propose(root)
                 self.trees.append((binding.cache.host_lengths, tree))
+                self.first_ngram_nodes.append(drafter.first_ngram_node)
                 return tree
 
             drafter.propose = noting_propose
@@ -275,3 +308,70 @@ def test_every_step_is_noted_plain_ones_too(flipping):
     assert [1 + sum(emitted for emitted, _ in row) for row in steps] == [NEW] * len(LENGTHS)
     assert sum((emitted, drafted) == (1, 0) for row in steps for emitted, drafted in row) >= stats.num_plain_steps > 0
     assert sum(map(len, steps)) == stats.num_plain_steps + stats.num_spec_steps
+
+
+class TurningGate(FlippingGate):
+    """Always open; takes the trees in turn."""
+
+    def speculates(self):
+        self.tree = (self.tree + 1) % 3
+        return True
+
+
+@pytest.mark.parametrize("kind", ["longspec, trees", "longspec, n-grams, trees", "tokenswift, trees", "n-grams, trees"])
+def test_behind_another_tree_a_tree_is_that_of_a_drafter_that_begins_there(target, monkeypatch, kind):
+    """What a drafter keeps per node of one tree must not be taken for that of another."""
+    model = target("llama")
+    draft = DRAFTS[kind](model)
+    noted = Noted(draft, monkeypatch)
+    monkeypatch.setattr(decoding, "gate_of", lambda *_: TurningGate())
+    text = generate(model, draft, lengths=(21,))
+    turns = list(noted.trees)
+    for place, (committed, tree) in enumerate(turns[3:9], start=4):
+        noted.trees.clear()
+
+        class Same(TurningGate):
+            def speculates(self, place=place):
+                self.tree = place % 3
+                return True
+
+        monkeypatch.setattr(decoding, "gate_of", lambda *_, same=Same: same())
+        model.generate(
+            torch.tensor([text[0][: committed[0]]]), assistant_model=draft, max_new_tokens=2, do_sample=False
+        )
+        fresh = noted.trees[0][1]
+        assert fresh.tokens.tolist() == tree.tokens.tolist() and fresh.parents.tolist() == tree.parents.tolist()
+
+
+def test_specattn_accepts_everything_in_chains_of_any_length_if_it_reads_everything(target, monkeypatch):
+    model = target("llama")
+    draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0, tree_choices=[1, 5])
+    monkeypatch.setattr(decoding, "gate_of", lambda *_: TurningGate())
+    generate(model, draft, max_new_tokens=1 + 3 * (2 + 6 + 4))
+    assert draft.last_speculation.acceptance_histogram == [0, 9, 0, 9, 0, 9]
+
+
+def test_the_fastest_tree_is_named(plain_run, monkeypatch):
+    """By a clock that says what each tree costs: nothing pays but short paths."""
+    run = plain_run("llama", (21,), max_new_tokens=300, eos_token_id=None)
+    draft = NgramDraftModel.from_target(run.model, tree_choices=[[2, 1], [5, 3]])
+
+    class Clock:
+        now, calls = 0.0, 0
+
+        def __call__(self):
+            self.calls += 1
+            if self.calls % 2 == 0:
+                self.now += (4.0, 1.0, 6.0)[self.gate.tree] if self.gate._choice == DRAFT else 1.0
+            return self.now
+
+    clock = Clock()
+
+    def make(wanted, drafter, ranks):
+        clock.gate = SpeculationGate(drafter.trees, drafter.most_speedup, clock)
+        return clock.gate
+
+    monkeypatch.setattr(decoding, "gate_of", make)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    choices = [decision.choice for decision in draft.last_speculation.gate_decisions]
+    assert choices[-1] == "[2, 1]" and set(choices) <= {PLAIN, "[2, 1]"}

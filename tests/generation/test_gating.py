@@ -1,74 +1,12 @@
 """The gate's choices, on a machine whose costs are made up and whose clock is a number."""
 
-import random
-
 import pytest
 
 from hf_longspec.generation import gating
+from hf_longspec.generation.drafters.base import Drafter
 from hf_longspec.generation.gating import DRAFT, PLAIN, OpenGate, SpeculationGate, check_gate, gate_of
 from hf_longspec.testing_drafts import ungated
-
-PROMPT = 1024
-
-
-class Machine:
-    """Runs steps that take a made-up time and emit made-up numbers of tokens.
-
-    Args:
-        cost: Seconds of a step that speculates, given the tokens emitted so far; plain ones take `plain` seconds.
-        accepted: Tokens that it emits per row.
-        depth: Most of them.
-        noise: Times are multiplied by 1 to 1 + `noise`; one in 20 is ten times as long, if there is noise at all.
-    """
-
-    def __init__(self, cost, accepted, depth=4, plain=lambda tokens: 1.0, noise=0.0, rows=1, prompt=PROMPT, seed=0):
-        self.now = 0.0
-        self.cost, self.accepted, self.plain = cost, accepted, plain
-        self.noise, self.rows, self.length = noise, rows, prompt
-        self.random = random.Random(seed)
-        self.gate = SpeculationGate(depth + 1, clock=lambda: self.now)
-        self.emitted = 0
-        self.resting = False
-        self.choices, self.decisions = [], []
-
-    def step(self):
-        """As the loop does: speculation begins with a plain step for the drafter to see."""
-        speculates = self.gate.speculates()
-        proposes = speculates and not self.resting
-        self.resting = not speculates
-        tokens = [self.accepted(self) if proposes else 1 for _ in range(self.rows)]
-        seconds = self.cost(self.emitted) if proposes else self.plain(self.emitted)
-        if self.noise:
-            seconds *= 1 + self.noise * self.random.random()
-            seconds *= 10 if self.random.random() < 0.05 else 1
-        self.now += seconds
-        self.emitted += max(tokens)
-        self.length += max(tokens)
-        self.choices.append(DRAFT if proposes else PLAIN)
-        if decision := self.gate.record(sum(tokens), self.rows, self.length):
-            self.decisions.append(decision)
-        return seconds
-
-    def run(self, tokens):
-        while self.emitted < tokens:
-            self.step()
-        return self
-
-
-def always(value):
-    return lambda _: value
-
-
-def geometric(rate, depth=4):
-    """Acceptance of a draft each of whose tokens is right with probability `rate`."""
-
-    def draw(machine):
-        tokens = 1
-        while tokens <= depth and machine.random.random() < rate:
-            tokens += 1
-        return tokens
-
-    return draw
+from tests.generation.made_up_machine import PROMPT, Machine, always, geometric
 
 
 def longest_run(choices, choice):
@@ -146,7 +84,7 @@ class TestGoodDraft:
         seen.clear()
         for _ in range(12):  # four plain, one for the drafter to see, the slow one, six that count
             measured.step()
-        assert list(measured.gate._paces[DRAFT]._seconds) == [1.5] * 6
+        assert list(measured.gate._trees.pace._seconds) == [1.5] * 6
 
 
 class TestCostsThatChange:
@@ -184,6 +122,25 @@ class TestCostsThatChange:
         assert machine.decisions[1].length <= PROMPT + 500 + (PROMPT + 500) * gating.GROWTH
 
 
+class TestBound:
+    """What speculation could gain at most is told to the gate."""
+
+    def test_nothing_is_tried_that_cannot_pay(self):
+        machine = Machine(always(1.0), always(5), most_speedup=always(1 + gating.SHARE)).run(5000)
+        assert set(machine.choices) == {PLAIN} and machine.now == machine.emitted
+        (decision,) = machine.decisions
+        assert (decision.choice, decision.tau, decision.plain_tokens_per_second) == (PLAIN, 0.0, 1.0)
+        assert decision.draft_tokens_per_second == 1 + gating.SHARE
+        assert "cannot pay here and is not tried" in gating.warning_of(decision)
+
+    def test_it_is_tried_when_it_can(self):
+        growing = lambda machine: 1.0 if machine.length < PROMPT + 300 else 1.02  # noqa: E731
+        machine = Machine(always(1.0), always(2), most_speedup=growing).run(2000)
+        assert machine.choices[:299] == [PLAIN] * 299
+        assert machine.choices[-500:].count(DRAFT) >= 490
+        assert [decision.choice for decision in machine.decisions] == [PLAIN, DRAFT]
+
+
 class TestSetting:
     @pytest.mark.parametrize("value", ["auto", "on", 1, 0, None])
     def test_what_is_no_bool_is_refused(self, value):
@@ -191,16 +148,27 @@ class TestSetting:
             check_gate(value)
 
     def test_what_has_nothing_to_gate_or_shall_not_be_gated_is_open(self):
-        class Chain:
+        class Chain(Drafter):
             num_nodes, max_depth = 5, 4
 
-        class Root:
-            num_nodes, max_depth = 1, 0
+        chain = Chain(None)
+        assert type(gate_of(True, chain, None)) is SpeculationGate
+        assert gate_of(True, chain, None)._trees.contenders[0].most_tokens == 5
+        assert type(gate_of(False, chain, None)) is type(gate_of(True, Drafter(None), None)) is OpenGate
+        assert type(ungated(True, chain, None)) is OpenGate
 
-        assert type(gate_of(True, Chain(), object())) is SpeculationGate
-        assert gate_of(True, Chain(), object()).most_tokens == 5
-        assert type(gate_of(False, Chain(), object())) is type(gate_of(True, Root(), object())) is OpenGate
-        assert type(ungated(True, Chain(), object())) is OpenGate
+
+def test_time_between_steps_does_not_count():
+    """Somebody else's turn, as in benchmarks/gate.py: it must not bring the next attempt nearer."""
+
+    def run(pause):
+        machine = Machine(always(2.0), geometric(0.2), noise=0.3)
+        while machine.emitted < 5000:
+            machine.step()
+            machine.now += pause
+        return machine.choices
+
+    assert run(50.0) == run(0.0)
 
 
 def test_clock_that_stands_still():

@@ -218,7 +218,7 @@ def warnings(monkeypatch):
     """What the loop warns of; the library's loggers do not propagate."""
     texts = []
     monkeypatch.setattr(
-        logging.getLogger("hf_longspec.generation.decoding"), "warning", lambda text, *args: texts.append(text % args)
+        logging.getLogger("hf_longspec.generation.outputs"), "warning", lambda text, *args: texts.append(text % args)
     )
     return texts
 

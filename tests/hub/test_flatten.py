@@ -12,6 +12,9 @@ from hf_longspec.hub.repository import PACKAGE
 
 from .conftest import DRAFTS
 
+# What kinds of drafts have in common.
+SHARED = ("modeling_base", "modeling_loading", "modeling_tree_choices")
+
 
 @pytest.fixture
 def package(tmp_path):
@@ -111,7 +114,7 @@ def test_a_flat_folder_stays_as_it_is(package):
 def test_transformers_finds_all_of_a_draft_and_nothing_it_lacks(kind, published):
     """Its own functions read the files: what they would download, and what they demand to be installed."""
     folder = published / "drafts" / kind
-    (model,) = [path for path in folder.glob("modeling_*.py") if path.stem not in ("modeling_base", "modeling_loading")]
+    (model,) = [path for path in folder.glob("modeling_*.py") if path.stem not in SHARED]
     (config,) = [path for path in folder.glob("configuration_*.py") if path.stem != "configuration_base"]
     entries = [model, config]
     found = {*map(str, entries), *(name for entry in entries for name in get_relative_import_files(entry))}

@@ -5,7 +5,9 @@ selected entries plus everything since the selection; verify it with full attent
 query rows; select anew. Positions stay the true ones.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,7 +15,8 @@ from ...attention_backends.scores import ScoreCapture
 from ..draft_tree import DraftTree
 from ..selection import SelectedCache, budget, select_top, select_window
 from ..verification import draw_noise, race
-from .base import Binding, Drafter, Verification
+from ..weight_traffic import entry_bytes, most_speedup, weight_bytes
+from .base import Binding, Drafter, TreeShape, Verification, named
 
 # What each selection asks the verification to collect.
 CAPTURED_ROWS = {"two_rows": "two_rows", "all_rows": "all_rows", "last_accepted": "each_row", "quest": "two_rows"}
@@ -49,15 +52,40 @@ class SpecAttnDrafter(Drafter):
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
         settings ([`SpecAttnSettings`]): How to draft.
+        others (`Sequence[int]`, *optional*): Other numbers of drafted tokens to choose from.
     """
 
-    def __init__(self, binding: Binding, settings: SpecAttnSettings):
+    def __init__(self, binding: Binding, settings: SpecAttnSettings, others: Sequence[int] = ()):
         super().__init__(binding)
         self.settings = settings
-        self.num_nodes = settings.num_assistant_tokens + 1
-        self.max_depth = settings.num_assistant_tokens
+        self.gammas = [settings.num_assistant_tokens, *others]
+        self.gamma = self.gammas[0]
+        self.num_nodes = max(self.gammas) + 1
+        self.max_depth = max(self.gammas)
         dense_layers = binding.target.sliding_layers
-        self.selected = SelectedCache(binding.cache, dense_layers, room=settings.num_assistant_tokens)
+        self.selected = SelectedCache(binding.cache, dense_layers, room=self.max_depth)
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """A chain of each length."""
+        return named((gamma, gamma + 1, gamma) for gamma in self.gammas)
+
+    def choose(self, tree: int) -> None:
+        """The length of the next chain."""
+        self.gamma = self.gammas[tree]
+
+    def most_speedup(self) -> float:
+        """What reading fewer entries can gain if every draft is accepted and all weights are read for each."""
+        lengths = self.binding.cache.host_lengths
+        selected = [budget(length, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for length in lengths]
+        share = sum(selected) / max(1, sum(lengths))
+        layers = [self.binding.cache.layers[index] for index in self.selected.sparse_layers]
+        return most_speedup(self.max_depth, share, self._weight_bytes, entry_bytes(layers) * sum(lengths))
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        """Of the target; counted once per call."""
+        return weight_bytes(self.binding.target)
 
     @property
     def seed_tokens(self) -> int:
@@ -72,7 +100,7 @@ class SpecAttnDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """A chain of gamma tokens behind `root` `(batch,)`."""
         tokens, laws = [root], [torch.empty(0)]
-        for depth in range(self.settings.num_assistant_tokens):
+        for depth in range(self.gamma):
             token, law = self._choose(self._draft_step(tokens[-1]), depth)
             tokens.append(token)
             if law is not None:

@@ -10,7 +10,7 @@ each becomes a path of the tree. Where the hidden state comes from:
                     there is the root, so the heads alone make the tree, one level less deep.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ from ..partial_kv import PartialCache
 from ..partial_policy import PartialKVPolicy
 from ..product_tree import num_product_nodes, product_tree
 from ..target_ends import TargetEnds
-from .base import Binding, Drafter, Verification
+from .base import Binding, Drafter, TreeShape, Verification, named
 
 SELF_DRAFTS = ("verify_hidden", "partial_kv")
 
@@ -63,6 +63,7 @@ class TokenSwiftDrafter(Drafter):
             the language-model head turns into logits.
         ends ([`TargetEnds`]): The target's language-model head.
         settings ([`TokenSwiftSettings`]): How to draft.
+        others (`Sequence[TokenSwiftSettings]`, *optional*): The same with other trees, to choose from.
     """
 
     def __init__(
@@ -71,17 +72,29 @@ class TokenSwiftDrafter(Drafter):
         heads: Callable[[torch.Tensor], torch.Tensor],
         ends: TargetEnds,
         settings: TokenSwiftSettings,
+        others: Sequence[TokenSwiftSettings] = (),
     ):
         super().__init__(binding)
         self.heads = heads
         self.ends = ends
         self.settings = settings
+        self._trees = [settings, *others]
         self.widths = settings.widths
-        self.num_nodes = num_product_nodes(self.widths)
-        self.max_depth = len(self.widths)
+        self.num_nodes = max(num_product_nodes(tree.widths) for tree in self._trees)
+        self.max_depth = max(len(tree.widths) for tree in self._trees)
         self.wants_hidden = settings.self_draft == "verify_hidden"
         self.partial = None if self.wants_hidden else self._partial_cache()
         self.due: list[int] = []
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """One for each branching."""
+        sizes = [(tree.tree_branching, num_product_nodes(tree.widths), len(tree.widths)) for tree in self._trees]
+        return named(sizes)
+
+    def choose(self, tree: int) -> None:
+        """The widths of the next tree."""
+        self.widths = self._trees[tree].widths
 
     @property
     def state_bytes(self) -> int:

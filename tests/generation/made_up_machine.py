@@ -1,0 +1,104 @@
+"""A machine whose costs are made up and whose clock is a number, for tests of the gate."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from hf_longspec.generation.drafters.base import TreeShape
+from hf_longspec.generation.gating import DRAFT, PLAIN, SpeculationGate
+
+PROMPT = 1024
+
+
+@dataclass
+class Tree:
+    """One way to speculate.
+
+    Args:
+        cost: Seconds of a step, given the tokens emitted so far.
+        accepted: Tokens that it emits per row, given the machine.
+        depth: Most of them but one.
+    """
+
+    cost: Any
+    accepted: Any
+    depth: int = 4
+    name: str = DRAFT
+    nodes: int | None = None
+
+    @property
+    def shape(self):
+        return TreeShape(self.name, self.nodes or self.depth + 1, self.depth)
+
+
+class Machine:
+    """Runs steps that take a made-up time and emit made-up numbers of tokens.
+
+    Args:
+        cost, accepted, depth: Of the only tree, unless there are `trees`; plain steps take `plain` seconds.
+        noise: Times are multiplied by 1 to 1 + `noise`; one in 20 is ten times as long, if there is noise at all.
+    """
+
+    def __init__(
+        self,
+        cost=None,
+        accepted=None,
+        depth=4,
+        plain=lambda tokens: 1.0,
+        noise=0.0,
+        rows=1,
+        prompt=PROMPT,
+        seed=0,
+        trees=(),
+        most_speedup=None,
+    ):
+        self.now = 0.0
+        self.trees = list(trees) or [Tree(cost, accepted, depth)]
+        self.plain = plain
+        self.noise, self.rows, self.length = noise, rows, prompt
+        self.random = random.Random(seed)
+        bound = {} if most_speedup is None else {"most_speedup": lambda: most_speedup(self)}
+        self.gate = SpeculationGate([tree.shape for tree in self.trees], clock=lambda: self.now, **bound)
+        self.emitted = 0
+        self.resting = False
+        self.choices, self.decisions = [], []
+
+    def step(self):
+        """As the loop does: speculation begins with a plain step for the drafter to see."""
+        speculates = self.gate.speculates()
+        proposes = speculates and not self.resting
+        self.resting = not speculates
+        tree = self.trees[self.gate.tree]
+        tokens = [tree.accepted(self) if proposes else 1 for _ in range(self.rows)]
+        seconds = tree.cost(self.emitted) if proposes else self.plain(self.emitted)
+        if self.noise:
+            seconds *= 1 + self.noise * self.random.random()
+            seconds *= 10 if self.random.random() < 0.05 else 1
+        self.now += seconds
+        self.emitted += max(tokens)
+        self.length += max(tokens)
+        self.choices.append(tree.name if proposes else PLAIN)
+        if decision := self.gate.record(sum(tokens), self.rows, self.length):
+            self.decisions.append(decision)
+        return seconds
+
+    def run(self, tokens):
+        while self.emitted < tokens:
+            self.step()
+        return self
+
+
+def always(value):
+    return lambda _: value
+
+
+def geometric(rate, depth=4):
+    """Acceptance of a draft each of whose tokens is right with probability `rate`."""
+
+    def draw(machine):
+        tokens = 1
+        while tokens <= depth and machine.random.random() < rate:
+            tokens += 1
+        return tokens
+
+    return draw

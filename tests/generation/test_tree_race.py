@@ -1,0 +1,158 @@
+"""Which of several trees the gate takes, on a machine whose costs are made up."""
+
+import pytest
+
+from hf_longspec.generation import gating, tree_race
+from hf_longspec.generation.gating import PLAIN
+from tests.generation.made_up_machine import Machine, Tree, always, geometric
+
+BIG, SMALL, WIDE = "[4, 4, 4, 3]", "[1, 1]", "[8, 8]"
+
+
+def trees(*rows):
+    """From `(cost, tokens, depth, nodes, name)`."""
+    return [
+        Tree(
+            cost if callable(cost) else always(cost), tokens if callable(tokens) else always(tokens), depth, name, nodes
+        )
+        for cost, tokens, depth, nodes, name in rows
+    ]
+
+
+def share(machine, name, last):
+    return machine.choices[-last:].count(name) / last
+
+
+class TestUselessDraft:
+    @pytest.mark.parametrize("depth", [4, 8])
+    @pytest.mark.parametrize("others", [0.5, 1.0, 2.0])
+    @pytest.mark.parametrize("cost", [1.02, 1.1, 1.5, 3.0, 6.0, 10.0])
+    def test_a_thousand_tokens_take_at_most_three_percent_longer_than_plain(self, cost, others, depth):
+        """The other trees cost half as much more than a plain step, as much, or twice as much."""
+        over = 1 + (cost - 1) * others
+        nodes = 1 + int(15 * others)
+        useless = trees((cost, 1, depth, 16, BIG), (over, 1, depth, nodes, SMALL), (over, 1, depth, nodes, WIDE))
+        machine = Machine(trees=useless).run(1000)
+        assert machine.now <= 1.03 * machine.emitted
+        assert machine.choices.count(BIG) >= 3
+        assert {decision.choice for decision in machine.decisions} <= {PLAIN}
+
+    def test_long_texts_pay_for_what_is_tried_again_and_every_tree_is(self):
+        useless = trees((4.0, 1, 4, 16, BIG), (1.7, 1, 2, 3, SMALL), (8.0, 1, 2, 17, WIDE))
+        machine = Machine(trees=useless).run(20_000)
+        assert all(machine.choices.count(name) >= 3 for name in (BIG, SMALL, WIDE))
+        assert machine.now <= (1 + 2 * gating.SHARE) * machine.emitted
+
+
+class TestGoodDraft:
+    @pytest.mark.parametrize(("cost", "tokens"), [(1.5, 3), (1.2, 2), (1.1, 4), (1.5, 5)])
+    @pytest.mark.parametrize(("others", "accepted"), [(2.0, 1), (1.0, 1), (1.0, 0.5), (1.1, 1.0), (4.0, 1.2)])
+    def test_a_thousand_tokens_lose_at_most_two_percent(self, cost, tokens, others, accepted):
+        """Other trees cost `others` times as much and have `accepted` times the tokens, or 1."""
+        much = max(1, round(tokens * accepted))
+        worse = [(cost * others, min(much, 5), 4, int(16 * others), name) for name in (SMALL, WIDE)]
+        machine = Machine(trees=trees((cost, tokens, 4, 16, BIG), *worse)).run(1000)
+        assert machine.now <= 1.02 * machine.emitted * cost / tokens
+        assert machine.decisions[0].choice == BIG and len(machine.decisions) == 1
+
+    def test_noise_does_not_replace_it(self):
+        """By trees that are a quarter slower; 20 texts."""
+        for seed in range(20):
+            worse = trees((1.6, geometric(0.6), 4, 16, BIG), (1.6, geometric(0.45), 4, 16, SMALL))
+            machine = Machine(trees=worse, noise=0.3, seed=seed).run(5000)
+            assert [decision.choice for decision in machine.decisions] == [BIG]
+            assert machine.choices.count(SMALL) < 0.1 * len(machine.choices)
+
+
+class TestBetterTree:
+    def test_it_is_found_where_the_configured_one_does_not_pay(self):
+        """As on a CPU: sixteen nodes cost too much, three do not."""
+        machine = Machine(trees=trees((4.0, 2, 4, 16, BIG), (1.4, 1.8, 2, 3, SMALL))).run(400)
+        assert [decision.choice for decision in machine.decisions] == [SMALL]
+        assert machine.decisions[0].tau == pytest.approx(1.8)
+        assert machine.decisions[0].draft_tokens_per_second == pytest.approx(1.8 / 1.4)
+        assert share(machine, SMALL, 100) >= 0.99
+        assert machine.choices.index(SMALL) < 30
+
+    def test_it_is_found_where_the_configured_one_pays(self):
+        machine = Machine(trees=trees((1.5, 2, 4, 16, BIG), (1.5, 2.6, 4, 16, WIDE))).run(2000)
+        assert [decision.choice for decision in machine.decisions] == [BIG, WIDE]
+        assert share(machine, WIDE, 200) > 0.9
+        assert machine.now < 0.9 * machine.emitted * 1.5 / 2
+
+    def test_noise_does_not_hide_it(self):
+        found = 0
+        for seed in range(20):
+            better = trees((1.6, geometric(0.45), 4, 16, BIG), (1.6, geometric(0.7), 4, 16, WIDE))
+            machine = Machine(trees=better, noise=0.3, seed=seed).run(5000)
+            found += share(machine, WIDE, 300) > 0.4
+        assert found == 20
+
+    def test_the_best_of_three(self):
+        three = trees((1.6, 2, 4, 16, BIG), (1.3, 1.8, 2, 3, SMALL), (1.7, 3, 2, 17, WIDE))
+        machine = Machine(trees=three).run(4000)
+        assert machine.decisions[-1].choice == WIDE and share(machine, WIDE, 300) > 0.9
+
+
+class TestCostsThatChange:
+    def test_the_best_tree_changes_with_the_length(self):
+        """Wide trees become cheap beside the cache: twice, and back."""
+        wide = lambda emitted: 3.0 if not 3000 < emitted < 9000 else 1.6  # noqa: E731
+        machine = Machine(trees=trees((1.4, 2, 4, 16, BIG), (wide, 3.2, 4, 20, WIDE)), prompt=1000).run(16_000)
+        assert [decision.choice for decision in machine.decisions] == [BIG, WIDE, BIG]
+        lengths = [decision.length for decision in machine.decisions]
+        assert 4000 < lengths[1] <= 4000 * tree_race.GROWTH + 400
+        assert 10_000 < lengths[2] <= 10_000 * tree_race.GROWTH + 400
+
+    def test_a_draft_that_begins_to_pay_with_one_tree_is_found(self):
+        plain = lambda emitted: 1.0 if emitted < 1000 else 3.0  # noqa: E731
+        machine = Machine(trees=trees((9.0, 2, 4, 16, BIG), (2.0, 1.5, 2, 3, SMALL)), plain=plain).run(8000)
+        assert [decision.choice for decision in machine.decisions] == [PLAIN, SMALL]
+        assert share(machine, SMALL, 300) > 0.9
+
+    def test_both_fail(self):
+        accepted = lambda machine: 4 if machine.emitted < 2000 else 1  # noqa: E731
+        machine = Machine(trees=trees((2.0, accepted, 4, 16, BIG), (2.0, accepted, 4, 16, WIDE))).run(6000)
+        assert [decision.choice for decision in machine.decisions][-1] == PLAIN
+        assert share(machine, PLAIN, 500) > 0.9
+
+
+def test_batches_and_contexts_decide():
+    """Nodes cost what they compute and plain steps what they read: wide batches leave no room for many nodes."""
+    taken = {}
+    for rows, context in ((1, 1000), (32, 1000), (32, 60_000)):
+        reading = 10.0 + rows * context / 16_000
+
+        def cost(_, nodes, rows=rows, reading=reading):
+            return max(reading, 0.12 * nodes * rows)
+
+        tree = [
+            (lambda emitted, nodes=nodes, cost=cost: cost(emitted, nodes), geometric(rate, depth), depth, nodes, name)
+            for nodes, depth, rate, name in ((16, 4, 0.7, BIG), (3, 2, 0.5, SMALL))
+        ]
+        plain = lambda emitted, cost=cost: cost(emitted, 1)  # noqa: E731
+        machine = Machine(trees=trees(*tree), plain=plain, rows=rows, prompt=context).run(3000)
+        taken[rows, context] = machine.decisions[-1].choice
+    assert taken == {(1, 1000): BIG, (32, 1000): SMALL, (32, 60_000): BIG}
+
+
+def test_equal_trees_do_not_take_turns():
+    for noise in (0.0, 0.3):
+        same = trees((1.5, geometric(0.6), 4, 16, BIG), (1.5, geometric(0.6), 4, 16, WIDE))
+        machine = Machine(trees=same, noise=noise).run(20_000)
+        assert len(machine.decisions) <= 4
+        assert PLAIN not in {decision.choice for decision in machine.decisions}
+
+
+def test_a_slow_first_step_of_a_tree_does_not_count():
+    """It compiles, for a minute."""
+    seen = set()
+
+    def cost(_):
+        first = not seen
+        seen.add(WIDE)
+        return 60.0 if first else 1.5
+
+    machine = Machine(trees=trees((1.5, 2, 4, 16, BIG), (cost, 3, 4, 16, WIDE))).run(2000)
+    assert [decision.choice for decision in machine.decisions] == [BIG, WIDE]
+    assert machine.decisions[1].draft_tokens_per_second == pytest.approx(2.0)
