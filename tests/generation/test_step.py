@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.generation import captured, compiled
+from hf_longspec.generation import captured
 from hf_longspec.generation.compiled import CompiledRunner
 from hf_longspec.generation.step import FixedSteps, runner_of
 from hf_longspec.testing import PAD_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
@@ -23,16 +22,6 @@ DRAFTS = {
 }
 # What torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Counts the graphs. They run op by op: what is tested is how they are traced, not torch's code generation."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(compiled, "BACKEND", counter)
-    yield counter
-    torch._dynamo.reset()
 
 
 def generate(model, draft, mode, rows=3, new=24, **options):
