@@ -82,7 +82,7 @@ def with_final_norm_input(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `forward` returns, and what it gave the final norm `(B, N, hidden)`.
 
-    May be part of a function that is compiled, if a [`FinalNormInput`] is open when the graph is made.
+    May be part of a function that is compiled, if a [`FinalNormInput`] is open whenever that is called.
     """
     if not torch.compiler.is_compiling():
         with FinalNormInput(model) as caught:
