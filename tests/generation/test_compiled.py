@@ -8,6 +8,7 @@ import torch
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.attention_backends import torch_sdpa
+from hf_longspec.generation import compiled
 from hf_longspec.generation.cache import RowLengths
 from hf_longspec.generation.compiled import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
@@ -62,6 +63,7 @@ def compare_verifications(model, sequence, nodes):
             logits = fixed.verify(DraftTree.chain(tokens), cache, fixed_shape=True).logits
             cache.rollback()
             torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert compiled._FAILED not in compiled._compiled[model].values()
 
 
 @pytest.mark.parametrize("nodes", [1, 4])
