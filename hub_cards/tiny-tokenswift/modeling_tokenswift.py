@@ -84,7 +84,7 @@ class TokenSwiftDraftModel(DraftModel):
         if heads.training or (self.device, self.dtype) != (device, dtype):
             # a copy: the user may be training these heads, in another dtype, and finds them as they were
             heads = copy.deepcopy(heads).to(device, dtype).eval()
-        return TokenSwiftDrafter(binding, heads, TargetEnds(model), self._drafting())
+        return TokenSwiftDrafter(binding, heads, TargetEnds(model), self._drafting(), owner=self)
 
     def max_nodes(self, target: TargetView) -> int:
         """All combinations of candidates, and the root."""
