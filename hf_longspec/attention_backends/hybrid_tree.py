@@ -14,6 +14,7 @@ import torch
 
 from .merge import AttentionState, merge_attention_states
 from .registry import AttentionBackend
+from .slots import shared_length
 
 
 class CallCounter:
@@ -152,8 +153,9 @@ class TreeContext:
     def staged(self, cached: torch.Tensor) -> torch.Tensor:
         """The nodes' part of a key or value buffer, `(B, K, N, D)`: a view when all rows are equally long."""
         nodes = self.mask.shape[-1]
-        if self.host_lengths is not None and min(self.host_lengths) == max(self.host_lengths):
-            return cached.narrow(2, self.host_lengths[0], nodes)
+        shared = None if self.host_lengths is None else shared_length(self.host_lengths)
+        if shared is not None:
+            return cached.narrow(2, shared, nodes)
         if "slots" not in self._memo:
             offsets = torch.arange(nodes, device=self.lengths.device)
             self._memo["slots"] = (self.lengths[:, None] + offsets)[:, None, :, None]

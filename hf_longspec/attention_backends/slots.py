@@ -1,6 +1,7 @@
-"""Reading chosen slots of a key or value buffer."""
+"""Which slots of a key or value buffer are used, and reading chosen ones."""
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def gather_slots(cached: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -29,3 +30,15 @@ def gather_slots(cached: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if batch > 1:
         flat = flat + torch.arange(batch, device=device)[:, None, None] * of_batch
     return table.index_select(0, flat.view(-1)).view(batch, heads, -1, size)
+
+
+def shared_length(host_lengths: tuple[int, ...]) -> int | None:
+    """The length of all rows, or None if they have several.
+
+    In a graph, lengths that are handed over one by one count as several: comparing them would compile in which of them
+    happen to be equal.
+    """
+    first = host_lengths[0]
+    if torch.compiler.is_compiling():
+        return first if all(statically_known_true(length == first) for length in host_lengths) else None
+    return first if host_lengths.count(first) == len(host_lengths) else None

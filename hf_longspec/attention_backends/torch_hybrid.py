@@ -10,6 +10,7 @@ import torch
 
 from .masks import PositionMask, additive_mask
 from .merge import AttentionState, merge_attention_states
+from .slots import shared_length
 from .torch_fused import fused_attention
 from .torch_packed import one_head, pack, pack_mask, unpack
 
@@ -54,9 +55,8 @@ def hybrid_attention(
     """
     if host_lengths is None:
         return None
-    length, nodes = host_lengths[0], mask.shape[-1]
-    equal = len(host_lengths) == 1 or host_lengths.count(length) == len(host_lengths)
-    if softcap is not None or not equal or not query.is_cpu:
+    length, nodes = shared_length(host_lengths), mask.shape[-1]
+    if softcap is not None or length is None or not query.is_cpu:
         return None
     start = 0 if sliding_window is None else max(0, length - sliding_window + 1)
     dense = length + nodes - start <= DENSE_KEYS

@@ -14,7 +14,8 @@ from ..attention_backends.hybrid_tree import CallCounter, TreeContext
 from ..attention_backends.sparse import SparseContext
 from .cache import RowLengths
 from .captured import CapturedRunner
-from .compiled import CompiledRunner, known_lengths
+from .compiled import CompiledRunner, end_of_prefixes, known_lengths
+from .final_norm import with_final_norm_input
 
 COMPILE_MODES = ("auto", "graph", "compile", "off")
 COMPILE_DEFAULTS = {"compile": "auto"}
@@ -54,13 +55,21 @@ class FixedSteps:
         self.runner = runner
 
     def run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, cache: Any, mask: torch.Tensor, context: Any
-    ) -> torch.Tensor | None:
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        mask: torch.Tensor,
+        context: Any,
+        with_hidden: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Logits `(B, N, vocab)` of `(B, N)` tokens, or None if this step has to run as it is.
 
         Args:
             cache ([`SpeculativeCache`] or [`CompactCache`]): Written to like by the model itself.
             context ([`TreeContext`] or [`SparseContext`]): Its capture is filled.
+            with_hidden (`bool`, *optional*, defaults to `False`): Whether the final norm's input `(B, N, hidden)` is to
+                come with the logits; a [`FinalNormInput`] is open then.
         """
         groups = _groups(cache)
         if not all(map(self.runner.takes, groups)) or not all(layer.is_initialized for layer in cache.layers):
@@ -68,7 +77,7 @@ class FixedSteps:
         nodes, capacity = tokens.shape[1], min(layer.keys.shape[2] for layer in cache.layers)
         members = tuple(groups.index(layer.rows) for layer in cache.layers)
         known = tuple(map(self.runner.knows, groups))
-        sizes = [self.runner.size(rows, nodes, capacity) for rows in groups]
+        sizes = [self.runner.sizes(rows, nodes, capacity) for rows in groups]
         buffers = [(self.runner.buffer(layer.keys), self.runner.buffer(layer.values)) for layer in cache.layers]
         lengths = [rows.on(tokens.device) for rows in groups]
         captures = getattr(context, "capture", None) is not None
@@ -78,16 +87,17 @@ class FixedSteps:
         else:
             function, kind = _sparse_step, context.dense_layers
             changing = (tokens, positions, mask, *lengths)
-        shape, fixed = (*tokens.shape, known, members, kind), (self.model, members, known, kind, sizes, buffers)
+        shape = *tokens.shape, known, members, kind, with_hidden
+        fixed = self.model, members, known, kind, with_hidden, sizes, buffers
         result = self.runner(function, shape, changing, fixed, self.model, cache)
         if result is None:
             return None
-        logits, collected = result
+        logits, hidden, collected = result
         for layer_idx, query, lse, options in collected:
             stored = buffers[layer_idx][0][:, :, : groups[members[layer_idx]].longest + nodes]
             where = {"lengths": context.lengths, "host_lengths": context.host_lengths}
             context.capture.collect(layer_idx, query, stored, lse, **options, **where)
-        return logits
+        return logits, hidden
 
 
 class StepCache(Cache):
@@ -96,7 +106,7 @@ class StepCache(Cache):
     Args:
         buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer, `(B, K, capacity, D)`.
         places (`list[tuple]`): Of every layer: whether all rows write to the same slots, the slots `(N,)` or `(B, N)`,
-            and the end of what is read.
+            and the end of what is read; None for the whole buffer.
     """
 
     def __init__(self, buffers: list[tuple[torch.Tensor, torch.Tensor]], places: list[tuple]):
@@ -117,7 +127,7 @@ class StepCache(Cache):
             row = torch.arange(len(slots), device=slots.device)[:, None]
             keys[row, :, slots] = key_states.transpose(1, 2)
             values[row, :, slots] = value_states.transpose(1, 2)
-        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+        return keys[:, :, :end], values[:, :, :end]
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -138,20 +148,19 @@ class Collected:
         self.layers.append((layer_idx, query, lse, {"scaling": scaling, "softcap": softcap}))
 
 
-def _tree_step(changing, model, members, known, captures, sizes, buffers):
-    """A verification: logits, and what its capture is to be shown."""
+def _tree_step(changing, model, members, known, captures, with_hidden, sizes, buffers):
+    """A verification: logits, what the final norm was given, and what its capture is to be shown."""
     tokens, positions, mask, depths, *lengths = changing
     # A new counter: a number that grows with every step would be compiled into each
     capture = Collected()
     host = known_lengths(sizes[0], known[0], tokens.shape[0])
     context = TreeContext(lengths[0], host, depths, mask[:, 0], capture if captures else None, CallCounter())
     cache = StepCache(buffers, _places(members, known, lengths, sizes, tokens.shape[1]))
-    logits = _forward(model, tokens, positions, cache, mask, context)
-    return logits, capture.layers
+    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), capture.layers
 
 
-def _sparse_step(changing, model, members, known, dense_layers, sizes, buffers):
-    """A drafting step over a compact cache: logits, and nothing for a capture."""
+def _sparse_step(changing, model, members, known, dense_layers, with_hidden, sizes, buffers):
+    """A drafting step over a compact cache: logits, what the final norm was given, and nothing for a capture."""
     tokens, positions, mask, *lengths = changing
     rows = tokens.shape[0]
     sparse = next((members[layer] for layer in range(len(members)) if layer not in dense_layers), 0)
@@ -161,27 +170,30 @@ def _sparse_step(changing, model, members, known, dense_layers, sizes, buffers):
     )
     context = SparseContext(*own, positions, *whole, dense_layers, CallCounter())
     cache = StepCache(buffers, _places(members, known, lengths, sizes, 1))
-    return _forward(model, tokens, positions, cache, mask, context), ()
+    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), ()
 
 
-def _forward(model, tokens, positions, cache, mask, context):
-    return model(
-        input_ids=tokens,
-        position_ids=positions,
-        past_key_values=cache,
-        attention_mask=mask,
-        tree=context,
-        use_cache=True,
-    ).logits
+def _forward(model, tokens, positions, cache, mask, context, with_hidden):
+    def forward():
+        return model(
+            input_ids=tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            attention_mask=mask,
+            tree=context,
+            use_cache=True,
+        ).logits
+
+    return with_final_norm_input(model, forward) if with_hidden else (forward(), None)
 
 
 def _places(members, known, lengths, sizes, nodes: int) -> list[tuple]:
     offsets = torch.arange(nodes, device=lengths[0].device)
     of_group = []
-    for group, size in enumerate(sizes):
-        longest = size.shape[0]
-        slots = longest + offsets if known[group] else lengths[group][:, None] + offsets
-        of_group.append((known[group], slots, longest + nodes))
+    for group, carriers in enumerate(sizes):
+        same, end = known[group] == 1, end_of_prefixes(carriers, known[group])
+        slots = offsets + (carriers[0].shape[0] if same else lengths[group][:, None])
+        of_group.append((same, slots, None if end is None else end + nodes))
     return [of_group[group] for group in members]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from .attention_backends_merge import AttentionState, merge_attention_states
 from .attention_backends_registry import AttentionBackend
+from .attention_backends_slots import shared_length
 
 
 class CallCounter:
@@ -153,8 +154,9 @@ class TreeContext:
     def staged(self, cached: torch.Tensor) -> torch.Tensor:
         """The nodes' part of a key or value buffer, `(B, K, N, D)`: a view when all rows are equally long."""
         nodes = self.mask.shape[-1]
-        if self.host_lengths is not None and min(self.host_lengths) == max(self.host_lengths):
-            return cached.narrow(2, self.host_lengths[0], nodes)
+        shared = None if self.host_lengths is None else shared_length(self.host_lengths)
+        if shared is not None:
+            return cached.narrow(2, shared, nodes)
         if "slots" not in self._memo:
             offsets = torch.arange(nodes, device=self.lengths.device)
             self._memo["slots"] = (self.lengths[:, None] + offsets)[:, None, :, None]

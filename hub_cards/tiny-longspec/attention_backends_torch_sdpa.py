@@ -11,7 +11,7 @@ from .attention_backends_masks import ExplicitMask, PositionMask, prefix_mask
 from .attention_backends_merge import AttentionState, concatenate, merge_attention_states, nothing_visible
 from .attention_backends_reference import WINDOW_WITHOUT_POSITIONS
 from .attention_backends_registry import AttentionBackend, AttentionCall, register_backend
-from .attention_backends_slots import gather_slots
+from .attention_backends_slots import gather_slots, shared_length
 from .attention_backends_torch_causal import BLOCK_QUERIES, causal_attention
 from .attention_backends_torch_hybrid import hybrid_attention
 from .attention_backends_torch_packed import attend_all, attend_masked, attend_packed
@@ -43,9 +43,9 @@ def prefix_attention(
             return attend_packed(query, key, value, mask, scaling=scaling, softcap=softcap)
         host_lengths = tuple(lengths.tolist())
     window = None if sliding_window is None or positions is None else (positions, sliding_window)
-    length = host_lengths[0]
-    if len(host_lengths) == 1 or host_lengths.count(length) == len(host_lengths):
-        return _attend_prefix(query, key, value, length, window, scaling, softcap)
+    shared = shared_length(host_lengths)
+    if shared is not None:
+        return _attend_prefix(query, key, value, shared, window, scaling, softcap)
     rows = []
     for b, length in enumerate(host_lengths):
         row = slice(b, b + 1)
@@ -121,12 +121,12 @@ def _attend_prefix(
 
 def _window_bounds(positions: torch.Tensor, sliding_window: int, length: int) -> tuple[int, int]:
     """First slot that any query sees, first slot that all queries see."""
-    if positions.is_cpu:
+    if positions.is_cpu and not torch.compiler.is_compiling():
         seen = [position for row in positions.tolist() for position in row]
         first, last = min(seen), max(seen)
         return min(length, max(0, first - sliding_window + 1)), min(length, max(0, last - sliding_window + 1))
-    # Reading positions would wait for the device in every layer. They are length - 1 at least; how far they go stays
-    # unknown, so the whole window gets a mask.
+    # Reading positions would wait for the device in every layer, or break a graph. They are length - 1 at least; how
+    # far they go stays unknown, so the whole window gets a mask.
     return max(0, length - sliding_window), length
 
 

@@ -36,13 +36,13 @@ class CapturedRunner:
         """Any prefix."""
         return True
 
-    def knows(self, rows: RowLengths) -> bool:
-        """Never: a captured graph would repeat the length it was captured with."""
-        return False
+    def knows(self, rows: RowLengths) -> int:
+        """No length: a captured graph would repeat those it was captured with."""
+        return 0
 
-    def size(self, rows: RowLengths, nodes: int, capacity: int) -> torch.Tensor:
+    def sizes(self, rows: RowLengths, nodes: int, capacity: int) -> list[torch.Tensor]:
         """An empty tensor whose first size, with the nodes, is the bucket of these lengths."""
-        return torch.empty(bucket(rows.longest + nodes, capacity) - nodes, 0)
+        return [torch.empty(bucket(rows.longest + nodes, capacity) - nodes, 0)]
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """The same buffer."""

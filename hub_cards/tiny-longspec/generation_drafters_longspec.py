@@ -16,7 +16,7 @@ from transformers.utils import logging
 from .attention_backends_registry import AttentionBackend, AttentionCall, select
 from .generation_beam import Beam, as_tree
 from .generation_cache import RowLengths
-from .generation_compiled import known_lengths
+from .generation_compiled import end_of_prefixes, known_lengths
 from .generation_draft_tree import DraftTree
 from .generation_target_parts import TargetParts
 from .generation_window_ring import WindowRing
@@ -124,9 +124,9 @@ class LongSpecDrafter(Drafter):
     ) -> tuple[torch.Tensor, ...] | None:
         """The same, compiled or captured; None if that is not possible."""
         known = runner.knows(rows)
-        size = runner.size(rows, 0, target.keys.shape[2])
+        sizes = runner.sizes(rows, 0, target.keys.shape[2])
         changing = root, self.last_token, target.lengths
-        fixed = self, known, size, runner.buffer(target.keys), runner.buffer(target.values)
+        fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values)
         shape = len(root), tuple(self.widths), known
         fields: tuple[torch.Tensor, ...] | None = runner(_grow, shape, changing, fixed, self._owner, self)
         return fields
@@ -221,24 +221,25 @@ class Prefix:
         values (`torch.Tensor` of shape `(B, K, capacity, D)`): Likewise.
         lengths (`torch.LongTensor` of shape `(B,)`): Committed tokens per row.
         host_lengths (`tuple[int, ...]`, *optional*): The same on the host; None where they are not to be read.
-        longest (`int`): The largest of them.
+        end (`int`, *optional*): Where the longest of them ends; None for all of the buffer.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     lengths: torch.Tensor
     host_lengths: tuple[int, ...] | None
-    longest: int
+    end: int | None
 
     def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Attention of queries `(B, H, N, D)` to all of it."""
-        used = self.keys[:, :, : self.longest], self.values[:, :, : self.longest]
+        used = self.keys[:, :, : self.end], self.values[:, :, : self.end]
         where = {"host_lengths": self.host_lengths}
         return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling, **where)[0]
 
 
-def _grow(changing, drafter, known, size, keys, values):
+def _grow(changing, drafter, known, sizes, keys, values):
     """[`LongSpecDrafter.grow`] as a graph is made of it."""
     root, last_token, lengths = changing
-    target = Prefix(keys, values, lengths, known_lengths(size, known, root.shape[0]), size.shape[0])
+    host = known_lengths(sizes, known, root.shape[0])
+    target = Prefix(keys, values, lengths, host, end_of_prefixes(sizes, known))
     return drafter.grow(root, last_token, target)

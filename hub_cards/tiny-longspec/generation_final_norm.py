@@ -5,6 +5,7 @@ Transformers' `hidden_states[-1]` is what the norm returns, and `output_hidden_s
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,5 +57,40 @@ class FinalNormInput:
         self._handle.remove()
 
     def _catch(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if threading.get_ident() == self._thread:
+        if torch.compiler.is_compiling():
+            if _traced.wanted:
+                _traced.hidden = inputs[0]
+        elif threading.get_ident() == self._thread:
             self.hidden = inputs[0]
+
+
+class _Traced:
+    """What the final norm is given in a forward that a graph is made of. Outside of the graph it never holds anything.
+
+    A graph takes no part in hooks being set and removed, and cannot ask for its thread. A forward of another thread
+    that is traced meanwhile meets the hook too, and has not asked.
+    """
+
+    wanted = False
+    hidden: torch.Tensor | None = None
+
+
+_traced = _Traced()
+
+
+def with_final_norm_input(
+    model: PreTrainedModel, forward: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `forward` returns, and what it gave the final norm `(B, N, hidden)`.
+
+    May be part of a function that is compiled, if a [`FinalNormInput`] is open whenever that is called.
+    """
+    if not torch.compiler.is_compiling():
+        with FinalNormInput(model) as caught:
+            return forward(), caught.hidden
+    _traced.wanted = True
+    result = forward()
+    hidden = _traced.hidden
+    _traced.wanted, _traced.hidden = False, None
+    assert hidden is not None
+    return result, hidden

@@ -174,32 +174,39 @@ class TargetView:
         positions = lengths[:, None] + tree.depths
         if limit is not None:
             positions = positions.clamp_max(limit - 1)
-        with FinalNormInput(self.model) if with_hidden else nullcontext() as caught:
-            cache.stage(tree.num_nodes)
-            fixed_shape = fixed_shape and not with_hidden
-            logits = self.step(tree.tokens, positions, cache, tree.mask[:, None], context, fixed_shape)
+        cache.stage(tree.num_nodes)
+        mask = tree.mask[:, None]
+        logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
         if context.calls.total == 0 and not fixed_shape:
             cache.rollback()
             raise ValueError(
                 f"{type(self.model).__name__} never called the attention backend, so it would ignore the draft tree. "
                 "Its attention must go through transformers' AttentionInterface; nothing was generated."
             )
-        return Step(logits, context, None if caught is None else caught.hidden)
+        return Step(logits, context, hidden)
 
-    def step(self, tokens, positions, cache, mask, context, fixed_shape: bool = False) -> torch.Tensor:
-        """Run the model on `(batch, N)` tokens with an attention context; returns `(batch, N, vocab)` logits."""
-        if fixed_shape and self._fixed is not None:
-            logits = self._fixed.run(tokens, positions, cache, mask, context)
-            if logits is not None:
-                return logits
-        return self.model(
-            input_ids=tokens,
-            position_ids=positions,
-            past_key_values=cache,
-            attention_mask=mask,
-            tree=context,
-            use_cache=True,
-        ).logits.to(tokens.device)
+    def step(
+        self, tokens, positions, cache, mask, context, fixed_shape: bool = False, with_hidden: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the model on `(batch, N)` tokens with an attention context.
+
+        Returns:
+            `(batch, N, vocab)` logits, and `(batch, N, hidden)`, what the final norm was given, if `with_hidden`.
+        """
+        with FinalNormInput(self.model) if with_hidden else nullcontext() as caught:
+            if fixed_shape and self._fixed is not None:
+                result = self._fixed.run(tokens, positions, cache, mask, context, with_hidden)
+                if result is not None:
+                    return result
+            logits = self.model(
+                input_ids=tokens,
+                position_ids=positions,
+                past_key_values=cache,
+                attention_mask=mask,
+                tree=context,
+                use_cache=True,
+            ).logits
+        return logits.to(tokens.device), None if caught is None else caught.hidden
 
 
 @dataclass

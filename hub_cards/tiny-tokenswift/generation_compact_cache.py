@@ -60,10 +60,15 @@ class CompactCache(Cache):
             source, layer = self.cache.layers[index], self.layers[index]
             layer.keys, layer.values, layer.is_initialized = source.keys, source.values, source.is_initialized
 
-    def step(self, target: TargetView, token: torch.Tensor, max_length: int) -> torch.Tensor:
-        """Run the target on one token `(batch,)` per row, which sees the entries and itself; logits `(batch, vocab)`.
+    def step(
+        self, target: TargetView, token: torch.Tensor, max_length: int, with_hidden: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the target on one token `(batch,)` per row, which sees the entries and itself.
 
         Its position is the true one, clamped below `max_length`. Its keys and values go behind the used entries.
+
+        Returns:
+            `(batch, vocab)` logits, and `(batch, hidden)`, what the final norm was given, if `with_hidden`.
         """
         device = token.device
         position = (self.dense_used.on(device)[:, None]).clamp_max(max_length - 1)
@@ -76,7 +81,8 @@ class CompactCache(Cache):
             dense_layers=self.dense_layers,
         )
         mask = torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=device)
-        return target.step(token[:, None], position, self, mask, context, fixed_shape=True)[:, 0]
+        logits, hidden = target.step(token[:, None], position, self, mask, context, True, with_hidden)
+        return logits[:, 0], None if hidden is None else hidden[:, 0]
 
 
 def gather_entries(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
 # Published with a draft by hf_longspec, Apache-2.0.
 """Functions of fixed shapes through `torch.compile`, in one graph each, whatever the lengths are.
 
-A length that all rows share is handed over as the size of an empty tensor, which the compiler keeps symbolic. Lengths
-that differ stay in a tensor, and attention masks what lies beyond them. Nothing else is read on the host, so no graph
-is built twice.
+A length is handed over as the size of an empty tensor, which the compiler keeps symbolic: one size for rows that are
+equally long, one for each row otherwise. In large batches lengths that differ stay in a tensor, and attention masks
+what lies beyond them. Nothing else is read on the host, so no graph is built twice.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,8 @@ logger = logging.get_logger(__name__)
 
 # Sizes 0 and 1 are constants to torch.compile; steps behind so short a prefix are not worth a graph of their own.
 SHORTEST_PREFIX = 2
+# Rows of different lengths are told one by one up to here: a graph attends to each on its own, and grows with them.
+MOST_ROWS = 8
 BACKEND = "inductor"
 _NOT_COMPILED = (
     "%s could not be compiled in one graph (%s), so it runs as it is. Set draft.generation_config.compile to 'off' to "
@@ -39,15 +41,18 @@ class CompiledRunner:
         """Whether steps behind these prefixes are compiled."""
         return rows.longest >= SHORTEST_PREFIX
 
-    def knows(self, rows: RowLengths) -> bool:
-        """Whether the function will be told the lengths by a size, rather than by a tensor alone."""
-        return rows.equal_length is not None
+    def knows(self, rows: RowLengths) -> int:
+        """How many lengths the function will be told by sizes: one for all rows, one for each, or none."""
+        if rows.equal_length is not None:
+            return 1
+        return rows.batch_size if rows.batch_size <= MOST_ROWS and min(rows.host) >= SHORTEST_PREFIX else 0
 
-    def size(self, rows: RowLengths, nodes: int, capacity: int) -> torch.Tensor:
-        """An empty tensor whose first size is the longest prefix, and may be another in the next call."""
-        carrier = torch.empty(rows.longest, 0)
-        torch._dynamo.mark_dynamic(carrier, 0)
-        return carrier
+    def sizes(self, rows: RowLengths, nodes: int, capacity: int) -> list[torch.Tensor]:
+        """Empty tensors whose first sizes are these lengths, or the longest, and may be others in the next call."""
+        carriers = [torch.empty(length, 0) for length in (rows.host if self.knows(rows) > 1 else (rows.longest,))]
+        for carrier in carriers:
+            torch._dynamo.mark_dynamic(carrier, 0)
+        return carriers
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """The same buffer `(B, K, capacity, D)`, its capacity not compiled in: another call has another."""
@@ -94,6 +99,14 @@ def _in_one_graph(function: Callable[..., Any], number: int) -> Any:
     return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, backend=BACKEND)
 
 
-def known_lengths(size: torch.Tensor, known: bool, rows: int, ahead: int = 0) -> tuple[int, ...] | None:
-    """Inside such a function: the lengths that a size tells, `ahead` more each, or None."""
-    return (size.shape[0] + ahead,) * rows if known else None
+def known_lengths(sizes: list[torch.Tensor], known: int, rows: int, ahead: int = 0) -> tuple[int, ...] | None:
+    """Inside such a function: the lengths of all rows that sizes tell, `ahead` more each, or None."""
+    if not known:
+        return None
+    lengths = tuple(size.shape[0] + ahead for size in sizes)
+    return lengths if known > 1 else lengths * rows
+
+
+def end_of_prefixes(sizes: list[torch.Tensor], known: int) -> int | None:
+    """Inside such a function: where the longest prefix ends; None, for all of a buffer, if each row is cut to size."""
+    return None if known > 1 else sizes[0].shape[0]

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedTokenizerFast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.generation import compiled
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDraftModel
 
@@ -85,3 +87,13 @@ def tokenizer():
     backend.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special)
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Counts the graphs. They run op by op: what is tested is how they are traced, not torch's code generation."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(compiled, "BACKEND", counter)
+    yield counter
+    torch._dynamo.reset()

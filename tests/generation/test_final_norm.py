@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from hf_longspec.generation.final_norm import FinalNormInput, final_norm_of
+from hf_longspec.generation import final_norm
+from hf_longspec.generation.final_norm import FinalNormInput, final_norm_of, with_final_norm_input
 from hf_longspec.generation.target_ends import TargetEnds
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 
@@ -34,6 +35,38 @@ def test_a_forward_of_another_thread_is_not_caught():
         thread.start()
         thread.join()
     assert caught.hidden.shape[1] == 5
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_is_caught_can_leave_a_graph(compiles, graphs):
+    """The graph is made while one context is open, and serves when that is closed and another one open."""
+    model = tiny_target("gemma3")
+
+    def step(tokens):
+        return with_final_norm_input(model, lambda: model(tokens, use_cache=False).logits)
+
+    run = torch.compile(step, fullgraph=True, backend=graphs) if compiles else step
+    for seed in range(3):
+        tokens = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad(), FinalNormInput(model) as caught:
+            expected = model(tokens, use_cache=False).logits
+        with torch.no_grad(), FinalNormInput(model):
+            logits, hidden = run(tokens)
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(hidden, caught.hidden, atol=TOLERANCE, rtol=TOLERANCE)
+    assert graphs.frame_count == compiles
+    assert not final_norm_of(model)._forward_pre_hooks
+    assert final_norm._traced.hidden is None and not final_norm._traced.wanted
+
+
+def test_a_graph_that_has_not_asked_catches_nothing(graphs):
+    """Another thread may be compiling a forward while the hook is there."""
+    model = tiny_target("llama")
+    with torch.no_grad(), FinalNormInput(model) as caught:
+        torch.compile(model, fullgraph=True, backend=graphs)(torch.ones(1, 4, dtype=torch.long), use_cache=False)
+    assert graphs.frame_count == 1
+    assert not hasattr(caught, "hidden")
+    assert final_norm._traced.hidden is None
 
 
 def test_the_hook_goes_when_the_forward_fails():

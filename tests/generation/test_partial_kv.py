@@ -220,10 +220,10 @@ def test_with_room_for_everything_drafting_computes_the_logits_of_the_target(pla
     """Against one forward without a cache. `static` never sees what was generated."""
     computed, step = [], PartialCache.step
 
-    def recording(self, target, token, max_length):
-        logits = step(self, target, token, max_length)
+    def recording(self, *args, **options):
+        logits, hidden = step(self, *args, **options)
         computed.append((self.cache.host_lengths, logits))
-        return logits
+        return logits, hidden
 
     monkeypatch.setattr(PartialCache, "step", recording)
     settings = {"partial_kv_policy": policy, "partial_kv_budget": 4096, "tree_branching": [1, 2]}

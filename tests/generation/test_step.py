@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.generation import captured, compiled
+from hf_longspec.generation import captured
 from hf_longspec.generation.compiled import CompiledRunner
 from hf_longspec.generation.step import FixedSteps, runner_of
 from hf_longspec.testing import PAD_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
+from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
 
 LENGTHS = (33, 5, 19)
 # Never emitted by itself, so that every call runs as many steps as it says.
@@ -21,18 +20,15 @@ DRAFTS = {
     "ngram": NgramDraftModel.from_target,
     "random tree": RandomTreeDraftModel.from_target,
 }
+# Compiled, they are in tests/generation/drafters/test_tokenswift_compiled.py.
+HEADS = {
+    "verify_hidden": lambda model: random_tokenswift_draft(model, tree_branching=[1, 3, 2]),
+    "partial_kv": lambda model: random_tokenswift_draft(
+        model, self_draft="partial_kv", partial_kv_budget=27, partial_kv_recent=9, tree_branching=[2, 3]
+    ),
+}
 # What torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Counts the graphs. They run op by op: what is tested is how they are traced, not torch's code generation."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(compiled, "BACKEND", counter)
-    yield counter
-    torch._dynamo.reset()
 
 
 def generate(model, draft, mode, rows=3, new=24, **options):
@@ -131,31 +127,39 @@ class Recorder:
 
     def __init__(self):
         self.captures = self.replays = 0
+        self.inside = False
 
     def __call__(self, function):
         self.captures += 1
         for _ in range(3):
-            outputs = function()
+            outputs = self.run(function)
 
         def replay():
             self.replays += 1
-            for old, new in zip(captured._tensors(outputs), captured._tensors(function()), strict=True):
+            for old, new in zip(captured._tensors(outputs), captured._tensors(self.run(function)), strict=True):
                 old.copy_(new)
 
         return outputs, replay
 
+    def run(self, function):
+        self.inside = True
+        try:
+            return function()
+        finally:
+            self.inside = False
 
-@pytest.mark.parametrize("kind", DRAFTS)
+
+@pytest.mark.parametrize("kind", [*DRAFTS, *HEADS])
 def test_captured_steps(kind, monkeypatch):
     """What a graph is made of reads no length on the host; lengths cross two buckets."""
     recorder = Recorder()
     model = tiny_target("llama")
-    draft = DRAFTS[kind](model)
+    draft = (DRAFTS | HEADS)[kind](model)
     with monkeypatch.context() as patch:
         patch.setattr(captured, "capture", recorder)
         patch.setattr(captured, "SMALLEST_BUCKET", 32)
         # the torch backend reads lengths back, as kernels for GPUs do not; where a graph may not break, it masks
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        patch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
         patch.setattr("hf_longspec.generation.decoding.runner_of", lambda mode, device: captured.CapturedRunner())
         captured_text = generate(model, draft, "off", new=60)
     assert torch.equal(captured_text, generate(model, draft, "off", new=60))

@@ -146,7 +146,7 @@ class SpecAttnDrafter(Drafter):
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
         """Run the target on one token per row over the selected entries; logits `(batch, vocab)`."""
-        logits = self.selected.step(self.binding.target, token, self.binding.max_length)
+        logits, _ = self.selected.step(self.binding.target, token, self.binding.max_length)
         self.selected.advance()
         return logits
 

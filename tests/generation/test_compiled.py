@@ -1,0 +1,144 @@
+"""One graph for rows of all lengths: which of them are equal, and in which order they come, is not compiled in."""
+
+import random
+from itertools import cycle
+
+import pytest
+import torch
+
+from hf_longspec import SpeculativeCache
+from hf_longspec.attention_backends import torch_sdpa
+from hf_longspec.generation import compiled
+from hf_longspec.generation.cache import RowLengths
+from hf_longspec.generation.compiled import MOST_ROWS, CompiledRunner
+from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.drafters.base import Binding, Verification
+from hf_longspec.generation.target import TargetView
+from hf_longspec.testing import tiny_target
+from hf_longspec.testing_drafts import random_longspec_draft
+
+CAPACITY = 80
+# float32 in another order; logits have a standard deviation of 3
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
+# Rows 0 and 1, 1 and 2, 0 and 2 are equal in turn, then none is; 1 and 2 are the shortest lengths there are.
+RAGGED = [(33, 5, 19), (33, 33, 19), (34, 19, 19), (20, 6, 20), (5, 35, 20), (2, 36, 3), (36, 2, 2), (37, 38, 21)]
+EQUAL = [(40, 40, 40), (7, 7, 7)]
+
+
+@pytest.fixture
+def no_masks(monkeypatch):
+    """Masks over the prefix are refused."""
+
+    def refuse(*args):
+        raise AssertionError("a mask over the whole prefix")
+
+    monkeypatch.setattr(torch_sdpa, "prefix_mask", refuse)
+
+
+def filled_cache(model, rows):
+    """A cache full of random numbers, whatever its lengths are said to be."""
+    cache = SpeculativeCache(model.config, rows, CAPACITY - 12, tree_slots=12)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        model(torch.ones(rows, 1, dtype=torch.long), past_key_values=cache)
+    for layer in cache.layers:
+        for part in (layer.keys, layer.values):
+            part.normal_(generator=generator)
+    return cache
+
+
+@torch.no_grad()
+def compare_verifications(model, sequence, nodes):
+    """Compiled against eager, one verification behind every tuple of lengths."""
+    rows = len(sequence[0])
+    cache = filled_cache(model, rows)
+    eager, fixed = TargetView(model), TargetView(model, CompiledRunner())
+    generator = torch.Generator().manual_seed(1)
+    with eager.attention():
+        for lengths in sequence:
+            cache.set_lengths(lengths)
+            tokens = torch.randint(3, model.config.vocab_size, (rows, nodes), generator=generator)
+            expected = eager.verify(DraftTree.chain(tokens), cache).logits
+            cache.rollback()
+            logits = fixed.verify(DraftTree.chain(tokens), cache, fixed_shape=True).logits
+            cache.rollback()
+            torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert compiled._FAILED not in compiled._compiled[model].values()
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral"])
+def test_rows_of_any_lengths_share_one_graph(name, nodes, graphs, no_masks):
+    """Full attention, softcaps, windows shorter and longer than the rows."""
+    model = tiny_target(name)
+    compare_verifications(model, RAGGED, nodes)
+    assert graphs.frame_count == 1
+    shuffled = random.Random(0)
+    more = [(*shuffled.choices(range(2, 60), k=2), shuffled.randint(60, 62)) for _ in range(50)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compare_verifications(model, more, nodes)
+    assert graphs.frame_count == 1
+
+
+def test_rows_that_become_equal_and_unequal_again(graphs, no_masks):
+    model = tiny_target("llama")
+    turns = cycle(RAGGED)
+    sequence = [lengths for equal in EQUAL * 13 for lengths in (next(turns), equal)]
+    assert len(sequence) > 50
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        compare_verifications(model, sequence, 4)
+    assert graphs.frame_count == 2
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_a_window_over_rows_of_one_length(name, graphs):
+    """A lone root and a chain, through the edge of the window; that a graph is built at all was once not so."""
+    model = tiny_target(name)
+    for nodes in (1, 4):
+        compare_verifications(model, [(length,) for length in (3, 9, 15, 16, 17, 40)], nodes)
+    assert graphs.frame_count >= 2
+
+
+def test_large_batches_and_rows_that_hold_nothing_keep_the_mask(graphs):
+    model = tiny_target("llama")
+    many = [tuple(range(first, first + MOST_ROWS + 1)) for first in (3, 20, 41)]
+    compare_verifications(model, many, 3)
+    assert graphs.frame_count == 1
+    compare_verifications(model, [(33, 1, 19), (20, 20, 0)], 3)
+    assert graphs.frame_count == 2
+
+
+def test_what_a_runner_knows():
+    runner, known = CompiledRunner(), {}
+    for lengths in [(5,), (5, 5), (5, 7), (5, 1), (9,) * MOST_ROWS + (10,), (9,) * (MOST_ROWS - 1) + (10,)]:
+        rows = RowLengths(len(lengths))
+        rows.set(lengths)
+        known[lengths] = runner.knows(rows)
+        sizes = [len(size) for size in runner.sizes(rows, 3, CAPACITY)]
+        assert sizes == (list(lengths) if known[lengths] > 1 else [max(lengths)])
+    assert list(known.values()) == [1, 1, 2, 0, 0, MOST_ROWS]
+
+
+@torch.no_grad()
+def test_longspec_drafts_over_rows_of_any_lengths_share_one_graph(graphs, no_masks):
+    model = tiny_target("llama")
+    cache = filled_cache(model, 3)
+    drafters = []
+    for runner in (None, CompiledRunner()):
+        draft = random_longspec_draft(model, window=8, tree_widths=[3, 2])
+        drafters.append(draft.make_drafter(Binding(TargetView(model, runner), cache, None, CAPACITY)))
+    generator = torch.Generator().manual_seed(2)
+    for count, lengths in ((1, RAGGED * 7), (2, EQUAL + RAGGED + EQUAL)):
+        for row_lengths in lengths:
+            cache.set_lengths(row_lengths)
+            text = [torch.randint(3, 128, (length,), generator=generator) for length in row_lengths]
+            root = torch.randint(3, 128, (3,), generator=generator)
+            eager, fixed = (propose(drafter, text, root) for drafter in drafters)
+            assert torch.equal(fixed.tokens, eager.tokens)
+            assert torch.equal(fixed.parents, eager.parents)
+        assert graphs.frame_count == count
+
+
+def propose(drafter, texts, root):
+    drafter.start(texts, Verification(torch.zeros(3, 1, dtype=torch.long), [1] * 3, (0,) * 3))
+    return drafter.propose(root)
