@@ -1,5 +1,7 @@
 """Reading chosen slots of a key or value buffer."""
 
+from collections.abc import Callable
+
 import torch
 
 
@@ -29,3 +31,24 @@ def gather_slots(cached: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     if batch > 1:
         flat = flat + torch.arange(batch, device=device)[:, None, None] * of_batch
     return table.index_select(0, flat.view(-1)).view(batch, heads, -1, size)
+
+
+def attention_to_copies(
+    prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The `sparse_attention` of a backend that copies the chosen slots and attends to the copies; see reference.py."""
+
+    def sparse_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        indices: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = gather_slots(key, indices), gather_slots(value, indices)
+        return prefix_attention(query, *chosen, counts, scaling=scaling, softcap=softcap)
+
+    return sparse_attention
