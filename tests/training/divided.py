@@ -1,7 +1,7 @@
 """One run of three steps of eight ragged rows, however they are divided.
 
-`accelerate launch --multi_gpu --num_processes 2 divided.py FOLDER` divides them over processes, and, with a configuration
-for FSDP and `divided.py FOLDER sharded`, the draft as well.
+`accelerate launch --multi_gpu --num_processes 2 divided.py FOLDER` divides them over processes; a configuration for FSDP
+and `divided.py FOLDER sharded` divide the draft as well.
 """
 
 import json
@@ -85,6 +85,7 @@ if __name__ == "__main__":
         metrics = run.evaluate()
         run.save_model()
         if run.accelerator.is_main_process:
-            (output / "history.json").write_text(json.dumps({"steps": history(run), "metrics": metrics, "parts": parts}))
+            told = {"steps": history(run), "metrics": metrics, "parts": parts}
+            (output / "history.json").write_text(json.dumps(told))
     # threads of the process group that outlive it abort the process now and then
     torch.distributed.destroy_process_group()
