@@ -1,7 +1,7 @@
 """One run of three steps of eight ragged rows, however they are divided.
 
-`accelerate launch --multi_gpu --num_processes 2 divided.py FOLDER` divides them over processes; a configuration for FSDP
-and `divided.py FOLDER sharded` divide the draft as well.
+`accelerate launch --multi_gpu --num_processes 2 divided.py FOLDER` divides them over processes. With a configuration
+for FSDP, `divided.py FOLDER sharded` divides the draft as well.
 """
 
 import json
