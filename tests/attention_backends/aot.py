@@ -10,15 +10,11 @@ process of its own: the interpreter and the compiler exclude each other.
 import importlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import triton
+from compiler_report import usage
 from triton.backends.compiler import GPUTarget
-
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 class AbsentGpu:
@@ -37,19 +33,11 @@ class AbsentGpu:
         return 0
 
 
-def usage(compiled):
-    """Registers, bytes of stack (where spilled registers go) and of shared memory, and whether a barrier stands between
-    the last load and the first store."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+def has_barrier(compiled):
+    """Whether a barrier stands between the last load and the first store."""
     accesses = re.findall(r"\b(ld\.global|bar\.sync|st\.global)", compiled.asm["ptx"])
     last_load = len(accesses) - 1 - accesses[::-1].index("ld.global")
-    barrier = accesses[last_load + 1] == "bar.sync"
-    return {**found, "SHARED": compiled.metadata.shared, "BARRIER": barrier}
+    return accesses[last_load + 1] == "bar.sync"
 
 
 def main(module, calls, *capabilities):
@@ -65,7 +53,8 @@ def main(module, calls, *capabilities):
         for label, launch in getattr(importlib.import_module(module), calls)():
             launch()
             for name, kernel in compiled:
-                print(json.dumps({"sm": capability, "call": label, "kernel": name, **usage(kernel)}), flush=True)
+                report = {"sm": capability, "call": label, "kernel": name, "BARRIER": has_barrier(kernel)}
+                print(json.dumps(report | usage(kernel)), flush=True)
             compiled.clear()
 
 

@@ -8,15 +8,13 @@ of an empty package: transformers alone would take several times as long as a ke
 """
 
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import triton
+from compiler_report import usage
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -25,7 +23,6 @@ sys.modules["kernels"] = ModuleType("kernels")
 sys.modules["kernels"].__path__ = [str(ROOT / "hf_longspec" / "attention_backends")]
 triton_combine, triton_config = import_module("kernels.triton_combine"), import_module("kernels.triton_config")
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -52,15 +49,6 @@ def compile_kernel(kernel, dtype, constants, arch, num_warps, num_stages):
     source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages}
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-
-
-def usage(compiled):
-    """Registers, and bytes of stack and local memory, per thread, as the compiler's own tool reports them."""
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "kernel.cubin"
-        cubin.write_bytes(compiled.asm["cubin"])
-        report = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
 
 
 def sizes(config, size):
@@ -113,8 +101,7 @@ def main(arch, profile):
         warps, stages = (4, 1) if config is None else (config.num_warps, config.num_stages)
         compiled = compile_kernel(kernel, dtype, constants, arch, warps, stages)
         line = {"kernel": name, "dtype": dtype, "warps": warps, "stages": stages, "constants": constants}
-        line |= usage(compiled) | {"shared": compiled.metadata.shared}
-        print(json.dumps(line), flush=True)
+        print(json.dumps(line | usage(compiled)), flush=True)
 
 
 if __name__ == "__main__":

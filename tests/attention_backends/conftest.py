@@ -5,24 +5,17 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-import numpy
 import pytest
 import torch
 
 from hf_longspec.attention_backends import triton_combine, triton_config, triton_prefix, triton_runtime, triton_tree
-
-# 3.6 calls int() on an array of one number, which numpy refuses from 2.4 on.
-BROKEN_INTERPRETER = (
-    triton_runtime.INTERPRETED
-    and triton_runtime.triton.__version__.startswith("3.6.")
-    and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
-)
+from tests.attention_backends.kernels import BROKEN_INTERPRETER, DEVICE
 
 
 @pytest.fixture(scope="session")
 def kernel_device():
     """Where kernels run: compiled on a GPU, interpreted on the CPU, or nowhere."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(DEVICE)
     if BROKEN_INTERPRETER:
         pytest.skip("the interpreter of triton 3.6 does not work with numpy 2.4")
     reason = triton_runtime.why_not_device(device)

@@ -1,6 +1,5 @@
 """What the tests of single Triton kernels share: where they run, and the compiler's report on them."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,33 +7,19 @@ import sys
 from pathlib import Path
 
 import numpy
-import pytest
 import torch
 
-from hf_longspec.attention_backends import triton_sparse
-
-triton = pytest.importorskip("triton")
+from hf_longspec.attention_backends import triton_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAPABILITIES = (80, 90, 100)
 # 3.6 calls int() on an array of one number, which numpy refuses from 2.4 on.
-NEEDS_AN_INTERPRETER_THAT_WORKS = pytest.mark.skipif(
-    triton_sparse.INTERPRETED
-    and triton.__version__.startswith("3.6.")
-    and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
-    reason="the interpreter of triton 3.6 does not work with numpy 2.4",
+BROKEN_INTERPRETER = (
+    triton_runtime.INTERPRETED
+    and triton_runtime.triton.__version__.startswith("3.6.")
+    and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
 )
-
-
-def copy_of(module):
-    """The module once more under another name, as a published draft brings it along."""
-    name = f"published_{module.__name__.rpartition('.')[2]}"
-    spec = importlib.util.spec_from_file_location(name, module.__file__)
-    copy = importlib.util.module_from_spec(spec)
-    copy.__package__ = module.__package__  # for its relative imports
-    spec.loader.exec_module(copy)
-    return copy
 
 
 def python(*arguments, **environment):

@@ -17,6 +17,8 @@ from hf_longspec.attention_backends.flash import FLASH_BACKEND, compute_capabili
 from hf_longspec.attention_backends.hybrid_tree import TreeContext
 from hf_longspec.attention_backends.interface import register
 from hf_longspec.attention_backends.registry import AttentionCall, select
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends.oracle import (
     HALF_FACTOR,
@@ -31,28 +33,31 @@ HALVES = (torch.float16, torch.bfloat16)
 CALL = AttentionCall(torch.device("cpu"), torch.float16, 64, 64)
 
 
-def attend(q, k_cache, v_cache, cache_seqlens, softmax_scale, causal, window_size, softcap, empty_lse):
+def attend(q, k_cache, v_cache, cache_seqlens, batch_idx, leftpad, softmax_scale, causal, window_size, softcap, empty):
     """What both versions compute from valid arguments: `(B, N, H, D)` and `(B, H, N)`."""
     for x in (q, k_cache, v_cache):
         assert x.dim() == 4 and x.dtype in HALVES and x.dtype == q.dtype, "only fp16 and bf16, all the same"
-        assert x.shape[0] == q.shape[0] and x.shape[3] == q.shape[3]
+        assert x.shape[3] == q.shape[3] and (x is q or batch_idx is not None or x.shape[0] == q.shape[0])
         assert x.stride(-1) == 1, "must have contiguous last dimension"
     assert k_cache.shape == v_cache.shape and k_cache.shape[1] > 0 and q.shape[1] > 0
     assert q.shape[3] <= 256 and q.shape[3] % 8 == 0
     assert q.shape[2] % k_cache.shape[2] == 0, "number of heads in key/value must divide number of heads in query"
-    assert cache_seqlens.dtype == torch.int32, "seqlens_k must have dtype int32"
-    assert cache_seqlens.shape == q.shape[:1] and cache_seqlens.is_contiguous()
+    for numbers in (cache_seqlens, batch_idx, leftpad):
+        assert numbers is None or numbers.dtype == torch.int32, "seqlens_k must have dtype int32"
+        assert numbers is None or (numbers.shape == q.shape[:1] and numbers.is_contiguous())
     assert type(softmax_scale) is float and type(softcap) is float and type(causal) is bool
     assert window_size == (-1, -1) and not causal, "not modelled here"
     batch, nodes, heads, size = q.shape
     groups = heads // k_cache.shape[2]
     out = torch.zeros(batch, nodes, heads, size, dtype=torch.float64)
-    lse = torch.full((batch, heads, nodes), empty_lse, dtype=torch.float64)
+    lse = torch.full((batch, heads, nodes), empty, dtype=torch.float64)
     for b, length in enumerate(cache_seqlens.tolist()):
-        assert length <= k_cache.shape[1]
-        if length == 0:
+        row = b if batch_idx is None else int(batch_idx[b])
+        start = 0 if leftpad is None else int(leftpad[b])  # where keys begin; lengths count from slot 0 all the same
+        assert 0 <= start <= length <= k_cache.shape[1] and 0 <= row < k_cache.shape[0]
+        if start == length:
             continue
-        keys, values = (x[b, :length].double().repeat_interleave(groups, dim=1) for x in (k_cache, v_cache))
+        keys, values = (x[row, start:length].double().repeat_interleave(groups, dim=1) for x in (k_cache, v_cache))
         scores = torch.einsum("nhd,shd->hns", q[b].double(), keys) * softmax_scale
         scores = softcap * torch.tanh(scores / softcap) if softcap > 0.0 else scores
         lse[b] = scores.logsumexp(-1)
@@ -85,8 +90,9 @@ def version_2(calls):
         return_softmax_lse=False,
     ):
         calls.append((2, q.shape, k_cache))
+        where, how = (cache_seqlens, cache_batch_idx, cache_leftpad), (softmax_scale, causal, window_size, softcap)
         # without splits, a row without keys has lse = +inf
-        state = attend(q, k_cache, v_cache, cache_seqlens, softmax_scale, causal, window_size, softcap, torch.inf)
+        state = attend(q, k_cache, v_cache, *where, *how, torch.inf)
         return state if return_softmax_lse else state[0]
 
     return flash_attn_with_kvcache
@@ -128,7 +134,8 @@ def version_3(calls):
         return_softmax_lse=False,
     ):
         calls.append((3, q.shape, k_cache))
-        state = attend(q, k_cache, v_cache, cache_seqlens, softmax_scale, causal, window_size, softcap, -torch.inf)
+        where, how = (cache_seqlens, cache_batch_idx, cache_leftpad), (softmax_scale, causal, window_size, softcap)
+        state = attend(q, k_cache, v_cache, *where, *how, -torch.inf)
         return state if return_softmax_lse else state[0]
 
     return flash_attn_with_kvcache
@@ -211,9 +218,43 @@ def test_prefix(nodes, groups, size, lengths, form, softcap, dtype, calls):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("window", [1, 2, 9, 33, 60])
+@pytest.mark.parametrize(("nodes", "groups", "lengths"), [(1, 4, (60, 8)), (7, 3, (0, 5, 60)), (5, 1, (33,))])
+def test_prefix_behind_a_window(nodes, groups, lengths, window, dtype, calls):
+    """Depths out of order, as in a tree: every node has its own first key, and some see nothing of the prefix."""
+    query, key, value = make_tensors(len(lengths), groups, nodes, 70, 16, dtype)
+    depths = torch.randint(0, nodes, (len(lengths), nodes), generator=torch.Generator().manual_seed(window))
+    on_host, lengths = lengths, torch.tensor(lengths)
+    options = {"scaling": 0.25, "positions": lengths[:, None] + depths, "sliding_window": window}
+    exact = reference.prefix_attention(*double(query, key, value), lengths, **options)
+    slots = torch.arange(70)
+    visible = (slots < lengths[:, None])[:, None] & (slots > options["positions"][..., None] - window)
+    plain = plain_attention(query, key, value, visible[:, None], scaling=0.25)
+    key, value = layout(key, "buffer"), layout(value, "buffer")
+    for host_lengths in (None, on_host):
+        state = FLASH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=host_lengths, **options)
+        assert_within_budget(state, exact, plain)
+    one_row_per_node, packed = (len(on_host) * nodes, groups, 2, 16), (len(on_host), groups * nodes, 2, 16)
+    shapes = [shape for _, shape, _ in calls]
+    # a window that hides nothing is none, where the lengths are known
+    assert shapes == [one_row_per_node, packed if max(on_host) + nodes <= window else one_row_per_node]
+    assert all(seen.data_ptr() == key.data_ptr() for _, _, seen in calls)  # the cache itself, no copy
+
+
+def test_a_window_that_just_hides_nothing(calls):
+    """The deepest node of 4 behind 6 tokens is at position 9: a window of 10 holds slot 0, one of 9 does not."""
+    query, key, value = make_tensors(1, 2, 4, 7, 8, torch.float16)
+    options = {"scaling": 1.0, "positions": torch.tensor([[6, 7, 8, 9]]), "host_lengths": (6,)}
+    for window, rows in ((10, 1), (9, 4)):
+        FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([6]), sliding_window=window, **options)
+        assert calls[-1][1][0] == rows
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 6, 30])
 @pytest.mark.parametrize("lengths", [(40, 0, 13), (21,)])
-def test_hybrid_tree_attention(lengths, softcap, dtype, calls):
+def test_hybrid_tree_attention(lengths, window, softcap, dtype, calls):
     """Prefix by flash-attn, tree by torch, merged: against one softmax over both in float64."""
     nodes, size, batch = 9, 16, len(lengths)
     query, key, value = make_tensors(batch, 2, nodes, max(lengths) + nodes, size, dtype)
@@ -222,11 +263,15 @@ def test_hybrid_tree_attention(lengths, softcap, dtype, calls):
     for b, length in enumerate(lengths):
         visible[b, :, :length] = True
         visible[b, :, length : length + nodes] = mask[b]
+        if window is not None:
+            own, of_nodes = length + depths[b][:, None], length + depths[b]
+            place = torch.arange(key.shape[2]).index_copy(0, torch.arange(length, length + nodes), of_nodes)
+            visible[b] &= own - place < window
     options = {"scaling": size**-0.5, "softcap": softcap}
     exact = reference.tree_attention(*double(query, key, value), visible, **options)
     plain = plain_attention(query, key, value, visible[:, None], **options)
     context = TreeContext(torch.tensor(lengths), lengths, depths, mask)
-    out = context.attend(FLASH_BACKEND, 0, query, key, value, **options)
+    out = context.attend(FLASH_BACKEND, 0, query, key, value, **options, sliding_window=window)
     assert_within_budget((out, exact[1].float()), exact, plain)
     assert len(calls) == 1
 
@@ -288,7 +333,7 @@ def test_which_version_runs(machine, capability, packages, version):
         ({"head_dim": 192, "value_dim": 128}, "head_dim is 192 and value_dim 128, expected equal ones"),
         ({"head_dim": 36, "value_dim": 36}, "divisible by 8"),
         ({"head_dim": 320, "value_dim": 320}, "at most 256"),
-        ({"sliding_window": 4096}, "sliding_window is 4096, and flash-attn has no window that starts at the position"),
+        ({"sliding_window": 4096}, None),  # cache_leftpad
         ({"softcap": 30.0, "sinks": True, "dtype": torch.bfloat16}, None),  # sinks enter after the merge
     ],
 )
@@ -306,9 +351,22 @@ def test_why_not_without_such_a_gpu(machine):
 
 def test_a_window_is_not_dropped(calls):
     query, key, value = make_tensors(1, 2, 3, 7, 8, torch.float16)
-    window = {"positions": torch.tensor([[7, 8, 8]]), "sliding_window": 4}
-    with pytest.raises(ValueError, match="sliding_window is 4, and flash-attn"):
-        FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([7]), scaling=1.0, **window)
+    with pytest.raises(ValueError, match="sliding_window is 4, but positions is None"):
+        FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([7]), scaling=1.0, sliding_window=4)
+    assert not calls
+
+
+def test_versions_before_left_padding_take_no_window(machine):
+    machine(8, "flash_attn")
+    new = sys.modules["flash_attn"].flash_attn_with_kvcache
+
+    def old(q, k_cache, v_cache, cache_seqlens=None, softmax_scale=None, window_size=(-1, -1)):
+        return new(q, k_cache, v_cache, cache_seqlens=cache_seqlens)
+
+    sys.modules["flash_attn"].flash_attn_with_kvcache = old
+    assert flash.why_not(CALL) is None
+    reason = flash.why_not(CALL._replace(sliding_window=9))
+    assert reason == "sliding_window is 9, and this flash-attn is too old for it, expected 2.6 or newer"
 
 
 def test_it_runs_only_by_name(calls):
@@ -323,23 +381,22 @@ def test_by_name_on_this_machine():
         select(CALL, "hf_longspec_fa")
 
 
-def test_a_model_by_its_name(calls):
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_a_model_by_its_name(name, calls):
     """A tree over a cache, from transformers down to flash-attn: as close to float32 as sdpa in bfloat16, up to 2."""
     register()
-    model, nodes = tiny_target("llama").to(torch.bfloat16), 6
+    model, nodes = tiny_target(name).to(torch.bfloat16), 6
     input_ids, _ = tiny_prompts(model.config.vocab_size, (40, 40))
     with torch.no_grad():
         plain = model(input_ids).logits[:, -nodes:]
         exact = copy.deepcopy(model).float()(input_ids).logits[:, -nodes:].double()
     model.set_attn_implementation("hf_longspec_fa")
     with torch.no_grad():
-        cache = model(input_ids[:, :-nodes], use_cache=True).past_key_values
+        target, cache = TargetView(model), SpeculativeCache(model.config, 2, 40, tree_slots=nodes)
+        target.prefill(input_ids[:, :-nodes], cache, None)
         assert not calls  # the prompt is not a prefix of anything
-        chain = torch.ones(2, nodes, nodes, dtype=torch.bool).tril()
-        depths = torch.arange(nodes).expand(2, -1)
-        options = {"position_ids": 34 + depths, "attention_mask": chain[:, None], "past_key_values": cache}
-        context = TreeContext(torch.tensor([34, 34]), (34, 34), depths, chain)
-        actual = model(input_ids[:, -nodes:], tree=context, use_cache=True, **options).logits
+        cache.set_lengths([34, 34])
+        actual = target.verify(chain_of_last_tokens(list(input_ids), nodes)[0], cache).logits
     assert relative_error(actual, exact) <= HALF_FACTOR * relative_error(plain, exact)
     assert len(calls) == model.config.num_hidden_layers
 

@@ -8,9 +8,9 @@ from hf_longspec.generation import cache as cache_module
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDraftModel
-from tests.attention_backends.kernels import CAPABILITIES, DEVICE, NEEDS_AN_INTERPRETER_THAT_WORKS, compiled, copy_of
+from tests.attention_backends.kernels import CAPABILITIES, DEVICE, compiled
 
-pytestmark = NEEDS_AN_INTERPRETER_THAT_WORKS
+pytestmark = pytest.mark.usefixtures("kernel_device")
 
 # Heads and widths of keys and values of every layer: GQA, MLA, odd ones that fit no word of 8 bytes, and more numbers
 # than a program moves at a time.
@@ -109,9 +109,9 @@ def test_without_autograd(mode):
         assert all(map(same_bits, buffers, expected))
 
 
-def test_a_second_copy_leaves_the_first_alone():
+def test_a_second_copy_leaves_the_first_alone(kernel_copy):
     lengths, path, counts = PATHS["gaps"]
-    copy = copy_of(triton_commit)
+    copy = kernel_copy("hub_copy", "triton_commit")
     for module in (copy, triton_commit):
         buffers = make_buffers(3, torch.float32)
         expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
@@ -214,7 +214,7 @@ def test_can_move(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.1")
     assert not triton_commit.can_move(gpu)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(triton_commit, "triton", None)
+    monkeypatch.setattr(triton_commit, "INSTALLED", False)
     assert not triton_commit.can_move(gpu)
 
 

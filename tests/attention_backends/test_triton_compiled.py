@@ -39,7 +39,7 @@ def compile_kernels(arch, profile, folder):
 def assert_fits(reports, arch):
     for report in reports:
         assert report["REG"] > 16  # the report was read
-        assert report["shared"] <= SHARED_MEMORY[arch], report
+        assert report["SHARED"] <= SHARED_MEMORY[arch], report
     most = STACK_BYTES.get(arch, 0)
     assert [report for report in reports if report["STACK"] > most or report["LOCAL"]] == []
 

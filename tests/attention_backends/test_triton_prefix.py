@@ -185,8 +185,16 @@ def test_scores_are_those_of_specattn(kernel_device, score):
 def test_scores_of_too_many_heads(kernel_device):
     query, key, value = tensors(1, 1, 9, 2, 20, 16, torch.float32)
     inputs = on(kernel_device, query, key, value, torch.tensor([20]), torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"9 query heads share a key head.*expected at most 16"):
-        scored_attention(*inputs, scaling=1.0)
+    assert scored_attention(*inputs, scaling=1.0) is None
+    eight = on(kernel_device, *tensors(1, 1, 8, 2, 20, 16, torch.float32))
+    assert scored_attention(*eight, *inputs[3:], scaling=1.0) is not None
+
+
+def test_scores_of_a_buffer_that_is_too_short(kernel_device):
+    query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
+    inputs = on(kernel_device, query, key, value, torch.tensor([60]), torch.tensor([0]))
+    with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
+        scored_attention(*inputs, scaling=1.0, host_lengths=(60,))
 
 
 def test_rows_without_a_window_see_the_whole_prefix(kernel_device, monkeypatch):

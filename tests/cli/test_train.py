@@ -273,4 +273,5 @@ def test_accelerate_reads_its_configurations(name):
     assert config.distributed_type.value == name.upper()
     assert config.num_processes == 8
     if name == "fsdp":
-        assert config.fsdp_config["fsdp_transformer_layer_cls_to_wrap"] in LongSpecDraftModel._no_split_modules
+        # a class to wrap would have to be in every kind of draft
+        assert config.fsdp_config["fsdp_auto_wrap_policy"] == "NO_WRAP"

@@ -1,6 +1,7 @@
 """One run of three steps of eight ragged rows, however they are divided.
 
-`accelerate launch --multi_gpu --num_processes 2 divided.py FOLDER` divides them over processes.
+`accelerate launch --multi_gpu --num_processes 2 divided.py FOLDER` divides them over processes. With a configuration
+for FSDP, `divided.py FOLDER sharded` divides the draft as well.
 """
 
 import json
@@ -8,6 +9,9 @@ import sys
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.testing import tiny_target
@@ -54,15 +58,34 @@ def history(trainer):
     return [{name: step[name] for name in names if name in step} for step in steps]
 
 
+def shard_on_cpu():
+    """Let accelerate shard as it does on GPUs.
+
+    On a CPU it takes DDP instead, without a word. Torch's FSDP itself runs over gloo.
+    """
+    prepare = AcceleratorState.__init__
+
+    def init(self, *args, **kwargs):
+        if PartialState._shared_state.get("distributed_type") == DistributedType.MULTI_CPU:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        prepare(self, *args, **kwargs)
+
+    AcceleratorState.__init__ = init
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if sys.argv[2:] == ["sharded"]:
+        shard_on_cpu()
     for kind in KINDS:
         output = Path(sys.argv[1]) / kind
         run = make_trainer(output, 2, 2, kind)
         run.train()
+        parts = [type(part).__name__ for part in run.draft.parameters()]
         metrics = run.evaluate()
         run.save_model()
         if run.accelerator.is_main_process:
-            (output / "history.json").write_text(json.dumps({"steps": history(run), "metrics": metrics}))
+            told = {"steps": history(run), "metrics": metrics, "parts": parts}
+            (output / "history.json").write_text(json.dumps(told))
     # threads of the process group that outlive it abort the process now and then
     torch.distributed.destroy_process_group()

@@ -43,15 +43,28 @@ def test_accumulation_is_exact(references, tmp_path, rows, accumulation, kind):
         torch.testing.assert_close(tensor, other[name], rtol=TOLERANCE, atol=TOLERANCE, msg=name)
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
+@pytest.fixture(scope="module", params=["whole", "sharded"])
+def two_processes(request, tmp_path_factory):
     """What two processes wrote, with two rows of a step in each of two micro-batches of each."""
     folder = tmp_path_factory.mktemp("two")
-    # --multi_gpu: with --cpu alone, accelerate starts one process; where each runs is said by use_cpu in the script
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    command = [*launch, "--main_process_port", "0", str(ROOT / "tests/training/divided.py"), str(folder)]
+    arguments = [str(folder)]
+    if request.param == "sharded":
+        yaml = pytest.importorskip("yaml")
+        config = yaml.safe_load((ROOT / "examples/accelerate/fsdp.yaml").read_text(encoding="utf-8"))
+        config |= {"num_processes": 2, "mixed_precision": "no", "use_cpu": True}
+        (folder / "fsdp.yaml").write_text(yaml.safe_dump(config))
+        how = ["--config_file", str(folder / "fsdp.yaml")]
+        arguments.append("sharded")
+    else:
+        # --multi_gpu: with --cpu alone, accelerate starts one process; where each runs is said by use_cpu in the script
+        how = ["--multi_gpu", "--num_processes", "2"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *how, "--main_process_port", "0"]
+    command = [*launch, str(ROOT / "tests/training/divided.py"), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.returncode == 0, result.stderr
+    for kind in KINDS:  # what accelerate says is FSDP was FSDP
+        parts = json.loads((folder / kind / "history.json").read_text())["parts"]
+        assert set(parts) == ({"DTensor"} if request.param == "sharded" else {"Parameter"})
     return folder
 
 
