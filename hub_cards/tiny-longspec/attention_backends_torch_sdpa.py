@@ -11,7 +11,7 @@ from .attention_backends_masks import ExplicitMask, PositionMask, prefix_mask
 from .attention_backends_merge import AttentionState, concatenate, merge_attention_states, nothing_visible
 from .attention_backends_reference import WINDOW_WITHOUT_POSITIONS
 from .attention_backends_registry import AttentionBackend, AttentionCall, register_backend
-from .attention_backends_slots import gather_slots, shared_length
+from .attention_backends_slots import attention_to_copies, shared_length
 from .attention_backends_torch_causal import BLOCK_QUERIES, causal_attention
 from .attention_backends_torch_hybrid import hybrid_attention
 from .attention_backends_torch_packed import attend_all, attend_masked, attend_packed
@@ -73,21 +73,6 @@ def tree_attention(
     return concatenate(blocks, dim=2)
 
 
-def sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> AttentionState:
-    """N queries against chosen key slots; see reference.py. `counts` is read back."""
-    chosen = gather_slots(key, indices), gather_slots(value, indices)
-    return prefix_attention(query, *chosen, counts, scaling=scaling, softcap=softcap)
-
-
 def why_not(call: AttentionCall) -> str | None:
     """Devices, sizes and features are all accepted; the dtype must be an ordinary floating point one."""
     if call.dtype in DTYPES:
@@ -135,7 +120,7 @@ TORCH_BACKEND = register_backend(
         name="hf_longspec_torch",
         prefix_attention=prefix_attention,
         tree_attention=tree_attention,
-        sparse_attention=sparse_attention,
+        sparse_attention=attention_to_copies(prefix_attention),  # reads `counts` back
         causal_attention=causal_attention,
         why_not=why_not,
         hybrid_attention=hybrid_attention,

@@ -58,6 +58,9 @@ class DraftModel(PreTrainedModel):
         self.last_speculation: SpeculationStats | None = None
         self.was_told_of_gate = False  # whether it has been said that speculation does not pay
 
+    def get_input_embeddings(self) -> None:
+        """None: a draft reads the target's. Accelerate asks for them before it shards a model (FSDP)."""
+
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftModel":
         """A draft for `target`. `overrides` are keys of the config, or of the draft's `generation_config`.

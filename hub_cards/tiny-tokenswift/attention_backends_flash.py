@@ -2,22 +2,26 @@
 """The backend on flash-attn: `hf_longspec_fa`. The prefix runs through flash-attn, the rest through torch.
 
 flash-attn reads the cache in place, takes a length per row from the device, splits a long prefix over the whole GPU and
-returns the log-sum-exp by which the tree is merged. Version 3 (`flash_attn_interface`) is for Hopper, version 2
-(`flash_attn`) for Ampere and later. Neither has been run: the calls are written from the documented signatures, and
-tested against a stand-in with the same ones.
+returns the log-sum-exp by which the tree is merged. Its own windows count from a query's place among the queries, which
+says nothing of a node of a tree, or of a row of a packed group; `cache_leftpad` stands in for them.
+
+Version 3 (`flash_attn_interface`) is for Hopper, version 2 (`flash_attn`) for Ampere and later. Neither has been run:
+the calls are written from the documented signatures, and tested against a stand-in with the same ones.
 
 Source: FlashAttention-2 (https://huggingface.co/papers/2307.08691), FlashAttention-3
 (https://huggingface.co/papers/2407.08608).
 """
 
+import inspect
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from .attention_backends_merge import AttentionState, nothing_visible
+from .attention_backends_reference import WINDOW_WITHOUT_POSITIONS
 from .attention_backends_registry import AttentionBackend, AttentionCall, register_backend
-from .attention_backends_slots import gather_slots
+from .attention_backends_slots import attention_to_copies
 from .attention_backends_torch_causal import causal_attention
 from .attention_backends_torch_sdpa import tree_attention
 
@@ -73,61 +77,97 @@ def prefix_attention(
     Slots behind the prefix may hold any finite number, as those of a `SpeculativeCache` do: version 3 may load them
     with the last tile and weigh them with 0.
 
-    Raises:
-        ValueError: If there is a window; `why_not` refuses these calls.
+    A window that hides something makes every node a batch row of its own, whose keys begin where its window does: the
+    window is then read once per node.
     """
-    if sliding_window is not None:
-        raise ValueError(NO_WINDOW.format(sliding_window) + '. Use attn_implementation="hf_longspec".')
+    if sliding_window is not None and positions is None:
+        raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
     if key.shape[2] == 0 or query.numel() == 0:
         return nothing_visible(query, value)
-    capability = compute_capability(query.device)
-    function = None if capability is None else flash_function(capability)
-    if function is None:
-        raise ValueError(f'{_missing(capability)}. Use attn_implementation="hf_longspec".')
-    # The query heads of a key head are just more rows, as no query has a mask: version 2 would read the cache once per
-    # query head, but for a single query.
-    batch, heads, nodes, size = query.shape
-    packed = query.reshape(batch, key.shape[1], -1, size)
+    call = partial(_attend, key=key, value=value, scaling=scaling, softcap=softcap)
+    nodes, kv_heads = query.shape[2], key.shape[1]
+    if positions is None or sliding_window is None or _window_holds_all(sliding_window, host_lengths, nodes):
+        # The query heads of a key head are just more rows, as no query has a mask: version 2 would read the cache once
+        # per query head, but for a single query.
+        packed = query.reshape(query.shape[0], kv_heads, -1, query.shape[3]).transpose(1, 2)
+        out, lse = call(packed, ends=lengths, may_be_empty=host_lengths is None or 0 in host_lengths)
+        out = out.transpose(1, 2).unflatten(2, (-1, nodes)).flatten(1, 2)
+        return out, lse.unflatten(2, (-1, nodes)).flatten(1, 2)
+    ends = lengths[:, None].expand(-1, nodes)
+    starts = torch.minimum((positions - sliding_window + 1).clamp_min(0), ends)
+    packed = query.unflatten(1, (kv_heads, -1)).permute(0, 3, 2, 1, 4).flatten(0, 1)  # [B * N, G, K, D]
+    out, lse = call(packed, ends=ends.reshape(-1), starts=starts.reshape(-1))
+    out = out.unflatten(0, (-1, nodes)).permute(0, 3, 2, 1, 4).flatten(1, 2)
+    return out, lse.unflatten(0, (-1, nodes)).permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    softcap: float | None,
+    may_be_empty: bool = True,
+) -> AttentionState:
+    """The call.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, R, K, D)`, with `starts` `(B * N, R, K, D)`): Rows that see the same keys.
+        key (`torch.Tensor` of shape `(B, K, S, D)`): The cache.
+        ends (`torch.LongTensor` of shape `(B,)` or `(B * N,)`): Rows see slots below this one.
+        starts (`torch.LongTensor` of shape `(B * N,)`, *optional*): And from this one on.
+
+    Returns:
+        `(out, lse)` of shapes `(B or B * N, R, K, D)` and `(B or B * N, K, R)`.
+    """
+    function = _function_for(query.device)
+    cache = [_last_stride_one(states).transpose(1, 2) for states in (key, value)]
+    where = {"cache_seqlens": ends}
+    if starts is not None:  # lengths count from slot 0, whatever the padding on the left
+        rows = torch.arange(key.shape[0], device=key.device)[:, None].expand(-1, query.shape[0] // key.shape[0])
+        where |= {"cache_leftpad": starts, "cache_batch_idx": rows.reshape(-1)}
     out, lse = function(
-        *(states.transpose(1, 2) for states in (packed, _last_stride_one(key), _last_stride_one(value))),
-        cache_seqlens=lengths.to(torch.int32),
+        query,
+        *cache,
+        **{name: numbers.to(torch.int32).contiguous() for name, numbers in where.items()},
         softmax_scale=scaling,
         causal=False,
         window_size=(-1, -1),
         softcap=softcap or 0.0,
         return_softmax_lse=True,
     )
-    out, lse = out.transpose(1, 2).reshape(batch, heads, nodes, -1), lse.reshape(batch, heads, nodes)
-    if host_lengths is None or 0 in host_lengths:
+    if may_be_empty:
         # for a row without keys version 2 returns lse = +inf, which would win every merge
-        empty = (lengths == 0)[:, None, None]
+        empty = (ends <= (0 if starts is None else starts))[:, None, None]
         out, lse = out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
     return out, lse
 
 
-def sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> AttentionState:
-    """N queries against chosen key slots, which are copied first; see reference.py. Nothing is read back."""
-    chosen = gather_slots(key, indices), gather_slots(value, indices)
-    return prefix_attention(query, *chosen, counts, scaling=scaling, softcap=softcap)
+def _function_for(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    capability = compute_capability(device)
+    function = None if capability is None else flash_function(capability)
+    if function is None:
+        raise ValueError(f'{_missing(capability)}. Use attn_implementation="hf_longspec".')
+    return function
+
+
+def _window_holds_all(sliding_window: int, host_lengths: tuple[int, ...] | None, nodes: int) -> bool:
+    """Whether even the deepest node that can be, `nodes - 1` positions past the root, sees slot 0."""
+    return host_lengths is not None and max(host_lengths) + nodes <= sliding_window
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """`None`, or why flash-attn cannot take this kind of call: device, GPU, package, dtype, size or window."""
+    """`None`, or why flash-attn cannot take this kind of call: device, GPU, package, dtype or size."""
     capability = compute_capability(call.device)
     if capability is None:
         return f"device is {call.device.type}, expected an NVIDIA GPU"
     if capability < AMPERE:
         return f"the GPU has compute capability {capability}.x, expected {AMPERE}.0 or higher"
-    if flash_function(capability) is None:
+    function = flash_function(capability)
+    if function is None:
         return _missing(capability)
     if call.dtype not in DTYPES:
         return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
@@ -136,12 +176,9 @@ def why_not(call: AttentionCall) -> str | None:
             f"head_dim is {call.head_dim} and value_dim {call.value_dim}, expected equal ones, "
             f"divisible by {SIZE_STEP} and at most {MAX_SIZE}"
         )
-    # flash-attn counts a window back from position lengths - N + n of query n of N. Nodes of a tree are at lengths +
-    # depth, siblings at the same one. In a chain the two differ by a constant, but only the device knows a chain.
-    return None if call.sliding_window is None else NO_WINDOW.format(call.sliding_window)
-
-
-NO_WINDOW = "sliding_window is {}, and flash-attn has no window that starts at the position of a tree's node"
+    if call.sliding_window is not None and "cache_leftpad" not in inspect.signature(function).parameters:
+        return f"sliding_window is {call.sliding_window}, and this flash-attn is too old for it, expected 2.6 or newer"
+    return None
 
 
 def _missing(capability: int | None) -> str:
@@ -154,13 +191,13 @@ def _last_stride_one(cached: torch.Tensor) -> torch.Tensor:
 
 
 # No priority: it has never met the package it is written for, so nobody gets it without asking for it by name. Once it
-# has run, it belongs above torch and below Triton's backend, which also has the tree, windows and sizes it lacks.
+# has run, it belongs above torch and below Triton's backend, which also has the tree and the sizes it lacks.
 FLASH_BACKEND = register_backend(
     AttentionBackend(
         name="hf_longspec_fa",
         prefix_attention=prefix_attention,
         tree_attention=tree_attention,
-        sparse_attention=sparse_attention,
+        sparse_attention=attention_to_copies(prefix_attention),
         causal_attention=causal_attention,
         why_not=why_not,
     )

@@ -38,7 +38,9 @@ class TreeContext:
         depths (`torch.LongTensor` of shape `(B, N)`): Depth of each node; node n is at position `lengths + depths`.
         mask (`torch.BoolTensor` of shape `(B, N, N)`): Ancestor-or-self; a padding node sees only itself.
         capture (*optional*): Object whose `collect(layer_idx, query, key, lse, *, lengths, host_lengths, scaling,
-            softcap)` sees every layer's queries, keys and log-sum-exp.
+            softcap)` sees every layer's queries, keys and log-sum-exp. If it has `score_rows` (a [`ScoreRows`] or None)
+            and `last_node`, a backend that can writes the scores itself, and `keep_scores(layer_idx, scores,
+            host_lengths)` is called instead.
         calls ([`CallCounter`], *optional*): Counts the layers that called.
     """
 
@@ -98,11 +100,40 @@ class TreeContext:
         """
         self.calls.total += 1
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        scored = self._attend_scored(backend, layer_idx, query, key, value, sinks, options)
+        if scored is not None:
+            return scored
         out, lse = self._attend(backend, query, key, value, sinks, options)
         if self.capture is not None:
             where = {"lengths": self.lengths, "host_lengths": self.host_lengths}
             self.capture.collect(layer_idx, query, key, lse, scaling=scaling, softcap=softcap, **where)
         return out
+
+    def _attend_scored(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Attention that hands its scores to the capture; None where they are not wanted or the backend has none."""
+        rows = getattr(self.capture, "score_rows", None)
+        attention = getattr(backend, "scored_attention", None)  # backends of an older copy have no such field
+        if rows is None or attention is None or layer_idx in rows.skipped_layers:
+            return None
+        last_node = self.capture.last_node
+        tree = {"mask": self.windowed_mask(options["sliding_window"]), "positions": self.positions, "sinks": sinks}
+        inputs = (query, key, value, self.lengths, last_node)
+        state = attention(*inputs, **tree, host_lengths=self.host_lengths, per_row=rows.weights, **options)
+        if state is None:
+            return None
+        out, lse, scores = state
+        self.capture.keep_scores(layer_idx, rows.of_entries(scores, lse, last_node), self.host_lengths)
+        attended: torch.Tensor = out
+        return attended
 
     def _attend(
         self,

@@ -51,6 +51,9 @@ class AttentionBackend:
         hybrid_attention (`Callable`, *optional*):
             Prefix, tree and merge in one, for the calls where this is faster; see torch_hybrid.py. Returns `None` for
             the others.
+        scored_attention (`Callable`, *optional*):
+            Prefix, tree, merge and the scores of two nodes in one pass over the keys; see triton_backend.py. Returns
+            `None` for calls whose scores it cannot write.
     """
 
     name: str
@@ -60,6 +63,7 @@ class AttentionBackend:
     causal_attention: AttentionFunction
     why_not: Callable[[AttentionCall], str | None]
     hybrid_attention: Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None = None
+    scored_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] | None = None
 
 
 _backends: dict[str, AttentionBackend] = {}

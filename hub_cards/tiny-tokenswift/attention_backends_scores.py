@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .attention_backends_score_rows import ScoreRows, boundary_rows
+
 ROWS = ("two_rows", "all_rows", "each_row")
 SCORES = ("logits", "weights", "quest")
 GRANULARITIES = ("layer", "kv_head")
@@ -22,6 +24,9 @@ CAST_BLOCK = 2**20
 @dataclass
 class ScoreCapture:
     """Collects, per layer, one score for every committed entry.
+
+    The capture of a [`TreeContext`]. From a backend that writes scores while it attends it takes those
+    (`score_rows`, `keep_scores`); from others it computes them from queries and keys (`collect`).
 
     Args:
         last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
@@ -44,6 +49,17 @@ class ScoreCapture:
     skipped_layers: frozenset[int] = frozenset()
     sum_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def score_rows(self) -> ScoreRows | None:
+        """What a backend may write in place of `collect`; None for scores that take a pass of their own."""
+        if self.rows != "two_rows" or self.score == "quest":
+            return None
+        return ScoreRows(self.score == "weights", self.granularity == "layer", self.skipped_layers)
+
+    def keep_scores(self, layer_idx: int, scores: torch.Tensor, host_lengths: tuple[int, ...]) -> None:
+        """Take one layer's `(B, 1 or K, S)`, S at least the longest prefix."""
+        self._keep(layer_idx, scores[..., : max(host_lengths)])
 
     def collect(
         self,
@@ -72,14 +88,17 @@ class ScoreCapture:
         scores = scores.float()
         if self.granularity == "layer":
             scores = scores.sum(1, keepdim=True)
-            if self.sum_ranks is not None:
-                scores = self.sum_ranks(scores)
-        self.scores[layer_idx] = scores if self.rows == "each_row" else scores.squeeze(2)
+        self._keep(layer_idx, scores if self.rows == "each_row" else scores.squeeze(2))
 
     def of_node(self, layer_idx: int, row: int, node: torch.Tensor, length: int) -> torch.Tensor:
         """With `each_row`: scores `(1 or K, length)` of a row's first entries by one node, given as `(1,)`."""
         scores = self.scores[layer_idx][row]
         return scores.index_select(1, node.to(scores.device)).squeeze(1)[:, :length]
+
+    def _keep(self, layer_idx: int, scores: torch.Tensor) -> None:
+        if self.granularity == "layer" and self.sum_ranks is not None:
+            scores = self.sum_ranks(scores)
+        self.scores[layer_idx] = scores
 
     def _sum_of_rows(self, values: torch.Tensor) -> torch.Tensor:
         """`(B, K, G, N, X)` to `(B, K, G, R, X)`: the rows that count summed up, or all of them apart."""
@@ -89,20 +108,14 @@ class ScoreCapture:
             nodes = torch.arange(values.shape[3], device=values.device)
             counted = nodes <= self.last_node.to(values.device)[:, None]
             return (values * counted[:, None, None, :, None]).sum(3, keepdim=True)
-        return self._boundary_rows(values).sum(3, keepdim=True)
-
-    def _boundary_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Node 0 and the last node: `(B, K, G, 2, X)`. A lone node counts twice, which ranks as if it counted once."""
-        batch = torch.arange(values.shape[0], device=values.device)
-        last = values[batch, :, :, self.last_node.to(values.device)]
-        return torch.stack([values[:, :, :, 0], last], 3)
+        return boundary_rows(values, self.last_node).sum(3, keepdim=True)
 
     def _weights(
         self, grouped: torch.Tensor, prefix: torch.Tensor, lse: torch.Tensor, scaling: float, softcap: float | None
     ) -> torch.Tensor:
         lse = lse.to(torch.float32)[..., None]
         if self.rows == "two_rows":
-            grouped, lse = self._boundary_rows(grouped), self._boundary_rows(lse)
+            grouped, lse = boundary_rows(grouped, self.last_node), boundary_rows(lse, self.last_node)
         # One matrix product per KV head: broadcasting the keys over the group would copy them (11.0 against 1.7 ms per
         # layer at 16K).
         rows = key_products(grouped.flatten(2, 3), prefix)

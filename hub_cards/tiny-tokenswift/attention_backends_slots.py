@@ -1,6 +1,8 @@
 # Published with a draft by hf_longspec, Apache-2.0.
 """Which slots of a key or value buffer are used, and reading chosen ones."""
 
+from collections.abc import Callable
+
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -43,3 +45,24 @@ def shared_length(host_lengths: tuple[int, ...]) -> int | None:
     if torch.compiler.is_compiling():
         return first if all(statically_known_true(length == first) for length in host_lengths) else None
     return first if host_lengths.count(first) == len(host_lengths) else None
+
+
+def attention_to_copies(
+    prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """The `sparse_attention` of a backend that copies the chosen slots and attends to the copies; see reference.py."""
+
+    def sparse_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        indices: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = gather_slots(key, indices), gather_slots(value, indices)
+        return prefix_attention(query, *chosen, counts, scaling=scaling, softcap=softcap)
+
+    return sparse_attention

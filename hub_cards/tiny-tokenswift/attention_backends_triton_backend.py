@@ -73,8 +73,9 @@ def scored_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    host_lengths: tuple[int, ...] | None = None,
     per_row: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Attention as above, and what SpecAttn's selection needs to know of the prefix, from the same pass over the keys.
 
     Args:
@@ -89,17 +90,13 @@ def scored_attention(
         and capped scores of those two nodes one by one, from which attention weights are
         `(scores - lse of that row).exp()`: `score="weights"`.
 
-    Raises:
-        ValueError: If a group has more than 32 heads (16 with vectors above 128, 8 in float32): both nodes have to fit
-            in one program.
+        None if a group has more than 32 heads (16 with vectors above 128, 8 in float32): both nodes have to fit in one
+        program.
     """
+    _check_capacity(key, host_lengths, 0 if mask is None else mask.shape[-1])
     groups = query.shape[1] // key.shape[1]
-    most = largest_rows(query.shape[3], value.shape[3], query.element_size())
-    if 2 * groups > most:
-        raise ValueError(
-            f"{groups} query heads share a key head, and the scores of two nodes would be {2 * groups} rows of one "
-            f"program, expected at most {most}. Collect the scores with ScoreCapture."
-        )
+    if 2 * groups > largest_rows(query.shape[3], value.shape[3], query.element_size()):
+        return None
     last_node = last_node.to(query.device)
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     return _attend(query, key, value, lengths, positions, mask, sinks, last_node, per_row, **options)
@@ -178,6 +175,7 @@ TRITON_BACKEND = register_backend(
         causal_attention=causal_attention,
         why_not=why_not,
         hybrid_attention=hybrid_attention,
+        scored_attention=scored_attention,
     ),
     priority=None if INTERPRETED else 20,
 )

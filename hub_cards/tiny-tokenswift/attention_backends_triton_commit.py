@@ -11,19 +11,13 @@ on a GPU: it is tested in Triton's interpreter and compiled for sm_80, sm_90 and
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 from transformers.utils import logging
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # an extra; nothing below is called without it
-    triton = None
+from .attention_backends_triton_runtime import INSTALLED, LIBRARY, jit, launching_on, tl
 
 logger = logging.get_logger(__name__)
 
@@ -31,15 +25,8 @@ logger = logging.get_logger(__name__)
 # are 128 numbers of 16 bits.
 BLOCK_M, BLOCK_W = 16, 32
 
-# A published draft brings a copy of this file, older or newer. An op of the same name would become the copy's here too.
-NAMESPACE = re.sub(r"\W", "_", __name__)
 
-
-def _jit(**options: Any) -> Callable[[Any], Any]:
-    return (lambda function: function) if triton is None else triton.jit(**options)
-
-
-@_jit(do_not_specialize=["stride_pb", "stride_pm", "nodes"])
+@jit(do_not_specialize=["stride_pb", "stride_pm", "nodes"])
 def _move_kernel(
     table,
     path,
@@ -72,9 +59,6 @@ def _move_kernel(
             # any is written; later blocks lie behind everything written so far, as node m is slot m or a later one.
             tl.debug_barrier()
             tl.store(prefix + node.to(tl.int64)[:, None] * stride_s + column[None, :], words, mask=mask)
-
-
-INTERPRETED = triton is not None and not isinstance(_move_kernel, triton.runtime.JITFunction)
 
 
 @lru_cache(maxsize=16)
@@ -110,7 +94,7 @@ def _move_by_table(
     places = tuple(_place(buffer) for buffer in buffers if buffer.numel())
     if not places or path.numel() == 0:
         return
-    with torch.cuda.device_of(path):  # Triton launches on the current device, which need not be this one
+    with launching_on(path):
         table, size = _table(places, path.device)
         _move_kernel[(table.shape[0], path.shape[0])](
             *(table, path, lengths, counts, *path.stride(), path.shape[1]),
@@ -121,7 +105,7 @@ def _move_by_table(
         )
 
 
-_move = torch.library.custom_op(f"{NAMESPACE}::move", _move_by_table, mutates_args=("buffers",))
+_move = torch.library.custom_op(f"{LIBRARY}::triton_move_nodes", _move_by_table, mutates_args=("buffers",))
 
 
 @_move.register_fake
@@ -131,7 +115,7 @@ def _(buffers: list[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, co
 
 def can_move(device: torch.device) -> bool:
     """Whether to call [`move_nodes`] on this device: an NVIDIA GPU with Triton, where a first small move was right."""
-    return triton is not None and device.type == "cuda" and torch.version.hip is None and _works_on(device)
+    return INSTALLED and device.type == "cuda" and torch.version.hip is None and _works_on(device)
 
 
 @cache

@@ -24,7 +24,8 @@ except ImportError:
 
 tl: Any = language
 
-INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
+INSTALLED = triton is not None
+INTERPRETED = INSTALLED and bool(triton.knobs.runtime.interpret)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Ampere. Older ones have neither bfloat16 nor asynchronous copies, and 64 KB of shared memory.
 MIN_CAPABILITY = (8, 0)

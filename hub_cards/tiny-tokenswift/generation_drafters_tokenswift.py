@@ -13,13 +13,13 @@ each becomes a path of the tree. Where the hidden state comes from:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .attention_backends_query_capture import QueryCapture
 from .attention_backends_scores import ScoreCapture
 from .generation_draft_tree import DraftTree
-from .generation_final_norm import FinalNormInput
 from .generation_partial_kv import PartialCache
 from .generation_partial_policy import PartialKVPolicy
 from .generation_product_tree import num_product_nodes, product_tree
@@ -65,6 +65,8 @@ class TokenSwiftDrafter(Drafter):
         ends ([`TargetEnds`]): The target's language-model head.
         settings ([`TokenSwiftSettings`]): How to draft.
         others (`Sequence[TokenSwiftSettings]`, *optional*): The same with other trees, to choose from.
+        owner (`torch.nn.Module`, *optional*): Keeps what is compiled for later calls; without one the heads run as they
+            are.
     """
 
     def __init__(
@@ -74,8 +76,10 @@ class TokenSwiftDrafter(Drafter):
         ends: TargetEnds,
         settings: TokenSwiftSettings,
         others: Sequence[TokenSwiftSettings] = (),
+        owner: torch.nn.Module | None = None,
     ):
         super().__init__(binding)
+        self._owner = owner
         self.heads = heads
         self.ends = ends
         self.settings = settings
@@ -106,10 +110,10 @@ class TokenSwiftDrafter(Drafter):
         """All combinations of the best candidates for each of the next tokens behind `root` `(batch,)`."""
         if self.partial is None:
             return product_tree(root, self._rank(self.hidden, self.widths))
-        with FinalNormInput(self.binding.target.model) as caught:
-            logits = self.partial.step(self.binding.target, root, self.binding.max_length)
+        logits, hidden = self.partial.step(self.binding.target, root, self.binding.max_length, with_hidden=True)
+        assert hidden is not None
         base = logits.topk(self.widths[0]).indices
-        return product_tree(root, [base, *self._rank(caught.hidden[:, 0], self.widths[1:])])
+        return product_tree(root, [base, *self._rank(hidden, self.widths[1:])])
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
         """The queries that entries are scored by, if a build is due behind this verification."""
@@ -155,8 +159,12 @@ class TokenSwiftDrafter(Drafter):
         """The best candidates `(batch, width)` of each of the first heads, from hidden states `(batch, hidden)`."""
         if not widths:
             return []
-        states = self.heads(hidden[:, None])[: len(widths), :, 0]
-        best = self.ends.head(states).topk(max(widths)).indices
+        levels, most, runner = len(widths), max(widths), self.binding.target.runner
+        fixed, best = (self.heads, self.ends, levels, most), None
+        if runner is not None and self._owner is not None:
+            best = runner(_best, (len(hidden), levels, most), (hidden,), fixed, self._owner, self)
+        if best is None:
+            best = _best((hidden,), *fixed)
         return [ranked[:, :width] for ranked, width in zip(best, widths, strict=True)]
 
     def _partial_cache(self) -> PartialCache:
@@ -168,3 +176,10 @@ class TokenSwiftDrafter(Drafter):
         )
         keep_all = frozenset(range(target.num_layers))
         return PartialCache(cache, keep_all if settings.partial_kv_policy == "full" else target.sliding_layers, policy)
+
+
+def _best(changing: tuple[torch.Tensor], heads: Any, ends: TargetEnds, levels: int, most: int) -> torch.Tensor:
+    """The best candidates `(levels, batch, most)` of the first heads; a graph can be made of it."""
+    (hidden,) = changing
+    states = heads(hidden[:, None])[:levels, :, 0]
+    return ends.head(states).topk(most).indices

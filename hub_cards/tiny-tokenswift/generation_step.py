@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .attention_backends_hybrid_tree import CallCounter, TreeContext
+from .attention_backends_score_rows import ScoreRows
 from .attention_backends_sparse import SparseContext
 from .generation_cache import RowLengths
 from .generation_captured import CapturedRunner
@@ -81,10 +82,12 @@ class FixedSteps:
         sizes = [self.runner.sizes(rows, nodes, capacity) for rows in groups]
         buffers = [(self.runner.buffer(layer.keys), self.runner.buffer(layer.values)) for layer in cache.layers]
         lengths = [rows.on(tokens.device) for rows in groups]
-        captures = getattr(context, "capture", None) is not None
+        capture: Any = getattr(context, "capture", None)
         if type(context) is TreeContext:
-            function, kind = _tree_step, captures
-            changing = (tokens, positions, mask, context.depths, *lengths)
+            score_rows = getattr(capture, "score_rows", None)
+            function, kind = _tree_step, (capture is not None, score_rows)
+            scored_nodes = () if score_rows is None else (capture.last_node,)
+            changing = (tokens, positions, mask, context.depths, *lengths, *scored_nodes)
         else:
             function, kind = _sparse_step, context.dense_layers
             changing = (tokens, positions, mask, *lengths)
@@ -93,7 +96,9 @@ class FixedSteps:
         result = self.runner(function, shape, changing, fixed, self.model, cache)
         if result is None:
             return None
-        logits, hidden, collected = result
+        logits, hidden, collected, scored = result
+        for layer_idx, scores in scored:
+            context.capture.keep_scores(layer_idx, scores, context.host_lengths)
         for layer_idx, query, lse, options in collected:
             stored = buffers[layer_idx][0][:, :, : groups[members[layer_idx]].longest + nodes]
             where = {"lengths": context.lengths, "host_lengths": context.host_lengths}
@@ -137,10 +142,22 @@ class StepCache(Cache):
 
 
 class Collected:
-    """Keeps what a capture would be shown, to be shown after the step."""
+    """Keeps what a capture would be shown, to be shown after the step.
 
-    def __init__(self) -> None:
+    Args:
+        score_rows ([`ScoreRows`], *optional*): What the capture lets a backend write itself.
+        last_node (`torch.LongTensor` of shape `(B,)`): With them, the index of every row's last node.
+    """
+
+    def __init__(self, score_rows: ScoreRows | None, last_node: torch.Tensor | None):
+        self.score_rows = score_rows
+        self.last_node = last_node
         self.layers: list[tuple] = []
+        self.scored: list[tuple[int, torch.Tensor]] = []
+
+    def keep_scores(self, layer_idx: int, scores: torch.Tensor, host_lengths: Any) -> None:
+        """Keep one layer's scores, one per entry."""
+        self.scored.append((layer_idx, scores))
 
     def collect(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, *, scaling, softcap, **where
@@ -149,15 +166,16 @@ class Collected:
         self.layers.append((layer_idx, query, lse, {"scaling": scaling, "softcap": softcap}))
 
 
-def _tree_step(changing, model, members, known, captures, with_hidden, sizes, buffers):
+def _tree_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
     """A verification: logits, what the final norm was given, and what its capture is to be shown."""
     tokens, positions, mask, depths, *lengths = changing
+    captures, score_rows = kind
+    capture = Collected(score_rows, None if score_rows is None else lengths.pop())
     # A new counter: a number that grows with every step would be compiled into each
-    capture = Collected()
     host = known_lengths(sizes[0], known[0], tokens.shape[0])
     context = TreeContext(lengths[0], host, depths, mask[:, 0], capture if captures else None, CallCounter())
     cache = StepCache(buffers, _places(members, known, lengths, sizes, tokens.shape[1]))
-    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), capture.layers
+    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), capture.layers, capture.scored
 
 
 def _sparse_step(changing, model, members, known, dense_layers, with_hidden, sizes, buffers):
@@ -171,7 +189,7 @@ def _sparse_step(changing, model, members, known, dense_layers, with_hidden, siz
     )
     context = SparseContext(*own, positions, *whole, dense_layers, CallCounter())
     cache = StepCache(buffers, _places(members, known, lengths, sizes, 1))
-    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), ()
+    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), (), ()
 
 
 def _forward(model, tokens, positions, cache, mask, context, with_hidden):

@@ -86,7 +86,7 @@ class TokenSwiftDraftModel(DraftModel):
         if heads.training or (self.device, self.dtype) != (device, dtype):
             # a copy: the user may be training these heads, in another dtype, and finds them as they were
             heads = copy.deepcopy(heads).to(device, dtype).eval()
-        return TokenSwiftDrafter(binding, heads, TargetEnds(model), *self._drafting_with_others())
+        return TokenSwiftDrafter(binding, heads, TargetEnds(model), *self._drafting_with_others(), owner=self)
 
     def max_nodes(self, target: TargetView) -> int:
         """All combinations of candidates, and the root, of the largest tree."""
