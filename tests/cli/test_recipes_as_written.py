@@ -1,0 +1,83 @@
+"""Every recipe of examples/ as it stands: its types, batches, accumulation, folders and settings, for two steps.
+
+Changed is what has to be: a tiny random target of the same architecture, a small file in place of the dataset, and the
+processor.
+"""
+
+import json
+
+import pytest
+import torch
+
+from hf_longspec.cli import recipes
+from hf_longspec.testing import tiny_target
+from tests.cli.test_demo import save_target
+from tests.cli.test_train import EXAMPLES, typer_testing
+
+app = pytest.importorskip("hf_longspec.cli.app")
+
+# Architecture and positions of the target, kind of the rows, and what else is changed: eight rows of 32K tokens for a
+# step would take many minutes. 9,000 are two pieces of `target_chunk_size`.
+RECIPES = {
+    "longspec_pretrain": ("qwen3", 32768, "text", {}),
+    "longspec_long": ("qwen3", 32768, "text", {"pack": "9000", "training.gradient_accumulation_steps": "1"}),
+    "longspec_sft": ("qwen3", 32768, "messages", {}),
+    "tokenswift": ("qwen2", 8192, "text", {}),
+    "tokenswift_14b": ("qwen2", 8192, "text", {}),
+}
+
+
+def save_rows(folder, kind):
+    """Documents of 200 to 250 bytes, 12,000 together, or the same as conversations."""
+    lines = []
+    for number in range(54):
+        text = " ".join(f"word{(number + 3) * index % 17}" for index in range(36))
+        messages = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": text}]
+        lines.append(json.dumps({"text": text} if kind == "text" else {"messages": messages}))
+    file = folder / f"{kind}.jsonl"
+    file.write_text("\n".join(lines))
+    return file
+
+
+def save_tiny(folder, architecture, positions):
+    save_target(folder)
+    tiny_target(architecture, vocab_size=259, max_position_embeddings=positions).save_pretrained(folder)
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def assert_as_written(recipe, folder, changed):
+    """What the trainer was given is what the file says."""
+    given = torch.load(folder / "training_args.bin", weights_only=False)
+    for name, value in recipe.training.items():
+        if name not in changed:
+            found = getattr(given, name)
+            assert getattr(found, "value", found) == value, name
+
+
+@pytest.mark.parametrize("family", ["tokenswift", "longspec"])
+def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
+    """Those of LongSpec follow each other by the folders they name."""
+    monkeypatch.chdir(tmp_path)
+    for name, (architecture, positions, kind, sizes) in RECIPES.items():
+        if not name.startswith(family):
+            continue
+        file = EXAMPLES / f"{name}.yaml"
+        recipe = recipes.read_recipe(file, {})
+        (tmp_path / name).mkdir()
+        target, rows = save_tiny(tmp_path / name, architecture, positions), save_rows(tmp_path, kind)
+        data = f"dataset.data_files={{{recipe.dataset['split']}: {rows}}}"
+        settings = {"training.use_cpu": "true"} | sizes
+        arguments = ["--set", "dataset.path=json", "--set", data, "--max-steps", "2", "--target", str(target)]
+        for setting, value in settings.items():
+            arguments += ["--set", f"{setting}={value}"]
+        done = typer_testing.CliRunner().invoke(app.app, ["train", "--config", str(file), *arguments])
+        assert done.exit_code == 0, done.output
+        folder = tmp_path / recipe.training["output_dir"]
+        assert f"Saved in {recipe.training['output_dir']} after 2 steps." in done.output
+        assert_as_written(recipe, folder, {"max_steps"} | {name.removeprefix("training.") for name in sizes})
+        config = json.loads((folder / "config.json").read_text())
+        assert config["model_type"] == family
+        if isinstance(recipe.draft, dict):
+            assert all(config[key] == value for key, value in recipe.draft.items() if key != "kind")
