@@ -11,6 +11,9 @@ import torch
 from hf_longspec.attention_backends import triton_combine, triton_config, triton_prefix, triton_runtime, triton_tree
 from tests.attention_backends.kernels import BROKEN_INTERPRETER, DEVICE
 
+# Programs that tests start, which import what lies beside them.
+collect_ignore = ["aot.py", "compile_kernels.py"]
+
 
 @pytest.fixture(scope="session")
 def kernel_device():

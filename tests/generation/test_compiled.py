@@ -66,8 +66,16 @@ def compare_verifications(model, sequence, nodes):
     assert compiled._FAILED not in compiled._compiled[model].values()
 
 
-@pytest.mark.parametrize("nodes", [1, 4])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mistral"])
+@pytest.mark.parametrize(
+    ("name", "nodes"),
+    [
+        *[("llama", 1), ("llama", 4), ("mistral", 4)],
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in [("gemma2", 1), ("gemma2", 4), ("gemma3", 1), ("gemma3", 4), ("mistral", 1)]
+        ),
+    ],
+)
 def test_rows_of_any_lengths_share_one_graph(name, nodes, graphs, no_masks):
     """Full attention, softcaps, windows shorter and longer than the rows."""
     model = tiny_target(name)
@@ -90,7 +98,7 @@ def test_rows_that_become_equal_and_unequal_again(graphs, no_masks):
     assert graphs.frame_count == 2
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+@pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3", marks=pytest.mark.soak)])
 def test_a_window_over_rows_of_one_length(name, graphs):
     """A lone root and a chain, through the edge of the window; that a graph is built at all was once not so."""
     model = tiny_target(name)

@@ -109,7 +109,13 @@ def test_processors_that_look_back(target, flipping):
         assert generate(model, DRAFTS[kind](model), **options) == expected
 
 
-@pytest.mark.parametrize("kind", ["longspec", "specattn", "n-grams", "longspec, trees", "specattn, trees"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *["n-grams", "longspec, trees"],
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ["longspec", "specattn", "specattn, trees"]),
+    ],
+)
 def test_compiled_steps(target, flipping, monkeypatch, kind):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")

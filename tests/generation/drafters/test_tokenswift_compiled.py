@@ -12,6 +12,8 @@ from hf_longspec.testing import tiny_prompts
 from hf_longspec.testing_drafts import random_tokenswift_draft
 
 LENGTHS = (33, 5, 19)
+# Each takes many seconds to compile; `make soak` runs them.
+SOAK = pytest.mark.soak
 NEVER = 999  # no token of the tiny targets
 MODES = {
     # random heads: wide, so that some of what they say is accepted
@@ -62,8 +64,14 @@ def compiled_steps(*modules):
     return {function.__name__ for module in modules for function, _ in compiled._compiled.get(module, {})}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [
+        ("verify_hidden", 3),
+        ("dynamic", 3),
+        *(pytest.param(*case, marks=SOAK) for case in [("verify_hidden", 1), ("dynamic", 1), ("full", 1), ("full", 3)]),
+    ],
+)
 def test_the_text_is_that_of_the_steps_as_they_are(target, mode, rows, graphs, run_as_they_are):
     model = target("llama")
     draft = draft_for(model, mode)
@@ -77,7 +85,7 @@ def test_the_text_is_that_of_the_steps_as_they_are(target, mode, rows, graphs, r
     assert not run_as_they_are
 
 
-@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
+@pytest.mark.parametrize("mode", ["verify_hidden", pytest.param("dynamic", marks=SOAK)])
 def test_growing_lengths_build_no_further_graph(target, mode, graphs, run_as_they_are):
     """50 iterations; every one sets and removes a hook, and a second call has another drafter."""
     model = target("llama")
@@ -92,7 +100,7 @@ def test_growing_lengths_build_no_further_graph(target, mode, graphs, run_as_the
     assert not run_as_they_are
 
 
-@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
+@pytest.mark.parametrize("mode", ["verify_hidden", pytest.param("dynamic", marks=SOAK)])
 def test_processors_and_joined_ngrams(target, mode, graphs, run_as_they_are):
     """One that looks at a position alone, and one that looks at the path, over trees with n-grams."""
     model = target("llama")
@@ -107,7 +115,7 @@ def test_processors_and_joined_ngrams(target, mode, graphs, run_as_they_are):
     assert not run_as_they_are
 
 
-@pytest.mark.parametrize("name", ["gemma3", "granite", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma3", marks=SOAK), pytest.param("granite", marks=SOAK)])
 def test_the_hidden_states_are_those_of_the_steps_as_they_are(target, name, graphs, monkeypatch):
     """What comes with the logits, under windows and factors, while drafts without it use the same target."""
     model = target(name)
