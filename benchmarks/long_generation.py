@@ -74,7 +74,7 @@ def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]
 
     rows = [LongRow("TokenSwift", draft({}), args.tokens), LongRow(PLAIN, plain, args.tokens)]
     if args.rows != "all":
-        return rows if args.rows == "both" else rows[:1]
+        return {"both": rows, "one": rows[:1], "plain": rows[1:]}[args.rows]
     names = list(SETTINGS)
     others = [LongRow(name, draft(SETTINGS[name]), args.tokens) for name in names]
     for mode, penalised in (("sample", False), ("greedy", True)):
@@ -86,7 +86,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser(__doc__, ROOT / "benchmarks" / "results" / "long.jsonl", minutes=40)
     add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
     made.add_argument("--draft", default=str(ROOT / "hub_cards" / "tiny-tokenswift"), help="folder or Hub id")
-    made.add_argument("--rows", choices=["all", "both", "one"], default="all", help="default: %(default)s")
+    made.add_argument("--rows", choices=["all", "both", "one", "plain"], default="all", help="default: %(default)s")
     made.add_argument("--tokens", type=int, default=20_000, help="per row (default: %(default)s)")
     made.add_argument("--marks", type=integers, default=[20_000, 40_000, 60_000, 80_000, 100_000])
     made.add_argument("--prompt", type=int, default=2048, help="tokens (default: %(default)s)")
