@@ -4,10 +4,13 @@
     python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/no-noise --without noise
     python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/long \
         --draft runs/tiny-longspec/final --length 8192 --batch 1 --steps 60 --learning-rate 2e-4 --warmup 5
+    python examples/train_tiny_longspec.py --streams runs/tiny-target-texts --output runs/own-texts \
+        --draft runs/tiny-longspec/final --steps 800 --learning-rate 1e-3
 
-The third command goes on with a trained draft on longer texts. `--streams` is the folder of `train_tiny_target.py`,
-with the texts as tokens; a stream that is much shorter than the longest is repeated until it has half its length, as
-the target's training weighted them. A run that was interrupted continues when the same command is given again.
+The third command goes on with a trained draft on longer texts, the fourth on texts that the target wrote itself.
+`--streams` is the folder of `train_tiny_target.py` or of `write_target_texts.py`, with the texts as tokens; a stream
+that is much shorter than the longest is repeated until it has half its length, as the target's training weighted them.
+A run that was interrupted continues when the same command is given again.
 """
 
 import argparse
@@ -42,9 +45,12 @@ def main() -> None:
         draft = LongSpecDraftModel.from_pretrained(args.draft, dtype=torch.float32)
     # the local folder of this run says nothing to others
     draft.config.target_name_or_path = Path(args.target).name
-    streams = [np.load(path, mmap_mode="r") for path in sorted(args.streams.glob("*.npy"))]
-    if not streams:
-        raise SystemExit(f"{args.streams} has no *.npy: run examples/train_tiny_target.py with this --output first")
+    streams = []
+    for folder in args.streams:
+        found = sorted(folder.glob("*.npy"))
+        if not found:
+            raise SystemExit(f"{folder} has no *.npy: run examples/train_tiny_target.py with this --output first")
+        streams += [np.load(path, mmap_mode="r") for path in found]
     longest = max(map(len, streams))
     repeated = [stream for stream in streams for _ in range(max(1, round(longest / 2 / len(stream))))]
     rows = ConcatDataset([TokenWindows(stream, args.length) for stream in repeated])
@@ -77,19 +83,30 @@ def main() -> None:
 def command(args: argparse.Namespace) -> str:
     """What was run, without the folders of the machine that ran it."""
     without = f" --without {args.without}" if args.without else ""
-    draft = f" --draft runs/{args.draft.parent.name}/{args.draft.name}" if args.draft else ""
+    draft = f" --draft {folder_name(args.draft)}" if args.draft else ""
+    streams = " ".join(f"--streams {folder_name(folder)}" for folder in args.streams)
     numbers = f"--steps {args.steps} --length {args.length} --batch {args.batch} --learning-rate {args.learning_rate:g}"
     numbers += f" --warmup {args.warmup} --log-every {args.log_every}"
     return (
-        f"python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/{args.output.name} \\\n"
+        f"python examples/train_tiny_longspec.py {streams} --output runs/{args.output.name} \\\n"
         f"    {numbers} --seed {args.seed}{draft}{without}\n"
     )
+
+
+def folder_name(path: Path) -> str:
+    """A folder of this repository from its root, any other as if below `runs`."""
+    path = path.resolve()
+    if path.is_relative_to(ROOT):
+        return str(path.relative_to(ROOT))
+    return f"runs/{path.parent.name}/final" if path.name == "final" else f"runs/{path.name}"
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(ROOT / "hub_cards" / "tiny-target"), help="folder or Hub id")
-    parser.add_argument("--streams", type=Path, required=True, help="folder with the token streams")
+    parser.add_argument(
+        "--streams", type=Path, action="append", required=True, help="folder with token streams; repeatable"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--length", type=int, default=512, help="tokens per row (default: %(default)s)")

@@ -7,7 +7,8 @@ import torch
 
 from .generation.draft_tree import DraftTree
 from .generation.drafters.base import Binding, Drafter, TreeShape, Verification
-from .generation.gating import Gate, OpenGate, SpeculationGate
+from .generation.gating import Gate, OpenGate
+from .generation.speculation_gate import SpeculationGate
 from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.configuration_plain import PlainConfig

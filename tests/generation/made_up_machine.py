@@ -4,8 +4,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafters.base import TreeShape
-from hf_longspec.generation.gating import DRAFT, PLAIN, SpeculationGate
+from hf_longspec.generation.rehearsal import Rehearsal
+from hf_longspec.generation.speculation_gate import DRAFT, PLAIN, SpeculationGate
 
 PROMPT = 1024
 
@@ -37,6 +41,7 @@ class Machine:
     Args:
         cost, accepted, depth: Of the only tree, unless there are `trees`; plain steps take `plain` seconds.
         noise: Times are multiplied by 1 to 1 + `noise`; one in 20 is ten times as long, if there is noise at all.
+        proposal: Seconds of a proposal beside a plain step, if there shall be any.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Machine:
         seed=0,
         trees=(),
         most_speedup=None,
+        proposal=None,
     ):
         self.now = 0.0
         self.trees = list(trees) or [Tree(cost, accepted, depth)]
@@ -58,7 +64,14 @@ class Machine:
         self.noise, self.rows, self.length = noise, rows, prompt
         self.random = random.Random(seed)
         bound = {} if most_speedup is None else {"most_speedup": lambda: most_speedup(self)}
-        self.gate = SpeculationGate([tree.shape for tree in self.trees], clock=lambda: self.now, **bound)
+        self.proposal = proposal
+        self.gate = SpeculationGate(
+            [tree.shape for tree in self.trees],
+            rehearsal=None if proposal is None else Rehearsal(),
+            clock=lambda: self.now,
+            **bound,
+        )
+        self.proposals = 0
         self.emitted = 0
         self.resting = False
         self.choices, self.decisions = [], []
@@ -78,9 +91,18 @@ class Machine:
         self.emitted += max(tokens)
         self.length += max(tokens)
         self.choices.append(tree.name if proposes else PLAIN)
+        if not speculates:
+            self.gate.rehearse([[1]] * self.rows, lambda: self.propose(tree))
         if decision := self.gate.record(sum(tokens), self.rows, self.length):
             self.decisions.append(decision)
         return seconds
+
+    def propose(self, tree):
+        """Chains of which as much is right as speculation would emit now, less one; every text says 1, 1, 1 ..."""
+        self.now += self.proposal
+        self.proposals += 1
+        right = [tree.accepted(self) - 1 for _ in range(self.rows)]
+        return DraftTree.chain(torch.tensor([[0] + [1] * most + [2] * (tree.depth - most) for most in right]))
 
     def run(self, tokens):
         while self.emitted < tokens:

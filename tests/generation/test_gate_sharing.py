@@ -9,8 +9,9 @@ from torch import distributed, multiprocessing
 
 from hf_longspec.generation import gating
 from hf_longspec.generation.drafters.base import Drafter, TreeShape
-from hf_longspec.generation.gating import OpenGate, SharedGate, SpeculationGate, gate_of
+from hf_longspec.generation.gating import OpenGate, SharedGate, gate_of
 from hf_longspec.generation.ranks import Ranks
+from hf_longspec.generation.speculation_gate import SpeculationGate
 
 STEPS = 120
 

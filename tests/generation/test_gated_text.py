@@ -12,7 +12,8 @@ import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled, decoding
-from hf_longspec.generation.gating import DRAFT, PLAIN, SpeculationGate, gate_of
+from hf_longspec.generation.gating import gate_of
+from hf_longspec.generation.speculation_gate import DRAFT, PLAIN, SpeculationGate
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import (
@@ -374,7 +375,7 @@ def test_the_fastest_tree_is_named(plain_run, monkeypatch):
     clock = Clock()
 
     def make(wanted, drafter, ranks):
-        clock.gate = SpeculationGate(drafter.trees, drafter.most_speedup, clock)
+        clock.gate = SpeculationGate(drafter.trees, drafter.most_speedup, clock=clock)
         return clock.gate
 
     monkeypatch.setattr(decoding, "gate_of", make)

@@ -1,144 +1,14 @@
-"""The gate's choices, on a machine whose costs are made up and whose clock is a number."""
+"""Which gate a call gets, and what a user is told."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from hf_longspec.generation import gating
 from hf_longspec.generation.drafters.base import Drafter
-from hf_longspec.generation.gating import DRAFT, PLAIN, OpenGate, SpeculationGate, check_gate, gate_of
+from hf_longspec.generation.gating import OpenGate, SharedGate, check_gate, gate_of, warning_of
+from hf_longspec.generation.speculation_gate import SpeculationGate
+from hf_longspec.generation.stats import GateDecision
 from hf_longspec.testing_drafts import ungated
-from tests.generation.made_up_machine import PROMPT, Machine, always, geometric
-
-
-def longest_run(choices, choice):
-    longest = run = 0
-    for found in choices:
-        run = run + 1 if found == choice else 0
-        longest = max(longest, run)
-    return longest
-
-
-class TestUselessDraft:
-    @pytest.mark.parametrize("depth", [4, 8])
-    @pytest.mark.parametrize("cost", [1.02, 1.1, 1.5, 3.0, 6.0, 10.0])
-    def test_a_thousand_tokens_take_at_most_three_percent_longer_than_plain(self, cost, depth):
-        machine = Machine(always(cost), always(1), depth).run(1000)
-        assert machine.now <= 1.03 * machine.emitted
-        assert machine.choices.count(DRAFT) >= 3  # it was tried
-
-    @pytest.mark.parametrize(("cost", "depth", "most"), [(3.0, 4, 4), (1.5, 4, 16), (6.0, 8, 4)])
-    def test_off_within_a_bounded_number_of_steps(self, cost, depth, most):
-        """Nothing is accepted: hope for OPTIMISM x depth tokens is used up at cost - 1 per step."""
-        machine = Machine(always(cost), always(1), depth).run(200)
-        assert longest_run(machine.choices, DRAFT) <= most
-        assert machine.choices[-100:] == [PLAIN] * 100
-        first = machine.decisions[0]
-        assert first.choice == PLAIN and first.tau == 1.0
-        assert first.plain_tokens_per_second == pytest.approx(1.0)
-        assert first.draft_tokens_per_second == pytest.approx(1 / cost)
-        assert PROMPT < first.length <= PROMPT + 40
-
-    def test_long_texts_pay_for_what_is_tried_again(self):
-        machine = Machine(always(2.0), always(1)).run(20_000)
-        assert machine.choices.count(DRAFT) > 20  # tried again several times
-        assert machine.now <= (1 + 2 * gating.SHARE) * machine.emitted
-
-    def test_noise_does_not_open_it_for_good(self):
-        machine = Machine(always(2.5), geometric(0.2), noise=0.3).run(5000)
-        assert machine.choices.count(DRAFT) < 0.05 * len(machine.choices)
-        assert {decision.choice for decision in machine.decisions} == {PLAIN}
-
-    def test_a_batch_is_refuted_in_fewer_steps(self):
-        one, eight = (Machine(always(1.3), always(1), rows=rows).run(300) for rows in (1, 8))
-        assert longest_run(eight.choices, DRAFT) < longest_run(one.choices, DRAFT) / 2
-
-
-class TestGoodDraft:
-    @pytest.mark.parametrize(("cost", "tokens"), [(1.5, 3), (1.2, 2), (1.1, 4), (1.5, 5)])
-    @pytest.mark.parametrize("prompt", [16, 1024])
-    def test_a_thousand_tokens_lose_at_most_two_percent(self, cost, tokens, prompt):
-        machine = Machine(always(cost), always(tokens), prompt=prompt).run(1000)
-        assert machine.now <= 1.02 * machine.emitted * cost / tokens
-        assert machine.decisions[0].choice == DRAFT and len(machine.decisions) == 1
-        assert PLAIN in machine.choices
-
-    def test_noise_does_not_shut_it(self):
-        """1.3 times as fast as plain steps, with outliers; 20 texts."""
-        for seed in range(20):
-            machine = Machine(always(1.6), geometric(0.6), noise=0.3, seed=seed).run(3000)
-            assert [decision.choice for decision in machine.decisions] == [DRAFT]
-            assert machine.choices.count(PLAIN) < 0.03 * len(machine.choices)
-
-    def test_a_slow_first_step_does_not_count(self):
-        """One compiles for a minute, at the first step of each kind."""
-        seen = set()
-
-        def cost(_):
-            first = DRAFT not in seen
-            seen.add(DRAFT)
-            return 60.0 if first else 1.5
-
-        machine = Machine(cost, always(3)).run(300)
-        assert [decision.choice for decision in machine.decisions] == [DRAFT]
-        assert machine.decisions[0].draft_tokens_per_second == pytest.approx(2.0)
-        measured = Machine(cost, always(3))
-        seen.clear()
-        for _ in range(12):  # four plain, one for the drafter to see, the slow one, six that count
-            measured.step()
-        assert list(measured.gate._trees.pace._seconds) == [1.5] * 6
-
-
-class TestCostsThatChange:
-    def test_a_draft_that_begins_to_pay_is_found(self):
-        """As when reading the cache comes to dominate a plain step."""
-        plain = lambda tokens: 1.0 if tokens < 2000 else 3.0  # noqa: E731
-        machine = Machine(always(2.0), always(1.5), plain=plain).run(8000)
-        assert [decision.choice for decision in machine.decisions] == [PLAIN, DRAFT]
-        assert machine.choices[-200:].count(DRAFT) >= 190
-
-    def test_a_draft_that_fails_from_some_place_on_is_shut(self):
-        accepted = lambda machine: 4 if machine.emitted < 2000 else 1  # noqa: E731
-        machine = Machine(always(2.0), accepted).run(6000)
-        assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
-        assert machine.choices[-500:].count(DRAFT) < 25
-
-    def test_a_machine_that_becomes_slower_for_both_does_not_shut_it(self):
-        slower = lambda cost: lambda tokens: cost if tokens < 1000 else 5 * cost  # noqa: E731
-        machine = Machine(slower(1.5), always(3), plain=slower(1.0)).run(4000)
-        assert [decision.choice for decision in machine.decisions] == [DRAFT]
-        assert machine.choices[-500:].count(PLAIN) < 25
-
-    def test_costs_that_grow_together_do_not_shut_it(self):
-        """Each speculating step is dearer than the last plain one that was measured."""
-        growing = lambda base: lambda tokens: base * (1 + tokens / 500)  # noqa: E731
-        machine = Machine(growing(1.5), always(2), plain=growing(1.0)).run(6000)
-        assert [decision.choice for decision in machine.decisions] == [DRAFT]
-        assert machine.choices[-500:].count(PLAIN) < 25
-
-    def test_a_plain_step_is_measured_anew_as_the_prefix_grows(self):
-        """Nothing about speculation itself tells that plain steps have become cheap."""
-        plain = lambda tokens: 1.0 if tokens < 500 else 0.3  # noqa: E731
-        machine = Machine(always(1.5), always(3), plain=plain).run(4000)
-        assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
-        assert machine.decisions[1].length <= PROMPT + 500 + (PROMPT + 500) * gating.GROWTH
-
-
-class TestBound:
-    """What speculation could gain at most is told to the gate."""
-
-    def test_nothing_is_tried_that_cannot_pay(self):
-        machine = Machine(always(1.0), always(5), most_speedup=always(1 + gating.SHARE)).run(5000)
-        assert set(machine.choices) == {PLAIN} and machine.now == machine.emitted
-        (decision,) = machine.decisions
-        assert (decision.choice, decision.tau, decision.plain_tokens_per_second) == (PLAIN, 0.0, 1.0)
-        assert decision.draft_tokens_per_second == 1 + gating.SHARE
-        assert "cannot pay here and is not tried" in gating.warning_of(decision)
-
-    def test_it_is_tried_when_it_can(self):
-        growing = lambda machine: 1.0 if machine.length < PROMPT + 300 else 1.02  # noqa: E731
-        machine = Machine(always(1.0), always(2), most_speedup=growing).run(2000)
-        assert machine.choices[:299] == [PLAIN] * 299
-        assert machine.choices[-500:].count(DRAFT) >= 490
-        assert [decision.choice for decision in machine.decisions] == [PLAIN, DRAFT]
 
 
 class TestSetting:
@@ -155,23 +25,24 @@ class TestSetting:
         assert type(gate_of(True, chain, None)) is SpeculationGate
         assert gate_of(True, chain, None)._trees.contenders[0].most_tokens == 5
         assert type(gate_of(False, chain, None)) is type(gate_of(True, Drafter(None), None)) is OpenGate
+        assert gate_of(True, chain, None)._rehearsal is None
+        chain.can_rehearse = True
+        assert gate_of(True, chain, None)._rehearsal is not None
         assert type(ungated(True, chain, None)) is OpenGate
 
 
-def test_time_between_steps_does_not_count():
-    """Somebody else's turn, as in benchmarks/gate.py: it must not bring the next attempt nearer."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_rehearses(rank):
+    asked = []
 
-    def run(pause):
-        machine = Machine(always(2.0), geometric(0.2), noise=0.3)
-        while machine.emitted < 5000:
-            machine.step()
-            machine.now += pause
-        return machine.choices
+    class Asked(OpenGate):
+        def rehearse(self, emitted, propose):
+            asked.append((emitted, propose))
 
-    assert run(50.0) == run(0.0)
+    SharedGate(Asked(), SimpleNamespace(rank=rank)).rehearse([[7]], None)
+    assert asked == ([([[7]], None)] if rank == 0 else [])
 
 
-def test_clock_that_stands_still():
-    """A clock may be coarser than a step."""
-    machine = Machine(always(0.0), always(2), plain=always(0.0)).run(200)
-    assert machine.choices.count(DRAFT) > 50
+def test_a_bound_that_was_never_tried_is_called_that():
+    bound = warning_of(GateDecision("plain", 1024, 50.0, 50.2, 0.0))
+    assert "cannot pay here and is not tried" in bound and "at most 50.2 tokens/s" in bound

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_longspec.generation import gating, tree_race
-from hf_longspec.generation.gating import PLAIN
+from hf_longspec.generation import speculation_gate, tree_race
+from hf_longspec.generation.speculation_gate import PLAIN
 from tests.generation.made_up_machine import Machine, Tree, always, geometric
 
 BIG, SMALL, WIDE = "[4, 4, 4, 3]", "[1, 1]", "[8, 8]"
@@ -41,7 +41,7 @@ class TestUselessDraft:
         useless = trees((4.0, 1, 4, 16, BIG), (1.7, 1, 2, 3, SMALL), (8.0, 1, 2, 17, WIDE))
         machine = Machine(trees=useless).run(20_000)
         assert all(machine.choices.count(name) >= 3 for name in (BIG, SMALL, WIDE))
-        assert machine.now <= (1 + 2 * gating.SHARE) * machine.emitted
+        assert machine.now <= (1 + 2 * speculation_gate.SHARE) * machine.emitted
 
 
 class TestGoodDraft:

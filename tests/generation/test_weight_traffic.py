@@ -8,7 +8,8 @@ from hf_longspec.bench.roofline import Roofline
 from hf_longspec.bench.roofline_shapes import Machine, shape_of
 from hf_longspec.generation import decoding
 from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.gating import PLAIN, SHARE, gate_of
+from hf_longspec.generation.gating import gate_of
+from hf_longspec.generation.speculation_gate import PLAIN, SHARE
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.weight_traffic import KV_FACTOR, entry_bytes, most_speedup, weight_bytes
 from hf_longspec.testing import tiny_target

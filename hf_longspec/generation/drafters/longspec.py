@@ -7,6 +7,7 @@ drafted tokens do not exist yet; the draft has been trained for that gap.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class LongSpecDrafter(Drafter):
             AttentionCall(self.device, self.dtype, config.head_dim, config.head_dim)
         )
 
-    @property
+    @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """One for each list of widths."""
         return named((widths, 1 + sum(widths), len(widths)) for widths in self._trees)

@@ -65,7 +65,7 @@ class SpecAttnDrafter(Drafter):
         dense_layers = binding.target.sliding_layers
         self.selected = SelectedCache(binding.cache, dense_layers, room=self.max_depth)
 
-    @property
+    @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """A chain of each length."""
         return named((gamma, gamma + 1, gamma) for gamma in self.gammas)
