@@ -1,8 +1,9 @@
 """The gate on held-out text: the plain loop, and drafts with the gate and without it.
 
-The useless draft has random weights; the others are a trained chain and n-grams. Every prompt is prefilled once, and
-all ways to decode continue copies of its cache by the same tokens, in turns of a few tokens each. With the gate a draft
-should be about as fast as the faster of the plain loop and itself without the gate, whichever of the two that is.
+The useless draft has random weights; the others are a trained chain, a trained draft that is asked for a wide tree
+first and may choose the chain, and n-grams. Every prompt is prefilled once, and all ways to decode continue copies of
+its cache by the same tokens, in turns of a few tokens each. With the gate a draft should be about as fast as the
+faster of the plain loop and itself without the gate, whichever of the two that is.
 
     python benchmarks/gate.py
 """
@@ -25,6 +26,8 @@ from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.timing import TimeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
+WIDE, CHOOSING = "trained draft, wide", "trained draft, choosing"
+WIDE_TREE = [4, 4, 4, 3]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -41,17 +44,25 @@ def main(arguments: list[str] | None = None) -> None:
         "n-grams": hf_longspec.NgramDraftModel.from_target(model),
     }
     methods["trained draft"].generation_config.tree_widths = args.tree_widths
+    for name in (WIDE, CHOOSING):
+        methods[name] = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype)
+        methods[name].generation_config.tree_widths = WIDE_TREE
+    methods[CHOOSING].generation_config.tree_choices = [args.tree_widths]
     guard, progress = TimeGuard(args.minutes), Progress(total=len(args.contexts), quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
     settings |= origin
     settings["drafts"] = {
         "random draft": {"tree_widths": methods["random draft"].setting("tree_widths")},
         "trained draft": {"name": Path(args.draft).name, "tree_widths": args.tree_widths},
+        WIDE: {"tree_widths": WIDE_TREE},
+        CHOOSING: {"tree_widths": WIDE_TREE, "tree_choices": [args.tree_widths]},
     }
     longest = 0.0
     with ResultFile(args.output, "gate", gate_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
-        how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode, "gated_only": ["random draft"]}
+        how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
+        how |= {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
+        how["choices"] = {CHOOSING: ["trained draft", WIDE]}
         benchmark = GateBenchmark(model, methods, prompts, **how)
         for context in sorted(args.contexts):
             if not guard.fits(longest):

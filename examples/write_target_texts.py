@@ -34,11 +34,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     chooser = np.random.default_rng(args.seed)
     args.output.mkdir(parents=True, exist_ok=True)
-    for mode, options in MODES.items():
+    for mode in args.modes:
         rows = []
         for _ in tqdm(range(0, args.rows, args.batch), desc=mode, unit="batch"):
             prompts = torch.stack([a_prompt(streams, args.prompt, chooser) for _ in range(args.batch)])
-            rows.append(write(model, prompts, args.length, options))
+            rows.append(write(model, prompts, args.length, MODES[mode]))
         written = torch.cat(rows)[: args.rows]
         np.save(args.output / f"{mode}.npy", written.flatten().numpy().astype(streams[0].dtype))
 
@@ -65,6 +65,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=512, help="tokens per row (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=64, help="tokens that are given (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="rows at a time (default: %(default)s)")
+    parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=sorted(MODES), help="default: both")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
     return parser.parse_args()

@@ -32,6 +32,9 @@ class GateBenchmark:
         repeats (`int`): Texts per context.
         mode (`str`): `sample` or `greedy`.
         gated_only (`Collection[str]`, *optional*): Methods that are known to be slow without the gate.
+        ungated_only (`Collection[str]`, *optional*): Methods that others are compared with.
+        choices (`Mapping[str, Sequence[str]]`, *optional*): Of a method whose gate chooses among trees, the
+            methods that take one of them.
     """
 
     def __init__(
@@ -44,15 +47,18 @@ class GateBenchmark:
         repeats: int,
         mode: str,
         gated_only: Collection[str] = (),
+        ungated_only: Collection[str] = (),
+        choices: Mapping[str, Sequence[str]] | None = None,
     ):
         self.model = model
         self.prompts = prompts
         self.tokens = tokens
         self.repeats = repeats
         self.mode = mode
+        self.choices = choices or {}
         self.ways = {PLAIN: (methods[PLAIN], False)}
         for name, draft in methods.items():
-            if name != PLAIN:
+            if name != PLAIN and name not in ungated_only:
                 self.ways[name + GATED] = draft, True
             if name != PLAIN and name not in gated_only:
                 self.ways[name + UNGATED] = draft, False
@@ -68,7 +74,7 @@ class GateBenchmark:
             last = repeats[-1][name].session.stats
             ratio, found = accounted(steps, plain)
             kinds = {kind: {key: significant(value) for key, value in of.items()} for kind, of in found.items()}
-            base = _faster_without_gate(name, wall)
+            base = self._faster_without_gate(name, wall)
             results.write(
                 "gate",
                 context=context,
@@ -100,6 +106,14 @@ class GateBenchmark:
         interleave(runs, tokens)
         return runs
 
+    def _faster_without_gate(self, name: str, wall: Mapping[str, Sequence[float]]) -> str:
+        """What a gate that knows everything would always take, as measured: the plain loop, or one of the trees."""
+        if not name.endswith(GATED):
+            return PLAIN
+        method = name.removesuffix(GATED)
+        ungated = [one + UNGATED for one in self.choices.get(method, [method])]
+        return min((way for way in (PLAIN, *ungated) if way in wall), key=lambda way: sum(wall[way]))
+
 
 def _seconds(steps: Sequence[Any]) -> float:
     return sum(step.seconds for step in steps)
@@ -112,13 +126,6 @@ def _cpu(steps: Sequence[Any]) -> float:
 def _over(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     """Mean ratio over texts with its interval."""
     return mean_interval([a / b for a, b in zip(times, base, strict=True)]).to_dict()
-
-
-def _faster_without_gate(name: str, wall: Mapping[str, Sequence[float]]) -> str:
-    """What a gate that knows everything would take all the time: the plain loop or speculation, as measured."""
-    ungated = name.removesuffix(GATED) + UNGATED
-    choices = [way for way in (PLAIN, ungated) if way in wall]
-    return min(choices, key=lambda way: sum(wall[way])) if name.endswith(GATED) else PLAIN
 
 
 def gate_report(records: Sequence[Record]) -> str:

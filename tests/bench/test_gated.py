@@ -58,3 +58,25 @@ def test_a_gated_way_is_compared_with_the_faster_one(target, prompts, tmp_path, 
     assert rows["draft, gated"]["tokens_per_second"] == 30 / 5
     table = (tmp_path / "gate.md").read_text()
     assert "| +25.0% ± 0.0% |" in table and "+66.7% ± 0.0% over draft, ungated" in table
+
+
+def test_a_gate_that_chooses_is_compared_with_the_fastest_tree(target, prompts):
+    methods = {name: hf_longspec.NgramDraftModel.from_target(target) for name in ("small", "large", "choosing")}
+    methods[PLAIN] = hf_longspec.PlainDraftModel.from_target(target)
+    benchmark = GateBenchmark(
+        target,
+        methods,
+        prompts,
+        tokens=30,
+        repeats=3,
+        mode="greedy",
+        gated_only=["choosing"],
+        ungated_only=["large"],
+        choices={"choosing": ["small", "large"]},
+    )
+    assert list(benchmark.ways) == [PLAIN, "small, gated", "small, ungated", "large, ungated", "choosing, gated"]
+    wall = dict(zip(benchmark.ways, ([4.0], [3.0], [2.0], [1.0], [5.0]), strict=True))
+    assert benchmark._faster_without_gate("choosing, gated", wall) == "large, ungated"
+    assert benchmark._faster_without_gate("small, gated", wall) == "small, ungated"
+    wall[PLAIN] = [0.5]
+    assert benchmark._faster_without_gate("choosing, gated", wall) == PLAIN
