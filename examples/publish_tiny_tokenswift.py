@@ -7,7 +7,7 @@
 measured of it under the name `--draft`. A card states no number that is not in one of them.
 """
 
-from tiny_draft_folder import load_trained, parse_arguments, training_facts, write_folder
+from tiny_draft_folder import load_trained, make_parser, training_facts, write_folder
 
 import hf_longspec
 
@@ -31,7 +31,7 @@ are; those of a target of this size are flat."""
 
 
 def main() -> None:
-    args = parse_arguments(__doc__, "tiny-tokenswift", "tokenswift.jsonl")
+    args = make_parser(__doc__, "tiny-tokenswift", "tokenswift.jsonl").parse_args()
     draft = load_trained(args.run / "final", "train_tiny_tokenswift.py", CPU_SETTINGS)
     assert isinstance(draft, hf_longspec.TokenSwiftDraftModel)
     facts = training_facts(args.run)

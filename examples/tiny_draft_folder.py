@@ -16,14 +16,14 @@ MAX_BYTES = 4_000_000  # what a clone of the repository is asked to carry
 FILES = ("config.json", "generation_config.json", "model.safetensors")
 
 
-def parse_arguments(description: str | None, draft: str, results: str) -> argparse.Namespace:
-    """`--run`, `--results`, `--draft` and `--output`, for the draft of that name."""
+def make_parser(description: str | None, draft: str, results: str) -> argparse.ArgumentParser:
+    """With `--run`, `--results`, `--draft` and `--output`, for the draft of that name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder that the training example wrote")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / results)
     parser.add_argument("--draft", default=draft, help="name of the draft in the results file")
     parser.add_argument("--output", type=Path, default=ROOT / "hub_cards" / draft)
-    return parser.parse_args()
+    return parser
 
 
 def load_trained(source: Path, trainer: str, settings: dict[str, Any]) -> hf_longspec.DraftModel:
@@ -52,6 +52,14 @@ def write_folder(draft: hf_longspec.DraftModel, args: argparse.Namespace, **fact
     )
     files = write_repository(draft, args.output, card)
     print(f"{args.output}: {sum((args.output / file).stat().st_size for file in files) / 1e6:.1f} MB")
+
+
+def folder_name(path: Path) -> str:
+    """A folder of this repository from its root, any other as if below `runs`."""
+    path = path.resolve()
+    if path.is_relative_to(ROOT):
+        return str(path.relative_to(ROOT))
+    return f"runs/{path.parent.name}/final" if path.name == "final" else f"runs/{path.name}"
 
 
 def training_facts(run: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tiny_draft_folder import folder_name
 from torch.utils.data import ConcatDataset
 from transformers import AutoModelForCausalLM
 
@@ -88,17 +89,9 @@ def command(args: argparse.Namespace) -> str:
     numbers = f"--steps {args.steps} --length {args.length} --batch {args.batch} --learning-rate {args.learning_rate:g}"
     numbers += f" --warmup {args.warmup} --log-every {args.log_every}"
     return (
-        f"python examples/train_tiny_longspec.py {streams} --output runs/{args.output.name} \\\n"
+        f"python examples/train_tiny_longspec.py {streams} --output {folder_name(args.output)} \\\n"
         f"    {numbers} --seed {args.seed}{draft}{without}\n"
     )
-
-
-def folder_name(path: Path) -> str:
-    """A folder of this repository from its root, any other as if below `runs`."""
-    path = path.resolve()
-    if path.is_relative_to(ROOT):
-        return str(path.relative_to(ROOT))
-    return f"runs/{path.parent.name}/final" if path.name == "final" else f"runs/{path.name}"
 
 
 def parse_arguments() -> argparse.Namespace:

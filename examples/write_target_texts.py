@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tiny_draft_folder import folder_name
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -41,6 +42,7 @@ def main() -> None:
             rows.append(write(model, prompts, args.length, MODES[mode]))
         written = torch.cat(rows)[: args.rows]
         np.save(args.output / f"{mode}.npy", written.flatten().numpy().astype(streams[0].dtype))
+    (args.output / "command.txt").write_text(command(args), encoding="utf-8")
 
 
 def a_prompt(streams: list[np.ndarray], length: int, chooser: np.random.Generator) -> torch.Tensor:
@@ -54,6 +56,15 @@ def write(model: PreTrainedModel, prompts: torch.Tensor, length: int, options: d
     """Rows of `length` tokens that begin with `prompts` `(B, P)`."""
     mask = torch.ones_like(prompts)
     return model.generate(prompts, attention_mask=mask, max_length=length, **options)
+
+
+def command(args: argparse.Namespace) -> str:
+    """What was run, without the folders of the machine that ran it."""
+    numbers = f"--rows {args.rows} --length {args.length} --prompt {args.prompt} --batch {args.batch}"
+    return (
+        f"python examples/write_target_texts.py --streams {folder_name(args.streams)} "
+        f"--output {folder_name(args.output)} \\\n    {numbers} --modes {' '.join(args.modes)} --seed {args.seed}\n"
+    )
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -90,6 +90,29 @@ def test_without_results_the_card_says_so(run, trained, tmp_path):
     assert "Not measured." in (tmp_path / "card" / "README.md").read_text()
 
 
+def test_a_card_tells_what_came_before(run, trained, tmp_path):
+    first, card, texts, last = trained(), tmp_path / "card", tmp_path / "texts", tmp_path / "longer"
+    run("publish_tiny_longspec", "--run", first, "--results", tmp_path / "none", "--output", card)
+    target, streams = tmp_path / "target", tmp_path / "streams"
+    some = ("--rows", 2, "--batch", 2, "--length", 32, "--prompt", 5)
+    run("write_target_texts", "--target", target, "--streams", streams, "--output", texts, *some)
+    places = ("--streams", texts, "--target", target, "--output", last, "--draft", card)
+    run("train_tiny_longspec", *places, "--length", 16, "--batch", 1, "--steps", 2, "--warmup", 1)
+    stages = ("--before", card, "--before", texts, "--run", last)
+    run("publish_tiny_longspec", *stages, "--results", tmp_path / "none", "--output", tmp_path / "new")
+    text = (tmp_path / "new" / "README.md").read_text()
+    told = [
+        "3 steps of 2 rows",
+        "Then 2 steps of 1 rows",
+        "on `runs/texts`",
+        "--steps 3",
+        "write_target_texts.py",
+        "--draft runs/card",
+    ]
+    places = [text.index(part) for part in told]
+    assert places == sorted(places) and str(tmp_path) not in text
+
+
 @pytest.mark.parametrize(
     ("ablation", "field", "value"),
     [("noise", "noise_range", [1, 1]), ("cross-attention", "cross_attention", False), ("offsets", "window", 512)],
