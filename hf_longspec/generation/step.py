@@ -193,16 +193,29 @@ def _sparse_step(changing, model, members, known, dense_layers, with_hidden, siz
 
 def _forward(model, tokens, positions, cache, mask, context, with_hidden):
     def forward():
-        return model(
-            input_ids=tokens,
-            position_ids=positions,
-            past_key_values=cache,
-            attention_mask=mask,
-            tree=context,
-            use_cache=True,
-        ).logits
+        return logits_under(context, model, tokens, positions, cache, mask)
 
     return with_final_norm_input(model, forward) if with_hidden else (forward(), None)
+
+
+def logits_under(
+    context: Any,
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    cache: Any,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Logits `(B, N, vocab)` of `(B, N)` tokens in one forward whose attention layers are handed `context`."""
+    logits: torch.Tensor = model(
+        input_ids=tokens,
+        position_ids=positions,
+        past_key_values=cache,
+        attention_mask=mask,
+        tree=context,
+        use_cache=True,
+    ).logits
+    return logits
 
 
 def _places(members, known, lengths, sizes, nodes: int) -> list[tuple]:
