@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..attention_backends.hybrid_tree import CallCounter, TreeContext
+from ..attention_backends.hybrid_tree import TreeContext
 from ..attention_backends.score_rows import ScoreRows
 from ..attention_backends.sparse import SparseContext
+from ..attention_backends.step_context import CallCounter
 from .cache import RowLengths
 from .captured import CapturedRunner
 from .compiled import CompiledRunner, end_of_prefixes, known_lengths
