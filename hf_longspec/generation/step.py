@@ -14,10 +14,10 @@ from ..attention_backends.hybrid_tree import TreeContext
 from ..attention_backends.score_rows import ScoreRows
 from ..attention_backends.sparse import SparseContext
 from ..attention_backends.step_context import CallCounter
-from .cache import RowLengths
 from .captured import CapturedRunner
 from .compiled import CompiledRunner, end_of_prefixes, known_lengths
 from .final_norm import with_final_norm_input
+from .row_lengths import RowLengths
 
 COMPILE_MODES = ("auto", "graph", "compile", "off")
 COMPILE_DEFAULTS = {"compile": "auto"}
