@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..bench.analysis import analyse_cell
-from ..bench.calls import decoding_of
 from ..bench.decoding import endless
 from ..bench.document_prompts import OWN_LENGTH, DocumentPrompts
 from ..bench.floors import bandwidth, floor_seconds
@@ -27,6 +26,7 @@ from ..bench.report_parts import of_kind
 from ..bench.resumable import ResumableFile, without_folders
 from ..bench.sweep import grid, parse_sweeps, split_axes
 from ..bench.timing import TimeGuard
+from ..bench.token_choice import decoding_of
 from . import CommandError, models
 from .bench_methods import baselines, load_drafts, name_of, points_of
 from .bench_progress import BenchProgress
