@@ -1,4 +1,4 @@
-"""One thread for tiny tensors, an open gate, and hypothesis profiles `short` (default) and `soak`.
+"""One thread for tiny tensors, an open gate, a tokenizer, and hypothesis profiles `short` (default) and `soak`.
 
 HYPOTHESIS_PROFILE=soak chooses the other profile; SPECULATION_GATE=flip has the gate open and shut at random, which no
 text may show: tests that count steps fail then.
@@ -41,3 +41,12 @@ def gate():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding, "gate_of", (lambda *_: FlippingGate()) if flips else ungated)
         yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    """One token per character, special tokens where the tiny targets have theirs."""
+    # imported here: the interpreter is chosen above
+    from tests.tiny_tokenizers import character_tokenizer
+
+    return character_tokenizer(" abcdefghijklmnopqrstuvwxyz.,!?0123456789", padding_side="left")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.tiny_tokenizers import save_byte_target
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONTEXT = 768  # one bucket of 512, one cut short
@@ -47,16 +47,7 @@ def script():
 def trained(tmp_path_factory):
     """What a training run leaves: bfloat16 weights, tokenizer, training.json."""
     folder = tmp_path_factory.mktemp("model")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        [], trainers.BpeTrainer(special_tokens=["<pad>", "<bos>", "<eos>"], initial_alphabet=alphabet)
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.save_pretrained(folder)
-    settings = {"vocab_size": len(tokenizer), "max_position_embeddings": CONTEXT}
-    tiny_target("llama", dtype=torch.bfloat16, **settings).save_pretrained(folder)
+    save_byte_target(folder, dtype=torch.bfloat16, max_position_embeddings=CONTEXT)
     (folder / "training.json").write_text(json.dumps(TRAINING))
     return folder
 

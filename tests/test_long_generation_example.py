@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
-from hf_longspec.testing import tiny_target
+from tests.tiny_tokenizers import save_byte_target
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROMPT = "Once upon a time"
@@ -18,17 +17,7 @@ PROMPT = "Once upon a time"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random target with a byte-level tokenizer, whose text is full of broken characters."""
-    folder = tmp_path_factory.mktemp("target")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        [], trainers.BpeTrainer(special_tokens=["<pad>", "<bos>", "<eos>"], initial_alphabet=alphabet)
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.save_pretrained(folder)
-    tiny_target("llama", vocab_size=len(tokenizer), max_position_embeddings=64).save_pretrained(folder)
-    return folder
+    return save_byte_target(tmp_path_factory.mktemp("target"), max_position_embeddings=64)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Training and publishing the tiny draft: the two scripts in turn, on a random target and a random stream."""
 
 import importlib
-import json
 import sys
 from pathlib import Path
 
@@ -11,34 +10,9 @@ import torch
 from transformers import AutoModel
 
 from hf_longspec.testing import tiny_target
+from tests.acceptance_lines import measured, write_lines
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-
-ENVIRONMENT = {
-    "kind": "environment",
-    "benchmark": "acceptance",
-    "cpu": "a processor",
-    "cores": 2,
-    "usable_cores": 2,
-    "threads": 1,
-    "native_bfloat16": False,
-    "torch": "2.13",
-    "transformers": "5.23",
-    "commit": "abc",
-    "load_average": 0.5,
-    "date": "today",
-    "command": "python benchmarks/acceptance.py",
-}
-
-
-def measured(draft, mean):
-    return {
-        "kind": "acceptance",
-        "mode": "greedy",
-        "options": {"draft": draft, "tree_widths": [4, 4]},
-        "length": 1024,
-        "tau": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
-    }
 
 
 @pytest.fixture
@@ -71,8 +45,7 @@ def trained(run, tmp_path):
 def test_from_training_to_the_card(run, trained, tmp_path):
     folder = trained()
     results = tmp_path / "longspec.jsonl"
-    records = [ENVIRONMENT, measured("tiny-longspec", 2.5), measured("another", 1.5), {"kind": "end"}]
-    results.write_text("\n".join(map(json.dumps, records)) + "\n")
+    write_lines(results, measured("tiny-longspec", 2.5, tree_widths=[4, 4]), measured("another", 1.5))
     run("publish_tiny_longspec", "--run", folder, "--results", results, "--output", tmp_path / "card")
     text = (tmp_path / "card" / "README.md").read_text()
     assert "2.50 ± 0.10" in text and "1.50" not in text and "Not measured" not in text

@@ -8,13 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from .acceptance import changed
-from .calls import Decoding, run_call
+from .calls import run_call
 from .decoding import HfMethod
 from .document_prompts import left_padded
 from .engine import PLAIN
 from .matrix import Cell, Matrix, Method
 from .probes import AcceptanceProbe, SelectionProbe
 from .report_parts import of_kind
+from .token_choice import Decoding
 
 
 def analyse_cell(matrix: Matrix, cell: Cell, progress: Any) -> None:

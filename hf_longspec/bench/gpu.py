@@ -7,7 +7,7 @@ from typing import Any
 from ..attention_backends import interface  # noqa: F401 (registers the backends)
 from .environment import gpu_environment
 from .gpu_attention import AttentionSections
-from .gpu_baselines import BaselineSection
+from .gpu_baseline_section import BaselineSection
 from .gpu_forward import ForwardSections
 from .gpu_iterations import IterationSection
 from .gpu_predictions import PREDICTIONS

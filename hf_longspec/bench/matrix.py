@@ -12,13 +12,14 @@ from transformers import PreTrainedModel
 
 from ..auditing import audit
 from .acceptance import changed
-from .calls import Call, Decoding, run_call
+from .calls import Call, run_call
 from .document_prompts import OWN_LENGTH, DocumentPrompts, left_padded
 from .engine import HF, PLAIN
 from .peak_memory import PeakMemory
 from .results import Record, ResultFile
 from .sweep import Point
 from .timing import in_turns
+from .token_choice import Decoding
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
 NO_TIME = "no time left"

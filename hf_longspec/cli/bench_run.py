@@ -10,13 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..bench.analysis import analyse_cell
-from ..bench.calls import decoding_of
-from ..bench.decoding import HfMethod, endless
+from ..bench.decoding import endless
 from ..bench.document_prompts import OWN_LENGTH, DocumentPrompts
-from ..bench.engine import HF, PLAIN
 from ..bench.floors import bandwidth, floor_seconds
 from ..bench.matrix import Cell, Matrix, Method
 from ..bench.matrix_report import NOT_RUN, matrix_report
@@ -26,23 +24,13 @@ from ..bench.plots import plot_all
 from ..bench.readers import read_source
 from ..bench.report_parts import of_kind
 from ..bench.resumable import ResumableFile, without_folders
-from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
+from ..bench.sweep import grid, parse_sweeps, split_axes
 from ..bench.timing import TimeGuard
-from ..generation.target import TargetView
-from ..modeling.modeling_ngram import NgramDraftModel
-from ..modeling.modeling_plain import PlainDraftModel
-from ..modeling.modeling_specattn import SpecAttnDraftModel
+from ..bench.token_choice import decoding_of
 from . import CommandError, models
+from .bench_methods import baselines, load_drafts, name_of, points_of
 from .bench_progress import BenchProgress
 from .bench_request import OWN, Request, lengths
-
-# SpecAttn was renamed Vegas by its authors.
-TRAINING_FREE: dict[str, Any] = {
-    "specattn": SpecAttnDraftModel,
-    "vegas": SpecAttnDraftModel,
-    "ngram": NgramDraftModel,
-}
-LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 
 
 def run(request: Request) -> int:
@@ -102,42 +90,15 @@ class Bench:
     def _prepare(self, dtype: str) -> tuple[PreTrainedModel, list[Method], list[Cell]]:
         """Model, methods and cells of one dtype, everything checked that can be before anything is measured."""
         model = endless(models.load_target(self.request.target, models.DTYPES[dtype]))
-        drafts = self._drafts(model)
+        drafts = load_drafts(self.request.drafts, model)
         decoding, of_drafts, contexts = split_axes(self.axes, {n: draft.settings for n, draft in drafts.items()})
-        methods = [Method(HF, HfMethod()), Method(PLAIN, PlainDraftModel.from_target(model))]
-        methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": self.request.lookup_tokens}, max_batch=1)))
-        if self.request.assistant is not None:
-            methods.append(Method(ASSISTED, HfMethod({"assistant_model": self._assistant(model)}, max_batch=1)))
-        for name, draft in drafts.items():
-            for point in draft_points(of_drafts, draft.settings):
-                methods.append(_checked(Method(", ".join(filter(None, [name, written(point)])), draft, point), model))
+        methods = [*baselines(self.request, model), *points_of(drafts, of_drafts, model)]
         own = {"temperature": self.request.temperature} if self.request.temperature else {}
         ways = [decoding_of(own | dict(point)) for point in grid(decoding)]
         widths = lengths("--context", ",".join(contexts)) if contexts else self.request.contexts
         self._require_room(model, widths)
         cells = [Cell(dtype, *rest) for rest in product(widths, self.request.batches, ways)]
         return model, methods, cells
-
-    def _drafts(self, model: PreTrainedModel) -> dict[str, Any]:
-        names = [self._name(name) for name in self.request.drafts]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise CommandError(
-                f"--draft: two are called {twice[0]!r}, which is their name in the results. Rename a folder."
-            )
-        return {name: load_draft(given, model) for name, given in zip(names, self.request.drafts, strict=True)}
-
-    def _name(self, draft: str) -> str:
-        return Path(draft).name if Path(draft).is_dir() else draft
-
-    def _assistant(self, model: PreTrainedModel) -> PreTrainedModel:
-        name = self.request.assistant
-        assert name is not None
-        with models.loading(name, "assistant"):
-            assistant = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).eval().to(model.device)
-            sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (assistant, model)]
-            if sizes[0] != sizes[1]:
-                raise ValueError(f"its vocabulary has {sizes[0]} tokens and that of the target {sizes[1]}")
-        return endless(assistant)
 
     def _require_room(self, model: PreTrainedModel, widths: Sequence[int]) -> None:
         """Refuse contexts that exceed the model's positions, or the documents.
@@ -165,9 +126,9 @@ class Bench:
         request = self.request
         contexts = list(dict.fromkeys(cell.context for cell in cells))
         return {
-            "target": self._name(request.target),
-            "drafts": [self._name(name) for name in request.drafts],
-            "assistant": None if request.assistant is None else self._name(request.assistant),
+            "target": name_of(request.target),
+            "drafts": [name_of(name) for name in request.drafts],
+            "assistant": None if request.assistant is None else name_of(request.assistant),
             "data": {"source": _source_name(request.data), "layout": self.layout, "sha256": self._data_hash()}
             | self.prompts.describe(contexts),
             "contexts": contexts,
@@ -243,31 +204,6 @@ def summary(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "not_run": NOT_RUN,
         "finished": bool(of_kind(records, "end")),
     }
-
-
-def load_draft(name: str, model: PreTrainedModel) -> Any:
-    """A draft by name, folder or Hub id, which drafts in every iteration.
-
-    Raises:
-        CommandError: If it cannot be loaded or was made for another target.
-    """
-    known = None if Path(name).is_dir() else TRAINING_FREE.get(name)
-    draft = models.load_draft(name, model) if known is None else known.from_target(model)
-    draft = draft.to(model.device)
-    if "gate" in draft.settings:  # it would stop drafting where that does not pay, and hide what is to be measured
-        draft.generation_config.gate = False
-    draft.check(TargetView(model))
-    return draft
-
-
-def _checked(method: Method, model: PreTrainedModel) -> Method:
-    """Refuse settings that the draft refuses, before anything is measured."""
-    try:
-        with method.with_settings():
-            method.how.check(TargetView(model))
-    except ValueError as error:
-        raise CommandError(f"--sweep: {method.name}: {error}") from error
-    return method
 
 
 def _source_name(data: str) -> str:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .cache import RowLengths
+from .row_lengths import RowLengths
 
 SMALLEST_BUCKET = 1024
 WARM_UP = 3

@@ -4,7 +4,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..attention_backends.sparse import SparseContext
-from .cache import RowLengths, SpeculativeCache, SpeculativeLayer
+from .cache import SpeculativeCache
+from .cache_layer import SpeculativeLayer
+from .row_lengths import RowLengths
 from .target import TargetView
 
 

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from transformers.utils import logging
 
-from .cache import RowLengths
+from .row_lengths import RowLengths
 
 logger = logging.get_logger(__name__)
 

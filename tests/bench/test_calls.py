@@ -5,10 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
-from hf_longspec.bench.calls import Decoding, run_call
+from hf_longspec.bench.calls import run_call
 from hf_longspec.bench.decoding import HfMethod, endless
 from hf_longspec.bench.document_prompts import left_padded
 from hf_longspec.bench.peak_memory import PeakMemory
+from hf_longspec.bench.token_choice import Decoding
 from hf_longspec.testing import tiny_prompts
 
 CARDS = Path(__file__).resolve().parents[2] / "hub_cards"

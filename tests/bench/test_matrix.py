@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 import hf_longspec
 from hf_longspec.bench import matrix as module
 from hf_longspec.bench.analysis import analyse_cell
-from hf_longspec.bench.calls import Decoding
 from hf_longspec.bench.decoding import HfMethod, endless
 from hf_longspec.bench.document_prompts import DocumentPrompts
 from hf_longspec.bench.engine import HF, PLAIN
@@ -19,6 +18,7 @@ from hf_longspec.bench.readers import Document
 from hf_longspec.bench.results import read_records
 from hf_longspec.bench.resumable import ResumableFile
 from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.token_choice import Decoding
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 CELL = Cell("float32", 40, 1)

@@ -13,7 +13,7 @@ from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import ResultFile, read_records
 from hf_longspec.bench.timing import TimeGuard
 from hf_longspec.bench.verification_inputs import Shape
-from hf_longspec.generation.cache import SpeculativeLayer
+from hf_longspec.generation.cache_layer import SpeculativeLayer
 from tests.bench.gpu_runs import script
 
 SMALL = Shape(layers=12, hidden=32, intermediate=48, heads=8, kv_heads=4, head_dim=32, vocab=64)

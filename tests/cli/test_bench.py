@@ -190,13 +190,6 @@ def test_an_ordinary_model_assists():
     assert row["tau"] > 1 and row["text"] == "identical"
 
 
-def test_the_gate_is_off_where_there_is_one(monkeypatch):
-    model = bench_run.models.load_target(TARGET, torch.float32)
-    kind = bench_run.TRAINING_FREE["ngram"]
-    monkeypatch.setattr(kind, "settings", kind.settings | {"gate": True})
-    assert bench_run.load_draft("ngram", model).setting("gate") is False
-
-
 def test_commands_lose_their_folders():
     assert command_line(["/a/b/app.py", "bench", "--data", "/x/y/z.jsonl", "--set=a=/q/r", "org/model"]) == (
         "hf-longspec bench --data z.jsonl --set=a=r org/model"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, T5Config
 from transformers.utils import logging
 
@@ -16,30 +15,17 @@ from hf_longspec.cli import CommandError, demo, documents, remarks
 from hf_longspec.cli import models as cli_models
 from hf_longspec.cli.measuring import Measurement, StopWatch
 from hf_longspec.testing import tiny_target
+from tests.tiny_tokenizers import save_byte_target
 
 PROJECT = Path(demo.__file__).parents[2]
 MAX_POSITIONS = 512
 SMALL = ["--context", "300", "--max-new-tokens", "16"]
 
 
-def save_target(folder, **overrides):
-    """A random target with a byte-level tokenizer, as a folder."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        [], trainers.BpeTrainer(special_tokens=["<pad>", "<bos>", "<eos>"], initial_alphabet=alphabet)
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.save_pretrained(folder)
-    settings = {"vocab_size": len(tokenizer), "max_position_embeddings": MAX_POSITIONS} | overrides
-    tiny_target("llama", **settings).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    return save_target(tmp_path_factory.mktemp("target"))
+    """A random target with a byte-level tokenizer, as a folder."""
+    return save_byte_target(tmp_path_factory.mktemp("target"), max_position_embeddings=MAX_POSITIONS)
 
 
 @pytest.fixture

@@ -13,36 +13,11 @@ from hf_longspec import LongSpecDraftModel
 from hf_longspec.cli.app import app
 from hf_longspec.hub import repository
 from hf_longspec.testing import tiny_target
+from tests.acceptance_lines import measured, write_lines
 
 # The client of huggingface_hub: httpx or httpx2.
 CLIENT = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]
 FORBIDDEN = CLIENT.Response(403, request=CLIENT.Request("POST", "https://huggingface.co"))
-
-ENVIRONMENT = {
-    "kind": "environment",
-    "benchmark": "acceptance",
-    "cpu": "a processor",
-    "cores": 2,
-    "usable_cores": 2,
-    "threads": 1,
-    "native_bfloat16": False,
-    "torch": "2.13",
-    "transformers": "5.23",
-    "commit": "abc",
-    "load_average": 0.5,
-    "date": "today",
-    "command": "python benchmarks/acceptance.py",
-}
-
-
-def measured(draft, mean, length):
-    return {
-        "kind": "acceptance",
-        "mode": "greedy",
-        "options": {"draft": draft},
-        "length": length,
-        "tau": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1},
-    }
 
 
 def run(*arguments):
@@ -118,13 +93,7 @@ class TestDryRun:
         facts = {"base_model": "org/t", "training": "3 steps.", "command": "hf-longspec train", "commit": "c0ffee"}
         (folder / "card.json").write_text(json.dumps(facts))
         results = tmp_path / "acceptance.jsonl"
-        records = [
-            ENVIRONMENT,
-            measured("mine", 2.5, 1024),
-            measured("mine", 2.25, 4096),
-            measured("another", 1.5, 1024),
-        ]
-        results.write_text("\n".join(map(json.dumps, [*records, {"kind": "end"}])) + "\n")
+        write_lines(results, measured("mine", 2.5), measured("mine", 2.25, length=4096), measured("another", 1.5))
         assert run(folder, "--dry-run", "--results", results, "--name", "mine").exit_code == 0
         text = (folder.with_name("draft-hub") / "README.md").read_text()
         assert "| mode | setting | tau at 1024 | tau at 4096 |" in text and "2.50 ± 0.10 | 2.25 ± 0.10" in text

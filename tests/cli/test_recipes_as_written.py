@@ -11,8 +11,8 @@ import torch
 
 from hf_longspec.cli import recipes
 from hf_longspec.testing import tiny_target
-from tests.cli.test_demo import save_target
 from tests.cli.test_train import EXAMPLES, typer_testing
+from tests.tiny_tokenizers import byte_tokenizer
 
 app = pytest.importorskip("hf_longspec.cli.app")
 
@@ -40,7 +40,7 @@ def save_rows(folder, kind):
 
 
 def save_tiny(folder, architecture, positions):
-    save_target(folder)
+    byte_tokenizer().save_pretrained(folder)
     tiny_target(architecture, vocab_size=259, max_position_embeddings=positions).save_pretrained(folder)
     template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
     (folder / "chat_template.jinja").write_text(template)

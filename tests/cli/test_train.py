@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.cli import CommandError, demo, recipes
 from hf_longspec.testing import tiny_prompts
-from tests.cli.test_demo import save_target
+from tests.tiny_tokenizers import save_byte_target
 
 pytest.importorskip("datasets")
 typer_testing = pytest.importorskip("typer.testing")
@@ -28,7 +28,7 @@ SHRUNK += ["--set", "dtype=float32", "--set", "training.disable_tqdm=true", "--s
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    folder = save_target(tmp_path_factory.mktemp("target"))
+    folder = save_byte_target(tmp_path_factory.mktemp("target"), max_position_embeddings=512)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
     tokenizer.save_pretrained(folder)

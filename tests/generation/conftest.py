@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import PreTrainedTokenizerFast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled
@@ -75,18 +73,6 @@ def plain_run():
         return PlainRun(model, inputs, model.generate(**inputs))
 
     return run
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    """One token per character, special tokens where the tiny targets have theirs."""
-    characters = " abcdefghijklmnopqrstuvwxyz.,!?0123456789"
-    vocab = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters])}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special)
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StoppingCriteria
 
@@ -20,6 +19,7 @@ from hf_longspec.generation.ngram_settings import SOURCES
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDraftModel
 from tests.robustness.drafts import make_draft
+from tests.tiny_tokenizers import character_tokenizer
 
 END = 1  # the end token unless a case has others
 FIXED_LAYERS = ("gemma2", "gemma3", "gpt_oss", "cohere2", "smollm3", "deepseek_v3")  # rows with a list of layers
@@ -138,11 +138,7 @@ def _model(name: str, overrides: tuple, attention: str | None) -> Any:
 @cache
 def tokenizer_of(vocab: int) -> PreTrainedTokenizerFast:
     """One character per token."""
-    tokens = ["<pad>", "<bos>", "<eos>", *(character(token) for token in range(3, vocab))]
-    backend = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+    return character_tokenizer(map(character, range(3, vocab)))
 
 
 def character(token: int) -> str:

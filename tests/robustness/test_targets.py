@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers import AutoModelForCausalLM, pipeline
 
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import KINDS, make_draft
@@ -119,18 +118,6 @@ def gaps_of(model, row, length):
     with torch.no_grad():
         logits = model(text).logits[0, length - 1 : -1]
     return (logits.amax(-1) - logits.gather(1, text[0, length:, None])[:, 0]).tolist()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    """One token per character."""
-    characters = " abcdefghijklmnopqrstuvwxyz.,!?0123456789"
-    vocab = {token: index for index, token in enumerate(["<pad>", "<bos>", "<eos>", *characters])}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    backend.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, padding_side="left", **special)
 
 
 @EVERY_KIND

@@ -4,12 +4,11 @@ import copy
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.testing import tiny_target
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, liger, objective
+from tests.tiny_tokenizers import byte_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -97,14 +96,37 @@ def make_trainer(draft, target, tokens, tmp_path):
     return make
 
 
+@pytest.fixture
+def ligers_loss(monkeypatch):
+    """`ligers_loss()`: puts a stand-in with the signature of Liger's loss, whose kernels need a GPU, into its place.
+
+    Returns the number of places of every call.
+    """
+    calls = []
+
+    class Fused:
+        def __init__(self, reduction, softcap):
+            assert reduction == "sum" and softcap is None
+
+        def __call__(self, weight, states, labels, bias):
+            assert bias is None and not weight.requires_grad
+            calls.append(len(labels))
+            return torch.nn.functional.cross_entropy(states @ weight.T, labels, reduction="sum")
+
+    def install():
+        on_gpu = type("OnGpu", (), {"is_cuda": True})
+        own = objective.liger_cross_entropy
+        monkeypatch.setattr(liger, "LigerFusedLinearCrossEntropyLoss", Fused)
+        monkeypatch.setattr(objective, "liger_cross_entropy", lambda ends, _: own(ends, on_gpu))
+        return calls
+
+    return install
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """Bytes and two special tokens, with a chat template that marks what the assistant says."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator([], trainers.BpeTrainer(special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = byte_tokenizer(special=("<pad>", "<eos>"))
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}<eos>{% endgeneration %}"
         "{% else %}U:{{ m.content }}{% endif %}{% endfor %}"

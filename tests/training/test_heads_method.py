@@ -7,7 +7,7 @@ from transformers import AutoModel, TrainerCallback
 from hf_longspec import TokenSwiftDraftModel
 from hf_longspec.generation.final_norm import FinalNormInput
 from hf_longspec.testing import tiny_target
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, liger
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training import objective as objective_module
 from hf_longspec.training.hidden_pass import HiddenPass
 from tests.modeling.restated_heads import restated_heads
@@ -235,26 +235,12 @@ def test_an_adapter_on_heads(make_trainer, heads):
     assert moved == {name for name in before if "lora_" in name} and len(moved) == 6
 
 
-def test_ligers_loss_takes_the_place_of_ours(make_trainer, make_heads, rows, monkeypatch):
-    """With a stand-in of its signature, since its kernels need a GPU; a head sees the places that count for it."""
-    calls = []
-
-    class Fused:
-        def __init__(self, reduction, softcap):
-            pass
-
-        def __call__(self, weight, states, labels, bias):
-            calls.append(len(labels))
-            return torch.nn.functional.cross_entropy(states @ weight.T, labels, reduction="sum")
-
+def test_ligers_loss_takes_the_place_of_ours(make_trainer, make_heads, rows, ligers_loss, monkeypatch):
+    """A head sees the places that count for it."""
     settings = {"dataset": rows, "loss": "ce", "max_steps": 1, "per_device_train_batch_size": 4}
     plain = make_trainer(model=make_heads(), **settings)
     plain.train()
-    monkeypatch.setattr(liger, "LigerFusedLinearCrossEntropyLoss", Fused)
-    on_gpu = type("OnGpu", (), {"is_cuda": True})
-    monkeypatch.setattr(
-        objective_module, "liger_cross_entropy", lambda ends, _: liger.liger_cross_entropy(ends, on_gpu)
-    )
+    calls = ligers_loss()
     monkeypatch.setattr(objective_module, "SAMPLED_PLACES", 10)
     fused = make_trainer(model=make_heads(), **settings)
     fused.train()

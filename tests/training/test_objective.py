@@ -80,28 +80,12 @@ def test_an_evaluation_runs_every_row_at_every_gap_without_offsets(make_trainer,
     assert metrics["eval_loss"] == pytest.approx(float(sum(losses)) / len(losses), rel=1e-4)
 
 
-def test_ligers_loss_takes_the_place_of_ours(make_trainer, make_draft, rows, monkeypatch):
-    """With a stand-in of its signature, since its kernels need a GPU."""
-    calls = []
-
-    class Fused:
-        def __init__(self, reduction, softcap):
-            assert reduction == "sum" and softcap is None
-
-        def __call__(self, weight, states, labels, bias):
-            assert bias is None and not weight.requires_grad
-            calls.append(len(labels))
-            return torch.nn.functional.cross_entropy(states @ weight.T, labels, reduction="sum")
-
+def test_ligers_loss_takes_the_place_of_ours(make_trainer, make_draft, rows, ligers_loss, monkeypatch):
     settings = {"dataset": rows, "loss": "ce", "max_steps": 2}
     plain = make_trainer(model=make_draft(), **settings)
     plain.train()
     assert liger.liger_cross_entropy(plain.method.parts, torch.zeros(1)) is None  # not on a CPU
-    monkeypatch.setattr(liger, "LigerFusedLinearCrossEntropyLoss", Fused)
-    on_gpu = type("OnGpu", (), {"is_cuda": True})
-    monkeypatch.setattr(
-        objective_module, "liger_cross_entropy", lambda parts, _: liger.liger_cross_entropy(parts, on_gpu)
-    )
+    calls = ligers_loss()
     monkeypatch.setattr(objective_module, "SAMPLED_PLACES", 10)
     fused = make_trainer(model=make_draft(), **settings)
     fused.train()
