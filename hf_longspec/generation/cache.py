@@ -8,7 +8,7 @@ from transformers.cache_utils import Cache
 
 from ..attention_backends.triton_commit import can_move, move_nodes
 from .cache_layer import SpeculativeLayer
-from .row_lengths import RowLengths as RowLengths  # drafters import it from here
+from .row_lengths import RowLengths
 
 # Nodes that one verification may stage behind the committed tokens.
 DEFAULT_TREE_SLOTS = 80

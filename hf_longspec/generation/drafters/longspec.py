@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select
 from ..beam import Beam, as_tree
-from ..cache import RowLengths
 from ..compiled import end_of_prefixes, known_lengths
 from ..draft_tree import DraftTree
+from ..row_lengths import RowLengths
 from ..target_parts import TargetParts
 from ..window_ring import WindowRing
 from .base import Binding, Drafter, TreeShape, Verification, named
