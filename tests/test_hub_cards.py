@@ -27,7 +27,7 @@ DRAFTS = pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.na
 
 # Measured with torch 2.13 on a CPU. Another order of float sums can turn a near-tie in the draft, and a step or two.
 BUNDLED_TAU = {
-    "longspec": (LONGSPEC, hf_longspec.LongSpecDraftModel, {}, 1.73),
+    "longspec": (LONGSPEC, hf_longspec.LongSpecDraftModel, {}, 1.61),
     "tokenswift": (
         TOKENSWIFT,
         hf_longspec.TokenSwiftDraftModel,

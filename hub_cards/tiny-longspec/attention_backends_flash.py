@@ -21,7 +21,7 @@ import torch
 from .attention_backends_merge import AttentionState, nothing_visible
 from .attention_backends_reference import WINDOW_WITHOUT_POSITIONS
 from .attention_backends_registry import AttentionBackend, AttentionCall, register_backend
-from .attention_backends_slots import attention_to_copies
+from .attention_backends_slots import attention_to_copies, window_holds_all
 from .attention_backends_torch_causal import causal_attention
 from .attention_backends_torch_sdpa import tree_attention
 
@@ -86,7 +86,11 @@ def prefix_attention(
         return nothing_visible(query, value)
     call = partial(_attend, key=key, value=value, scaling=scaling, softcap=softcap)
     nodes, kv_heads = query.shape[2], key.shape[1]
-    if positions is None or sliding_window is None or _window_holds_all(sliding_window, host_lengths, nodes):
+    if (
+        positions is None
+        or sliding_window is None
+        or (host_lengths is not None and window_holds_all(sliding_window, max(host_lengths), nodes))
+    ):
         # The query heads of a key head are just more rows, as no query has a mask: version 2 would read the cache once
         # per query head, but for a single query.
         packed = query.reshape(query.shape[0], kv_heads, -1, query.shape[3]).transpose(1, 2)
@@ -152,11 +156,6 @@ def _function_for(device: torch.device) -> Callable[..., tuple[torch.Tensor, tor
     if function is None:
         raise ValueError(f'{_missing(capability)}. Use attn_implementation="hf_longspec".')
     return function
-
-
-def _window_holds_all(sliding_window: int, host_lengths: tuple[int, ...] | None, nodes: int) -> bool:
-    """Whether even the deepest node that can be, `nodes - 1` positions past the root, sees slot 0."""
-    return host_lengths is not None and max(host_lengths) + nodes <= sliding_window
 
 
 def why_not(call: AttentionCall) -> str | None:

@@ -16,20 +16,11 @@ import torch
 from .attention_backends_merge import AttentionState, merge_attention_states
 from .attention_backends_registry import AttentionBackend
 from .attention_backends_slots import shared_length
-
-
-class CallCounter:
-    """How often an attention layer called back: the proof that a model really runs on our attention."""
-
-    def __init__(self) -> None:
-        self.total = 0
-
-    def __repr__(self) -> str:
-        return f"CallCounter(total={self.total})"
+from .attention_backends_step_context import CallCounter, StepContext
 
 
 @dataclass
-class TreeContext:
+class TreeContext(StepContext):
     """One verification step, as the attention layers see it. Build a new one for every forward.
 
     Args:
@@ -44,29 +35,10 @@ class TreeContext:
         calls ([`CallCounter`], *optional*): Counts the layers that called.
     """
 
-    lengths: torch.Tensor
-    host_lengths: tuple[int, ...] | None
     depths: torch.Tensor
     mask: torch.Tensor
     capture: Any = None
     calls: CallCounter = field(default_factory=CallCounter)
-    # what depends on the step but not on the layer, computed by the first layer that needs it
-    _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def to(self, device: torch.device | str | int | None, non_blocking: bool = False) -> "TreeContext":
-        """This context on another device; itself if it is there. Counter and capture are shared."""
-        if device is None:  # accelerate, where a module has no device of its own; tensors take it likewise
-            return self
-        device = torch.device(device)
-        if device == self.lengths.device or (device.index is None and device.type == self.lengths.device.type):
-            return self
-        if device not in self._memo:  # accelerate moves the arguments of every layer: one copy per device will do
-            lengths, depths, mask = (
-                t.to(device, non_blocking=non_blocking) for t in (self.lengths, self.depths, self.mask)
-            )
-            self._memo[device] = TreeContext(lengths, self.host_lengths, depths, mask, self.capture, self.calls)
-        moved: TreeContext = self._memo[device]
-        return moved
 
     def attend(
         self,

@@ -7,17 +7,16 @@ stored, and a sliding window was respected by the selection.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from .attention_backends_hybrid_tree import CallCounter
 from .attention_backends_merge import merge_attention_states
 from .attention_backends_registry import AttentionBackend
+from .attention_backends_step_context import CallCounter, StepContext
 
 
 @dataclass
-class SparseContext:
+class SparseContext(StepContext):
     """One drafting step, as the attention layers see it. Build a new one for every forward.
 
     Args:
@@ -30,29 +29,11 @@ class SparseContext:
         calls ([`CallCounter`], *optional*): Counts the layers that called.
     """
 
-    lengths: torch.Tensor
-    host_lengths: tuple[int, ...] | None
     positions: torch.Tensor
     dense_lengths: torch.Tensor
     dense_host_lengths: tuple[int, ...] | None
     dense_layers: frozenset[int] = frozenset()
     calls: CallCounter = field(default_factory=CallCounter)
-    _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def to(self, device: torch.device | str | int | None, non_blocking: bool = False) -> "SparseContext":
-        """This context on another device; itself if it is there. The counter is shared."""
-        if device is None:  # accelerate, where a module has no device of its own; tensors take it likewise
-            return self
-        device = torch.device(device)
-        if device == self.lengths.device or (device.index is None and device.type == self.lengths.device.type):
-            return self
-        if device not in self._memo:
-            tensors = (self.lengths, self.positions, self.dense_lengths)
-            lengths, positions, dense = (tensor.to(device, non_blocking=non_blocking) for tensor in tensors)
-            rest = (dense, self.dense_host_lengths, self.dense_layers, self.calls)
-            self._memo[device] = SparseContext(lengths, self.host_lengths, positions, *rest)
-        moved: SparseContext = self._memo[device]
-        return moved
 
     def attend(
         self,

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .generation_cache import RowLengths
+from .generation_row_lengths import RowLengths
 
 SMALLEST_BUCKET = 1024
 WARM_UP = 3

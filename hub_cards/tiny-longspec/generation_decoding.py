@@ -20,12 +20,12 @@ from .generation_cache import SpeculativeCache
 from .generation_checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .generation_draft_tree import DraftTree
 from .generation_drafters_base import Binding, Drafter, Verification
-from .generation_gating import PLAIN, Gate, gate_of, warning_of
+from .generation_gating import Gate, announce, gate_of
 from .generation_logits import TokenRule
 from .generation_noise import NoiseRows
 from .generation_outputs import Outputs
 from .generation_sequences import Sequences
-from .generation_stats import GateDecision, SpeculationStats
+from .generation_stats import SpeculationStats
 from .generation_step import runner_of
 from .generation_target import Step, TargetView, chain_of_last_tokens
 
@@ -179,12 +179,17 @@ class Session:
         self.cache.commit(None if tree.is_chain else path, emitted)
         committed = time.perf_counter()
 
-        if speculates and not self.sequences.finished:
-            self._show(Verification(path, emitted, before, capture, tokens, step.hidden))
+        if not self.sequences.finished:
+            seen = Verification(path, emitted, before, capture, tokens, step.hidden)
+            if speculates:
+                self._show(seen)
+            else:
+                self.gate.rehearse(tokens, lambda: self._rehearse(seen))
         self.rests = not speculates
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
-        self._tell(self.gate.record(sum(emitted), sum(growing), max(self.cache.host_lengths)))
+        found = self.gate.record(sum(emitted), sum(growing), max(self.cache.host_lengths))
+        announce(found, self.draft, self.stats)
 
     def _show(self, verification: Verification) -> None:
         """To the drafter; with the texts so far, if it has to catch up."""
@@ -198,14 +203,10 @@ class Session:
         lengths = self.cache.host_lengths
         self.drafter.resume([text[:length] for text, length in zip(whole, lengths, strict=True)], verification)
 
-    def _tell(self, decision: GateDecision | None) -> None:
-        """Keep what the gate found out; the first time that a draft does not pay, say so."""
-        if decision is None:
-            return
-        self.stats.gate_decisions.append(decision)
-        if decision.choice == PLAIN and not self.draft.was_told_of_gate:
-            self.draft.was_told_of_gate = True
-            logger.warning(warning_of(decision))
+    def _rehearse(self, verification: Verification) -> DraftTree:
+        """What would be verified now, to be compared with plain steps."""
+        self._show(verification)
+        return self.drafter.propose(self.root)
 
     def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False, is_seen: bool = True) -> Step:
         wants_hidden = is_seen and self.drafter.wants_hidden

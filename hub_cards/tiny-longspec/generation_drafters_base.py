@@ -3,6 +3,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import Any
 
@@ -107,10 +108,13 @@ class Drafter(CandidateGenerator):
     first_ngram_node: int | None = None
     """Nodes from this one on come from n-grams alone."""
 
+    can_rehearse: bool = False
+    """Whether proposing takes no forward and changes nothing, so that drafts may be compared with plain steps."""
+
     def __init__(self, binding: Binding):
         self.binding = binding
 
-    @property
+    @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """The trees that may be chosen, the configured one first."""
         return named([(None, self.num_nodes, self.max_depth)])

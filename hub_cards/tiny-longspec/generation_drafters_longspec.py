@@ -8,6 +8,7 @@ drafted tokens do not exist yet; the draft has been trained for that gap.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from transformers.utils import logging
 
 from .attention_backends_registry import AttentionBackend, AttentionCall, select
 from .generation_beam import Beam, as_tree
-from .generation_cache import RowLengths
 from .generation_compiled import end_of_prefixes, known_lengths
 from .generation_draft_tree import DraftTree
+from .generation_row_lengths import RowLengths
 from .generation_target_parts import TargetParts
 from .generation_window_ring import WindowRing
 from .generation_drafters_base import Binding, Drafter, TreeShape, Verification, named
@@ -66,7 +67,7 @@ class LongSpecDrafter(Drafter):
             AttentionCall(self.device, self.dtype, config.head_dim, config.head_dim)
         )
 
-    @property
+    @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """One for each list of widths."""
         return named((widths, 1 + sum(widths), len(widths)) for widths in self._trees)

@@ -7,6 +7,7 @@ share nodes.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -32,6 +33,7 @@ class NgramDrafter(Drafter):
     """
 
     first_ngram_node = 1
+    can_rehearse = True
 
     def __init__(self, binding: Binding, settings: NgramSettings, others: Sequence[NgramSettings] = ()):
         super().__init__(binding)
@@ -41,7 +43,7 @@ class NgramDrafter(Drafter):
         self.max_depth = max(choice.num_tokens for choice in self._choices)
         self.indexes = [self._empty_index() for _ in range(binding.cache.batch_size)]
 
-    @property
+    @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """One for each of the settings."""
         return named(

@@ -1,35 +1,20 @@
 # Published with a draft by hf_longspec, Apache-2.0.
-"""The gate: speculation that does not pay is switched off, by what steps really take.
+"""Which gate a call gets: an open one, its own, or that of the first of several processes."""
 
-A step that speculates costs as much as several plain ones on one machine and hardly more than one on another, and what
-it emits depends on the text. So both are measured. A call begins with a few plain steps, then speculates for as long as
-measurements do not refute it, and tries again from time to time. What is tried may take a share of the time, `SHARE`.
-Among several trees the fastest one is found in the same way, see tree_race.py.
-
-Plain step: the root alone is verified, one token per row. Speeds here are per growing row, so that rows which finish
-change nothing.
-"""
-
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .generation_drafters_base import TreeShape
-from .generation_pace import Pace
+from transformers.utils import logging
+
+from .generation_draft_tree import DraftTree
 from .generation_ranks import Ranks
-from .generation_stats import GateDecision
-from .generation_tree_race import GROWTH, TreeRace
+from .generation_rehearsal import Rehearsal
+from .generation_speculation_gate import PLAIN, SpeculationGate
+from .generation_stats import GateDecision, SpeculationStats
+
+logger = logging.get_logger(__name__)
 
 GATE_DEFAULTS: dict[str, Any] = {"gate": True}
-
-PLAIN, DRAFT = "plain", "draft"
-# Steps that are not counted: the first of a phase may compile or fill caches, and where the drafter rested, speculation
-# begins with a plain step that brings it up to date.
-WARM_UP = {PLAIN: 1, DRAFT: 2}
-# Plain steps take equally long: of this many, two may be outliers.
-PLAIN_SAMPLES = 3
-# Time that may be lost to trying the choice that is off.
-SHARE = 0.01
 
 
 class OpenGate:
@@ -42,122 +27,12 @@ class OpenGate:
         """Yes."""
         return True
 
+    def rehearse(self, emitted: Sequence[Sequence[int]], propose: Callable[[], DraftTree]) -> None:
+        """There are no plain steps."""
+
     def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
         """Nothing to measure."""
         return None
-
-
-class SpeculationGate:
-    """Chooses between plain steps and speculation, step by step, and among the trees that speculation may verify.
-
-    The loop asks `speculates`, and then for `tree`, when a step begins, and calls `record` when it has ended.
-
-    Args:
-        trees (`Sequence[TreeShape]`): What the drafter may propose, the one to begin with first.
-        most_speedup (`Callable[[], float]`, *optional*): What speculation can gain at most in the next step, as far as
-            that can be computed. While it is not more than what trying may cost, nothing is tried.
-        clock (`Callable[[], float]`, *optional*): Time in seconds.
-    """
-
-    is_open = False
-
-    def __init__(
-        self,
-        trees: Sequence[TreeShape],
-        most_speedup: Callable[[], float] = lambda: float("inf"),
-        clock: Callable[[], float] = time.perf_counter,
-    ):
-        self._trees = TreeRace(trees)
-        self._most_speedup = most_speedup
-        self._clock = clock
-        self._plain = Pace()
-        self._choice = PLAIN
-        self._verdict: str | None = None
-        self._steps = 0  # of the present phase
-        self._started = 0.0
-        self._now = 0.0  # time of all steps so far: what passes between them is not the gate's
-        self._plain_length = 0
-        self._check_plain_at = self._try_draft_at = 0.0
-
-    @property
-    def tree(self) -> int:
-        """Which of the trees a step that speculates verifies."""
-        return self._trees.tree
-
-    def speculates(self) -> bool:
-        """Whether the step that begins now speculates."""
-        self._started = self._clock()
-        return self._choice == DRAFT
-
-    def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
-        """Take note of the step that has ended; what was found out by it, if it changed.
-
-        Args:
-            tokens (`int`): Emitted by all rows.
-            rows (`int`): Rows that were growing.
-            length (`int`): Tokens of the longest row.
-        """
-        seconds = self._clock() - self._started
-        self._now += seconds
-        self._steps += 1
-        if self._choice == DRAFT:
-            if self._steps > 1:  # behind the plain one; no tree's first step is counted either
-                self._trees.add(tokens, rows, seconds)
-            verdict = self._after_draft(length)
-        else:
-            if self._steps > WARM_UP[PLAIN]:
-                self._plain.add(tokens, rows, seconds)
-            verdict = self._after_plain(length)
-        if verdict is None or verdict == self._verdict:
-            return None
-        self._verdict = verdict
-        return self._decision(verdict, rows, length)
-
-    def _decision(self, verdict: str, rows: int, length: int) -> GateDecision:
-        plain, draft = rows * self._plain.speed, self._trees.pace
-        if not draft.count:  # nothing was tried, because of what it could gain at most
-            return GateDecision(verdict, length, plain, plain * self._most_speedup(), 0.0)
-        return GateDecision(verdict, length, plain, rows * draft.speed, draft.tokens)
-
-    def _after_draft(self, length: int) -> str | None:
-        """Go on until refuted, or until the plain step that it is compared with is out of date."""
-        trees, plain = self._trees, self._plain.seconds
-        if trees.tree == trees.best:
-            stale = length >= GROWTH * self._plain_length and self._now >= self._check_plain_at
-            if stale or not (trees.may_pay(plain) or trees.give_up(plain)):
-                self._turn_to(PLAIN)  # measured anew, it has the last word
-                return None
-            if not trees.pays(plain):
-                return None
-        trees.compare(self._now, length)
-        return trees.name if trees.pays(plain) else None
-
-    def _after_plain(self, length: int) -> str | None:
-        plain, trees = self._plain, self._trees
-        if plain.count < PLAIN_SAMPLES:
-            return None
-        if plain.count == PLAIN_SAMPLES:
-            self._plain_length = length
-            steps = WARM_UP[PLAIN] + PLAIN_SAMPLES + 1
-            self._check_plain_at = self._now + steps * plain.seconds / SHARE
-            if trees.pace.count and not (trees.may_pay(plain.seconds) or trees.give_up(plain.seconds)):
-                self._try_draft_at = self._now + trees.lost(plain.seconds, WARM_UP[DRAFT]) / SHARE
-                return PLAIN
-        elif self._now < self._try_draft_at:
-            return None
-        if self._most_speedup() <= 1 + SHARE:
-            return PLAIN
-        if plain.count > PLAIN_SAMPLES:
-            trees.restart()
-        self._turn_to(DRAFT)
-        return None
-
-    def _turn_to(self, choice: str) -> None:
-        self._choice, self._steps = choice, 0
-        if choice == PLAIN:
-            self._plain.restart()
-        else:
-            self._trees.begin()
 
 
 class SharedGate:
@@ -181,6 +56,11 @@ class SharedGate:
         speculates, self.tree = self.ranks.first([decides and self.gate.speculates(), self.gate.tree])
         return bool(speculates)
 
+    def rehearse(self, emitted: Sequence[Sequence[int]], propose: Callable[[], DraftTree]) -> None:
+        """On the first rank alone."""
+        if self.ranks.rank == 0:
+            self.gate.rehearse(emitted, propose)
+
     def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
         """Take note of the step on the first rank; the others find out nothing."""
         return self.gate.record(tokens, rows, length) if self.ranks.rank == 0 else None
@@ -200,7 +80,7 @@ def gate_of(wanted: bool, drafter: Any, ranks: Ranks | None) -> Gate:
     """
     if not wanted or drafter.num_nodes == 1:
         return OpenGate()
-    gate = SpeculationGate(drafter.trees, drafter.most_speedup)
+    gate = SpeculationGate(drafter.trees, drafter.most_speedup, Rehearsal() if drafter.can_rehearse else None)
     if ranks is None:
         return gate
     return SharedGate(gate, ranks) if ranks.is_everyone else OpenGate()
@@ -217,6 +97,16 @@ def check_gate(value: Any) -> None:
             f"gate={value!r}: expected True or False. True switches speculation off while it does not pay, False "
             "always speculates."
         )
+
+
+def announce(decision: GateDecision | None, draft: Any, stats: SpeculationStats) -> None:
+    """Add what a gate found out to the statistics of the call; the first time that a draft does not pay, say so."""
+    if decision is None:
+        return
+    stats.gate_decisions.append(decision)
+    if decision.choice == PLAIN and not draft.was_told_of_gate:
+        draft.was_told_of_gate = True
+        logger.warning(warning_of(decision))
 
 
 def warning_of(decision: GateDecision) -> str:

@@ -22,7 +22,7 @@ from .generation_stats import SpeculationStats
 from .generation_step import COMPILE_DEFAULTS
 from .generation_target import TargetView
 from .configuration_base import DraftConfig
-from .modeling_loading import is_malformed, readable_errors, require_complete
+from .modeling_loading import HUB_KWARGS, read_settings, readable_errors, require_complete
 
 register()
 install()
@@ -239,16 +239,5 @@ class DraftModel(PreTrainedModel):
                     pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
                 )
         require_complete(pretrained_model_name_or_path, info.get("missing_keys"), draft.config.vocab_size)
-        try:
-            draft.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
-        except OSError as error:
-            if is_malformed(error):
-                raise
-            # the repo has no generation_config.json: the defaults stand
-        for name, value in copy.deepcopy(cls.settings).items():
-            if not hasattr(draft.generation_config, name):  # published before there was such a setting
-                setattr(draft.generation_config, name, value)
+        read_settings(draft, pretrained_model_name_or_path, **hub)
         return (draft, info) if wants_info else draft
-
-
-HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}

@@ -1,12 +1,17 @@
 # Published with a draft by hf_longspec, Apache-2.0.
-"""What a draft's files may have wrong, said in one line instead of what torch and safetensors say of it."""
+"""A draft's files: its settings, and what may be wrong, said in one line instead of what torch and safetensors say."""
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers import GenerationConfig
+
+# Arguments of `from_pretrained` that say where files come from.
+HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}
 
 
 @contextmanager
@@ -49,6 +54,26 @@ def require_complete(path: Any, missing: Any, vocab_size: int) -> None:
         raise ValueError(f"config.json in {path} has vocab_size={vocab_size}: expected the target's, at least 1.")
 
 
-def is_malformed(error: OSError) -> bool:
+def read_settings(draft: Any, path: Any, **hub: Any) -> None:
+    """Give a draft the settings it was saved with; the defaults stand where there are none.
+
+    Args:
+        hub: Those of `HUB_KWARGS` that were given.
+
+    Raises:
+        OSError: If generation_config.json cannot be read.
+    """
+    try:
+        draft.generation_config = GenerationConfig.from_pretrained(path, **hub)
+    except OSError as error:
+        if _is_malformed(error):
+            raise
+        # the repo has no generation_config.json
+    for name, value in copy.deepcopy(draft.settings).items():
+        if not hasattr(draft.generation_config, name):  # published before there was such a setting
+            setattr(draft.generation_config, name, value)
+
+
+def _is_malformed(error: OSError) -> bool:
     """Whether transformers found a JSON file and could not read it, as opposed to finding none."""
     return isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError)

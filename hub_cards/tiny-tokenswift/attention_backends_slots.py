@@ -47,6 +47,14 @@ def shared_length(host_lengths: tuple[int, ...]) -> int | None:
     return first if host_lengths.count(first) == len(host_lengths) else None
 
 
+def window_holds_all(sliding_window: int, longest: int, nodes: int) -> bool:
+    """Whether a window hides nothing behind a prefix of `longest` tokens.
+
+    Even the deepest node that can be, `nodes - 1` positions past the root, sees slot 0.
+    """
+    return longest + nodes <= sliding_window
+
+
 def attention_to_copies(
     prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:

@@ -11,7 +11,7 @@ import torch
 
 from .attention_backends_masks import PositionMask, additive_mask
 from .attention_backends_merge import AttentionState, merge_attention_states
-from .attention_backends_slots import shared_length
+from .attention_backends_slots import shared_length, window_holds_all
 from .attention_backends_torch_fused import fused_attention
 from .attention_backends_torch_packed import one_head, pack, pack_mask, unpack
 
@@ -61,8 +61,7 @@ def hybrid_attention(
         return None
     start = 0 if sliding_window is None else max(0, length - sliding_window + 1)
     dense = length + nodes - start <= DENSE_KEYS
-    # the deepest node is at most N - 1 positions past the root: does it see slot 0?
-    unmasked = sliding_window is None or length + nodes <= sliding_window
+    unmasked = sliding_window is None or window_holds_all(sliding_window, length, nodes)
     if not dense and not unmasked:
         return None
     kv_heads = key.shape[1]

@@ -5,7 +5,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from .attention_backends_sparse import SparseContext
-from .generation_cache import RowLengths, SpeculativeCache, SpeculativeLayer
+from .generation_cache import SpeculativeCache
+from .generation_cache_layer import SpeculativeLayer
+from .generation_row_lengths import RowLengths
 from .generation_target import TargetView
 
 

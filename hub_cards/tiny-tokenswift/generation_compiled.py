@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from transformers.utils import logging
 
-from .generation_cache import RowLengths
+from .generation_row_lengths import RowLengths
 
 logger = logging.get_logger(__name__)
 

@@ -2,6 +2,7 @@
 """Any drafter's tree and n-gram candidates in one trie."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ class JoinedDrafter(Drafter):
         self.wants_hidden = inner.wants_hidden
         inner.foreign_depth = ngrams.max_depth
         self._proposed: tuple[DraftTree, DraftTree] | None = None
-
         self._chosen = 0
 
     @property
@@ -39,7 +39,7 @@ class JoinedDrafter(Drafter):
         """Behind the other drafter's present tree."""
         return self.inner.trees[self._chosen].num_nodes
 
-    @property
+    @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """The other drafter's, with the same n-grams."""
         more, deepest = self.ngrams.num_nodes - 1, self.ngrams.max_depth

@@ -13,6 +13,7 @@ each becomes a path of the tree. Where the hidden state comes from:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class TokenSwiftDrafter(Drafter):
         self.partial = None if self.wants_hidden else self._partial_cache()
         self.due: list[int] = []
 
-    @property
+    @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """One for each branching."""
         sizes = [(tree.tree_branching, num_product_nodes(tree.widths), len(tree.widths)) for tree in self._trees]

@@ -11,13 +11,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .attention_backends_hybrid_tree import CallCounter, TreeContext
+from .attention_backends_hybrid_tree import TreeContext
 from .attention_backends_score_rows import ScoreRows
 from .attention_backends_sparse import SparseContext
-from .generation_cache import RowLengths
+from .attention_backends_step_context import CallCounter
 from .generation_captured import CapturedRunner
 from .generation_compiled import CompiledRunner, end_of_prefixes, known_lengths
 from .generation_final_norm import with_final_norm_input
+from .generation_row_lengths import RowLengths
 
 COMPILE_MODES = ("auto", "graph", "compile", "off")
 COMPILE_DEFAULTS = {"compile": "auto"}
@@ -194,16 +195,29 @@ def _sparse_step(changing, model, members, known, dense_layers, with_hidden, siz
 
 def _forward(model, tokens, positions, cache, mask, context, with_hidden):
     def forward():
-        return model(
-            input_ids=tokens,
-            position_ids=positions,
-            past_key_values=cache,
-            attention_mask=mask,
-            tree=context,
-            use_cache=True,
-        ).logits
+        return logits_under(context, model, tokens, positions, cache, mask)
 
     return with_final_norm_input(model, forward) if with_hidden else (forward(), None)
+
+
+def logits_under(
+    context: Any,
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    cache: Any,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Logits `(B, N, vocab)` of `(B, N)` tokens in one forward whose attention layers are handed `context`."""
+    logits: torch.Tensor = model(
+        input_ids=tokens,
+        position_ids=positions,
+        past_key_values=cache,
+        attention_mask=mask,
+        tree=context,
+        use_cache=True,
+    ).logits
+    return logits
 
 
 def _places(members, known, lengths, sizes, nodes: int) -> list[tuple]:

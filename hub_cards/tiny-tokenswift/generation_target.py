@@ -15,7 +15,7 @@ from .generation_cache import SpeculativeCache
 from .generation_draft_tree import DraftTree
 from .generation_final_norm import FinalNormInput
 from .generation_ranks import Ranks
-from .generation_step import FixedSteps, Runner
+from .generation_step import FixedSteps, Runner, logits_under
 
 ATTENTION_NAME = "hf_longspec"
 # Layer types whose state is not a list of keys and values that a tree could branch from or a rollback shorten.
@@ -198,14 +198,7 @@ class TargetView:
                 result = self._fixed.run(tokens, positions, cache, mask, context, with_hidden)
                 if result is not None:
                     return result
-            logits = self.model(
-                input_ids=tokens,
-                position_ids=positions,
-                past_key_values=cache,
-                attention_mask=mask,
-                tree=context,
-                use_cache=True,
-            ).logits
+            logits = logits_under(context, self.model, tokens, positions, cache, mask)
         return logits.to(tokens.device), None if caught is None else caught.hidden
 
 
