@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = load_target(args.target, getattr(torch, args.dtype))
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], args.prompt, 1)
-    rows = make_rows(model, args)
+    rows = [row for row in make_rows(model, args) if not args.only or row.method in args.only]
     guard, progress = TimeGuard(args.minutes), Progress(total=len(rows), quiet=args.quiet)
     names = ("tokens", "dtype", "prompt", "min_p", "penalty", "window", "near")
     settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}
@@ -87,6 +87,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
     made.add_argument("--draft", default=str(ROOT / "hub_cards" / "tiny-tokenswift"), help="folder or Hub id")
     made.add_argument("--rows", choices=["all", "both", "one", "plain"], default="all", help="default: %(default)s")
+    made.add_argument("--only", action="append", help="a method among the rows, such as 'plain loop'; repeatable")
     made.add_argument("--tokens", type=int, default=20_000, help="per row (default: %(default)s)")
     made.add_argument("--marks", type=integers, default=[20_000, 40_000, 60_000, 80_000, 100_000])
     made.add_argument("--prompt", type=int, default=2048, help="tokens (default: %(default)s)")
