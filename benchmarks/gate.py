@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     longest = 0.0
     with ResultFile(args.output, "gate", gate_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
+        methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
         how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
         how |= {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
         how["choices"] = {CHOOSING: ["trained draft", WIDE]}
@@ -82,6 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made.set_defaults(repeats=6)
     add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
     made.add_argument("--draft", default=str(ROOT / "hub_cards" / "tiny-longspec"), help="folder or Hub id")
+    made.add_argument("--only", action="append", help="a kind of draft, such as 'n-grams'; repeatable")
     made.add_argument("--contexts", type=integers, default=[1024, 4096, 15872], help="default: 1024,4096,15872")
     made.add_argument("--prompts", type=int, default=6, help="default: %(default)s")
     made.add_argument("--tokens", type=int, default=1000, help="per run (default: %(default)s)")
