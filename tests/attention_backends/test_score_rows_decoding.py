@@ -108,7 +108,7 @@ def assert_best_entries(selected, expected):
     assert compared > 0
 
 
-@pytest.mark.parametrize("granularity", ["layer", "kv_head"])
+@pytest.mark.parametrize("granularity", ["layer", pytest.param("kv_head", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("score", ["weights", "logits"])
 def test_selections_and_text(score, granularity, second_pass):
     model = tiny_target("llama")
@@ -121,7 +121,7 @@ def test_selections_and_text(score, granularity, second_pass):
     assert not watched.computed
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.soak)])
 def test_other_architectures(name, second_pass):
     """Softcap, windows, sinks, keys made for the call; layers with a window are not scored."""
     model = tiny_target(name, attn_implementation="eager")
@@ -134,7 +134,10 @@ def test_other_architectures(name, second_pass):
     assert len(watched.written) == len(scored) * (forwards + 1)
 
 
-@pytest.mark.parametrize("selection", ["all_rows", "last_accepted", "quest", "window"])
+@pytest.mark.parametrize(
+    "selection",
+    [*["last_accepted", "window"], *(pytest.param(name, marks=pytest.mark.soak) for name in ("all_rows", "quest"))],
+)
 def test_other_selections_take_the_way_they_had(selection):
     model = tiny_target("llama")
     expected = plain_text(model)

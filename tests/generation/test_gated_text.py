@@ -113,8 +113,11 @@ def test_processors_that_look_back(target, flipping):
 @pytest.mark.parametrize(
     "kind",
     [
-        *["n-grams", "longspec, trees"],
-        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ["longspec", "specattn", "specattn, trees"]),
+        "n-grams",
+        *(
+            pytest.param(kind, marks=pytest.mark.soak)
+            for kind in ["longspec", "longspec, trees", "specattn", "specattn, trees"]
+        ),
     ],
 )
 def test_compiled_steps(target, flipping, monkeypatch, kind):

@@ -29,6 +29,8 @@ HEADS = {
 }
 # What torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+# Compiled by `make test`: the plainest, norms of heads, windows with softcap or without. `make soak` compiles all.
+TELLING = ("llama", "qwen3", "mistral", "gemma2", "gemma3")
 
 
 def generate(model, draft, mode, rows=3, new=24, **options):
@@ -41,7 +43,7 @@ def generate(model, draft, mode, rows=3, new=24, **options):
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_the_text_is_that_of_the_steps_as_they_are(kind, rows, graphs):
     model = tiny_target("llama")
     draft = DRAFTS[kind](model)
@@ -53,7 +55,14 @@ def test_the_text_is_that_of_the_steps_as_they_are(kind, rows, graphs):
     assert torch.equal(generate(model, draft, "compile", rows, do_sample=True), sampled)
 
 
-@pytest.mark.parametrize("architecture", [name for name in TINY_TARGETS if name not in MIXTURES])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name if name in TELLING else pytest.param(name, marks=pytest.mark.soak)
+        for name in TINY_TARGETS
+        if name not in MIXTURES
+    ],
+)
 def test_every_architecture_without_experts_is_one_graph(architecture, graphs):
     """Windows, softcaps, partial rotation: a random tree over ragged rows, then a chain in one."""
     model = tiny_target(architecture)

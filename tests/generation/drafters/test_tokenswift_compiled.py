@@ -68,8 +68,12 @@ def compiled_steps(*modules):
     ("mode", "rows"),
     [
         ("verify_hidden", 3),
-        ("dynamic", 3),
-        *(pytest.param(*case, marks=SOAK) for case in [("verify_hidden", 1), ("dynamic", 1), ("full", 1), ("full", 3)]),
+        *(
+            pytest.param(mode, rows, marks=SOAK)
+            for mode in MODES
+            for rows in (1, 3)
+            if (mode, rows) != ("verify_hidden", 3)
+        ),
     ],
 )
 def test_the_text_is_that_of_the_steps_as_they_are(target, mode, rows, graphs, run_as_they_are):
