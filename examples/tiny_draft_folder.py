@@ -54,14 +54,6 @@ def write_folder(draft: hf_longspec.DraftModel, args: argparse.Namespace, **fact
     print(f"{args.output}: {sum((args.output / file).stat().st_size for file in files) / 1e6:.1f} MB")
 
 
-def folder_name(path: Path) -> str:
-    """A folder of this repository from its root, any other as if below `runs`."""
-    path = path.resolve()
-    if path.is_relative_to(ROOT):
-        return str(path.relative_to(ROOT))
-    return f"runs/{path.parent.name}/final" if path.name == "final" else f"runs/{path.name}"
-
-
 def training_facts(run: Path) -> dict[str, Any]:
     """Steps, tokens, losses and command of a training run."""
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))

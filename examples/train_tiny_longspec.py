@@ -16,14 +16,12 @@ A run that was interrupted continues when the same command is given again.
 import argparse
 from pathlib import Path
 
-import numpy as np
 import torch
-from tiny_draft_folder import folder_name
-from torch.utils.data import ConcatDataset
+from token_streams import cut_rows, folder_name, load_streams
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import LongSpecDraftModel
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
 # What each ablation takes away: overrides of the draft, and of the training arguments.
@@ -46,15 +44,7 @@ def main() -> None:
         draft = LongSpecDraftModel.from_pretrained(args.draft, dtype=torch.float32)
     # the local folder of this run says nothing to others
     draft.config.target_name_or_path = Path(args.target).name
-    streams = []
-    for folder in args.streams:
-        found = sorted(folder.glob("*.npy"))
-        if not found:
-            raise SystemExit(f"{folder} has no *.npy: run examples/train_tiny_target.py with this --output first")
-        streams += [np.load(path, mmap_mode="r") for path in found]
-    longest = max(map(len, streams))
-    repeated = [stream for stream in streams for _ in range(max(1, round(longest / 2 / len(stream))))]
-    rows = ConcatDataset([TokenWindows(stream, args.length) for stream in repeated])
+    rows = cut_rows([stream for folder in args.streams for stream in load_streams(folder)], args.length)
     training = DraftTrainingArguments(
         str(args.output),
         loss="kl",

@@ -14,14 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from token_streams import cut_rows, load_streams
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import ConcatDataset
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longspec import TokenSwiftDraftModel
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
 WARMUP_STEPS = 20
@@ -102,21 +101,12 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,  # its end would be that of all epochs
     )
-    trainer = TimedTrainer(draft, target, training, train_dataset=rows(args), minutes=args.minutes)
+    rows = cut_rows(load_streams(args.streams), args.length)
+    trainer = TimedTrainer(draft, target, training, train_dataset=rows, minutes=args.minutes)
     trainer.train(resume_from_checkpoint=any(args.output.glob("checkpoint-*")) or None)
     trainer.save_state()
     (args.output / "command.txt").write_text(command(args), encoding="utf-8")
     draft.to(torch.bfloat16).save_pretrained(args.output / "final")
-
-
-def rows(args: argparse.Namespace) -> ConcatDataset:
-    """All streams, cut into rows."""
-    streams = [np.load(path, mmap_mode="r") for path in sorted(args.streams.glob("*.npy"))]
-    if not streams:
-        raise SystemExit(f"{args.streams} has no *.npy: run examples/train_tiny_target.py with this --output first")
-    longest = max(map(len, streams))
-    repeated = [stream for stream in streams for _ in range(max(1, round(longest / 2 / len(stream))))]
-    return ConcatDataset([TokenWindows(stream, args.length) for stream in repeated])
 
 
 def command(args: argparse.Namespace) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tiny_draft_folder import folder_name
+from token_streams import folder_name, load_streams
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -26,9 +26,7 @@ def main() -> None:
     args = parse_arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
-    streams = [np.load(path, mmap_mode="r") for path in sorted(args.streams.glob("*.npy"))]
-    if not streams:
-        raise SystemExit(f"{args.streams} has no *.npy: run examples/train_tiny_target.py with this --output first")
+    streams = load_streams(args.streams)
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16).eval()
     model.generation_config.eos_token_id = None  # rows of one length
     model.generation_config.pad_token_id = 0
