@@ -48,6 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         methods[name] = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype)
         methods[name].generation_config.tree_widths = WIDE_TREE
     methods[CHOOSING].generation_config.tree_choices = [args.tree_widths]
+    methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
     guard, progress = TimeGuard(args.minutes), Progress(total=len(args.contexts), quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
     settings |= origin
@@ -60,7 +61,6 @@ def main(arguments: list[str] | None = None) -> None:
     longest = 0.0
     with ResultFile(args.output, "gate", gate_report, guard, settings) as results:
         prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
-        methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
         how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
         how |= {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
         how["choices"] = {CHOOSING: ["trained draft", WIDE]}
