@@ -1,11 +1,13 @@
 """Train TokenSwift heads for the tiny target on a CPU, within a budget of time.
 
     python examples/train_tiny_tokenswift.py --streams runs/tiny-target --output runs/tiny-tokenswift --minutes 40
+    python examples/train_tiny_tokenswift.py --streams runs/tiny-target-texts --output runs/own-heads \
+        --draft runs/tiny-tokenswift/final --length 512 --batch 4 --learning-rate 0.01 --minutes 30
 
-`--streams` is the folder of `train_tiny_target.py`, with the texts as tokens; a stream that is much shorter than the
-longest is repeated until it has half its length, as the target's training weighted them. The learning rate follows the
-minutes that were used, not the steps, so that it ends at zero on any machine. A run that was interrupted continues when
-the same command is given again.
+`--streams` is the folder of `train_tiny_target.py` or of `write_target_texts.py`, with the texts as tokens; a stream
+that is much shorter than the longest is repeated until it has half its length, as the target's training weighted them.
+The learning rate follows the minutes that were used, not the steps, so that it ends at zero on any machine. A run that
+was interrupted continues when the same command is given again.
 """
 
 import argparse
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from token_streams import cut_rows, load_streams
+from token_streams import cut_rows, folder_name, load_streams
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -83,6 +85,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
     draft = TokenSwiftDraftModel.from_target(target, num_heads=args.heads, chained=not args.independent)
+    if args.draft:
+        draft = TokenSwiftDraftModel.from_pretrained(args.draft, dtype=torch.float32)
     # the local folder of this run says nothing to others
     draft.config.target_name_or_path = Path(args.target).name
     training = DraftTrainingArguments(
@@ -101,7 +105,7 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,  # its end would be that of all epochs
     )
-    rows = cut_rows(load_streams(args.streams), args.length)
+    rows = cut_rows([stream for folder in args.streams for stream in load_streams(folder)], args.length)
     trainer = TimedTrainer(draft, target, training, train_dataset=rows, minutes=args.minutes)
     trainer.train(resume_from_checkpoint=any(args.output.glob("checkpoint-*")) or None)
     trainer.save_state()
@@ -111,25 +115,30 @@ def main() -> None:
 
 def command(args: argparse.Namespace) -> str:
     """What was run, without the folders of the machine that ran it."""
-    numbers = f"--minutes {args.minutes:g} --length {args.length} --batch {args.batch} --heads {args.heads}"
+    streams = " ".join(f"--streams {folder_name(folder)}" for folder in args.streams)
+    draft = f" --draft {folder_name(args.draft)}" if args.draft else f" --heads {args.heads}"
+    numbers = f"--minutes {args.minutes:g} --length {args.length} --batch {args.batch}"
     rest = f"--learning-rate {args.learning_rate:g} --loss {args.loss} --seed {args.seed}"
     return (
-        f"python examples/train_tiny_tokenswift.py --streams runs/tiny-target --output runs/{args.output.name} \\\n"
-        f"    {numbers} \\\n    {rest}{' --independent' if args.independent else ''}\n"
+        f"python examples/train_tiny_tokenswift.py {streams} --output {folder_name(args.output)} \\\n"
+        f"    {numbers}{draft} \\\n    {rest}{' --independent' if args.independent else ''}\n"
     )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(ROOT / "hub_cards" / "tiny-target"), help="folder or Hub id")
-    parser.add_argument("--streams", type=Path, required=True, help="folder with the token streams")
+    parser.add_argument(
+        "--streams", type=Path, action="append", required=True, help="folder with token streams; repeatable"
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=40, help="time for training (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens per row (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="rows per step (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=3)
+    parser.add_argument("--heads", type=int, default=3, help="of new ones (default: %(default)s)")
     parser.add_argument("--independent", action="store_true", help="heads that do not continue each other (Medusa)")
     parser.add_argument("--learning-rate", type=float, default=2e-2)
+    parser.add_argument("--draft", type=Path, help="folder of heads to go on with (default: new ones)")
     parser.add_argument("--loss", choices=["kl", "ce"], default="kl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
