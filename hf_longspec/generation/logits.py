@@ -95,7 +95,11 @@ class TokenRule:
         """The token `(batch,)` that the rule takes from `scores`, with the noise row of `depth`."""
         if not self.do_sample:
             return scores.argmax(-1)
-        return race(scores, self._noise.rows(depth + 1)[:, depth])
+        return race(scores, self.noise_at(depth))
+
+    def noise_at(self, depth: int) -> torch.Tensor:
+        """The noise `(batch, vocab)` that decides the token `depth` places behind the root."""
+        return self._noise.rows(depth + 1)[:, depth]
 
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, with_scores: bool = False
@@ -107,7 +111,7 @@ class TokenRule:
             with_scores (`bool`): Also return the processed scores of the path, `(batch, M, vocab)`.
         """
         if self.history_free or tree.num_nodes == 1:
-            scores = self._all_scores(logits)
+            scores = self.scores_of_all(logits)
         elif tree.is_chain:
             scores = self._chain_scores(tree, logits)
         else:
@@ -145,7 +149,8 @@ class TokenRule:
             raise RuntimeError("sampling needs NoiseRows")
         return self.noise
 
-    def _all_scores(self, logits: torch.Tensor) -> torch.Tensor:
+    def scores_of_all(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores of logits `(batch, N, vocab)`; of more than one node only if the rule is `history_free`."""
         if logits.shape[1] == 1:
             return self.scores_at(logits[:, 0], 0)[:, None]
         if not self.processors:

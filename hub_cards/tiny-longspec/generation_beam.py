@@ -36,6 +36,20 @@ class Beam:
         """Nodes so far."""
         return self.reach.shape[2]
 
+    def paths(self) -> torch.Tensor:
+        """Drafted tokens `(B, n, depth)` that lead to each node of the newest level, its own the last.
+
+        A node that a processor forbids has those of the best one: some processors fail behind what they forbade.
+        """
+        node, tokens = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens), []
+        node = node.masked_fill(self.scores.isneginf(), 0)
+        first = self.first_node
+        for depth in range(len(self.levels) - 1, 0, -1):
+            tokens.append(self.levels[depth].gather(1, node))
+            first -= self.levels[depth - 1].shape[1]
+            node = self.parents[depth].gather(1, node) - first
+        return torch.stack(tokens[::-1], -1) if tokens else self.tokens[..., None][..., :0]
+
     @property
     def first_node(self) -> int:
         """Index of the newest level's first node."""
@@ -45,7 +59,8 @@ class Beam:
         """Add the best `width` continuations of the newest level as the next one.
 
         Args:
-            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's logits after each node of the newest level.
+            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's logits after each node of the newest level, or
+                other logarithms of how likely tokens are, up to a constant per node.
             width (`int`): Nodes of the next level; fewer if there are not so many continuations.
         """
         each = min(width, logits.shape[-1])

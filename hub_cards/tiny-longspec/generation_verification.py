@@ -130,7 +130,7 @@ def race(scores: Tensor, noise: Tensor) -> Tensor:
     Token i arrives at time `noise[i] / p[i]`, an exponential time of rate p[i], and the first to arrive is drawn. The
     minimum of independent exponential times belongs to i with probability p[i] / sum(p): the result has the same law
     as `torch.multinomial`, and the rows of noise decide it alone. Laws that differ little, run on the same noise,
-    mostly draw the same token, which is what `acceptance="coupled"` lives on. For a law p, pass `p.log()`.
+    mostly draw the same token, which is what coupled candidates live on. For a law p, pass `p.log()`.
 
     Args:
         scores (`torch.Tensor` of shape `(..., vocab_size)`):
@@ -144,10 +144,20 @@ def race(scores: Tensor, noise: Tensor) -> Tensor:
     >>> race(torch.tensor([0.9, 0.1, 0.0]).log(), torch.tensor([1.0, 0.1, 1e-9])).item()
     1
     """
+    return log_lead(scores, noise).argmax(-1)
+
+
+def log_lead(scores: Tensor, noise: Tensor) -> Tensor:
+    """Minus the logarithm of each token's time of arrival in a [`race`], up to the constant of the scores.
+
+    Shapes as there; the result has that of the scores, in float32 or wider.
+
+    >>> log_lead(torch.tensor([0.9, 0.1]).log(), torch.tensor([1.8, 0.1])).exp()
+    tensor([0.5000, 1.0000])
+    """
     dtype = torch.promote_types(scores.dtype, torch.float32)
     # a noise of 0 would turn -inf into nan, which argmax prefers to every number
-    arrival = noise.to(dtype).clamp_min(torch.finfo(dtype).tiny).log()
-    return (scores.to(dtype) - arrival).argmax(-1)
+    return scores.to(dtype) - noise.to(dtype).clamp_min(torch.finfo(dtype).tiny).log()
 
 
 def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance:
@@ -158,8 +168,7 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
 
     Args:
         tree (`DraftTree`):
-            The tree to walk. Its laws `q` play no part, so it may be chosen in any way that does not see the noise,
-            or even by the same noise as in coupled acceptance.
+            The tree to walk. Its laws `q` play no part, so it may be chosen in any way, even by the same noise.
         scores (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`):
             Scores of the token after each node.
         noise (`torch.Tensor` of shape `(batch_size, max_depth + 1, vocab_size)`):

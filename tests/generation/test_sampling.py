@@ -17,7 +17,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecA
 from hf_longspec.generation import decoding, logits
 from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
+from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
 from hf_longspec.testing_law import MAX_SIGMA, max_z_score
 
 RAGGED = (33, 3, 13)
@@ -217,6 +217,17 @@ class TestLaw:
     def test_specattn_follows_the_law_of_the_target(self, model, acceptance, options):
         samples = self.draws(model, self.specattn(model, acceptance), options)
         assert max_z_score(samples, self.exact(model, options)) < MAX_SIGMA
+
+    @pytest.mark.parametrize(
+        "options", [FREE, {"temperature": 1.0, "top_k": 0, "min_p": 0.1} | PENALISED], ids=["free", "min_p-penalised"]
+    )
+    def test_drafts_that_look_at_the_noise_follow_the_law_of_the_target(self, model, options):
+        """LongSpec and TokenSwift rank their candidates by the noise that decides about them."""
+        longspec = random_longspec_draft(model, window=8, tree_widths=[2, 2])
+        heads = random_tokenswift_draft(model, tree_branching=[1, 2])
+        for draft in (longspec, heads):
+            draft.generation_config.gate = False
+            assert max_z_score(self.draws(model, draft, options), self.exact(model, options)) < MAX_SIGMA
 
     def test_random_trees_follow_the_law_of_the_target(self, model):
         law = self.exact(model, FREE)

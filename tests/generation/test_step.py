@@ -5,7 +5,7 @@ import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation import captured
-from hf_longspec.generation.compiled import CompiledRunner
+from hf_longspec.generation.compiled import CompiledRunner, _compiled
 from hf_longspec.generation.step import FixedSteps, runner_of
 from hf_longspec.testing import PAD_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
@@ -53,6 +53,8 @@ def test_the_text_is_that_of_the_steps_as_they_are(kind, rows, graphs):
     assert graphs.frame_count > 0
     sampled = generate(model, draft, "off", rows, do_sample=True)
     assert torch.equal(generate(model, draft, "compile", rows, do_sample=True), sampled)
+    if kind == "longspec":  # a graph of the whole tree, and one of each level where noise ranks the candidates
+        assert {function.__name__ for function, _ in _compiled[draft]} == {"_grow", "_level"}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +161,8 @@ class Recorder:
 
 
 @pytest.mark.parametrize("kind", [*DRAFTS, *HEADS])
-def test_captured_steps(kind, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "repetition_penalty": 1.2}], ids=["greedy", "sampled"])
+def test_captured_steps(kind, options, monkeypatch):
     """What a graph is made of reads no length on the host; lengths cross two buckets."""
     recorder = Recorder()
     model = tiny_target("llama")
@@ -170,8 +173,8 @@ def test_captured_steps(kind, monkeypatch):
         # the torch backend reads lengths back, as kernels for GPUs do not; where a graph may not break, it masks
         patch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
         patch.setattr("hf_longspec.generation.decoding.runner_of", lambda mode, device: captured.CapturedRunner())
-        captured_text = generate(model, draft, "off", new=60)
-    assert torch.equal(captured_text, generate(model, draft, "off", new=60))
+        captured_text = generate(model, draft, "off", new=60, **options)
+    assert torch.equal(captured_text, generate(model, draft, "off", new=60, **options))
     assert recorder.captures >= 2
     assert recorder.replays >= draft.last_speculation.num_forwards
 

@@ -5,8 +5,7 @@ target's cache and its own ancestors, with the last `window` tokens, in the draf
 drafted tokens do not exist yet; the draft has been trained for that gap.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +14,9 @@ from transformers.utils import logging
 
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select
 from ..beam import Beam, as_tree
-from ..compiled import end_of_prefixes, known_lengths
+from ..coupling import Coupling
 from ..draft_tree import DraftTree
+from ..prefix import Prefix, prefix_in_graph
 from ..row_lengths import RowLengths
 from ..target_parts import TargetParts
 from ..window_ring import WindowRing
@@ -51,6 +51,7 @@ class LongSpecDrafter(Drafter):
         self.block = block
         self.config = config
         self.parts = parts
+        self.coupling = Coupling(binding.rule)
         self._trees = trees
         self.widths = trees[0]
         self.num_nodes = 1 + max(map(sum, trees))
@@ -103,33 +104,52 @@ class LongSpecDrafter(Drafter):
         rows = cache.rows
         target = Prefix(layer.keys, layer.values, rows.on(self.device), cache.host_lengths, rows.longest)
         runner = self.binding.target.runner
-        fields = None if runner is None or not runner.takes(rows) else self._run_by(runner, root, target, rows)
-        tree = as_tree(fields or self.grow(root, self.last_token, target), len(self.widths))
+        if runner is not None and not runner.takes(rows):
+            runner = None
+        fields = None
+        if runner is not None and self.coupling.idle:
+            fields = self._run_by(runner, _grow, (root, self.last_token, target.lengths), rows, target)
+        tree = as_tree(fields or self.grow(root, self.last_token, target, runner), len(self.widths))
         self.tokens = tree.tokens
         return tree
 
-    def grow(self, root: torch.Tensor, last_token: torch.Tensor, target: "Prefix") -> tuple[torch.Tensor, ...]:
-        """All levels: tokens, parents, depths and mask of the tree. Writes to the ring; reads nothing on the host."""
+    def grow(
+        self, root: torch.Tensor, last_token: torch.Tensor, target: Prefix, runner: Any = None
+    ) -> tuple[torch.Tensor, ...]:
+        """All levels: tokens, parents, depths and mask of the tree. Writes to the ring; reads nothing on the host.
+
+        With a `runner`, the block runs compiled or captured, level by level, and what ranks its candidates as it is.
+        """
         # one column per depth, and one for the last committed token, whose own keys may be missing: see observe
         positions = target.lengths[:, None] + torch.arange(-1, len(self.widths), device=self.device)
         rotary = self.parts.rotary(positions, self.ring.keys)
         beam = Beam(root)
         for depth, width in enumerate(self.widths):
-            hidden = self._run(beam, depth, positions, rotary, last_token, target)
-            beam.grow(self.parts.head(hidden).to(root.device), width)
+            changing = beam.tokens, beam.reach, last_token, positions, *rotary
+            logits = None
+            if runner is not None:
+                inputs = *changing, target.lengths
+                logits = self._run_by(runner, _level, inputs, self.binding.cache.rows, target, depth)
+            if logits is None:
+                logits = self.level(changing, depth, target)
+            beam.grow(self.coupling.scores(logits.to(root.device), depth, beam.paths), width)
         return beam.fields()
 
     def _run_by(
-        self, runner: Any, root: torch.Tensor, target: "Prefix", rows: RowLengths
-    ) -> tuple[torch.Tensor, ...] | None:
-        """The same, compiled or captured; None if that is not possible."""
+        self,
+        runner: Any,
+        function: Callable[..., Any],
+        changing: tuple[torch.Tensor, ...],
+        rows: RowLengths,
+        target: Prefix,
+        *constants: int,
+    ) -> Any:
+        """A function of these inputs, compiled or captured; None if that is not possible."""
         known = runner.knows(rows)
         sizes = runner.sizes(rows, 0, target.keys.shape[2])
-        changing = root, self.last_token, target.lengths
-        fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values)
-        shape = len(root), tuple(self.widths), known
-        fields: tuple[torch.Tensor, ...] | None = runner(_grow, shape, changing, fixed, self._owner, self)
-        return fields
+        fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *constants
+        shape = len(self.root), tuple(self.widths), known, *constants
+        return runner(function, shape, changing, fixed, self._owner, self)
 
     def observe(self, verification: Verification) -> None:
         """Keep the accepted nodes' keys. A node of the deepest level has none yet: the next draft makes them."""
@@ -169,28 +189,26 @@ class LongSpecDrafter(Drafter):
                 "text stays exact, but fewer drafts may be accepted. Train it further with larger offsets."
             )
 
-    def _run(
-        self,
-        beam: Beam,
-        depth: int,
-        positions: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        last_token: torch.Tensor,
-        target: "Prefix",
-    ) -> torch.Tensor:
-        """The block on the newest level: hidden states `(B, n, hidden)`."""
+    def level(self, changing: tuple[torch.Tensor, ...], depth: int, target: Prefix) -> torch.Tensor:
+        """Logits `(B, n, V)` after the newest level of a beam.
+
+        Args:
+            changing (`tuple[torch.Tensor, ...]`): Tokens and reach of that level, the last committed token of each
+                row, and what `grow` computes once: positions, and their rotary embedding.
+        """
+        level, reach, last_token, positions, cos, sin = changing
         first = 0 if depth == 0 else depth + 1
         own = slice(first, depth + 2)
-        tokens = beam.tokens if depth else torch.stack([last_token, beam.tokens[:, 0]], 1)
+        tokens = level if depth else torch.stack([last_token, level[:, 0]], 1)
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
-        seen = self._visible(beam, positions[:, depth + 1 : depth + 2])
+        seen = self._visible(reach, positions[:, depth + 1 : depth + 2])
 
         def attend_self(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             if depth == 0:
                 self.ring.fill(key[:, :, :1], value[:, :, :1], positions[:, :1])
                 key, value = key[:, :, 1:], value[:, :, 1:]
-            self.ring.stage(key, value, beam.first_node)
-            end = self.ring.window + beam.num_nodes
+            self.ring.stage(key, value, reach.shape[2] - reach.shape[1])
+            end = self.ring.window + reach.shape[2]
             stored = self.ring.keys[:, :, :end], self.ring.values[:, :, :end]
             return self._kernels.tree_attention(query, *stored, seen, scaling=self.scaling)[0]
 
@@ -201,45 +219,24 @@ class LongSpecDrafter(Drafter):
             # the cache holds this rank's key/value heads, and the block is whole on every rank
             return ranks.all_heads(target.attend(self._kernels, ranks.own_heads(query), self.scaling))
 
-        here = rotary[0][:, own], rotary[1][:, own]
-        width = beam.tokens.shape[1]
-        hidden_states: torch.Tensor = self.block(hidden, here, self.parts, attend_self, attend_target, width)
-        return hidden_states
+        here = cos[:, own], sin[:, own]
+        hidden = self.block(hidden, here, self.parts, attend_self, attend_target, reach.shape[1])
+        logits: torch.Tensor = self.parts.head(hidden)
+        return logits
 
-    def _visible(self, beam: Beam, position: torch.Tensor) -> torch.Tensor:
+    def _visible(self, reach: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """`(B, n, window + N)`: the ring as far as the window reaches, and each node's ancestors."""
-        ring = self.ring.visible(position)[:, None].expand(-1, beam.tokens.shape[1], -1)
-        return torch.cat([ring, beam.reach.to(self.device)], dim=-1)
-
-
-@dataclass
-class Prefix:
-    """What is committed in the layer that the draft reads.
-
-    Args:
-        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Of the target.
-        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Likewise.
-        lengths (`torch.LongTensor` of shape `(B,)`): Committed tokens per row.
-        host_lengths (`tuple[int, ...]`, *optional*): The same on the host; None where they are not to be read.
-        end (`int`, *optional*): Where the longest of them ends; None for all of the buffer.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    lengths: torch.Tensor
-    host_lengths: tuple[int, ...] | None
-    end: int | None
-
-    def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attention of queries `(B, H, N, D)` to all of it."""
-        used = self.keys[:, :, : self.end], self.values[:, :, : self.end]
-        where = {"host_lengths": self.host_lengths}
-        return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling, **where)[0]
+        ring = self.ring.visible(position)[:, None].expand(-1, reach.shape[1], -1)
+        return torch.cat([ring, reach.to(self.device)], dim=-1)
 
 
 def _grow(changing, drafter, known, sizes, keys, values):
     """[`LongSpecDrafter.grow`] as a graph is made of it."""
     root, last_token, lengths = changing
-    host = known_lengths(sizes, known, root.shape[0])
-    target = Prefix(keys, values, lengths, host, end_of_prefixes(sizes, known))
-    return drafter.grow(root, last_token, target)
+    return drafter.grow(root, last_token, prefix_in_graph(keys, values, lengths, known, sizes))
+
+
+def _level(changing, drafter, known, sizes, keys, values, depth):
+    """[`LongSpecDrafter.level`] likewise."""
+    *inputs, lengths = changing
+    return drafter.level(tuple(inputs), depth, prefix_in_graph(keys, values, lengths, known, sizes))

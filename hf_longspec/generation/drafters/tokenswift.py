@@ -19,6 +19,7 @@ import torch
 
 from ...attention_backends.query_capture import QueryCapture
 from ...attention_backends.scores import ScoreCapture
+from ..coupling import Coupling
 from ..draft_tree import DraftTree
 from ..partial_kv import PartialCache
 from ..partial_policy import PartialKVPolicy
@@ -80,6 +81,7 @@ class TokenSwiftDrafter(Drafter):
     ):
         super().__init__(binding)
         self._owner = owner
+        self.coupling = Coupling(binding.rule)
         self.heads = heads
         self.ends = ends
         self.settings = settings
@@ -109,11 +111,11 @@ class TokenSwiftDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """All combinations of the best candidates for each of the next tokens behind `root` `(batch,)`."""
         if self.partial is None:
-            return product_tree(root, self._rank(self.hidden, self.widths))
+            return product_tree(root, self._rank(self.hidden, self.widths, []))
         logits, hidden = self.partial.step(self.binding.target, root, self.binding.max_length, with_hidden=True)
         assert hidden is not None
-        base = logits.topk(self.widths[0]).indices
-        return product_tree(root, [base, *self._rank(hidden, self.widths[1:])])
+        base = self._best(logits, self.widths[0], [])
+        return product_tree(root, [base, *self._rank(hidden, self.widths[1:], [base])])
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
         """The queries that entries are scored by, if a build is due behind this verification."""
@@ -155,17 +157,37 @@ class TokenSwiftDrafter(Drafter):
         assert self.partial is not None
         self.partial.build(row, length, scores_of)
 
-    def _rank(self, hidden: torch.Tensor, widths: list[int]) -> list[torch.Tensor]:
-        """The best candidates `(batch, width)` of each of the first heads, from hidden states `(batch, hidden)`."""
+    def _rank(self, hidden: torch.Tensor, widths: list[int], known: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The best candidates `(batch, width)` of each of the first heads, from hidden states `(batch, hidden)`.
+
+        Args:
+            known (`list[torch.Tensor]`): Those of the levels above.
+        """
         if not widths:
             return []
-        levels, most, runner = len(widths), max(widths), self.binding.target.runner
-        fixed, best = (self.heads, self.ends, levels, most), None
-        if runner is not None and self._owner is not None:
-            best = runner(_best, (len(hidden), levels, most), (hidden,), fixed, self._owner, self)
-        if best is None:
-            best = _best((hidden,), *fixed)
+        if not self.coupling.idle:
+            levels = list(known)
+            for logits, width in zip(self._run(_logits, hidden, len(widths)), widths, strict=True):
+                levels.append(self._best(logits, width, levels))
+            return levels[len(known) :]
+        best = self._run(_best, hidden, len(widths), max(widths))
         return [ranked[:, :width] for ranked, width in zip(best, widths, strict=True)]
+
+    def _best(self, logits: torch.Tensor, width: int, levels: list[torch.Tensor]) -> torch.Tensor:
+        """The best `width` candidates of logits `(batch, vocab)`, behind the best ones of the levels above."""
+
+        def path() -> torch.Tensor:
+            above = [level[:, :1] for level in levels]
+            return torch.cat(above, 1)[:, None] if above else torch.empty(len(logits), 1, 0)
+
+        return self.coupling.scores(logits[:, None], len(levels), path)[:, 0].topk(width).indices
+
+    def _run(self, function: Callable[..., Any], hidden: torch.Tensor, *constants: int) -> torch.Tensor:
+        """A function of hidden states, heads and numbers; compiled or captured where that is done and possible."""
+        runner, fixed, result = self.binding.target.runner, (self.heads, self.ends, *constants), None
+        if runner is not None and self._owner is not None:
+            result = runner(function, (len(hidden), *constants), (hidden,), fixed, self._owner, self)
+        return function((hidden,), *fixed) if result is None else result
 
     def _partial_cache(self) -> PartialCache:
         target, cache, settings = self.binding.target, self.binding.cache, self.settings
@@ -178,8 +200,12 @@ class TokenSwiftDrafter(Drafter):
         return PartialCache(cache, keep_all if settings.partial_kv_policy == "full" else target.sliding_layers, policy)
 
 
-def _best(changing: tuple[torch.Tensor], heads: Any, ends: TargetEnds, levels: int, most: int) -> torch.Tensor:
-    """The best candidates `(levels, batch, most)` of the first heads; a graph can be made of it."""
+def _logits(changing: tuple[torch.Tensor], heads: Any, ends: TargetEnds, levels: int) -> torch.Tensor:
+    """Logits `(levels, batch, vocab)` of the first heads; a graph can be made of it."""
     (hidden,) = changing
-    states = heads(hidden[:, None])[:levels, :, 0]
-    return ends.head(states).topk(most).indices
+    return ends.head(heads(hidden[:, None])[:levels, :, 0])
+
+
+def _best(changing: tuple[torch.Tensor], heads: Any, ends: TargetEnds, levels: int, most: int) -> torch.Tensor:
+    """The best candidates `(levels, batch, most)` of the first heads; likewise."""
+    return _logits(changing, heads, ends, levels).topk(most).indices

@@ -104,7 +104,10 @@ def test_same_seed_same_text_as_the_plain_loop(target, name, kind, options):
         options = {"do_sample": True, "max_new_tokens": 14, "eos_token_id": NEVER} | options
         texts.append(model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options).tolist())
     assert texts[0] == texts[1]
-    assert draft.last_speculation.num_accepted_ngram_tokens > 0
+    stats = draft.last_speculation
+    assert stats.num_accepted_draft_tokens > 0
+    # a target that drafts for itself under its own noise leaves n-grams nothing to add
+    assert stats.num_accepted_ngram_tokens > 0 or kind == "partial_kv"
 
 
 def ring_of(draft, model, texts):

@@ -27,6 +27,8 @@ STEPS = {
     "dynamic": {"_best", "_tree_step", "_sparse_step"},
     "full": {"_best", "_tree_step", "_sparse_step"},
 }
+# The heads where processors or noise rank their candidates.
+RANKED = {"_logits"}
 
 
 def draft_for(model, mode, **settings):
@@ -85,7 +87,7 @@ def test_the_text_is_that_of_the_steps_as_they_are(target, mode, rows, graphs, r
     assert draft.last_speculation.num_accepted_draft_tokens > 0
     sampled = text(model, draft, "off", rows, do_sample=True)
     assert torch.equal(text(model, draft, "compile", rows, do_sample=True), sampled)
-    assert compiled_steps(model, draft) >= STEPS[mode]
+    assert compiled_steps(model, draft) >= STEPS[mode] | RANKED
     assert not run_as_they_are
 
 
@@ -115,7 +117,7 @@ def test_processors_and_joined_ngrams(target, mode, graphs, run_as_they_are):
         expected = text(model, draft, "off", **options)
         assert torch.equal(text(model, draft, "compile", **options), expected)
         assert draft.last_speculation.num_accepted_draft_tokens > 0
-    assert compiled_steps(model, draft) >= STEPS[mode]
+    assert compiled_steps(model, draft) >= STEPS[mode] - {"_best"} | RANKED
     assert not run_as_they_are
 
 

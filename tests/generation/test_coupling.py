@@ -1,0 +1,174 @@
+"""Candidates ranked by the target's rule: against a loop over nodes, and against what the target then takes."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from hf_longspec import ContextualPenaltyLogitsProcessor
+from hf_longspec.generation.beam import Beam
+from hf_longspec.generation.coupling import SHARPNESS, Coupling
+from hf_longspec.generation.logits import TokenRule
+from hf_longspec.generation.noise import NoiseRows
+from hf_longspec.generation.sequences import Sequences
+from hf_longspec.generation.verification import draw_noise, race
+from hf_longspec.testing import tiny_prompts
+from hf_longspec.testing_drafts import random_longspec_draft, random_tokenswift_draft
+
+VOCAB, PROMPT = 11, 6
+NEVER = 999  # no token of the tiny targets
+WARPERS = [TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.05)]
+
+
+def make_rule(processors, do_sample, emitted=((4,), (5, 9, 2))):
+    """A rule of two rows behind what they emitted: one is longer than the other."""
+    prompts = torch.randint(VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
+    sequences = Sequences(prompts, StoppingCriteriaList(), pad_token_id=0, max_length=40, reach=20)
+    sequences.append([list(row) for row in emitted])
+    torch.manual_seed(3)
+    noise = NoiseRows(2, VOCAB, torch.device("cpu")) if do_sample else None
+    return TokenRule(LogitsProcessorList(processors), do_sample, sequences, noise)
+
+
+def looped(rule, logits, depth, paths):
+    """One node of one row at a time: processors behind its own text, then the noise of its position."""
+    scores = torch.empty_like(logits)
+    for row, emitted in enumerate(rule.sequences.generated):
+        prompt = rule.sequences.tokens[row, :PROMPT].tolist()
+        for node in range(logits.shape[1]):
+            text = torch.tensor([prompt + list(emitted) + paths[row, node].tolist()])
+            score = logits[row, node][None]
+            for processor in rule.processors:
+                score = processor(text, score)
+            if rule.do_sample:
+                score = score - rule.noise.rows(depth + 1)[row, depth].log()
+            scores[row, node] = score[0]
+    return scores
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "processors",
+    [WARPERS, [RepetitionPenaltyLogitsProcessor(1.7), *WARPERS], [ContextualPenaltyLogitsProcessor(3.0, 2)]],
+    ids=["warped", "penalised", "windowed"],
+)
+def test_the_order_is_that_of_the_loop(processors, do_sample):
+    rule = make_rule(processors, do_sample)
+    random = torch.Generator().manual_seed(5)
+    logits = torch.randn(2, 5, VOCAB, generator=random) * 2
+    paths = torch.randint(VOCAB, (2, 5, 3), generator=random)
+    got = Coupling(rule).scores(logits, 3, lambda: paths)
+    expected = looped(rule, logits, 3, paths)
+    assert torch.equal(got.isfinite(), expected.isfinite()) and expected.isfinite().sum() > 20
+    # scores are known up to a constant per node; 1e-4: logarithms of float32 noise, computed in another order
+    factor = SHARPNESS if do_sample else 1.0
+    lead, expected_lead = got - got.amax(-1, keepdim=True), expected - expected.amax(-1, keepdim=True)
+    torch.testing.assert_close(lead, factor * expected_lead, atol=1e-4, rtol=1e-4)
+
+
+def test_an_idle_rule_leaves_the_logits_as_they_are():
+    logits = torch.randn(2, 3, VOCAB)
+    for rule in (None, make_rule([], do_sample=False)):
+        assert Coupling(rule).scores(logits, 0, pytest.fail) is logits
+    assert Coupling(make_rule([], do_sample=True)).scores(logits, 0, pytest.fail) is not logits
+
+
+def test_laws_that_differ_agree_as_often_as_the_bound_says():
+    """At least (1 - TV) / (1 + TV), https://huggingface.co/papers/2408.07978: more than the largest probability."""
+    random = torch.Generator().manual_seed(0)
+    draft, target = torch.randn(2, 40, generator=random).unbind()
+    target = draft + 0.5 * target
+    noise = draw_noise(4000, 40, generator=random)
+    agreed = (race(draft.expand(4000, -1), noise) == race(target.expand(4000, -1), noise)).float().mean()
+    distance = (draft.softmax(0) - target.softmax(0)).abs().sum() / 2
+    # 4000 draws: 0.02 are more than 2.5 standard errors
+    assert agreed >= (1 - distance) / (1 + distance) - 0.02
+    assert agreed > 2 * target.softmax(0).max()
+
+
+SAMPLED = [
+    {"temperature": 1.0, "top_k": 0},
+    {"temperature": 0.8, "top_k": 30, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 0, "min_p": 0.02, "logits_processor": [ContextualPenaltyLogitsProcessor(1.5, 8)]},
+    {"repetition_penalty": 1.3, "top_k": 0},
+]
+
+
+@pytest.mark.parametrize("options", SAMPLED, ids=lambda options: "-".join(options))
+def test_a_draft_that_knows_the_law_is_always_right(target, options):
+    """The target over its whole cache drafts one token: all are accepted, though no law has a likely token."""
+    model = target("llama")
+    draft = random_tokenswift_draft(model, self_draft="partial_kv", tree_branching=[1], partial_kv_policy="full")
+    draft.generation_config.gate = False
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, (33, 3, 13))
+    torch.manual_seed(0)
+    inputs = {"attention_mask": attention_mask, "max_new_tokens": 24, "eos_token_id": NEVER}
+    model.generate(input_ids, assistant_model=draft, do_sample=True, **inputs, **options)
+    stats = draft.last_speculation
+    assert stats.num_draft_tokens == stats.num_spec_steps >= 30
+    # the last token of a row may be one more than there is room for
+    assert stats.num_accepted_draft_tokens >= stats.num_draft_tokens - 3
+
+
+def test_a_draft_without_the_noise_is_seldom_right(target, monkeypatch):
+    """The test above, broken."""
+    monkeypatch.setattr(Coupling, "scores", lambda self, logits, depth, paths: logits)
+    with pytest.raises(AssertionError):
+        test_a_draft_that_knows_the_law_is_always_right(target, SAMPLED[0])
+
+
+class Strict(LogitsProcessor):
+    """Allows the two tokens that continue the last one, and fails behind a token that it did not allow."""
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+        self.prompt_length = None
+
+    def allowed(self, token):
+        return [(2 * token + 1) % self.vocab_size, (2 * token + 5) % self.vocab_size]
+
+    def __call__(self, input_ids, scores):
+        self.prompt_length = self.prompt_length or input_ids.shape[1]
+        text = input_ids[0, self.prompt_length - 1 :].tolist()
+        for token, following in pairwise(text):
+            assert following in self.allowed(token)
+        mask = torch.full_like(scores, -torch.inf)
+        mask[:, self.allowed(text[-1])] = 0
+        return scores + mask
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_processor_that_fails_behind_what_it_forbids(target, do_sample):
+    """Trees are wider than what is allowed, so some of their nodes are forbidden ones."""
+    model = target("llama")
+    draft = random_longspec_draft(model, window=8, tree_widths=[3, 5, 4])
+    draft.generation_config.gate = False
+    input_ids, _ = tiny_prompts(model.config.vocab_size, (21,))
+    options = {"max_new_tokens": 20, "eos_token_id": NEVER, "do_sample": do_sample}
+    torch.manual_seed(0)
+    model.generate(input_ids, assistant_model=draft, logits_processor=[Strict(model.config.vocab_size)], **options)
+    # two tokens are possible at every place, and the tree holds both
+    assert draft.last_speculation.num_accepted_draft_tokens >= 12
+
+
+def test_paths_of_a_beam():
+    beam = Beam(torch.tensor([5, 6]))
+    assert beam.paths().shape == (2, 1, 0)
+    random = torch.Generator().manual_seed(2)
+    for width in (3, 4, 2):
+        logits = torch.randn(2, beam.tokens.shape[1], VOCAB, generator=random)
+        beam.grow(logits, width)
+    tokens, parents, _, _ = beam.fields()
+    first = beam.first_node
+    for row in range(2):
+        for place in range(2):
+            node, path = first + place, []
+            while node:
+                path.insert(0, int(tokens[row, node]))
+                node = int(parents[row, node])
+            assert beam.paths()[row, place].tolist() == path
+    beam.scores[0, 1] = -torch.inf
+    assert torch.equal(beam.paths()[0, 1], beam.paths()[0, 0])
