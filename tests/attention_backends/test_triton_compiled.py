@@ -44,7 +44,7 @@ def assert_fits(reports, arch):
     assert [report for report in reports if report["STACK"] > most or report["LOCAL"]] == []
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.soak) for arch in (80, 100))])
 def test_no_spills(arch, tmp_path):
     reports = compile_kernels(arch, "short", tmp_path)
     assert_fits(reports, arch)
