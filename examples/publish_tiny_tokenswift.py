@@ -4,10 +4,11 @@
         --results benchmarks/results/tokenswift.jsonl
 
 `--run` is the folder that `train_tiny_tokenswift.py` wrote, `--results` what `benchmarks/acceptance.py --draft`
-measured of it under the name `--draft`. A card states no number that is not in one of them.
+measured of it under the name `--draft`. A card states no number that is not in one of them. What came before that run
+is named by `--before`, in order: the published heads that it went on with, texts of `write_target_texts.py`.
 """
 
-from tiny_draft_folder import load_trained, make_parser, training_facts, write_folder
+from tiny_draft_folder import all_stages, load_trained, make_parser, training_facts, write_folder
 
 import hf_longspec
 
@@ -21,9 +22,9 @@ They ask for the cheapest tree: one head and one candidate. Where checking nodes
 TRAINING = """\
 {steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on the texts of the target's training: the sum over the heads of
 their divergence from the distribution that the target has there, the target itself frozen. Loss {first:.3f} in the
-first {every} steps and {last:.3f} in the last.
+first {every} steps and {last:.3f} in the last."""
 
-{heads}"""
+HEADS = "How often each head had the target's most likely token first, or among its first three, at the end:"
 
 LIMITS = """\
 The heads do not know which of its likely tokens the target took, so they guess less well the flatter its predictions
@@ -34,9 +35,10 @@ def main() -> None:
     args = make_parser(__doc__, "tiny-tokenswift", "tokenswift.jsonl").parse_args()
     draft = load_trained(args.run / "final", "train_tiny_tokenswift.py", CPU_SETTINGS)
     assert isinstance(draft, hf_longspec.TokenSwiftDraftModel)
-    facts = training_facts(args.run)
-    training = TRAINING.format(heads=accuracies(facts["last_log"], draft.config.num_heads), **facts)
-    write_folder(draft, args, settings=SETTINGS, training=training, command=facts["command"], limits=LIMITS)
+    training, commands = all_stages(args, TRAINING)
+    heads = accuracies(training_facts(args.run)["last_log"], draft.config.num_heads)
+    training = f"{training}\n\n{HEADS}\n\n{heads}"
+    write_folder(draft, args, settings=SETTINGS, training=training, command=commands, limits=LIMITS)
 
 
 def accuracies(log: dict[str, float], num_heads: int) -> str:

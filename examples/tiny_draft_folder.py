@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from hf_longspec.hub import Card, write_repository
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_BYTES = 4_000_000  # what a clone of the repository is asked to carry
+GOING_ON = """\
+Then {steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. Loss {first:.3f} in the first {every} steps
+and {last:.3f} in the last."""
 FILES = ("config.json", "generation_config.json", "model.safetensors")
 
 
 def make_parser(description: str | None, draft: str, results: str) -> argparse.ArgumentParser:
-    """With `--run`, `--results`, `--draft` and `--output`, for the draft of that name."""
+    """With `--run`, `--before`, `--results`, `--draft` and `--output`, for the draft of that name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder that the training example wrote")
+    parser.add_argument("--before", type=Path, action="append", default=[], help="what came before; repeatable")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / results)
     parser.add_argument("--draft", default=draft, help="name of the draft in the results file")
     parser.add_argument("--output", type=Path, default=ROOT / "hub_cards" / draft)
@@ -68,3 +73,26 @@ def training_facts(run: Path) -> dict[str, Any]:
         "last_log": losses[-1],
         "command": (run / "command.txt").read_text(encoding="utf-8").strip(),
     }
+
+
+def all_stages(args: argparse.Namespace, training: str, **facts: Any) -> tuple[str, str]:
+    """What a card says of the whole training and its commands: of what came before the run, and of the run.
+
+    Args:
+        training (`str`): Told of a run that began with a new draft, with its numbers and `facts` filled in.
+    """
+    stages = [_stage(folder, training, **facts) for folder in (*args.before, args.run)]
+    texts, commands = ("\n".join(filter(None, parts)) for parts in zip(*stages, strict=True))
+    return texts, commands
+
+
+def _stage(folder: Path, training: str, **facts: Any) -> tuple[str, str]:
+    if (folder / "card.json").is_file():
+        card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
+        return card["training"], card["command"]
+    if not (folder / "trainer_state.json").is_file():
+        return "", (folder / "command.txt").read_text(encoding="utf-8").strip()
+    facts |= training_facts(folder)
+    streams = " and ".join(f"`{name}`" for name in re.findall(r"--streams (\S+)", facts["command"]))
+    text = GOING_ON if "--draft" in facts["command"] else training
+    return text.format(streams=streams, **facts), facts["command"]

@@ -88,6 +88,31 @@ def test_without_streams(train, tmp_path):
         train()
 
 
+def test_heads_go_on_on_other_streams_and_the_card_tells_both(train, tmp_path, monkeypatch):
+    """Their weights are those of the first run, changed; the second stage has its own command and streams."""
+    folder = train("--minutes", 0.005, "--heads", 2)
+    (tmp_path / "own").mkdir()
+    np.save(tmp_path / "own" / "sampled.npy", np.random.default_rng(1).integers(3, 128, 900).astype(np.uint16))
+    more = ("--draft", folder / "final", "--streams", tmp_path / "own", "--output", tmp_path / "more")
+    train("--minutes", 0.005, "--learning-rate", 1e-4, *more)
+    first, second = (
+        AutoModel.from_pretrained(run / "final", dtype=torch.float32) for run in (folder, tmp_path / "more")
+    )
+    assert second.config.num_heads == 2
+    for name, weight in first.state_dict().items():
+        # bfloat16 of what was saved, and some steps of 1e-4
+        torch.testing.assert_close(second.state_dict()[name], weight, atol=0.02, rtol=0.02)
+    assert any(not torch.equal(second.state_dict()[name], weight) for name, weight in first.state_dict().items())
+    card = tmp_path / "card"
+    arguments = ("--run", tmp_path / "more", "--before", folder, "--results", tmp_path / "none", "--output", card)
+    monkeypatch.setattr(sys, "argv", ["publish_tiny_tokenswift", *map(str, arguments)])
+    importlib.import_module("publish_tiny_tokenswift").main()
+    text = (card / "README.md").read_text()
+    assert text.count("python examples/train_tiny_tokenswift.py") == 2
+    assert "--streams runs/streams --streams runs/own" in text and "--draft runs/run/final" in text
+    assert "on `runs/streams` and `runs/own`" in text and str(tmp_path) not in text
+
+
 def test_from_training_to_the_card(train, tmp_path, monkeypatch):
     folder, card = train("--minutes", 0.005), tmp_path / "card"
     arguments = ("--run", folder, "--results", tmp_path / "none", "--output", card)
