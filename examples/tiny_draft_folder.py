@@ -82,8 +82,8 @@ def all_stages(args: argparse.Namespace, training: str, **facts: Any) -> tuple[s
         training (`str`): Told of a run that began with a new draft, with its numbers and `facts` filled in.
     """
     stages = [_stage(folder, training, **facts) for folder in (*args.before, args.run)]
-    texts, commands = ("\n".join(filter(None, parts)) for parts in zip(*stages, strict=True))
-    return texts, commands
+    texts, commands = (list(filter(None, parts)) for parts in zip(*stages, strict=True))
+    return "\n\n".join(texts), "\n".join(commands)
 
 
 def _stage(folder: Path, training: str, **facts: Any) -> tuple[str, str]:
