@@ -48,11 +48,14 @@ def main(arguments: list[str] | None = None) -> None:
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], args.prompt, 1)
     rows = [row for row in make_rows(model, args) if not args.only or row.method in args.only]
     guard, progress = TimeGuard(args.minutes), Progress(total=len(rows), quiet=args.quiet)
-    names = ("tokens", "dtype", "prompt", "min_p", "penalty", "window", "near")
+    names = ("compile", "tokens", "dtype", "prompt", "min_p", "penalty", "window", "near")
     settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}
     penalty = hf_longspec.ContextualPenaltyLogitsProcessor(args.penalty, args.window)
     baselines = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
     marks = sorted({mark for mark in args.marks if mark < args.tokens} | {args.tokens})
+    if args.compile:
+        for method in (baselines[PLAIN], *(row.draft for row in rows)):
+            method.generation_config.compile = "compile"
     benchmark = LongBenchmark(model, tokens, marks, {"min_p": args.min_p}, [penalty], levels=args.levels)
     with ResultFile(args.output, "long", long_report, guard, settings) as results:
         for row in rows:
@@ -88,6 +91,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--draft", default=str(ROOT / "hub_cards" / "tiny-tokenswift"), help="folder or Hub id")
     made.add_argument("--rows", choices=["all", "both", "one", "plain"], default="all", help="default: %(default)s")
     made.add_argument("--only", action="append", help="a method among the rows, such as 'plain loop'; repeatable")
+    made.add_argument(
+        "--compile", action="store_true", help="compile the steps of all our methods, before the clock starts"
+    )
     made.add_argument("--tokens", type=int, default=20_000, help="per row (default: %(default)s)")
     made.add_argument("--marks", type=integers, default=[20_000, 40_000, 60_000, 80_000, 100_000])
     made.add_argument("--prompt", type=int, default=2048, help="tokens (default: %(default)s)")

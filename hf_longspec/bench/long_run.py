@@ -20,6 +20,8 @@ from .timing import TokenClock
 
 # Tokens in front of a mark over which the speed at the mark is taken.
 NEAR = 1000
+# Tokens of a call that compiles what a row will run, before its clock starts.
+WARM_UP = 24
 # Slots behind the last mark, for baselines that go on there.
 ROOM = 2048
 
@@ -118,6 +120,9 @@ class LongBenchmark:
         if not results.guard.fits(self._longest):
             results.skip("no time left", method=row.method, mode=row.mode, penalised=row.penalised)
             return
+        for method in (row.draft, *baselines.values()):
+            if not isinstance(method, HfMethod) and method.setting("compile") == "compile":
+                self._generate(method, row, WARM_UP)
         text, cache = self.run(row, results)
         for mark in reversed([mark for mark in self.marks if mark <= row.tokens]):  # each writes behind its mark
             for name, method in baselines.items():
@@ -132,19 +137,7 @@ class LongBenchmark:
         clock = MarkClock(
             sorted({1, *marks, *(max(1, mark - NEAR) for mark in marks)}), lambda: row.draft.last_speculation
         )
-        nodes = row.draft.num_tree_nodes(TargetView(self.model))
-        room = self.prompt.shape[1] + row.tokens + ROOM
-        row.draft.generation_config.gate = False  # speculation itself is measured
-        torch.manual_seed(0)
-        output = self.model.generate(
-            self.prompt,
-            assistant_model=row.draft,
-            past_key_values=SpeculativeCache(self.model.config, 1, room, tree_slots=nodes),
-            max_new_tokens=row.tokens,
-            streamer=clock,
-            return_dict_in_generate=True,
-            **self._options(row.mode, row.penalised),
-        )
+        output = self._generate(row.draft, row, row.tokens, streamer=clock)
         text = output.sequences[0, self.prompt.shape[1] :].tolist()
         for mark in marks:
             results.write(
@@ -159,6 +152,22 @@ class LongBenchmark:
                 distinct=[list(distinct(text[:mark], n).values()) for n in ORDERS],
             )
         return output.sequences, output.past_key_values
+
+    def _generate(self, draft: Any, row: LongRow, tokens: int, **options: Any) -> Any:
+        """So many tokens behind the prompt, with the row's rule and a cache of its own."""
+        nodes = draft.num_tree_nodes(TargetView(self.model))
+        room = self.prompt.shape[1] + row.tokens + ROOM
+        draft.generation_config.gate = False  # speculation itself is measured
+        torch.manual_seed(0)
+        return self.model.generate(
+            self.prompt,
+            assistant_model=draft,
+            past_key_values=SpeculativeCache(self.model.config, 1, room, tree_slots=nodes),
+            max_new_tokens=tokens,
+            return_dict_in_generate=True,
+            **self._options(row.mode, row.penalised),
+            **options,
+        )
 
     def speed_at(
         self, mark: int, method: Any, row: LongRow, text: torch.Tensor, cache: SpeculativeCache, tokens: int

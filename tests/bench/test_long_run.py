@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_longspec
 from hf_longspec.bench.decoding import HfMethod
@@ -10,6 +11,7 @@ from hf_longspec.bench.long_run import LongBenchmark, LongRow, MarkClock
 from hf_longspec.bench.reports import long_report
 from hf_longspec.bench.results import ResultFile, read_records
 from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.generation import compiled
 from hf_longspec.generation.stats import SpeculationStats
 
 
@@ -62,6 +64,28 @@ def test_ratios_are_those_of_the_same_mark(records):
         assert line[5] == f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}"
         theirs = next(at for at in records if at.get("method") == HF and at["mark"] == row["mark"])
         assert line[8] == f"{row['tokens_per_second_near'] / theirs['tokens_per_second']:.2f}"
+
+
+def test_graphs_are_built_before_the_clock_starts(target, prompts, tmp_path, monkeypatch):
+    """All of them, the baseline's as well: none is built while a text is written."""
+    torch._dynamo.reset()
+    graphs, built = CompileCounterWithBackend("eager"), []
+    monkeypatch.setattr(compiled, "BACKEND", graphs)
+    run = LongBenchmark.run
+
+    def watched(self, *args):
+        built.append(graphs.frame_count)
+        return run(self, *args)
+
+    monkeypatch.setattr(LongBenchmark, "run", watched)
+    drafts = hf_longspec.PlainDraftModel.from_target(target), hf_longspec.NgramDraftModel.from_target(target)
+    for draft in drafts:
+        draft.generation_config.compile = "compile"
+    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [30], {}, [], levels=4)
+    with ResultFile(tmp_path / "long.jsonl", "long", long_report, TimeGuard(1), {}) as results:
+        benchmark.measure(LongRow("mine", drafts[1], 30), {HF: HfMethod(), PLAIN: drafts[0]}, 5, results)
+    assert built == [graphs.frame_count] and built[0] >= 2
+    torch._dynamo.reset()
 
 
 def test_going_on_behind_a_mark_leaves_what_is_before_it(target, prompts, tmp_path):
