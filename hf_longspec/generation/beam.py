@@ -65,6 +65,7 @@ class Beam:
         each = min(width, logits.shape[-1])
         best, tokens = logits.topk(each, dim=-1)
         scores = best.float() + (self.scores - log_normaliser(logits))[..., None]
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # behind a node whose tokens are all forbidden
         self.scores, chosen = scores.flatten(1).topk(min(width, scores.shape[1] * each), dim=-1)
         parent = chosen // each
         first, size = self.first_node, chosen.shape[1]

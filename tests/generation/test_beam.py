@@ -50,6 +50,18 @@ def test_against_the_double_loop(widths):
     assert torch.equal(tree.mask, fresh.mask) and torch.equal(tree.depths, fresh.depths)
 
 
+def test_a_node_with_nothing_allowed_behind_it_is_the_last_choice():
+    """Its scores are all -inf, and what is computed from them is not a number."""
+    beam = Beam(torch.tensor([1]))
+    beam.grow(random_logits(1, 1, 0), 2)
+    logits = random_logits(1, 2, 1)
+    logits[:, 0] = -torch.inf
+    beam.grow(logits, 3)
+    assert (beam.parents[-1] == 2).all() and beam.scores.isfinite().all()
+    beam.grow(torch.full((1, 3, VOCAB), -torch.inf), 2)  # and where nothing is allowed at all, a tree of its size
+    as_tree(beam.fields(), len(beam.levels) - 1).validate()
+
+
 def test_a_level_cannot_be_wider_than_what_there_is():
     beam = Beam(torch.tensor([1]))
     beam.grow(random_logits(1, 1, 0, vocab=3), 8)

@@ -106,10 +106,12 @@ class LongSpecDrafter(Drafter):
         runner = self.binding.target.runner
         if runner is not None and not runner.takes(rows):
             runner = None
-        fields = None
-        if runner is not None and self.coupling.idle:
-            fields = self._run_by(runner, _grow, (root, self.last_token, target.lengths), rows, target)
-        tree = as_tree(fields or self.grow(root, self.last_token, target, runner), len(self.widths))
+        if runner is None or not self.coupling.idle:
+            fields = self.grow(root, self.last_token, target, runner)
+        else:
+            changing = root, self.last_token, target.lengths
+            fields = self._run_by(runner, _grow, changing, rows, target) or self.grow(*changing[:2], target)
+        tree = as_tree(fields, len(self.widths))
         self.tokens = tree.tokens
         return tree
 
