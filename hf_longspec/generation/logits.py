@@ -95,11 +95,11 @@ class TokenRule:
         """The token `(batch,)` that the rule takes from `scores`, with the noise row of `depth`."""
         if not self.do_sample:
             return scores.argmax(-1)
-        return race(scores, self.noise_at(depth))
+        return race(scores, self.noise_of(depth + 1)[:, depth])
 
-    def noise_at(self, depth: int) -> torch.Tensor:
-        """The noise `(batch, vocab)` that decides the token `depth` places behind the root."""
-        return self._noise.rows(depth + 1)[:, depth]
+    def noise_of(self, count: int) -> torch.Tensor:
+        """The noise `(batch, count, vocab)` that decides the next tokens."""
+        return self._noise.rows(count)
 
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, with_scores: bool = False
@@ -126,7 +126,7 @@ class TokenRule:
         if not self.do_sample:
             return accept_greedy(tree, scores)
         if tree.q is None:
-            return accept_sampled(tree, scores, self._noise.rows(tree.max_depth + 1))
+            return accept_sampled(tree, scores, self.noise_of(tree.max_depth + 1))
         generator = self.generator
         batch_size, num_nodes, vocab_size = scores.shape
         uniforms = torch.empty(batch_size, num_nodes - 1, device=scores.device).uniform_(generator=generator)

@@ -8,7 +8,7 @@ was, and its text for a given seed too. https://huggingface.co/papers/2408.07978
 candidates of whole trees are ranked so.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,6 +18,8 @@ from .generation_verification import log_lead
 # A token that is behind the first one by x is taken to be the target's choice exp(-2 x) times as often. Chains do not
 # depend on it, trees little: with 4+4+4+3 nodes of the bundled draft tau was 3.30, 3.45, 3.54, 3.50 at 0.5, 1, 2, 3.3.
 SHARPNESS = 2.0
+# Processors that compute with tensors and numbers alone, and look at no token: graphs can hold them.
+IN_GRAPHS = {"TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"}
 
 
 class Coupling:
@@ -28,38 +30,59 @@ class Coupling:
 
     Attributes:
         idle (`bool`): Whether the rule is the argmax of the logits, so that they rank the candidates themselves.
+        fits_graphs (`bool`): Whether `scores` may be part of a graph. Its `paths` are not asked for then.
+        key (`tuple`): What such a graph has compiled in.
     """
 
     def __init__(self, rule: TokenRule | None):
-        self.rule = rule
-        self.idle = rule is None or not (rule.do_sample or rule.processors)
+        self._rule = rule
+        self._samples = rule is not None and rule.do_sample
+        self._processors = () if rule is None else tuple(rule.processors)
+        self.idle = not (self._samples or self._processors)
+        names = [type(processor).__name__ for processor in self._processors]
+        self.fits_graphs = rule is None or (rule.history_free and IN_GRAPHS.issuperset(names))
+        settings = [tuple(vars(processor).items()) for processor in self._processors] if self.fits_graphs else []
+        self.key = self._samples, *zip(names, settings, strict=False)
 
-    def scores(self, logits: torch.Tensor, depth: int, paths: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def noise(self, depths: int) -> tuple[torch.Tensor, ...]:
+        """What decides about the next `depths` tokens, `(B, depths, V)`, if the target samples; otherwise nothing."""
+        return (self._rule.noise_of(depths),) if self._samples and self._rule is not None else ()
+
+    def scores(
+        self, logits: torch.Tensor, noise: Sequence[torch.Tensor], paths: Callable[[], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         """The logarithm of how likely each token is to be chosen, up to a constant per node.
 
         Args:
-            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's, after nodes of `depth`.
-            depth (`int`): Of these nodes; the root has 0.
-            paths (`Callable`): Gives the drafted tokens `(B, n, k)` that lead to them, as far as they are known,
-                `k <= depth`, if a processor has to see them.
+            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's, after some nodes.
+            noise (sequence of at most one `torch.Tensor` of shape `(B, n, V)` or `(B, 1, V)`): The rows that `noise`
+                gave for the tokens that follow them.
+            paths (`Callable`, *optional*): Gives the drafted tokens `(B, n, k)` that lead to them, as far as they are
+                known, if a processor has to see them.
 
         Returns:
             `torch.Tensor` of shape `(B, n, V)`.
         """
-        if self.idle or self.rule is None:
+        if self.idle:
             return logits
-        scores = _processed(self.rule, logits, paths)
-        if not self.rule.do_sample:
-            return scores
-        return SHARPNESS * log_lead(scores, self.rule.noise_at(depth)[:, None])
+        scores = self._warped(logits) if self.fits_graphs else self._processed(logits, paths)
+        return SHARPNESS * log_lead(scores, noise[0]) if noise else scores
 
+    def _warped(self, logits: torch.Tensor) -> torch.Tensor:
+        """By processors that look at no token, on all nodes at once."""
+        flat = logits.flatten(0, 1).float()
+        for processor in self._processors:
+            flat = processor(flat.new_zeros(len(flat), 1, dtype=torch.long), flat)
+        return flat.view(logits.shape)
 
-def _processed(rule: TokenRule, logits: torch.Tensor, paths: Callable[[], torch.Tensor]) -> torch.Tensor:
-    if rule.history_free:
-        return rule.scores_of_all(logits)
-    tokens, scores = paths(), []
-    for node in range(logits.shape[1]):
-        for place in range(tokens.shape[2]):
-            rule.sequences.try_out(place, tokens[:, node, place])
-        scores.append(rule.scores_at(logits[:, node], tokens.shape[2]))
-    return torch.stack(scores, 1)
+    def _processed(self, logits: torch.Tensor, paths: Callable[[], torch.Tensor] | None) -> torch.Tensor:
+        rule = self._rule
+        assert rule is not None and paths is not None
+        if rule.history_free:
+            return rule.scores_of_all(logits)
+        tokens, scores = paths(), []
+        for node in range(logits.shape[1]):
+            for place in range(tokens.shape[2]):
+                rule.sequences.try_out(place, tokens[:, node, place])
+            scores.append(rule.scores_at(logits[:, node], tokens.shape[2]))
+        return torch.stack(scores, 1)

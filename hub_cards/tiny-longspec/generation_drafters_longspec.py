@@ -6,7 +6,7 @@ target's cache and its own ancestors, with the last `window` tokens, in the draf
 drafted tokens do not exist yet; the draft has been trained for that gap.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,6 @@ from .generation_beam import Beam, as_tree
 from .generation_coupling import Coupling
 from .generation_draft_tree import DraftTree
 from .generation_prefix import Prefix, prefix_in_graph
-from .generation_row_lengths import RowLengths
 from .generation_target_parts import TargetParts
 from .generation_window_ring import WindowRing
 from .generation_drafters_base import Binding, Drafter, TreeShape, Verification, named
@@ -105,23 +104,30 @@ class LongSpecDrafter(Drafter):
         rows = cache.rows
         target = Prefix(layer.keys, layer.values, rows.on(self.device), cache.host_lengths, rows.longest)
         runner = self.binding.target.runner
-        if runner is not None and not runner.takes(rows):
-            runner = None
-        if runner is None or not self.coupling.idle:
-            fields = self.grow(root, self.last_token, target, runner)
+        runner = runner if runner is not None and runner.takes(rows) else None
+        inputs, noise = (root, self.last_token), self.coupling.noise(len(self.widths))
+        if runner is None or not self.coupling.fits_graphs:
+            fields = self.grow(*inputs, target, noise, runner)
         else:
-            changing = root, self.last_token, target.lengths
-            fields = self._run_by(runner, _grow, changing, rows, target) or self.grow(*changing[:2], target)
+            changing = *inputs, target.lengths, *noise
+            fields = self._run_by(runner, _grow, changing, target) or self.grow(*inputs, target, noise)
         tree = as_tree(fields, len(self.widths))
         self.tokens = tree.tokens
         return tree
 
     def grow(
-        self, root: torch.Tensor, last_token: torch.Tensor, target: Prefix, runner: Any = None
+        self,
+        root: torch.Tensor,
+        last_token: torch.Tensor,
+        target: Prefix,
+        noise: Sequence[torch.Tensor] = (),
+        runner: Any = None,
     ) -> tuple[torch.Tensor, ...]:
         """All levels: tokens, parents, depths and mask of the tree. Writes to the ring; reads nothing on the host.
 
-        With a `runner`, the block runs compiled or captured, level by level, and what ranks its candidates as it is.
+        Args:
+            noise (sequence of at most one `torch.Tensor` of shape `(B, depths, V)`): What decides about these levels.
+            runner (*optional*): Runs the block level by level, compiled or captured; candidates are ranked in between.
         """
         # one column per depth, and one for the last committed token, whose own keys may be missing: see observe
         positions = target.lengths[:, None] + torch.arange(-1, len(self.widths), device=self.device)
@@ -132,26 +138,20 @@ class LongSpecDrafter(Drafter):
             logits = None
             if runner is not None:
                 inputs = *changing, target.lengths
-                logits = self._run_by(runner, _level, inputs, self.binding.cache.rows, target, depth)
+                logits = self._run_by(runner, _level, inputs, target, depth)
             if logits is None:
                 logits = self.level(changing, depth, target)
-            beam.grow(self.coupling.scores(logits.to(root.device), depth, beam.paths), width)
+            drawn = [rows[:, depth, None] for rows in noise]
+            beam.grow(self.coupling.scores(logits.to(root.device), drawn, beam.paths), width)
         return beam.fields()
 
-    def _run_by(
-        self,
-        runner: Any,
-        function: Callable[..., Any],
-        changing: tuple[torch.Tensor, ...],
-        rows: RowLengths,
-        target: Prefix,
-        *constants: int,
-    ) -> Any:
+    def _run_by(self, runner: Any, function: Any, changing: Sequence[torch.Tensor], target: Prefix, *depth: int) -> Any:
         """A function of these inputs, compiled or captured; None if that is not possible."""
+        rows = self.binding.cache.rows
         known = runner.knows(rows)
         sizes = runner.sizes(rows, 0, target.keys.shape[2])
-        fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *constants
-        shape = len(self.root), tuple(self.widths), known, *constants
+        fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *depth
+        shape = len(self.root), tuple(self.widths), known, self.coupling.key, *depth
         return runner(function, shape, changing, fixed, self._owner, self)
 
     def observe(self, verification: Verification) -> None:
@@ -235,8 +235,8 @@ class LongSpecDrafter(Drafter):
 
 def _grow(changing, drafter, known, sizes, keys, values):
     """[`LongSpecDrafter.grow`] as a graph is made of it."""
-    root, last_token, lengths = changing
-    return drafter.grow(root, last_token, prefix_in_graph(keys, values, lengths, known, sizes))
+    root, last_token, lengths, *noise = changing
+    return drafter.grow(root, last_token, prefix_in_graph(keys, values, lengths, known, sizes), noise)
 
 
 def _level(changing, drafter, known, sizes, keys, values, depth):

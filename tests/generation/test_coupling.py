@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
-from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper
+from transformers.generation.logits_process import EtaLogitsWarper, MinPLogitsWarper, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
@@ -60,7 +60,10 @@ def test_the_order_is_that_of_the_loop(processors, do_sample):
     random = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 5, VOCAB, generator=random) * 2
     paths = torch.randint(VOCAB, (2, 5, 3), generator=random)
-    got = Coupling(rule).scores(logits, 3, lambda: paths)
+    coupling = Coupling(rule)
+    noise = [rows[:, 3:] for rows in coupling.noise(4)]
+    assert len(noise) == do_sample
+    got = coupling.scores(logits, noise, lambda: paths)
     expected = looped(rule, logits, 3, paths)
     assert torch.equal(got.isfinite(), expected.isfinite()) and expected.isfinite().sum() > 20
     # scores are known up to a constant per node; 1e-4: logarithms of float32 noise, computed in another order
@@ -72,8 +75,30 @@ def test_the_order_is_that_of_the_loop(processors, do_sample):
 def test_an_idle_rule_leaves_the_logits_as_they_are():
     logits = torch.randn(2, 3, VOCAB)
     for rule in (None, make_rule([], do_sample=False)):
-        assert Coupling(rule).scores(logits, 0, pytest.fail) is logits
-    assert Coupling(make_rule([], do_sample=True)).scores(logits, 0, pytest.fail) is not logits
+        assert Coupling(rule).scores(logits, [], pytest.fail) is logits
+    coupling = Coupling(make_rule([], do_sample=True))
+    assert coupling.scores(logits, coupling.noise(1), pytest.fail) is not logits
+
+
+def test_what_fits_graphs():
+    """Nothing that looks at tokens, and nothing that is not known."""
+
+    class Temperature(TemperatureLogitsWarper):
+        pass
+
+    for processors, fits in (
+        ([], True),
+        (WARPERS, True),
+        ([TemperatureLogitsWarper(0.7), EtaLogitsWarper(0.01)], False),
+        ([Temperature(0.7)], False),
+        ([RepetitionPenaltyLogitsProcessor(1.7), *WARPERS], False),
+    ):
+        assert Coupling(make_rule(processors, do_sample=True)).fits_graphs == fits
+    keys = [
+        Coupling(make_rule([MinPLogitsWarper(at)], do_sample)).key for at in (0.1, 0.2) for do_sample in (True, False)
+    ]
+    assert len(set(keys)) == 4
+    assert Coupling(make_rule([MinPLogitsWarper(0.1)], True)).key == keys[0]
 
 
 def test_laws_that_differ_agree_as_often_as_the_bound_says():
@@ -115,7 +140,7 @@ def test_a_draft_that_knows_the_law_is_always_right(target, options):
 
 def test_a_draft_without_the_noise_is_seldom_right(target, monkeypatch):
     """The test above, broken."""
-    monkeypatch.setattr(Coupling, "scores", lambda self, logits, depth, paths: logits)
+    monkeypatch.setattr(Coupling, "scores", lambda self, logits, noise, paths=None: logits)
     with pytest.raises(AssertionError):
         test_a_draft_that_knows_the_law_is_always_right(target, SAMPLED[0])
 

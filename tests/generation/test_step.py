@@ -53,7 +53,11 @@ def test_the_text_is_that_of_the_steps_as_they_are(kind, rows, graphs):
     assert graphs.frame_count > 0
     sampled = generate(model, draft, "off", rows, do_sample=True)
     assert torch.equal(generate(model, draft, "compile", rows, do_sample=True), sampled)
-    if kind == "longspec":  # a graph of the whole tree, and one of each level where noise ranks the candidates
+    if kind == "longspec":  # a graph of the whole tree; of each level, where a processor looks at what leads to it
+        assert {function.__name__ for function, _ in _compiled[draft]} == {"_grow"}
+        penalised = {"do_sample": True, "repetition_penalty": 1.2}
+        expected = generate(model, draft, "off", rows, **penalised)
+        assert torch.equal(generate(model, draft, "compile", rows, **penalised), expected)
         assert {function.__name__ for function, _ in _compiled[draft]} == {"_grow", "_level"}
 
 
@@ -164,7 +168,11 @@ class Recorder:
 
 
 @pytest.mark.parametrize("kind", [*DRAFTS, *HEADS])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "repetition_penalty": 1.2}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"do_sample": True, "top_p": 0.9, "min_p": 0.01}, {"do_sample": True, "repetition_penalty": 1.2}],
+    ids=["greedy", "sampled", "penalised"],
+)
 def test_captured_steps(kind, options, monkeypatch):
     """What a graph is made of reads no length on the host; lengths cross two buckets."""
     recorder = Recorder()

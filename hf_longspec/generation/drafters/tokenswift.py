@@ -165,13 +165,14 @@ class TokenSwiftDrafter(Drafter):
         """
         if not widths:
             return []
-        if not self.coupling.idle:
-            levels = list(known)
-            for logits, width in zip(self._run(_logits, hidden, len(widths)), widths, strict=True):
-                levels.append(self._best(logits, width, levels))
-            return levels[len(known) :]
-        best = self._run(_best, hidden, len(widths), max(widths))
-        return [ranked[:, :width] for ranked, width in zip(best, widths, strict=True)]
+        if self.coupling.fits_graphs:
+            noise = [rows[:, len(known) :] for rows in self.coupling.noise(len(known) + len(widths))]
+            best = self._run(_best, (hidden, *noise), len(widths), max(widths), self.coupling)
+            return [ranked[:, :width] for ranked, width in zip(best.unbind(1), widths, strict=True)]
+        levels = list(known)
+        for logits, width in zip(self._run(_logits, (hidden,), len(widths)).unbind(1), widths, strict=True):
+            levels.append(self._best(logits, width, levels))
+        return levels[len(known) :]
 
     def _best(self, logits: torch.Tensor, width: int, levels: list[torch.Tensor]) -> torch.Tensor:
         """The best `width` candidates of logits `(batch, vocab)`, behind the best ones of the levels above."""
@@ -180,14 +181,16 @@ class TokenSwiftDrafter(Drafter):
             above = [level[:, :1] for level in levels]
             return torch.cat(above, 1)[:, None] if above else torch.empty(len(logits), 1, 0)
 
-        return self.coupling.scores(logits[:, None], len(levels), path)[:, 0].topk(width).indices
+        noise = [rows[:, len(levels) :] for rows in self.coupling.noise(len(levels) + 1)]
+        return self.coupling.scores(logits[:, None], noise, path)[:, 0].topk(width).indices
 
-    def _run(self, function: Callable[..., Any], hidden: torch.Tensor, *constants: int) -> torch.Tensor:
-        """A function of hidden states, heads and numbers; compiled or captured where that is done and possible."""
+    def _run(self, function: Callable[..., Any], changing: tuple[torch.Tensor, ...], *constants: Any) -> torch.Tensor:
+        """A function of hidden states and heads; compiled or captured where that is done and possible."""
         runner, fixed, result = self.binding.target.runner, (self.heads, self.ends, *constants), None
         if runner is not None and self._owner is not None:
-            result = runner(function, (len(hidden), *constants), (hidden,), fixed, self._owner, self)
-        return function((hidden,), *fixed) if result is None else result
+            shape = len(changing[0]), self.coupling.key, *constants[:2]
+            result = runner(function, shape, changing, fixed, self._owner, self)
+        return function(changing, *fixed) if result is None else result
 
     def _partial_cache(self) -> PartialCache:
         target, cache, settings = self.binding.target, self.binding.cache, self.settings
@@ -201,11 +204,16 @@ class TokenSwiftDrafter(Drafter):
 
 
 def _logits(changing: tuple[torch.Tensor], heads: Any, ends: TargetEnds, levels: int) -> torch.Tensor:
-    """Logits `(levels, batch, vocab)` of the first heads; a graph can be made of it."""
+    """Logits `(batch, levels, vocab)` of the first heads; a graph can be made of it."""
     (hidden,) = changing
-    return ends.head(heads(hidden[:, None])[:levels, :, 0])
+    logits: torch.Tensor = ends.head(heads(hidden[:, None])[:levels, :, 0])
+    return logits.transpose(0, 1)
 
 
-def _best(changing: tuple[torch.Tensor], heads: Any, ends: TargetEnds, levels: int, most: int) -> torch.Tensor:
-    """The best candidates `(levels, batch, most)` of the first heads; likewise."""
-    return _logits(changing, heads, ends, levels).topk(most).indices
+def _best(
+    changing: tuple[torch.Tensor, ...], heads: Any, ends: TargetEnds, levels: int, most: int, coupling: Coupling
+) -> torch.Tensor:
+    """The best candidates `(batch, levels, most)` of the first heads; likewise."""
+    hidden, *noise = changing
+    logits = _logits((hidden,), heads, ends, levels)
+    return coupling.scores(logits, noise).topk(most).indices
