@@ -36,6 +36,7 @@ class Coupling:
 
     def __init__(self, rule: TokenRule | None):
         self._rule = rule
+        self._device = None if rule is None else rule.sequences.tokens.device
         self._samples = rule is not None and rule.do_sample
         self._processors = () if rule is None else tuple(rule.processors)
         self.idle = not (self._samples or self._processors)
@@ -65,6 +66,7 @@ class Coupling:
         """
         if self.idle:
             return logits
+        logits = logits.to(self._device)  # from where the head is, if the target is divided among devices
         scores = self._warped(logits) if self.fits_graphs else self._processed(logits, paths)
         return SHARPNESS * log_lead(scores, noise[0]) if noise else scores
 

@@ -115,7 +115,7 @@ class TokenSwiftDrafter(Drafter):
             return product_tree(root, self._rank(self.hidden, self.widths, []))
         logits, hidden = self.partial.step(self.binding.target, root, self.binding.max_length, with_hidden=True)
         assert hidden is not None
-        base = self._best(logits, self.widths[0], [])
+        base = self._take(logits, self.widths[0], [])
         return product_tree(root, [base, *self._rank(hidden, self.widths[1:], [base])])
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
@@ -172,10 +172,10 @@ class TokenSwiftDrafter(Drafter):
             return [ranked[:, :width] for ranked, width in zip(best.unbind(1), widths, strict=True)]
         levels = list(known)
         for logits, width in zip(self._run(_logits, (hidden,), len(widths)).unbind(1), widths, strict=True):
-            levels.append(self._best(logits, width, levels))
+            levels.append(self._take(logits, width, levels))
         return levels[len(known) :]
 
-    def _best(self, logits: torch.Tensor, width: int, levels: list[torch.Tensor]) -> torch.Tensor:
+    def _take(self, logits: torch.Tensor, width: int, levels: list[torch.Tensor]) -> torch.Tensor:
         """The best `width` candidates of logits `(batch, vocab)`, behind the best ones of the levels above."""
 
         def path() -> torch.Tensor:
