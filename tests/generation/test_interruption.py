@@ -93,7 +93,7 @@ def in_the_draft(draft, patch, bomb):
     bomb.calls = 2  # of SpecAttn's and LongSpec's drafts, in the second level
     wrap(patch, RandomTreeDrafter, "propose", bomb)
     wrap(patch, SpecAttnDrafter, "_draft_step", bomb)
-    wrap(patch, LongSpecDrafter, "_run", bomb)
+    wrap(patch, LongSpecDrafter, "level", bomb)
     return {}
 
 
