@@ -30,11 +30,11 @@ MIN_IGNORED := tests/generation/test_compiled.py tests/generation/drafters/test_
 TABLES := engine verification memory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min lint soak bench tables cards docs clean
+.PHONY: help demo test test-min install install-min lint soak bench tables cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-9s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## continue a long document with and without speculation, and compare
 	@echo "Running the demo on $(if $(TARGET),$(TARGET),the tiny target that comes with the repository)."
@@ -47,6 +47,10 @@ test: $(READY) ## the whole test suite, on the newest transformers
 test-min: $(READY_MIN) ## the generation, modeling, training and publishing tests, on the oldest supported transformers
 	@echo "Running the generation, modeling, training and publishing tests on the oldest supported transformers."
 	$(VENV_MIN)/bin/python -m pytest -n auto $(wildcard $(MIN_TESTS)) $(MIN_IGNORED:%=--ignore=%) $(ARGS)
+
+install: $(READY) ## make the environment for the newest transformers
+
+install-min: $(READY_MIN) ## make the environment for the oldest supported transformers
 
 lint: $(READY) ## ruff (rules and format) and mypy
 	@echo "Checking the rules and the format of the source (ruff)."
