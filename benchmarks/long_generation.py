@@ -17,7 +17,7 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 import hf_longspec
 from hf_longspec.bench.arguments import add_prompts, integers, parser, set_threads
-from hf_longspec.bench.decoding import HfMethod, load_target
+from hf_longspec.bench.decoding import MODES, HfMethod, load_target
 from hf_longspec.bench.engine import HF, PLAIN
 from hf_longspec.bench.long_run import LongBenchmark, LongRow
 from hf_longspec.bench.progress import Progress
@@ -46,7 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
     model = load_target(args.target, getattr(torch, args.dtype))
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], args.prompt, 1)
-    rows = [row for row in make_rows(model, args) if not args.only or row.method in args.only]
+    rows = [
+        row for row in make_rows(model, args) if row.method in (args.only or [row.method]) and row.mode in args.modes
+    ]
     guard, progress = TimeGuard(args.minutes), Progress(total=len(rows), quiet=args.quiet)
     names = ("compile", "tokens", "dtype", "prompt", "min_p", "penalty", "window", "near")
     settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}
@@ -91,6 +93,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--draft", default=str(ROOT / "hub_cards" / "tiny-tokenswift"), help="folder or Hub id")
     made.add_argument("--rows", choices=["all", "both", "one", "plain"], default="all", help="default: %(default)s")
     made.add_argument("--only", action="append", help="a method among the rows, such as 'plain loop'; repeatable")
+    made.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="default: both")
     made.add_argument(
         "--compile", action="store_true", help="compile the steps of all our methods, before the clock starts"
     )
