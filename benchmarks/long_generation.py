@@ -46,9 +46,8 @@ def main(arguments: list[str] | None = None) -> None:
     model = load_target(args.target, getattr(torch, args.dtype))
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], args.prompt, 1)
-    rows = [
-        row for row in make_rows(model, args) if row.method in (args.only or [row.method]) and row.mode in args.modes
-    ]
+    rows = [row for row in make_rows(model, args) if row.mode in args.modes]
+    rows = [row for row in rows if not args.only or row.method in args.only]
     guard, progress = TimeGuard(args.minutes), Progress(total=len(rows), quiet=args.quiet)
     names = ("compile", "tokens", "dtype", "prompt", "min_p", "penalty", "window", "near")
     settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}

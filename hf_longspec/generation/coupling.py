@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .logits import TokenRule
+from .logits import TokenRule, warped
 from .verification import log_lead
 
 # A token that is behind the first one by x is taken to be the target's choice exp(-2 x) times as often. Chains do not
@@ -39,10 +39,11 @@ class Coupling:
         self._samples = rule is not None and rule.do_sample
         self._processors = () if rule is None else tuple(rule.processors)
         self.idle = not (self._samples or self._processors)
+        self._history_free = rule is None or rule.history_free
         names = [type(processor).__name__ for processor in self._processors]
-        self.fits_graphs = rule is None or (rule.history_free and IN_GRAPHS.issuperset(names))
-        settings = [tuple(vars(processor).items()) for processor in self._processors] if self.fits_graphs else []
-        self.key = self._samples, *zip(names, settings, strict=False)
+        self.fits_graphs = self._history_free and IN_GRAPHS.issuperset(names)
+        settings = (tuple(vars(processor).items()) for processor in self._processors)
+        self.key = (self._samples, *zip(names, settings, strict=True)) if self.fits_graphs else ()
 
     def noise(self, depths: int) -> tuple[torch.Tensor, ...]:
         """What decides about the next `depths` tokens, `(B, depths, V)`, if the target samples; otherwise nothing."""
@@ -66,21 +67,12 @@ class Coupling:
         if self.idle:
             return logits
         logits = logits.to(self._device)  # from where the head is, if the target is divided among devices
-        scores = self._warped(logits) if self.fits_graphs else self._processed(logits, paths)
+        scores = warped(self._processors, logits) if self._history_free else self._processed(logits, paths)
         return SHARPNESS * log_lead(scores, noise[0]) if noise else scores
-
-    def _warped(self, logits: torch.Tensor) -> torch.Tensor:
-        """By processors that look at no token, on all nodes at once."""
-        flat = logits.flatten(0, 1).float()
-        for processor in self._processors:
-            flat = processor(flat.new_zeros(len(flat), 1, dtype=torch.long), flat)
-        return flat.view(logits.shape)
 
     def _processed(self, logits: torch.Tensor, paths: Callable[[], torch.Tensor] | None) -> torch.Tensor:
         rule = self._rule
         assert rule is not None and paths is not None
-        if rule.history_free:
-            return rule.scores_of_all(logits)
         tokens, scores = paths(), []
         for node in range(logits.shape[1]):
             for place in range(tokens.shape[2]):

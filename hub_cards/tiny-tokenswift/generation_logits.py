@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from transformers.generation import logits_process
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from .generation_draft_tree import DraftTree
 from .generation_noise import NoiseRows
@@ -154,12 +154,7 @@ class TokenRule:
         """Processed scores of logits `(batch, N, vocab)`; of more than one node only if the rule is `history_free`."""
         if logits.shape[1] == 1:
             return self.scores_at(logits[:, 0], 0)[:, None]
-        if not self.processors:
-            return logits.float()
-        batch_size, num_nodes, vocab_size = logits.shape
-        flat = logits.reshape(-1, vocab_size).to(torch.float32, copy=True)
-        ids = self.sequences.tokens[:, :1].repeat_interleave(num_nodes, 0)
-        return self.processors(ids, flat).view(batch_size, num_nodes, vocab_size)
+        return warped(self.processors, logits)
 
     def _chain_scores(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
         scores = []
@@ -181,6 +176,17 @@ class TokenRule:
             return token
 
         return walk_lazily(tree, choose), torch.stack(scores, 1)
+
+
+def warped(processors: Sequence[LogitsProcessor], logits: torch.Tensor) -> torch.Tensor:
+    """Scores of logits `(batch, N, vocab)` by processors that look at no token, all nodes at once; fits into graphs."""
+    if not processors:
+        return logits.float()
+    scores = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
+    unseen = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+    for processor in processors:
+        scores = processor(unseen, scores)
+    return scores.view(logits.shape)
 
 
 def along_path(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:

@@ -167,10 +167,10 @@ class TokenSwiftDrafter(Drafter):
             return []
         if self.coupling.fits_graphs:
             noise = [rows[:, len(known) :] for rows in self.coupling.noise(len(known) + len(widths))]
-            best = self._run(_best, (hidden, *noise), len(widths), max(widths), self.coupling)
+            best = self._run(_best, (hidden, *noise), (len(widths), max(widths)), self.coupling)
             return [ranked[:, :width] for ranked, width in zip(best.unbind(1), widths, strict=True)]
         levels = list(known)
-        for logits, width in zip(self._run(_logits, (hidden,), len(widths)).unbind(1), widths, strict=True):
+        for logits, width in zip(self._run(_logits, (hidden,), (len(widths),)).unbind(1), widths, strict=True):
             levels.append(self._take(logits, width, levels))
         return levels[len(known) :]
 
@@ -184,11 +184,13 @@ class TokenSwiftDrafter(Drafter):
         noise = [rows[:, len(levels) :] for rows in self.coupling.noise(len(levels) + 1)]
         return self.coupling.scores(logits[:, None], noise, path)[:, 0].topk(width).indices
 
-    def _run(self, function: Callable[..., Any], changing: tuple[torch.Tensor, ...], *constants: Any) -> torch.Tensor:
+    def _run(
+        self, function: Callable[..., Any], changing: tuple[torch.Tensor, ...], sizes: tuple[int, ...], *others: Any
+    ) -> torch.Tensor:
         """A function of hidden states and heads; compiled or captured where that is done and possible."""
-        runner, fixed, result = self.binding.target.runner, (self.heads, self.ends, *constants), None
+        runner, fixed, result = self.binding.target.runner, (self.heads, self.ends, *sizes, *others), None
         if runner is not None and self._owner is not None:
-            shape = len(changing[0]), self.coupling.key, *constants[:2]
+            shape = len(changing[0]), self.coupling.key, *sizes
             result = runner(function, shape, changing, fixed, self._owner, self)
         return function(changing, *fixed) if result is None else result
 
