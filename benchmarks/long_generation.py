@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> None:
     rows = [row for row in make_rows(model, args) if row.mode in args.modes]
     rows = [row for row in rows if not args.only or row.method in args.only]
     guard, progress = TimeGuard(args.minutes), Progress(total=len(rows), quiet=args.quiet)
-    names = ("compile", "tokens", "dtype", "prompt", "min_p", "penalty", "window", "near")
+    names = ("compile", "tokens", "dtype", "prompt", "min_p", "penalty", "penalty_window", "near")
     settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}
-    penalty = hf_longspec.ContextualPenaltyLogitsProcessor(args.penalty, args.window)
+    penalty = hf_longspec.ContextualPenaltyLogitsProcessor(args.penalty, args.penalty_window)
     baselines = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
     marks = sorted({mark for mark in args.marks if mark < args.tokens} | {args.tokens})
     if args.compile:
@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
     made.add_argument("--min-p", type=float, default=0.1, help="default: %(default)s")
     made.add_argument("--penalty", type=float, default=1.2, help="default: %(default)s")
-    made.add_argument("--window", type=int, default=1024, help="tokens of the penalty (default: %(default)s)")
+    made.add_argument("--penalty-window", type=int, default=1024, help="tokens (default: %(default)s)")
     made.add_argument("--levels", type=int, default=4, help="of logits, for alpha and beta (default: %(default)s)")
     made.add_argument("--near", type=int, default=512, help="tokens of each baseline at every mark (default: 512)")
     return made.parse_args(arguments)

@@ -20,8 +20,8 @@ They ask for the cheapest tree: one head and one candidate. Where checking nodes
 `draft.generation_config.tree_branching = [1, 3, 3, 3]`, the paper's."""
 
 TRAINING = """\
-{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on the texts of the target's training: the sum over the heads of
-their divergence from the distribution that the target has there, the target itself frozen. Loss {first:.3f} in the
+{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}: the sum over the heads of their
+divergence from the distribution that the target has there, the target itself frozen. Loss {first:.3f} in the
 first {every} steps and {last:.3f} in the last."""
 
 HEADS = "How often each head had the target's most likely token first, or among its first three, at the end:"

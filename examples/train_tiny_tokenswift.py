@@ -84,7 +84,8 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
-    draft = TokenSwiftDraftModel.from_target(target, num_heads=args.heads, chained=not args.independent)
+    kind = {"chained": not args.independent, "sequential": args.sequential}
+    draft = TokenSwiftDraftModel.from_target(target, num_heads=args.heads, **kind)
     if args.draft:
         draft = TokenSwiftDraftModel.from_pretrained(args.draft, dtype=torch.float32)
     # the local folder of this run says nothing to others
@@ -119,9 +120,10 @@ def command(args: argparse.Namespace) -> str:
     draft = f" --draft {folder_name(args.draft)}" if args.draft else f" --heads {args.heads}"
     numbers = f"--minutes {args.minutes:g} --length {args.length} --batch {args.batch}"
     rest = f"--learning-rate {args.learning_rate:g} --loss {args.loss} --seed {args.seed}"
+    kind = (" --independent" if args.independent else "") + (" --sequential" if args.sequential else "")
     return (
         f"python examples/train_tiny_tokenswift.py {streams} --output {folder_name(args.output)} \\\n"
-        f"    {numbers}{draft} \\\n    {rest}{' --independent' if args.independent else ''}\n"
+        f"    {numbers}{draft} \\\n    {rest}{kind}\n"
     )
 
 
@@ -137,6 +139,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2, help="rows per step (default: %(default)s)")
     parser.add_argument("--heads", type=int, default=3, help="of new ones (default: %(default)s)")
     parser.add_argument("--independent", action="store_true", help="heads that do not continue each other (Medusa)")
+    parser.add_argument("--sequential", action="store_true", help="heads that see the tokens before theirs (Hydra)")
     parser.add_argument("--learning-rate", type=float, default=2e-2)
     parser.add_argument("--draft", type=Path, help="folder of heads to go on with (default: new ones)")
     parser.add_argument("--loss", choices=["kl", "ce"], default="kl")

@@ -90,7 +90,7 @@ def render(draft: Any, card: Card) -> str:
         _template(kind)
         .format(
             config=draft.config,
-            chained="chained" if getattr(draft.config, "chained", False) else "independent",
+            heads=_kind_of_heads(draft.config),
             parameters=f"{sum(weight.numel() for weight in draft.parameters()) / 1e6:.2f}M",
             name=base_model.split("/")[-1],
             link=f"[{base_model}]({'https://huggingface.co' if '/' in base_model else '..'}/{base_model})",
@@ -107,6 +107,12 @@ def render(draft: Any, card: Card) -> str:
         training="" if draft.weightless else f"## Training\n\n{_training(card)}\n\n",
         limits=_paragraphs(limits, card.limits, _license(card)),
     )
+
+
+def _kind_of_heads(config: Any) -> str:
+    if getattr(config, "sequential", False):
+        return "sequential"
+    return "chained" if getattr(config, "chained", False) else "independent"
 
 
 def _settings(draft: Any, card: Card) -> str:

@@ -37,7 +37,8 @@ class HeadsMethod(TrainingMethod):
                 "Leave it out."
             )
         self.hidden_pass = HiddenPass(target, args.target_chunk_size)
-        self.objective = DraftObjective(TargetEnds(target), args.loss_chunk_size, final_norm_of(target))
+        self.ends = TargetEnds(target)
+        self.objective = DraftObjective(self.ends, args.loss_chunk_size, final_norm_of(target))
         self.count_shape = draft.config.num_heads, 3
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
@@ -85,7 +86,8 @@ class HeadsMethod(TrainingMethod):
         rows, places = (labels != IGNORED).nonzero(as_tuple=True)  # the target predicts these tokens here
         heads = torch.arange(1, 1 + self.draft.config.num_heads, device=tokens.device)[:, None]
         counts = places >= heads  # head i predicts them i places before
-        states = model(hidden=hidden)[heads - 1, rows, (places - heads).clamp_min(0)]
+        embedded = {"embedded": self.ends.embed(tokens)} if self.draft.config.sequential else {}
+        states = model(hidden=hidden, **embedded)[heads - 1, rows, (places - heads).clamp_min(0)]
         wanted = hidden[rows, places] if self.args.loss == "kl" else None
         totals, ranks, sample = self.objective(states, labels[rows, places], counts, wanted)
         return totals, self._counted(ranks, counts[:, sample], rows[sample], len(tokens))

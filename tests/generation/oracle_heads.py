@@ -19,9 +19,10 @@ class OracleHeads:
         self.drafter, self.hints, self.ranks = drafter, hints, ranks
         self.iteration = 0
         self.generator = torch.Generator().manual_seed(0)
-        drafter.heads, drafter.ends = self.heads, self
+        self.sequential = False
+        drafter.heads, drafter.ends = self, self
 
-    def heads(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.expand(len(self.drafter.settings.tree_branching) - 1, *hidden.shape)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:

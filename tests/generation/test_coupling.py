@@ -52,8 +52,14 @@ def looped(rule, logits, depth, paths):
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "processors",
-    [WARPERS, [RepetitionPenaltyLogitsProcessor(1.7), *WARPERS], [ContextualPenaltyLogitsProcessor(3.0, 2)]],
-    ids=["warped", "penalised", "windowed"],
+    [
+        WARPERS,
+        [RepetitionPenaltyLogitsProcessor(1.7), *WARPERS],
+        [ContextualPenaltyLogitsProcessor(3.0, 2)],  # less than the path
+        [*WARPERS, ContextualPenaltyLogitsProcessor(3.0, 5)],
+        [ContextualPenaltyLogitsProcessor(3.0, 9)],  # more than one row has
+    ],
+    ids=["warped", "penalised", "windowed", "wide", "short"],
 )
 def test_the_order_is_that_of_the_loop(processors, do_sample):
     rule = make_rule(processors, do_sample)
@@ -61,9 +67,10 @@ def test_the_order_is_that_of_the_loop(processors, do_sample):
     logits = torch.randn(2, 5, VOCAB, generator=random) * 2
     paths = torch.randint(VOCAB, (2, 5, 3), generator=random)
     coupling = Coupling(rule)
-    noise = [rows[:, 3:] for rows in coupling.noise(4)]
-    assert len(noise) == do_sample
-    got = coupling.scores(logits, noise, lambda: paths)
+    known = coupling.known(4)
+    assert len(known) == do_sample + (rule.recent() is not None and not rule.history_free)
+    got = coupling.scores(logits, known, 3, lambda: paths)
+    assert torch.equal(got, coupling.scores(logits, known, 3, paths))
     expected = looped(rule, logits, 3, paths)
     assert torch.equal(got.isfinite(), expected.isfinite()) and expected.isfinite().sum() > 20
     # scores are known up to a constant per node; 1e-4: logarithms of float32 noise, computed in another order
@@ -75,13 +82,13 @@ def test_the_order_is_that_of_the_loop(processors, do_sample):
 def test_an_idle_rule_leaves_the_logits_as_they_are():
     logits = torch.randn(2, 3, VOCAB)
     for rule in (None, make_rule([], do_sample=False)):
-        assert Coupling(rule).scores(logits, [], pytest.fail) is logits
+        assert Coupling(rule).scores(logits, [], 0, pytest.fail) is logits
     coupling = Coupling(make_rule([], do_sample=True))
-    assert coupling.scores(logits, coupling.noise(1), pytest.fail) is not logits
+    assert coupling.scores(logits, coupling.known(1), 0, pytest.fail) is not logits
 
 
 def test_what_fits_graphs():
-    """Nothing that looks at tokens, and nothing that is not known."""
+    """Nothing that looks at more than the last tokens, and nothing that is not known."""
 
     class Temperature(TemperatureLogitsWarper):
         pass
@@ -92,6 +99,8 @@ def test_what_fits_graphs():
         ([TemperatureLogitsWarper(0.7), EtaLogitsWarper(0.01)], False),
         ([Temperature(0.7)], False),
         ([RepetitionPenaltyLogitsProcessor(1.7), *WARPERS], False),
+        ([ContextualPenaltyLogitsProcessor(1.7, PROMPT + 1), *WARPERS], True),
+        ([ContextualPenaltyLogitsProcessor(1.7, PROMPT + 2), *WARPERS], False),  # one row has fewer tokens
     ):
         assert Coupling(make_rule(processors, do_sample=True)).fits_graphs == fits
     keys = [
@@ -140,7 +149,7 @@ def test_a_draft_that_knows_the_law_is_always_right(target, options):
 
 def test_a_draft_without_the_noise_is_seldom_right(target, monkeypatch):
     """The test above, broken."""
-    monkeypatch.setattr(Coupling, "scores", lambda self, logits, noise, paths=None: logits)
+    monkeypatch.setattr(Coupling, "scores", lambda self, logits, *others: logits)
     with pytest.raises(AssertionError):
         test_a_draft_that_knows_the_law_is_always_right(target, SAMPLED[0])
 

@@ -1,12 +1,13 @@
 """Trees of all combinations against `itertools.product`."""
 
 from itertools import product
+from math import prod
 
 import pytest
 import torch
 
 from hf_longspec.generation.draft_tree import merge_trees, tree_depths, tree_mask
-from hf_longspec.generation.product_tree import num_product_nodes, product_tree
+from hf_longspec.generation.product_tree import num_product_nodes, product_tree, sibling_tree
 
 WIDTHS = [(1, 3, 3, 3), (3, 3, 3), (2, 1, 4), (5,), (1, 1, 1), (1,), (7, 2)]
 
@@ -32,6 +33,23 @@ def test_paths_are_all_combinations_the_best_first(widths):
             expected += [[int(root[row]), *path] for path in product(*tokens)]
         assert [tree.tokens[row][seen].tolist() for seen in tree.mask[row]] == expected
         assert tree.best_chain(row).tolist() == [int(level[row, 0]) for level in levels]
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_siblings_lie_together_behind_their_own_parent(widths):
+    levels = levels_of([prod(widths[: depth + 1]) for depth in range(len(widths))])
+    tree = sibling_tree(torch.tensor([5, 6]), levels, widths)
+    tree.validate()
+    assert tree.num_nodes == num_product_nodes(widths) and tree.is_chain == (max(widths) == 1)
+    for row in range(2):
+        above, parents = [row + 5], {row + 5: -1}
+        for level, width in zip(levels, widths, strict=True):
+            tokens = level[row].tolist()
+            parents |= {token: above[place // width] for place, token in enumerate(tokens)}
+            above = tokens
+        nodes = tree.tokens[row].tolist()
+        assert nodes == list(parents)
+        assert [-1 if parent < 0 else nodes[parent] for parent in tree.parents[row]] == list(parents.values())
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)

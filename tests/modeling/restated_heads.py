@@ -3,19 +3,30 @@
 import torch
 
 
-def restated_heads(tensors, prefix, hidden, num_heads, eps, chained):
-    """What the language-model head gets of every head, `(num_heads, *hidden.shape)`, from tensors by their names."""
+def restated_heads(tensors, prefix, hidden, num_heads, eps, chained, embedded=None):
+    """What the language-model head gets of every head, `(num_heads, *hidden.shape)`, from tensors by their names.
 
-    def norm(states, scale):
-        return states / (states.pow(2).mean(-1, keepdim=True) + eps).sqrt() * scale.double()
+    For sequential heads, head i (from 1) at place t sees `embedded[..., t + i, :]`, or zeros behind the end.
+    """
+
+    def norm(states, name):
+        scale = tensors[f"{prefix}{head}.{name}.weight"].double()
+        return states / (states.pow(2).mean(-1, keepdim=True) + eps).sqrt() * scale
+
+    def linear(states, name):
+        return states @ tensors[f"{prefix}{head}.{name}.weight"].double().T
 
     first = hidden.double()
     states, current = [], first
     for head in range(num_heads):
-        own = {
-            name: tensors[f"{prefix}{head}.{name}.weight"] for name in ("input_layernorm", "linear", "post_layernorm")
-        }
         before = current if chained else first
-        current = before + norm(before, own["input_layernorm"]) @ own["linear"].double().T
-        states.append(norm(current, own["post_layernorm"]))
+        given = norm(before, "input_layernorm")
+        if embedded is not None:
+            seen = torch.zeros_like(first)
+            for place in range(first.shape[-2] - head - 1):
+                seen[..., place, :] = embedded[..., place + head + 1, :]
+            fused = linear(torch.cat([given, norm(seen, "token_layernorm")], -1), "fusion")
+            given = fused / (1 + (-fused).exp())
+        current = before + linear(given, "linear")
+        states.append(norm(current, "post_layernorm"))
     return torch.stack(states)

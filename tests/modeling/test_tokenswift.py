@@ -52,6 +52,27 @@ def test_the_heads_are_the_restated_ones(make_draft, hidden, chained, num_heads)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # float32 against float64
 
 
+def test_sequential_heads_are_the_restated_ones(make_draft, hidden):
+    draft = make_draft(sequential=True)
+    embedded = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        found = draft(hidden, embedded)
+    expected = restated_heads(draft.state_dict(), "heads.layers.", hidden, 3, draft.config.rms_norm_eps, True, embedded)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # float32 against float64
+
+
+def test_embeddings_belong_to_sequential_heads_alone(make_draft, hidden):
+    with pytest.raises(ValueError, match=r"sequential=True, and embedded is missing: .*need the embeddings"):
+        make_draft(sequential=True)(hidden)
+    with pytest.raises(ValueError, match=r"sequential=False, and embedded is given: .*do not look at them"):
+        make_draft()(hidden, hidden)
+
+
+def test_sequential_heads_are_chained(llama):
+    with pytest.raises(ValueError, match=r"chained=False, sequential=True: .*Leave out chained=False"):
+        TokenSwiftDraftModel.from_target(llama, chained=False, sequential=True)
+
+
 def test_norms_compute_in_float32(make_draft, hidden):
     """In bfloat16 a mean of squares would be off by parts of a hundred; only its result is rounded."""
     norm = make_draft().bfloat16().heads.layers[0].post_layernorm
@@ -102,15 +123,16 @@ def test_every_architecture_has_heads(architecture):
         torch.testing.assert_close(head, logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("chained", [True, False])
-def test_saving_and_loading(make_draft, hidden, tmp_path, chained):
-    draft = make_draft(num_heads=2, chained=chained)
+@pytest.mark.parametrize("kind", [{}, {"chained": False}, {"sequential": True}], ids=str)
+def test_saving_and_loading(make_draft, hidden, tmp_path, kind):
+    draft = make_draft(num_heads=2, **kind)
     draft.save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is TokenSwiftConfig
     loaded = AutoModel.from_pretrained(tmp_path)
     assert type(loaded) is TokenSwiftDraftModel
-    assert (loaded.config.num_heads, loaded.config.chained) == (2, chained)
-    assert torch.equal(loaded(hidden), draft(hidden))
+    assert loaded.config.num_heads == 2 and all(getattr(loaded.config, name) == value for name, value in kind.items())
+    inputs = [hidden, hidden + 1] if "sequential" in kind else [hidden]
+    assert torch.equal(loaded(*inputs), draft(*inputs))
 
 
 def test_what_is_no_number_of_heads(llama):

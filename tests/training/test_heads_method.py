@@ -29,7 +29,8 @@ def logits_of(draft, target, tokens):
         wanted = target(tokens[None]).logits[0].double()
     config, weights = draft.config, draft.state_dict()
     sizes = config.num_heads, config.rms_norm_eps, config.chained
-    states = restated_heads(weights, "heads.layers.", caught.hidden[0], *sizes)
+    embedded = target.get_input_embeddings()(tokens).detach().double() if config.sequential else None
+    states = restated_heads(weights, "heads.layers.", caught.hidden[0], *sizes, embedded)
     return states @ target.lm_head.weight.detach().double().T, wanted
 
 
@@ -70,11 +71,11 @@ def definition(draft, target, rows, loss):
     return mean, logs
 
 
-@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("kind", [{}, {"chained": False}, {"sequential": True}], ids=str)
 @pytest.mark.parametrize("loss", ["kl", "ce"])
-def test_the_loss_is_the_definition(make_trainer, make_heads, target, rows, loss, chained):
+def test_the_loss_is_the_definition(make_trainer, make_heads, target, rows, loss, kind):
     """In the first step of a training, and in an evaluation in one batch."""
-    draft = make_heads(chained=chained)
+    draft = make_heads(**kind)
     rows = [with_hits(draft, target, row) for row in rows]
     expected, logs = definition(draft, target, rows, loss)
     settings = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
@@ -90,8 +91,12 @@ def test_the_loss_is_the_definition(make_trainer, make_heads, target, rows, loss
     assert {name: metrics[f"eval_{name}"] for name in logs} == pytest.approx(logs)
 
 
+@pytest.mark.parametrize("kind", [{}, {"sequential": True}], ids=str)
 @pytest.mark.parametrize("loss", ["kl", "ce"])
-def test_every_weight_of_every_head_moves_and_none_of_the_target(make_trainer, heads, target, pristine_target, loss):
+def test_every_weight_of_every_head_moves_and_none_of_the_target(
+    make_trainer, make_heads, target, pristine_target, loss, kind
+):
+    heads = make_heads(**kind)
     before = {name: tensor.clone() for name, tensor in heads.state_dict().items()}
     make_trainer(model=heads, loss=loss, target_chunk_size=None if loss == "kl" else 20).train()
     assert not [name for name, tensor in heads.state_dict().items() if torch.equal(tensor, before[name])]

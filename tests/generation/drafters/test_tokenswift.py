@@ -12,9 +12,11 @@ from hf_longspec import PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.drafters.base import Binding
 from hf_longspec.generation.drafters.tokenswift import TokenSwiftDrafter
 from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.target_ends import TargetEnds
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import random_tokenswift_draft
 from tests.generation.oracle_heads import with_oracle
+from tests.modeling.restated_heads import restated_heads
 
 LENGTHS = (33, 3, 13)
 NEVER = 999  # no token of the tiny targets
@@ -159,6 +161,67 @@ def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_r
                 torch.testing.assert_close(found, scores.topk(width).values, atol=TIE, rtol=TIE)
                 parent = int(children[-1])
     handle.remove()
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", "full"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+def test_sequential_heads_see_the_tokens_that_lead_to_a_node(plain_run, watch, name, mode):
+    """Every node's children, against heads restated in float64 that are walked down to it one after the other."""
+    branching = [2, 3, 1, 2]
+    run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
+    draft = draft_for(run.model, mode, tree_branching=branching, sequential=True)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    norm, ends, own = run.model.model.norm, TargetEnds(run.model), int(mode == "full")
+    caught = []
+    handle = norm.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
+
+    def logits_behind(hidden, path):
+        """Of the last head that has seen all tokens of a path, whose first is the root."""
+        states, embedded = hidden[None], torch.cat([hidden[None], ends.embed(torch.tensor([path]))[0]])
+        heads = restated_heads(
+            draft.state_dict(), "heads.layers.", embedded.new_zeros(len(path) + 1, 64) + states, len(path),
+            draft.config.rms_norm_eps, True, embedded,
+        )[-1, 0]  # fmt: skip
+        return ends.head(heads.float())
+
+    checked = 0
+    for record in watch[:3]:
+        tree = record["tree"]
+        for row, prompt in enumerate(run.inputs["input_ids"]):
+            text = [*prompt[run.inputs["attention_mask"][row].bool()].tolist(), *record["generated"][row]]
+            with torch.no_grad():
+                caught.clear()
+                own_logits = run.model(torch.tensor([text]), use_cache=False).logits[0, -1]
+                hidden = caught[0][0, -1 - (1 - own)]
+                for node in range(tree.num_nodes):
+                    children = (tree.parents[row] == node).nonzero().flatten()
+                    if not len(children):
+                        continue
+                    path = tree.tokens[row][tree.mask[row, node]].tolist()  # in level order, so from the root down
+                    path = path[own:]
+                    scores = logits_behind(hidden, path) if path else own_logits
+                    found = scores[tree.tokens[row, children]]
+                    torch.testing.assert_close(found, scores.topk(len(children)).values, atol=TIE, rtol=TIE)
+                    checked += 1
+    handle.remove()
+    assert checked >= 3 * 3 * (1 + 3 + 3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
+def test_the_text_under_sequential_heads(target, name, mode, options):
+    model = target(name)
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": 30, "eos_token_id": NEVER}
+    draft = draft_for(model, mode, sequential=True, tree_branching=[1, 12, 3])
+    draft.generation_config.gate = False
+    texts = []
+    for assistant in (PlainDraftModel.from_target(model), draft):
+        torch.manual_seed(3)
+        texts.append(model.generate(**inputs, assistant_model=assistant, **options).tolist())
+    assert texts[0] == texts[1]
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
 @pytest.mark.parametrize("mode", ["verify_hidden", "dynamic", "full"])

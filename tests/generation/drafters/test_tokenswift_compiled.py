@@ -20,14 +20,16 @@ MODES = {
     "verify_hidden": {"self_draft": "verify_hidden", "tree_branching": [1, 40, 1]},
     "dynamic": {"self_draft": "partial_kv"},
     "full": {"self_draft": "partial_kv", "partial_kv_policy": "full"},
+    "sequential": {"sequential": True, "tree_branching": [1, 20, 2]},
 }
 # What graphs are made of: the heads, the verification, the forward over the partial cache.
 STEPS = {
-    "verify_hidden": {"_best", "_tree_step"},
-    "dynamic": {"_best", "_tree_step", "_sparse_step"},
-    "full": {"_best", "_tree_step", "_sparse_step"},
+    "verify_hidden": {"_levels", "_tree_step"},
+    "dynamic": {"_levels", "_tree_step", "_sparse_step"},
+    "full": {"_levels", "_tree_step", "_sparse_step"},
+    "sequential": {"_levels", "_tree_step"},
 }
-# The heads where processors that look at what leads to a candidate rank them.
+# The heads alone, where processors that look at the whole text rank what they say.
 RANKED = {"_logits"}
 
 
@@ -109,16 +111,17 @@ def test_growing_lengths_build_no_further_graph(target, mode, graphs, run_as_the
 
 @pytest.mark.parametrize("mode", ["verify_hidden", pytest.param("dynamic", marks=SOAK)])
 def test_processors_and_joined_ngrams(target, mode, graphs, run_as_they_are):
-    """One that looks at a position alone, and one that looks at the path, over trees with n-grams."""
+    """Ones that look at a position alone, at the last tokens, and at the whole text, over trees with n-grams."""
     model = target("llama")
     draft = draft_for(model, mode, ngram_candidates=2, ngram_num_tokens=3)
-    for do_sample in (False, True):
-        options = {"do_sample": do_sample, "logits_processor": [ContextualPenaltyLogitsProcessor(1.3, window=12)]}
-        options |= {"min_p": 0.05} if do_sample else {}
+    for options in (
+        {"logits_processor": [ContextualPenaltyLogitsProcessor(1.3, window=12)]},
+        {"repetition_penalty": 1.3, "do_sample": True, "min_p": 0.05},
+    ):
         expected = text(model, draft, "off", **options)
         assert torch.equal(text(model, draft, "compile", **options), expected)
         assert draft.last_speculation.num_accepted_draft_tokens > 0
-    assert compiled_steps(model, draft) >= STEPS[mode] - {"_best"} | RANKED
+    assert compiled_steps(model, draft) == STEPS[mode] | RANKED
     assert not run_as_they_are
 
 
