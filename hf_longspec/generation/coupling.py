@@ -48,17 +48,15 @@ class Coupling:
         self._processors = () if rule is None else tuple(rule.processors)
         self.idle = not (self._samples or self._processors)
         self._history_free = rule is None or rule.history_free
-        self._window = 1 if rule is None else rule.history_window
         names = [type(processor).__name__ for processor in self._processors]
-        self._tensors_only = self._window is not None and IN_GRAPHS.issuperset(names)
+        self._tensors_only = IN_GRAPHS.issuperset(names)
         settings = (tuple(vars(processor).items()) for processor in self._processors)
         self._key = (self._samples, *zip(names, settings, strict=True)) if self._tensors_only else ()
 
     @property
     def fits_graphs(self) -> bool:
-        """Whether `scores` may be part of a graph now. Texts shorter than what a processor looks at have no such."""
-        lengths = self._rule.sequences.lengths if self._rule is not None and not self._history_free else [0]
-        return self._tensors_only and (self._history_free or min(lengths) >= (self._window or 0))
+        """Whether `scores` may be part of a graph now: not yet, while a text is shorter than a processor's window."""
+        return self._tensors_only and (self._rule is None or self._rule.has_recent)
 
     @property
     def key(self) -> tuple:

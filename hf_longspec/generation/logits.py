@@ -168,13 +168,19 @@ class TokenRule:
             scores.append(self.scores_at(logits[:, depth], depth))
         return torch.stack(scores, 1)
 
+    @property
+    def has_recent(self) -> bool:
+        """Whether processors look at the last tokens at most, and every row has as many."""
+        return self.history_window is not None and min(self.sequences.lengths) >= self.history_window
+
     def recent(self) -> torch.Tensor | None:
-        """The last `history_window` tokens `(batch, window)`; None if a row has fewer, or any token may count."""
+        """The last `history_window` tokens `(batch, window)`; None without `has_recent`."""
         window, lengths = self.history_window, self.sequences.lengths
-        if window is None or min(lengths) < window:
+        if window is None or not self.has_recent:
             return None
         if min(lengths) == max(lengths):
-            return self.sequences.tokens[:, lengths[0] - window : lengths[0]]
+            # a copy: strides of the whole are another graph in every call
+            return self.sequences.tokens[:, lengths[0] - window : lengths[0]].clone()
         return torch.stack([row[end - window : end] for row, end in zip(self.sequences.tokens, lengths, strict=True)])
 
     def _accept_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor]:

@@ -163,9 +163,11 @@ def literal_walk(processors, prefix, tree, logits, row):
         [TemperatureLogitsWarper(0.5), TopKLogitsWarper(2)],
         [RepetitionPenaltyLogitsProcessor(1.8), NoRepeatNGramLogitsProcessor(2)],
         [Digest()],
-        [ContextualPenaltyLogitsProcessor(2.5, 2)],
+        [ContextualPenaltyLogitsProcessor(2.5, 2), TopKLogitsWarper(4)],
+        [ContextualPenaltyLogitsProcessor(2.5, 4)],  # as long as the shortest row
+        [ContextualPenaltyLogitsProcessor(2.5, 5)],  # longer
     ],
-    ids=["none", "warpers", "history", "digest", "window"],
+    ids=["none", "warpers", "history", "digest", "window", "all", "short"],
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_acceptance_equals_a_walk_by_hand(shape, processors, seed):
@@ -189,6 +191,21 @@ def test_acceptance_equals_a_walk_by_hand(shape, processors, seed):
         torch.testing.assert_close(scores[row, :count], expected)
     assert acceptance.num_nodes.max() > 1
     assert rule.accept(tree, logits)[1] is None
+
+
+@pytest.mark.parametrize(("window", "calls"), [(2, 1), (4, 1), (5, 6)])
+def test_a_chain_takes_one_call_where_texts_fill_the_window(window, calls):
+    class Counting(ContextualPenaltyLogitsProcessor):
+        calls = 0
+
+        def __call__(self, input_ids, scores):
+            self.calls += 1
+            return super().__call__(input_ids, scores)
+
+    processor = Counting(2.0, window)
+    rule = make_rule([processor], [[7], [3]])
+    rule.accept(DraftTree.chain(torch.tensor([[1, 2, 3, 4, 5, 6]] * 2)), torch.randn(2, 6, VOCAB))
+    assert processor.calls == calls
 
 
 def test_raw_logits_are_not_written_to():

@@ -248,12 +248,12 @@ class TestLaw:
 
     def test_a_stale_window_is_noticed(self, model, monkeypatch):
         """The penalty of the root for every node of a step: what a step accepts is missing from the windows."""
-        scores_at = logits.TokenRule.scores_at
+        warped = logits.warped
 
-        def stale(self, raw, depth):
-            return scores_at(self, raw, 0)
+        def stale(processors, scores, behind):
+            return warped(processors, scores, behind[:, :1].expand_as(behind))
 
-        monkeypatch.setattr(logits.TokenRule, "scores_at", stale)
+        monkeypatch.setattr(logits, "warped", stale)
         options = {"temperature": 0.7, "top_k": 0, "logits_processor": [ContextualPenaltyLogitsProcessor(4.0, 2)]}
         samples = self.draws(model, self.specattn(model), options)
         assert max_z_score(samples, self.exact(model, options)) > 2 * MAX_SIGMA

@@ -99,10 +99,11 @@ def test_growing_lengths_build_no_further_graph(target, mode, graphs, run_as_the
     """50 iterations; every one sets and removes a hook, and a second call has another drafter."""
     model = target("llama")
     draft = draft_for(model, mode)
-    text(model, draft, "compile", rows=2, new=40)
+    options = {"do_sample": True, "logits_processor": [ContextualPenaltyLogitsProcessor(1.3, window=5)]}
+    text(model, draft, "compile", rows=2, new=40, **options)
     built = graphs.frame_count
     with torch._dynamo.config.patch(error_on_recompile=True):
-        text(model, draft, "compile", rows=2, new=110)
+        text(model, draft, "compile", rows=2, new=110, **options)
     assert draft.last_speculation.num_forwards >= 50
     # rows, or what the partial cache holds of them, that are equally long for the first time in the second call
     assert graphs.frame_count <= built + 2
