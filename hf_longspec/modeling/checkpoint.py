@@ -1,13 +1,15 @@
 """Checkpoint: the weight files of somebody else's training, opened as far as their tensors are wanted."""
 
 import json
+import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 # In order of preference.
 WEIGHT_FILES = (
@@ -31,7 +33,7 @@ class Checkpoint:
         names (`list[str]`): Names of all tensors.
 
     Raises:
-        ValueError: If `source` holds no weight file.
+        ValueError: If `source` holds no weight file, or one that cannot be read.
     """
 
     def __init__(self, source: str):
@@ -41,10 +43,11 @@ class Checkpoint:
         self._folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else self._find()
         index = self._folder / name
-        if name.endswith(".index.json"):
-            self._files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        else:
-            self._files = dict.fromkeys(_names(index), name)
+        with _readable(index):
+            if name.endswith(".index.json"):
+                self._files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            else:
+                self._files = dict.fromkeys(_names(index), name)
         self.names = sorted(self._files)
 
     def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -55,7 +58,8 @@ class Checkpoint:
             self._fetch(files)
         tensors: dict[str, torch.Tensor] = {}
         for file in files:
-            tensors |= _tensors(self._folder / file, [name for name in wanted if wanted[name] == file])
+            with _readable(self._folder / file):
+                tensors |= _tensors(self._folder / file, [name for name in wanted if wanted[name] == file])
         return tensors
 
     def check(self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
@@ -91,6 +95,30 @@ class Checkpoint:
         self._folder = Path(snapshot_download(self.source, allow_patterns=list(files)))
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Name the file and the remedy where torch, safetensors and json say what they stumbled over.
+
+    Raises:
+        ValueError: If a file is cut short, or holds something else.
+    """
+    try:
+        yield
+    except (
+        SafetensorError,
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}): the file is cut short, or holds no tensors by name. "
+            "Download it again, or pass a checkpoint as the authors' training writes it."
+        ) from error
+
+
 def _names(path: Path) -> list[str]:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
@@ -109,5 +137,7 @@ def _tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
 def _load(path: Path) -> dict[str, torch.Tensor]:
     # mapped, so that tensors nobody asks for are not read; files of old versions of torch cannot be
     mapped = zipfile.is_zipfile(path)
-    weights: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    return weights
+    weights = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    if not isinstance(weights, dict):
+        raise TypeError(f"a {type(weights).__name__} instead of tensors by name")
+    return {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}

@@ -51,8 +51,34 @@ def test_a_shard_without_wanted_tensors_is_not_opened(tmp_path, suffix):
     sharded(tmp_path, suffix)
     (tmp_path / f"part-1.{suffix}").write_bytes(b"not weights")
     assert set(Checkpoint(str(tmp_path)).read("small.")) == {"small.c"}
-    with pytest.raises(Exception):  # noqa: B017 - whatever the reader of the format says
+    with pytest.raises(ValueError, match=f"part-1.{suffix} cannot be read"):
         Checkpoint(str(tmp_path)).read()
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("model.safetensors", cut),
+        ("pytorch_model.bin", cut),
+        ("draft_model_weights.pth", lambda path: path.write_text("a text")),
+        ("draft_model_weights.pth", lambda path: path.write_bytes(b"")),
+        ("draft_model_weights.pth", lambda path: torch.save([1, 2], path)),
+        ("model.safetensors.index.json", lambda path: path.write_text("{")),
+        ("model.safetensors.index.json", lambda path: path.write_text("{}")),
+    ],
+    ids=["cut safetensors", "cut pickle", "text", "empty", "list", "cut index", "empty index"],
+)
+def test_what_is_no_weight_file_is_said_in_one_line(tmp_path, name, spoil):
+    if not name.endswith(".json"):
+        write(tmp_path, name, TENSORS)
+    spoil(tmp_path / name)
+    with pytest.raises(ValueError, match=r"cannot be read.*Download it again") as error:
+        Checkpoint(str(tmp_path))
+    assert str(tmp_path / name) in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
 @pytest.fixture
