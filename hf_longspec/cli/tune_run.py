@@ -4,7 +4,6 @@ import json
 import os
 import statistics
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,9 @@ class Tuner:
         """Tokens per second and tau over all prompts; random numbers are the same for every candidate."""
         prompts, batch = len(self.decoder.prompts.tokens), self.options.batch
         seconds = tokens = steps = 0.0
-        with changed(draft, options) if options else nullcontext():
+        # decoding that is measured switches the gate off, which must not be written with the choice
+        ungated = {"gate": False} if "gate" in draft.settings else {}
+        with changed(draft, ungated | options):
             for start in range(0, prompts, batch):
                 rows = slice(start, min(start + batch, prompts))
                 run = self.decoder.run(draft, rows, self.options.context, self.options.mode, seed=start)
@@ -152,7 +153,7 @@ def run(
 
 def _windows(session: Session, name: str, text: str, options: TuneOptions) -> torch.Tensor:
     """Prompts `(prompts, context)` spread over the text."""
-    session.require_room(name, options.context, options.max_new_tokens + 1)
+    session.require_room(f"a prompt of --context {options.context}", options.context, options.max_new_tokens + 1)
     ids = session.encode(name, text)[0].cpu()
     if len(ids) < options.context:
         raise CommandError(

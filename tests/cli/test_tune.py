@@ -163,6 +163,7 @@ def test_specattn_goes_to_a_new_folder(tune, tiny, tmp_path, rigged, monkeypatch
     draft = AutoModel.from_pretrained(tuned)
     settings = draft.generation_config
     assert (settings.num_assistant_tokens, settings.sparse_min_tokens) == (3, 4)
+    assert settings.gate is True  # measured without it, and used with it
     model = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32)
     prompt = torch.tensor([[5, 6, 7, 8, 9]])
     assert model.generate(prompt, assistant_model=draft, max_new_tokens=4, do_sample=False).shape == (1, 9)
