@@ -81,3 +81,8 @@ class DraftTrainingArguments(TrainingArguments):
             raise ValueError(f"max_length={self.max_length}: a row needs 2 tokens, one to see and one to predict.")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns=True would empty every batch: leave it False.")
+        if self.push_to_hub:
+            raise ValueError(
+                "push_to_hub=True would upload a draft without its code, under the name of a folder: leave it False, "
+                "and publish the trained draft with draft.push_to_hub('owner/name') or hf-longspec publish."
+            )

@@ -42,6 +42,7 @@ def test_lengths_beyond_the_target(make_trainer, tokens):
         ({"target_chunk_size": 0}, "target_chunk_size=0"),
         ({"max_length": 1}, "max_length=1: a row needs 2 tokens"),
         ({"remove_unused_columns": True}, "leave it False"),
+        ({"push_to_hub": True}, "without its code, under the name of a folder: leave it False"),
     ],
 )
 def test_settings(tmp_path, settings, match):
