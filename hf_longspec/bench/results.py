@@ -66,13 +66,21 @@ class ResultFile:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Every record of a result file; a last line that was cut off is dropped."""
+    """Every record of a result file; a last line that was cut off is dropped.
+
+    Raises:
+        ValueError: If another line holds no JSON object.
+    """
     records: list[Record] = []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines):
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
-            if number < len(lines) - 1:
-                raise
+            if number == len(lines):
+                break
+            record = None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: no JSON object. Pass a result file, one object per line.")
+        records.append(record)
     return records

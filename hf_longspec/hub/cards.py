@@ -11,6 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 NOT_MEASURED = "Not measured."
+LISTS = ("datasets", "language")  # what the Hub lets a card have several of
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Card:
         base_model (`str`, *optional*): Hub id of the target. Defaults to the `target_name_or_path` of the draft.
         target (`str`, *optional*): Where the usage loads the target from, if not from `base_model`.
         license (`str`, *optional*): Of the weights, as the Hub spells it. Drafts without any have that of the code.
-        language (`str`, *optional*): Of the training text.
+        language (`str` or `list[str]`, *optional*): Of the training text.
         datasets (`list[str]`): Hub ids of the training data.
         settings (`str`): Why the draft's `generation_config` is what it is.
         acceptance (`str`): Markdown table of tau by context length, and how it was measured.
@@ -36,7 +37,7 @@ class Card:
     base_model: str | None = None
     target: str | None = None
     license: str | None = None
-    language: str | None = None
+    language: str | list[str] | None = None
     datasets: list[str] = dataclasses.field(default_factory=list)
     settings: str = ""
     acceptance: str = ""
@@ -50,11 +51,17 @@ class Card:
         """A card of these fields.
 
         Raises:
-            ValueError: If there is no such field.
+            ValueError: If there is no such field, or one holds no text.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = {field.name: field.default for field in dataclasses.fields(cls)}
         if unknown := sorted(set(facts) - set(known)):
             raise ValueError(f"a card has no {', '.join(unknown)}: it has {', '.join(known)}.")
+        for name, value in facts.items():
+            if name in LISTS and isinstance(value, list) and all(isinstance(item, str) for item in value):
+                continue
+            if name == "datasets" or not (isinstance(value, str) or (value is None and known[name] is None)):
+                expected = "a list of texts" if name == "datasets" else "a text"
+                raise ValueError(f"{name}={value!r} on a card: expected {expected}. Correct it, or leave it out.")
         return cls(**facts)
 
     def complete(self, draft: Any, repo: str) -> "Card":

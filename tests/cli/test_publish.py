@@ -119,6 +119,14 @@ class TestDryRun:
         assert result.output.startswith("error: ") and complaint in result.output
         assert [path.name for path in folder.parent.iterdir()] == ["draft"]
 
+    @pytest.mark.parametrize("text", ["[1]\n", "a text\nof two lines\n"])
+    def test_results_that_are_none(self, folder, tmp_path, text):
+        results = tmp_path / "results.jsonl"
+        results.write_text(text)
+        result = run(folder, "--dry-run", "--base-model", "org/t", "--results", results)
+        assert result.exit_code == 2 and len(result.output.splitlines()) == 1
+        assert f"{results}, line 1: no JSON object" in result.output
+
     def test_what_is_no_draft(self, folder, tmp_path):
         tiny_target("llama").save_pretrained(tmp_path / "target")
         (tmp_path / "empty").mkdir()
@@ -127,7 +135,13 @@ class TestDryRun:
             assert result.exit_code == 2 and len(result.output.splitlines()) == 1 and complaint in result.output
 
     @pytest.mark.parametrize(
-        ("text", "complaint"), [("{", "is not JSON"), ("[]", "holds a list"), ('{"x": 1}', "a card has no x")]
+        ("text", "complaint"),
+        [
+            ("{", "is not JSON"),
+            ("[]", "holds a list"),
+            ('{"x": 1}', "a card has no x"),
+            ('{"limits": 3}', "limits=3 on a card: expected a text"),
+        ],
     )
     def test_facts_that_are_none(self, folder, text, complaint):
         (folder / "card.json").write_text(text)

@@ -74,3 +74,25 @@ def test_the_target_is_the_recorded_one(make_draft, tmp_path, monkeypatch):
 def test_unknown_facts_are_refused_with_those_that_exist():
     with pytest.raises(ValueError, match=r"a card has no licence: it has repo, base_model.*license"):
         Card.read({"licence": "mit"})
+
+
+@pytest.mark.parametrize(
+    ("facts", "complaint"),
+    [
+        ({"limits": 3}, "limits=3 on a card: expected a text"),
+        ({"training": None}, "training=None on a card: expected a text"),
+        ({"datasets": "org/books"}, "datasets='org/books' on a card: expected a list of texts"),
+        ({"datasets": [1]}, r"datasets=\[1\] on a card"),
+        ({"license": ["mit"]}, r"license=\['mit'\] on a card"),
+    ],
+    ids=str,
+)
+def test_facts_that_are_no_texts_are_refused(facts, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        Card.read(facts)
+
+
+def test_what_is_not_known_may_be_null_and_languages_may_be_several(make_draft):
+    card = Card.read({"license": None, "commit": None, "language": ["en", "de"], "base_model": "org/t"})
+    draft = make_draft("longspec_plain")
+    assert ModelCard(render(draft, card.complete(draft, "org/x"))).data.language == ["en", "de"]
