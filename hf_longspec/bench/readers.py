@@ -146,14 +146,23 @@ def _json_file(path: Path) -> tuple[list[Document], str]:
             expected = "; ".join(map(str, LAYOUTS)) if layout is None else str(layout)
             keys = ", ".join(record) if isinstance(record, dict) else f"none, it is a {type(record).__name__}"
             raise ValueError(f"--data {path}, line {line}: its keys are {keys}; expected {expected}. Convert the file.")
-        documents.append(Document(f"{path.name}:{line}", *layout.split(record)))
+        try:
+            documents.append(Document(f"{path.name}:{line}", *layout.split(record)))
+        except (LookupError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"--data {path}, line {line}: its keys are those of {layout}, and what they hold is not. Correct the "
+                "line, or leave it out."
+            ) from error
     assert layout is not None
     return documents, layout.name
 
 
 def _records(path: Path) -> list[tuple[int, Any]]:
     """Every object with its line, or its place in an array."""
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--data {path} is not UTF-8 text. Convert it, or unpack it first.") from error
     if path.suffix == ".json":
         try:
             content = json.loads(text)

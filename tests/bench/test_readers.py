@@ -82,6 +82,28 @@ def test_a_line_of_another_layout_is_refused(tmp_path):
         read_source(path)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"turns": []},
+        {"meeting_transcripts": ["Hello."]},
+        {"meeting_transcripts": [], "general_query_list": [{"answer": "x"}]},
+        {"context": ["a.py"], "import_statement": "import a", "code": "f("},
+    ],
+    ids=lambda record: next(iter(record)),
+)
+def test_values_of_another_form_are_refused_with_their_line(record, tmp_path):
+    sound = next(line for line, _, _ in LINES.values() if record.keys() <= line.keys())
+    with pytest.raises(ValueError, match=r"line 2: its keys are those of .*, and what they hold is not"):
+        read_source(write(tmp_path / "d.jsonl", sound, record))
+
+
+def test_files_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"d.jsonl is not UTF-8 text"):
+        read_source(str(tmp_path / "d.jsonl"))
+
+
 def test_broken_lines_and_missing_files_are_refused(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": "x"}\n{"text"\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2: no JSON object"):
