@@ -44,7 +44,20 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:
-    """Train a draft as a recipe says."""
+    """Train a draft as a recipe says.
+
+    A recipe names the target, the settings of the draft, the data and the arguments of the trainer; options replace
+    what it says. Checkpoints and the trained draft are written to a folder; nothing is uploaded.
+
+    Examples:
+
+    \b
+    hf-longspec train --config examples/longspec_pretrain.yaml --target Qwen/Qwen3-8B
+    hf-longspec train --config examples/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
+    hf-longspec train --config examples/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
+
+    Exit status: 0; 1 if the loss stopped being a number; 2 for what cannot be run; 130 after Ctrl-C.
+    """
     named = {
         "target": target,
         "draft": draft,
@@ -74,7 +87,20 @@ def convert(
     target: Annotated[str | None, typer.Option(help="Id, folder or config.json of its target.")] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:
-    """Convert a checkpoint of the authors of LongSpec or TokenSwift."""
+    """Convert a checkpoint of the authors of LongSpec or TokenSwift.
+
+    Their published drafts are known by their ids. For other files, also those that the authors' training wrote, name
+    the target; only its configuration is read.
+
+    Examples:
+
+    \b
+    hf-longspec convert sail/longspec-Llama-3-8B-Instruct-262k --output longspec-llama-3
+    hf-longspec convert TokenSwift/TokenSwift-Qwen2.5-7B --output tokenswift-qwen
+    hf-longspec convert ./draft_model_weights.pth --target my-org/my-target --output my-draft
+
+    Exit status: 0; 2 for what cannot be converted.
+    """
     from . import convert as command
 
     raise typer.Exit(command.main(source, target, output, debug))
@@ -93,7 +119,19 @@ def publish(
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
 ) -> None:
-    """Publish a draft on the Hub, with the code that it needs and a model card."""
+    """Publish a draft on the Hub, with the code that it needs and a model card.
+
+    With --dry-run the repository is written to a folder and no network is used. Nothing is uploaded without --repo.
+
+    Examples:
+
+    \b
+    hf-longspec publish runs/longspec --dry-run --base-model Qwen/Qwen3-8B
+    hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --license apache-2.0
+    hf-longspec publish runs/longspec --dry-run --results acceptance.jsonl --name mine
+
+    Exit status: 0; 2 for what cannot be published.
+    """
     from . import publish as command
 
     request = command.Request(source, repo, dry_run, output, results, name, base_model, license, private)

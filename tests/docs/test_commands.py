@@ -9,8 +9,10 @@ import tomllib
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from hf_longspec.cli.app import app
+from hf_longspec.cli.demo import parse_arguments
 from tests.docs.blocks import PAGES, PROJECT, blocks_of, prose_of
 
 # A module that is imported already is run once more, as it is for this process.
@@ -158,3 +160,13 @@ def test_commands_in_the_text_name_what_exists(page):
             assert first in typer.main.get_command(app).commands, words
         elif program == "python" and first.endswith(".py") and "/" in first:
             assert (PROJECT / first).is_file(), words
+
+
+@pytest.mark.parametrize("name", typer.main.get_command(app).commands)
+def test_the_help_of_a_command_has_examples_that_are_understood(name):
+    result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+    lines = [line.strip() for line in result.stdout.splitlines() if line.strip().startswith("hf-longspec ")]
+    assert result.exit_code == 0 and len(lines) >= 2 and "Exit status: 0" in result.stdout
+    for line in lines:
+        assert line.split()[1] == name
+        understand(line) if name != "demo" else parse_arguments(shlex.split(line)[2:])
