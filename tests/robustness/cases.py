@@ -274,6 +274,11 @@ def processors(draw, prompt_length: int, vocab: int, do_sample: bool) -> dict[st
             "top_h": st.sampled_from([0.4, 0.8]),
         }
     options = {name: draw(maybe(strategy)) for name, strategy in choices.items()}
+    # what the stock generate cannot do either: it refuses the first pair, and the second makes laws of NaN
+    if options["forced_eos_token_id"] in (options["suppress_tokens"] or ()):
+        options["forced_eos_token_id"] = None
+    if options["forced_eos_token_id"] is not None:
+        options["exponential_decay_length_penalty"] = None
     return {name: value for name, value in options.items() if value is not None}
 
 
