@@ -33,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "TokenSwift, n-grams": NGRAMS,
     "TokenSwift, partial_kv": {"self_draft": "partial_kv"},
     "TokenSwift, partial_kv, n-grams": {"self_draft": "partial_kv", **NGRAMS},
-    "TokenSwift, [1, 1, 1, 1]": {"tree_branching": [1, 1, 1, 1]},
+    "TokenSwift, [1, 1]": {"tree_branching": [1, 1]},
     "TokenSwift, [1, 2, 1]": {"tree_branching": [1, 2, 1]},
     "TokenSwift, 4 n-grams": NGRAMS | {"ngram_candidates": 4},
     "TokenSwift, [1, 3, 3, 3]": {"tree_branching": [1, 3, 3, 3]},

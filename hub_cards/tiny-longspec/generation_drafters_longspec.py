@@ -105,12 +105,12 @@ class LongSpecDrafter(Drafter):
         target = Prefix(layer.keys, layer.values, rows.on(self.device), cache.host_lengths, rows.longest)
         runner = self.binding.target.runner
         runner = runner if runner is not None and runner.takes(rows) else None
-        inputs, noise = (root, self.last_token), self.coupling.noise(len(self.widths))
+        inputs, known = (root, self.last_token), self.coupling.known(len(self.widths))
         if runner is None or not self.coupling.fits_graphs:
-            fields = self.grow(*inputs, target, noise, runner)
+            fields = self.grow(*inputs, target, known, runner)
         else:
-            changing = *inputs, target.lengths, *noise
-            fields = self._run_by(runner, _grow, changing, target) or self.grow(*inputs, target, noise)
+            changing = *inputs, target.lengths, *known
+            fields = self._run_by(runner, _grow, changing, target) or self.grow(*inputs, target, known)
         tree = as_tree(fields, len(self.widths))
         self.tokens = tree.tokens
         return tree
@@ -120,13 +120,13 @@ class LongSpecDrafter(Drafter):
         root: torch.Tensor,
         last_token: torch.Tensor,
         target: Prefix,
-        noise: Sequence[torch.Tensor] = (),
+        known: Sequence[torch.Tensor] = (),
         runner: Any = None,
     ) -> tuple[torch.Tensor, ...]:
         """All levels: tokens, parents, depths and mask of the tree. Writes to the ring; reads nothing on the host.
 
         Args:
-            noise (sequence of at most one `torch.Tensor` of shape `(B, depths, V)`): What decides about these levels.
+            known (sequence of `torch.Tensor`): What decides about these levels beside logits: see [`Coupling`].
             runner (*optional*): Runs the block level by level, compiled or captured; candidates are ranked in between.
         """
         # one column per depth, and one for the last committed token, whose own keys may be missing: see observe
@@ -141,8 +141,7 @@ class LongSpecDrafter(Drafter):
                 logits = self._run_by(runner, _level, inputs, target, depth)
             if logits is None:
                 logits = self.level(changing, depth, target)
-            drawn = [rows[:, depth, None] for rows in noise]
-            beam.grow(self.coupling.scores(logits.to(root.device), drawn, beam.paths), width)
+            beam.grow(self.coupling.scores(logits.to(root.device), known, depth, beam.paths), width)
         return beam.fields()
 
     def _run_by(self, runner: Any, function: Any, changing: Sequence[torch.Tensor], target: Prefix, *depth: int) -> Any:
@@ -235,8 +234,8 @@ class LongSpecDrafter(Drafter):
 
 def _grow(changing, drafter, known, sizes, keys, values):
     """[`LongSpecDrafter.grow`] as a graph is made of it."""
-    root, last_token, lengths, *noise = changing
-    return drafter.grow(root, last_token, prefix_in_graph(keys, values, lengths, known, sizes), noise)
+    root, last_token, lengths, *decides = changing
+    return drafter.grow(root, last_token, prefix_in_graph(keys, values, lengths, known, sizes), decides)
 
 
 def _level(changing, drafter, known, sizes, keys, values, depth):

@@ -22,7 +22,8 @@ from .generation_verification import (
 
 # Processors whose result depends on the logits of one position only: they may run on all nodes at once.
 # A processor of your own joins them by a true attribute `history_free`. One that looks at the last tokens only says at
-# how many by an attribute `history_window`, and then costs the same at every length of the text.
+# how many by an attribute `history_window`: it then costs the same at every length of the text, and may be handed any
+# number of rows of `history_window` tokens, one for each node.
 HISTORY_FREE = {
     "EpsilonLogitsWarper",
     "EtaLogitsWarper",
@@ -157,12 +158,31 @@ class TokenRule:
         return warped(self.processors, logits)
 
     def _chain_scores(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
+        recent = self.recent()
+        if recent is not None:
+            behind = torch.cat([recent, tree.tokens[:, 1:]], 1).unfold(1, recent.shape[1], 1)
+            return warped(self.processors, logits, behind)
         scores = []
         for depth in range(tree.num_nodes):
             if depth:
                 self.sequences.try_out(depth - 1, tree.tokens[:, depth])
             scores.append(self.scores_at(logits[:, depth], depth))
         return torch.stack(scores, 1)
+
+    @property
+    def has_recent(self) -> bool:
+        """Whether processors look at the last tokens at most, and every row has as many."""
+        return self.history_window is not None and min(self.sequences.lengths) >= self.history_window
+
+    def recent(self) -> torch.Tensor | None:
+        """The last `history_window` tokens `(batch, window)`; None without `has_recent`."""
+        window, lengths = self.history_window, self.sequences.lengths
+        if window is None or not self.has_recent:
+            return None
+        if min(lengths) == max(lengths):
+            # a copy: strides of the whole are another graph in every call
+            return self.sequences.tokens[:, lengths[0] - window : lengths[0]].clone()
+        return torch.stack([row[end - window : end] for row, end in zip(self.sequences.tokens, lengths, strict=True)])
 
     def _accept_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor]:
         """Process the logits of the walked path only, each node with the prefix that leads to it."""
@@ -178,14 +198,25 @@ class TokenRule:
         return walk_lazily(tree, choose), torch.stack(scores, 1)
 
 
-def warped(processors: Sequence[LogitsProcessor], logits: torch.Tensor) -> torch.Tensor:
-    """Scores of logits `(batch, N, vocab)` by processors that look at no token, all nodes at once; fits into graphs."""
+def warped(
+    processors: Sequence[LogitsProcessor], logits: torch.Tensor, behind: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Scores of logits `(B, N, vocab)` by processors that look at the last tokens at most, all nodes at once.
+
+    Fits into graphs.
+
+    Args:
+        behind (`torch.LongTensor` of shape `(B, N, window)`, *optional*): The last tokens of the text that ends with
+            each node; by default the processors look at none.
+    """
     if not processors:
         return logits.float()
     scores = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
-    unseen = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+    seen = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+    if behind is not None:
+        seen = behind.reshape(len(scores), -1)
     for processor in processors:
-        scores = processor(unseen, scores)
+        scores = processor(seen, scores)
     return scores.view(logits.shape)
 
 

@@ -14,6 +14,8 @@ class TokenSwiftConfig(DraftConfig):
         num_heads (`int`): Heads; the i-th predicts the token i places behind the one that the target predicts.
         chained (`bool`): Whether a head continues the one before it. Otherwise each begins at the target's own state,
             as Medusa's heads do.
+        sequential (`bool`): Whether a head also sees the token before the one that it predicts, as Hydra's heads do;
+            the paper's do not. Such heads are chained.
         rms_norm_eps (`float`): Epsilon of the two norms of a head.
         initializer_range (`float`): Standard deviation of the initial weights of the linear layers.
     """
@@ -23,6 +25,7 @@ class TokenSwiftConfig(DraftConfig):
     hidden_size: int = 0
     num_heads: int = 3
     chained: bool = True
+    sequential: bool = False
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
 

@@ -11,10 +11,10 @@ each becomes a path of the tree. Where the hidden state comes from:
                     there is the root, so the heads alone make the tree, one level less deep.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,7 +24,7 @@ from .generation_coupling import Coupling
 from .generation_draft_tree import DraftTree
 from .generation_partial_kv import PartialCache
 from .generation_partial_policy import PartialKVPolicy
-from .generation_product_tree import num_product_nodes, product_tree
+from .generation_product_tree import num_product_nodes, product_tree, sibling_tree
 from .generation_target_ends import TargetEnds
 from .generation_drafters_base import Binding, Drafter, TreeShape, Verification, named
 
@@ -62,8 +62,8 @@ class TokenSwiftDrafter(Drafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        heads (`Callable`): From inputs `(B, L, hidden)` of the target's final norm to `(heads, B, L, hidden)`, which
-            the language-model head turns into logits.
+        heads (`TokenSwiftHeads`): From inputs `(B, L, hidden)` of the target's final norm to `(heads, B, L, hidden)`,
+            which the language-model head turns into logits.
         ends ([`TargetEnds`]): The target's language-model head.
         settings ([`TokenSwiftSettings`]): How to draft.
         others (`Sequence[TokenSwiftSettings]`, *optional*): The same with other trees, to choose from.
@@ -74,7 +74,7 @@ class TokenSwiftDrafter(Drafter):
     def __init__(
         self,
         binding: Binding,
-        heads: Callable[[torch.Tensor], torch.Tensor],
+        heads: Any,
         ends: TargetEnds,
         settings: TokenSwiftSettings,
         others: Sequence[TokenSwiftSettings] = (),
@@ -112,11 +112,13 @@ class TokenSwiftDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """All combinations of the best candidates for each of the next tokens behind `root` `(batch,)`."""
         if self.partial is None:
-            return product_tree(root, self._rank(self.hidden, self.widths, []))
-        logits, hidden = self.partial.step(self.binding.target, root, self.binding.max_length, with_hidden=True)
-        assert hidden is not None
-        base = self._take(logits, self.widths[0], [])
-        return product_tree(root, [base, *self._rank(hidden, self.widths[1:], [base])])
+            levels = self._rank(root, self.hidden)
+        else:
+            logits, hidden = self.partial.step(self.binding.target, root, self.binding.max_length, with_hidden=True)
+            assert hidden is not None
+            levels = self._rank(root, hidden, logits)
+        levels = [level.to(root.device) for level in levels]
+        return sibling_tree(root, levels, self.widths) if self.heads.sequential else product_tree(root, levels)
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
         """The queries that entries are scored by, if a build is due behind this verification."""
@@ -158,42 +160,24 @@ class TokenSwiftDrafter(Drafter):
         assert self.partial is not None
         self.partial.build(row, length, scores_of)
 
-    def _rank(self, hidden: torch.Tensor, widths: list[int], known: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The best candidates `(batch, width)` of each of the first heads, from hidden states `(batch, hidden)`.
-
-        Args:
-            known (`list[torch.Tensor]`): Those of the levels above.
-        """
-        if not widths:
-            return []
+    def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *own: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Candidates of every level, see [`_levels`]; as one graph where that is done and possible."""
+        changing, fixed = (root, hidden, *own), (self.heads, self.ends, tuple(self.widths), len(own))
+        known = self.coupling.known(len(self.widths))
         if self.coupling.fits_graphs:
-            noise = [rows[:, len(known) :] for rows in self.coupling.noise(len(known) + len(widths))]
-            best = self._run(_best, (hidden, *noise), (len(widths), max(widths)), self.coupling)
-            return [ranked[:, :width] for ranked, width in zip(best.unbind(1), widths, strict=True)]
-        levels = list(known)
-        for logits, width in zip(self._run(_logits, (hidden,), (len(widths),)).unbind(1), widths, strict=True):
-            levels.append(self._take(logits, width, levels))
-        return levels[len(known) :]
+            levels = self._run(_levels, (*changing, *known), *fixed, self.coupling, None)
+            if levels is not None:
+                return cast(Sequence[torch.Tensor], levels)
+        logits = None if self.heads.sequential else self._run(_logits, changing, *fixed)
+        return _levels((*changing, *known), *fixed, self.coupling, logits)
 
-    def _take(self, logits: torch.Tensor, width: int, levels: list[torch.Tensor]) -> torch.Tensor:
-        """The best `width` candidates of logits `(batch, vocab)`, behind the best ones of the levels above."""
-
-        def path() -> torch.Tensor:
-            above = [level[:, :1] for level in levels]
-            return torch.cat(above, 1)[:, None] if above else torch.empty(len(logits), 1, 0)
-
-        noise = [rows[:, len(levels) :] for rows in self.coupling.noise(len(levels) + 1)]
-        return self.coupling.scores(logits[:, None], noise, path)[:, 0].topk(width).indices
-
-    def _run(
-        self, function: Callable[..., Any], changing: tuple[torch.Tensor, ...], sizes: tuple[int, ...], *others: Any
-    ) -> torch.Tensor:
-        """A function of hidden states and heads; compiled or captured where that is done and possible."""
-        runner, fixed, result = self.binding.target.runner, (self.heads, self.ends, *sizes, *others), None
-        if runner is not None and self._owner is not None:
-            shape = len(changing[0]), self.coupling.key, *sizes
-            result = runner(function, shape, changing, fixed, self._owner, self)
-        return function(changing, *fixed) if result is None else result
+    def _run(self, function: Any, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Any:
+        """A function of hidden states and heads, compiled or captured; None if that is not done, or not possible."""
+        runner = self.binding.target.runner
+        if runner is None or self._owner is None:
+            return None
+        shape = len(changing[0]), self.coupling.key, *fixed[2:4]
+        return runner(function, shape, changing, fixed, self._owner, self)
 
     def _partial_cache(self) -> PartialCache:
         target, cache, settings = self.binding.target, self.binding.cache, self.settings
@@ -206,17 +190,51 @@ class TokenSwiftDrafter(Drafter):
         return PartialCache(cache, keep_all if settings.partial_kv_policy == "full" else target.sliding_layers, policy)
 
 
-def _logits(changing: tuple[torch.Tensor], heads: Any, ends: TargetEnds, levels: int) -> torch.Tensor:
-    """Logits `(batch, levels, vocab)` of the first heads; a graph can be made of it."""
-    (hidden,) = changing
-    logits: torch.Tensor = ends.head(heads(hidden[:, None])[:levels, :, 0])
-    return logits.transpose(0, 1)
-
-
-def _best(
-    changing: tuple[torch.Tensor, ...], heads: Any, ends: TargetEnds, levels: int, most: int, coupling: Coupling
+def _logits(
+    changing: tuple[torch.Tensor, ...], heads: Any, ends: TargetEnds, widths: Sequence[int], num_own: int
 ) -> torch.Tensor:
-    """The best candidates `(batch, levels, most)` of the first heads; likewise."""
-    hidden, *noise = changing
-    logits = _logits((hidden,), heads, ends, levels)
-    return coupling.scores(logits, noise).topk(most).indices
+    """Logits `(levels, B, vocab)` of all heads that see no drafted token; a graph can be made of it."""
+    logits: torch.Tensor = ends.head(heads(changing[1][:, None])[: len(widths) - num_own, :, 0])
+    return logits
+
+
+def _levels(
+    changing: tuple[torch.Tensor, ...],
+    heads: Any,
+    ends: TargetEnds,
+    widths: Sequence[int],
+    num_own: int,
+    coupling: Coupling,
+    logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """The best candidates of every level; a graph can be made of it.
+
+    Args:
+        changing (`tuple[torch.Tensor, ...]`): Roots `(B,)`, hidden states `(B, hidden)`, the target's own logits
+            `(B, vocab)` for the first level if there are any, and what the coupling knows.
+        num_own (`int`): How many there are: 0 or 1.
+        logits (`torch.Tensor` or `None`): [`_logits`], if they are there already.
+
+    Returns:
+        Tokens `(B, n * width)` of each level: `width` children of each of the n nodes above if heads are sequential.
+        Other heads see no drafted token, and there are `width` for all nodes, ranked as behind the best one.
+    """
+    root, hidden, *known = changing
+    ready, known = known[:num_own], known[num_own:]
+    if not heads.sequential:
+        ready.extend((_logits(changing, heads, ends, widths, num_own) if logits is None else logits).unbind())
+    states, nodes, levels = hidden[:, None], root[:, None], []
+    paths = nodes[..., None][..., :0]
+    for depth, width in enumerate(widths):
+        if depth < len(ready):
+            scores = ready[depth][:, None]
+        else:
+            head = heads.layers[depth - num_own]
+            states = head(states, ends.embed(nodes).to(states))
+            scores = ends.head(head.post_layernorm(states))
+        best = coupling.scores(scores, known, depth, paths).topk(width).indices  # [B, n, width]
+        levels.append(best.flatten(1))
+        followed = best if heads.sequential else best[..., :1]
+        states, nodes = states.repeat_interleave(followed.shape[2], 1), followed.flatten(1)
+        paths = torch.cat([paths.repeat_interleave(followed.shape[2], 1), nodes[..., None]], 2)
+    return tuple(levels)

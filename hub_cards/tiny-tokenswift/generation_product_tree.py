@@ -1,5 +1,5 @@
 # Published with a draft by hf_longspec, Apache-2.0.
-"""Trees in which all nodes of a level have the same children, as proposed by heads that see no drafted tokens."""
+"""Trees in which all nodes of a level have equally many children: the same ones, or each its own."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -24,9 +24,28 @@ def product_tree(root: torch.Tensor, levels: Sequence[torch.Tensor]) -> DraftTre
     ([[5, 7, 8, 9]], [[-1, 0, 1, 1]])
     """
     branching = tuple(level.shape[1] for level in levels)
-    columns, parents, depths, mask, valid = _structure(branching, root.device)
-    candidates = torch.cat([root[:, None], *(level.to(root.device) for level in levels)], dim=1)
-    tokens = candidates.index_select(1, columns)
+    columns = _structure(branching, root.device)[0]
+    candidates = torch.cat([root[:, None], *levels], dim=1)
+    return _with_tokens(candidates.index_select(1, columns), branching)
+
+
+def sibling_tree(root: torch.Tensor, levels: Sequence[torch.Tensor], branching: Sequence[int]) -> DraftTree:
+    """The tree in which every node of a level has the same number of children, but its own.
+
+    Args:
+        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
+        levels (sequence of `torch.LongTensor` of shape `(B, n)`): Nodes of each level, those of one parent together.
+        branching (sequence of `int`): Children of a node, level by level.
+
+    >>> tree = sibling_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[1, 2]])], [2, 1])
+    >>> tree.tokens.tolist(), tree.parents.tolist()
+    ([[5, 7, 8, 1, 2]], [[-1, 0, 0, 1, 2]])
+    """
+    return _with_tokens(torch.cat([root[:, None], *levels], dim=1), tuple(branching))
+
+
+def _with_tokens(tokens: torch.Tensor, branching: tuple[int, ...]) -> DraftTree:
+    _, parents, depths, mask, valid = _structure(branching, tokens.device)
     tree = DraftTree(
         tokens,
         parents.expand_as(tokens),

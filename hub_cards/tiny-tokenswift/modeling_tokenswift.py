@@ -27,8 +27,9 @@ CHOICES = {"self_draft": SELF_DRAFTS, "partial_kv_policy": POLICIES}
 class TokenSwiftDraftModel(DraftModel):
     """A few small heads on the input of the target's final norm, each for one more token ahead.
 
-    The language-model head is the target's and not part of the draft. The heads know the text up to the last token and
-    nothing of each other's choices.
+    The language-model head is the target's and not part of the draft. The heads of the paper know the text up to the
+    hidden state's token and nothing of what follows; sequential ones (`sequential=True`) also see the tokens between
+    there and the one that they predict, drafted ones included, and guess better where a target's predictions are flat.
 
     ```python
     draft = TokenSwiftDraftModel.from_target(target, num_heads=3)   # untrained: see hf_longspec.training
@@ -64,17 +65,24 @@ class TokenSwiftDraftModel(DraftModel):
         weight = target.get_input_embeddings().weight
         return draft.to(device_of(norm, weight.device), weight.dtype).eval()
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states of all heads, normalised, for the target's language-model head.
 
         Args:
             hidden (`torch.Tensor` of shape `(B, L, hidden)`): What the target's final norm is given.
+            embedded (`torch.Tensor` of shape `(B, L, hidden)`, *optional*): What its first layer is given, for
+                sequential heads: head i at place t sees token t + i.
 
         Returns:
             `torch.Tensor` of shape `(num_heads, B, L, hidden)`. Where the target's own logits at place t predict token
             t + 1, those of `[i]` predict token t + 2 + i.
         """
-        states: torch.Tensor = self.heads(hidden.to(self.dtype))
+        if self.config.sequential != (embedded is not None):
+            raise ValueError(
+                f"sequential={self.config.sequential}, and embedded is {'missing' if embedded is None else 'given'}: "
+                "sequential heads need the embeddings of the tokens, other heads do not look at them."
+            )
+        states: torch.Tensor = self.heads(hidden.to(self.dtype), None if embedded is None else embedded.to(self.dtype))
         return states
 
     def make_drafter(self, binding: Binding) -> Drafter:
@@ -98,6 +106,11 @@ class TokenSwiftDraftModel(DraftModel):
         final_norm_of(target.model)
         if self.config.num_heads < 1:
             raise ValueError(f"num_heads={self.config.num_heads}: expected at least 1, the tokens ahead to predict.")
+        if self.config.sequential and not self.config.chained:
+            raise ValueError(
+                "chained=False, sequential=True: a head that sees the token before its own continues the head that "
+                "proposed it. Leave out chained=False."
+            )
         for name, choices in CHOICES.items():
             if (value := self.setting(name)) not in choices:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
@@ -149,23 +162,28 @@ class TokenSwiftHeads(nn.Module):
     """All heads, run on the same hidden states.
 
     With `x_0` the input of the target's final norm, `x_i = x_{i-1} + A_i RMSNorm(x_{i-1})` in a chain, or
-    `x_i = x_0 + A_i RMSNorm(x_0)` for independent heads; the language-model head gets `RMSNorm(x_i)`.
+    `x_i = x_0 + A_i RMSNorm(x_0)` for independent heads; the language-model head gets `RMSNorm(x_i)`. Sequential heads
+    put `SiLU(B_i [RMSNorm(x_{i-1}), RMSNorm(e_i)])` in place of the norm, with e_i the embedding of the token before
+    the one that they predict.
 
     Source: https://huggingface.co/papers/2502.18890, equation 1, and the authors' checkpoints, which have the norms;
-    independent heads: Medusa, https://huggingface.co/papers/2401.10774.
+    independent heads: Medusa, https://huggingface.co/papers/2401.10774; heads that see the tokens before theirs:
+    Hydra, https://huggingface.co/papers/2402.05109.
     """
 
     def __init__(self, config: TokenSwiftConfig):
         super().__init__()
         self.chained = config.chained
+        self.sequential = config.sequential
         self.layers = nn.ModuleList(TokenSwiftHead(config) for _ in range(config.num_heads))
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(..., hidden)` to `(num_heads, ..., hidden)`."""
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        """`(B, L, hidden)` to `(num_heads, B, L, hidden)`; `embedded` as in [`TokenSwiftDraftModel`]."""
         states, current = [], hidden
-        for head in self.layers:
+        for number, head in enumerate(self.layers, start=1):
             assert isinstance(head, TokenSwiftHead)
-            current = head(current if self.chained else hidden)
+            ahead = None if embedded is None else nn.functional.pad(embedded[:, number:], (0, 0, 0, number))
+            current = head(current if self.chained else hidden, ahead)
             states.append(head.post_layernorm(current))
         return torch.stack(states)
 
@@ -178,8 +196,19 @@ class TokenSwiftHead(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.linear = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.post_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.sequential:
+            self.token_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.fusion = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The residual stream `(..., hidden)` behind this head, not normalised."""
-        moved: torch.Tensor = hidden + self.linear(self.input_layernorm(hidden))
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        """The residual stream `(..., hidden)` behind this head, not normalised.
+
+        Args:
+            embedded (`torch.Tensor` of shape `(..., hidden)`, *optional*): For sequential heads, the embedding of the
+                token before the one that this head predicts.
+        """
+        given = self.input_layernorm(hidden)
+        if embedded is not None:
+            given = nn.functional.silu(self.fusion(torch.cat([given, self.token_layernorm(embedded)], -1)))
+        moved: torch.Tensor = hidden + self.linear(given)
         return moved
