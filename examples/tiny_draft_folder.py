@@ -45,6 +45,7 @@ def load_trained(source: Path, trainer: str, settings: dict[str, Any]) -> hf_lon
 
 def write_folder(draft: hf_longspec.DraftModel, args: argparse.Namespace, **facts: Any) -> None:
     """Write the complete repository; `facts` are those of the card, see `hf_longspec.hub.Card`."""
+    commit = args.run / "commit.txt"
     measured = args.results.is_file() and args.draft in args.results.read_text(encoding="utf-8")
     card = Card(
         repo=f"hub_cards/tiny-{draft.config.model_type}",
@@ -52,6 +53,7 @@ def write_folder(draft: hf_longspec.DraftModel, args: argparse.Namespace, **fact
         target="hub_cards/tiny-target",
         license="apache-2.0",
         language="en",
+        commit=(commit.read_text(encoding="utf-8").strip() if commit.is_file() else None) or None,
         acceptance=acceptance_section(args.results, args.draft) if measured else "",
         **facts,
     )

@@ -21,6 +21,7 @@ from token_streams import cut_rows, folder_name, load_streams
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import LongSpecDraftModel
+from hf_longspec.bench.environment import git_commit
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +69,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=any(args.output.glob("checkpoint-*")) or None)
     trainer.save_state()
     (args.output / "command.txt").write_text(command(args), encoding="utf-8")
+    (args.output / "commit.txt").write_text(git_commit(ROOT) or "", encoding="utf-8")
     draft.to(torch.bfloat16).save_pretrained(args.output / "final")
 
 

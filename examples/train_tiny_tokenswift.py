@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longspec import TokenSwiftDraftModel
+from hf_longspec.bench.environment import git_commit
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,6 +112,7 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=any(args.output.glob("checkpoint-*")) or None)
     trainer.save_state()
     (args.output / "command.txt").write_text(command(args), encoding="utf-8")
+    (args.output / "commit.txt").write_text(git_commit(ROOT) or "", encoding="utf-8")
     draft.to(torch.bfloat16).save_pretrained(args.output / "final")
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from hf_longspec.bench.environment import git_commit
 from hf_longspec.testing import tiny_target
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -51,8 +52,15 @@ def test_a_run_ends_in_time_and_goes_on_with_more_of_it(train, tmp_path):
     assert draft.config.num_heads == 2 and not draft.config.chained
     assert "--minutes 0.005" in (text := (folder / "command.txt").read_text()) and "--independent" in text
     assert str(tmp_path) not in text
+    assert (folder / "commit.txt").read_text() == (git_commit(EXAMPLES) or "")
     train("--minutes", 0.015, "--independent", "--heads", 2)
     assert 0 < first < steps_of(folder)
+
+
+def test_sequential_heads(train):
+    folder = train("--minutes", 0.003, "--sequential", "--heads", 2)
+    assert AutoModel.from_pretrained(folder / "final").config.sequential
+    assert "--sequential" in (folder / "command.txt").read_text()
 
 
 def test_the_learning_rate_follows_the_time_spent_and_a_pause_is_not_spent(script, monkeypatch):

@@ -169,6 +169,16 @@ class DraftTrainer(Trainer):
         self.method.record(self.accelerator)
         super().save_model(*args, **kwargs)
 
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Not here: what `Trainer` uploads has no code and no card of a draft.
+
+        Raises:
+            ValueError: With what to call instead.
+        """
+        raise ValueError(
+            "a trainer does not upload drafts: call draft.push_to_hub('owner/name'), or hf-longspec publish."
+        )
+
     def _prepared(self, batches: Iterator) -> Iterator[dict[str, Any]]:
         """Batches of one step with what the method adds to their rows."""
         world, size = self.accelerator.num_processes, self.args.per_device_train_batch_size

@@ -49,6 +49,10 @@ def test_settings(tmp_path, settings, match):
     refuse(match, DraftTrainingArguments, output_dir=str(tmp_path), use_cpu=True, **settings)
 
 
+def test_a_trainer_does_not_upload(make_trainer):
+    refuse(r"call draft.push_to_hub\('owner/name'\)", make_trainer().push_to_hub)
+
+
 def test_models_that_do_not_go_together(make_trainer, make_draft, target):
     refuse(
         "SpecAttnDraftModel, which is not trained: make one with LongSpecDraftModel",
