@@ -1,5 +1,6 @@
 """Token streams on disk, as `train_tiny_target.py` and `write_target_texts.py` leave them: `*.npy` in a folder."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,12 +12,26 @@ from hf_longspec.training import TokenWindows
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def load_streams(folder: Path) -> list[np.ndarray]:
-    """All streams of a folder, memory-mapped."""
-    streams = [np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))]
-    if not streams:
-        raise SystemExit(f"{folder} has no *.npy: run examples/train_tiny_target.py with this --output first")
+def load_streams(*folders: Path) -> list[np.ndarray]:
+    """All streams of some folders, memory-mapped."""
+    streams = []
+    for folder in folders:
+        if not (paths := sorted(folder.glob("*.npy"))):
+            raise SystemExit(f"{folder} has no *.npy: run examples/train_tiny_target.py with this --output first")
+        streams += [np.load(path, mmap_mode="r") for path in paths]
     return streams
+
+
+def add_streams(parser: argparse.ArgumentParser) -> None:
+    """`--streams`, which may be given more than once."""
+    parser.add_argument(
+        "--streams", type=Path, action="append", required=True, help="folder with token streams; repeatable"
+    )
+
+
+def streams_command(folders: Sequence[Path]) -> str:
+    """The option as it was given, without the folders of this machine."""
+    return " ".join(f"--streams {folder_name(folder)}" for folder in folders)
 
 
 def cut_rows(streams: Sequence[np.ndarray], length: int) -> ConcatDataset:

@@ -17,7 +17,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from token_streams import cut_rows, folder_name, load_streams
+from token_streams import add_streams, cut_rows, folder_name, load_streams, streams_command
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import LongSpecDraftModel
@@ -45,7 +45,7 @@ def main() -> None:
         draft = LongSpecDraftModel.from_pretrained(args.draft, dtype=torch.float32)
     # the local folder of this run says nothing to others
     draft.config.target_name_or_path = Path(args.target).name
-    rows = cut_rows([stream for folder in args.streams for stream in load_streams(folder)], args.length)
+    rows = cut_rows(load_streams(*args.streams), args.length)
     training = DraftTrainingArguments(
         str(args.output),
         loss="kl",
@@ -77,11 +77,11 @@ def command(args: argparse.Namespace) -> str:
     """What was run, without the folders of the machine that ran it."""
     without = f" --without {args.without}" if args.without else ""
     draft = f" --draft {folder_name(args.draft)}" if args.draft else ""
-    streams = " ".join(f"--streams {folder_name(folder)}" for folder in args.streams)
     numbers = f"--steps {args.steps} --length {args.length} --batch {args.batch} --learning-rate {args.learning_rate:g}"
     numbers += f" --warmup {args.warmup} --log-every {args.log_every}"
     return (
-        f"python examples/train_tiny_longspec.py {streams} --output {folder_name(args.output)} \\\n"
+        f"python examples/train_tiny_longspec.py {streams_command(args.streams)} "
+        f"--output {folder_name(args.output)} \\\n"
         f"    {numbers} --seed {args.seed}{draft}{without}\n"
     )
 
@@ -89,9 +89,7 @@ def command(args: argparse.Namespace) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(ROOT / "hub_cards" / "tiny-target"), help="folder or Hub id")
-    parser.add_argument(
-        "--streams", type=Path, action="append", required=True, help="folder with token streams; repeatable"
-    )
+    add_streams(parser)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--length", type=int, default=512, help="tokens per row (default: %(default)s)")

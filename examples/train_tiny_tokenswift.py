@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from token_streams import cut_rows, folder_name, load_streams
+from token_streams import add_streams, cut_rows, folder_name, load_streams, streams_command
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -107,7 +107,7 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,  # its end would be that of all epochs
     )
-    rows = cut_rows([stream for folder in args.streams for stream in load_streams(folder)], args.length)
+    rows = cut_rows(load_streams(*args.streams), args.length)
     trainer = TimedTrainer(draft, target, training, train_dataset=rows, minutes=args.minutes)
     trainer.train(resume_from_checkpoint=any(args.output.glob("checkpoint-*")) or None)
     trainer.save_state()
@@ -118,13 +118,13 @@ def main() -> None:
 
 def command(args: argparse.Namespace) -> str:
     """What was run, without the folders of the machine that ran it."""
-    streams = " ".join(f"--streams {folder_name(folder)}" for folder in args.streams)
     draft = f" --draft {folder_name(args.draft)}" if args.draft else f" --heads {args.heads}"
     numbers = f"--minutes {args.minutes:g} --length {args.length} --batch {args.batch}"
     rest = f"--learning-rate {args.learning_rate:g} --loss {args.loss} --seed {args.seed}"
     kind = (" --independent" if args.independent else "") + (" --sequential" if args.sequential else "")
     return (
-        f"python examples/train_tiny_tokenswift.py {streams} --output {folder_name(args.output)} \\\n"
+        f"python examples/train_tiny_tokenswift.py {streams_command(args.streams)} "
+        f"--output {folder_name(args.output)} \\\n"
         f"    {numbers}{draft} \\\n    {rest}{kind}\n"
     )
 
@@ -132,9 +132,7 @@ def command(args: argparse.Namespace) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(ROOT / "hub_cards" / "tiny-target"), help="folder or Hub id")
-    parser.add_argument(
-        "--streams", type=Path, action="append", required=True, help="folder with token streams; repeatable"
-    )
+    add_streams(parser)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=40, help="time for training (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens per row (default: %(default)s)")

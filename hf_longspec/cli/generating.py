@@ -219,9 +219,9 @@ def run(
     else:
         print()
         if show_drafts:
-            Console(stderr=True).print(
-                Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
-            )
+            coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
+            piped = "Drafted tokens are coloured in a terminal alone; --html FILE writes a page that shows them."
+            Console(stderr=True).print(coloured if Console().is_terminal else piped)
         print(generation.stats, file=sys.stderr)
     if html is not None:
         html.write_text(generation.page(), encoding="utf-8")
