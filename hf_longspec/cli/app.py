@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from . import CommandError
 
@@ -10,12 +10,16 @@ try:
     import typer
 
     from . import audit, bench, env, generate, tune
+    from .options import INTERRUPTED
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("typer", "rich"):
         raise
     print(f"error: hf-longspec needs {missing}, which is not installed: pip install typer rich", file=sys.stderr)
     sys.exit(2)
+
+# Of the click that typer brings along, or of the installed one: versions differ.
+USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -150,8 +154,19 @@ def demo(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """Entry point of the command."""
-    app()
+    """Entry point of the command. Wrong options take one line, as every other error does."""
+    try:
+        status = app(prog_name="hf-longspec", standalone_mode=False)
+    except USAGE_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.ctx.get_help())
+        else:
+            what = error.format_message().rstrip(".")
+            print(f"error: {what}. `{error.ctx.command_path} --help` says what there is.", file=sys.stderr)
+        status = 2
+    except typer.Abort:
+        status = INTERRUPTED
+    sys.exit(status or 0)
 
 
 if __name__ == "__main__":

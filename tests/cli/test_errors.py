@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longspec import LongSpecDraftModel
-from hf_longspec.cli import audit_run, generating, tune_run
+from hf_longspec.cli import app, audit_run, generating, tune_run
 from hf_longspec.testing import tiny_target
 
 COMMANDS = ["generate", "audit", "tune"]
@@ -231,3 +231,29 @@ def test_the_target_is_not_changed_by_a_loading_check(tiny):
     _, info = AutoModelForCausalLM.from_pretrained(tiny.target, output_loading_info=True)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "mismatched", "unexpected"))
     assert AutoConfig.from_pretrained(tiny.target).model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["generate", "--no-such-option"], "No such option: --no-such-option. `hf-longspec generate --help` says"),
+        (["nothing"], "No such command 'nothing'. `hf-longspec --help` says"),
+        (["audit", "--max-new-tokens", "many"], "Invalid value for '--max-new-tokens': "),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_options_take_one_line(monkeypatch, capsys, arguments, complaint):
+    monkeypatch.setattr(sys, "argv", ["hf-longspec", *arguments])
+    with pytest.raises(SystemExit) as exit_of:
+        app.main()
+    output = capsys.readouterr()
+    assert exit_of.value.code == 2 and output.out == ""
+    (line,) = output.err.strip().splitlines()
+    assert line.startswith("error: ") and complaint in line
+
+
+def test_without_a_command_there_is_help(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hf-longspec"])
+    with pytest.raises(SystemExit):
+        app.main()
+    assert "Lossless speculative decoding" in capsys.readouterr().out
