@@ -1,6 +1,7 @@
 """The command `hf-longspec`."""
 
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,6 +167,9 @@ def main() -> None:
         status = 2
     except typer.Abort:
         status = INTERRUPTED
+    except Exception:  # shown by --debug; the status that Python ends with, 1, is a verdict of `audit`
+        traceback.print_exc()
+        status = 2
     sys.exit(status or 0)
 
 

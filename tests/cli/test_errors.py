@@ -257,3 +257,10 @@ def test_without_a_command_there_is_help(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         app.main()
     assert "Lossless speculative decoding" in capsys.readouterr().out
+
+
+def test_a_traceback_is_no_verdict(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["hf-longspec", "audit", "--target", str(tmp_path / "missing"), "--debug"])
+    with pytest.raises(SystemExit) as exit_of:
+        app.main()
+    assert exit_of.value.code == 2 and "Traceback" in capsys.readouterr().err
