@@ -11,7 +11,7 @@ try:
     import typer
 
     from . import audit, bench, env, generate, tune
-    from .options import INTERRUPTED
+    from .options import INPUT_ERROR, INTERRUPTED
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
     if missing not in ("typer", "rich"):
@@ -164,12 +164,12 @@ def main() -> None:
         else:
             what = error.format_message().rstrip(".")
             print(f"error: {what}. `{error.ctx.command_path} --help` says what there is.", file=sys.stderr)
-        status = 2
+        status = INPUT_ERROR
     except typer.Abort:
         status = INTERRUPTED
     except Exception:  # shown by --debug; the status that Python ends with, 1, is a verdict of `audit`
         traceback.print_exc()
-        status = 2
+        status = INPUT_ERROR
     sys.exit(status or 0)
 
 

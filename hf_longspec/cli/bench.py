@@ -8,10 +8,10 @@ from . import CommandError, first_line
 
 try:
     import typer
+
+    from .options import INPUT_ERROR, INTERRUPTED
 except ImportError as error:
     raise CommandError("hf-longspec needs typer, which is not installed: pip install 'hf_longspec[bench]'") from error
-
-INPUT_ERROR, INTERRUPTED = 2, 130
 
 
 def bench(

@@ -179,10 +179,11 @@ class TokenSwiftHeads(nn.Module):
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
         """`(B, L, hidden)` to `(num_heads, B, L, hidden)`; `embedded` as in [`TokenSwiftDraftModel`]."""
         states, current = [], hidden
-        for number, head in enumerate(self.layers, start=1):
+        for head in self.layers:
             assert isinstance(head, TokenSwiftHead)
-            ahead = None if embedded is None else nn.functional.pad(embedded[:, number:], (0, 0, 0, number))
-            current = head(current if self.chained else hidden, ahead)
+            if embedded is not None:  # a place further on for every head, with nothing behind the end
+                embedded = nn.functional.pad(embedded[:, 1:], (0, 0, 0, 1))
+            current = head(current if self.chained else hidden, embedded)
             states.append(head.post_layernorm(current))
         return torch.stack(states)
 

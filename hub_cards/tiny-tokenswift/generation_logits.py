@@ -212,9 +212,9 @@ def warped(
     if not processors:
         return logits.float()
     scores = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
-    seen = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
-    if behind is not None:
-        seen = behind.reshape(len(scores), -1)
+    if behind is None:
+        behind = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+    seen = behind.reshape(len(scores), -1)
     for processor in processors:
         scores = processor(seen, scores)
     return scores.view(logits.shape)

@@ -52,9 +52,10 @@ def test_the_heads_are_the_restated_ones(make_draft, hidden, chained, num_heads)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # float32 against float64
 
 
-def test_sequential_heads_are_the_restated_ones(make_draft, hidden):
-    draft = make_draft(sequential=True)
-    embedded = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(5))
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_sequential_heads_are_the_restated_ones(make_draft, hidden, length):
+    draft, hidden = make_draft(sequential=True), hidden[:, :length]
+    embedded = torch.randn(2, length, 64, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         found = draft(hidden, embedded)
     expected = restated_heads(draft.state_dict(), "heads.layers.", hidden, 3, draft.config.rms_norm_eps, True, embedded)

@@ -116,7 +116,6 @@ class TokenSwiftDrafter(Drafter):
             logits, hidden = self.partial.step(self.binding.target, root, self.binding.max_length, with_hidden=True)
             assert hidden is not None
             levels = self._rank(root, hidden, logits)
-        levels = [level.to(root.device) for level in levels]
         return sibling_tree(root, levels, self.widths) if self.heads.sequential else product_tree(root, levels)
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
@@ -231,7 +230,7 @@ def _levels(
             head = heads.layers[depth - num_own]
             states = head(states, ends.embed(nodes).to(states))
             scores = ends.head(head.post_layernorm(states))
-        best = coupling.scores(scores, known, depth, paths).topk(width).indices  # [B, n, width]
+        best = coupling.scores(scores, known, depth, paths).topk(width).indices.to(root.device)  # [B, n, width]
         levels.append(best.flatten(1))
         followed = best if heads.sequential else best[..., :1]
         states, nodes = states.repeat_interleave(followed.shape[2], 1), followed.flatten(1)
