@@ -1,0 +1,229 @@
+"""Train a 6M-parameter Llama on bytes that really uses 16K tokens of context, on two CPU cores.
+
+    python examples/train_long_context_target.py --novels novels/train --output runs/target
+
+The target learns to look back first, on short rows in which passages return (induction forms suddenly, after one to
+three million bytes), and the rows then grow: 128, 512, 2K, 8K, 16K. A stage that demands recall goes on until passages
+are recalled at the given distance, and no longer than twice its tokens. Text is the Python standard library and the
+pure-Python packages of the interpreter, package by package, and novels; `HELD_OUT` is never trained on.
+
+The run saves itself every three minutes and continues from there when the command is given again. Matrices are trained
+with Muon (https://huggingface.co/papers/2502.16982), embeddings and norms with AdamW; the learning rate is constant
+until the last stage, in which it falls to zero.
+"""
+
+import argparse
+import json
+import os
+import site
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from long_context_rows import Rows, quoted_row
+from transformers import LlamaConfig, LlamaForCausalLM
+
+# Packages and modules of the standard library that are kept for evaluation, the demo and the benchmarks.
+HELD_OUT = {"networkx", "click", "jinja2", "argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal"}
+HELD_OUT |= {"_pydecimal", "mailbox", "mpmath"}
+SKIPPED = {"test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__", "site-packages", "_vendor"}
+MOST_BYTES_OF_A_PACKAGE = 3_000_000  # a few packages would be most of the text otherwise
+END, PAD = 256, 257
+
+
+@dataclass
+class Stage:
+    """Rows of one length, and how they are made; see `Rows.batch`. `recall` is the distance that must be mastered."""
+
+    length: int
+    tokens: float
+    rows: int
+    repeats: float
+    tasks: float
+    noise: float
+    recall: int | None = None
+
+
+STAGES = (
+    Stage(128, 4e6, 64, 0.80, 0.00, 0.6, recall=64),
+    Stage(512, 4e6, 16, 0.45, 0.15, 0.4, recall=256),
+    Stage(2048, 12e6, 6, 0.20, 0.20, 0.3, recall=1024),
+    Stage(8192, 14e6, 2, 0.12, 0.20, 0.2),
+    Stage(16384, 8e6, 1, 0.10, 0.15, 0.1),
+)
+MATRIX_LR, OTHER_LR, WARMUP_STEPS = 0.02, 2e-3, 60
+RECALLED = 0.8  # share of bytes that the model has to name right before longer rows begin
+
+
+def main() -> None:
+    args = parse_arguments()
+    torch.manual_seed(args.seed)
+    args.output.mkdir(parents=True, exist_ok=True)
+    groups = {"source": read_packages(), "novels": read_novels(args.novels)}
+    for name, streams in groups.items():
+        print(f"{name}: {len(streams)} streams, {sum(map(len, streams)) / 1e6:.1f} MB", flush=True)
+    model = LlamaForCausalLM(model_config())
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
+    train(model, groups, args)
+    model.to(torch.bfloat16).save_pretrained(args.output / "model")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--novels", type=Path, required=True, help="folder of text files")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--hours", type=float, help="stop after this much time of this run; continue later")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def model_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=258,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=STAGES[-1].length,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+
+
+def read_packages() -> list[np.ndarray]:
+    """One stream of sources per package, and one for the modules of the standard library."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    folders = [path for root in site.getsitepackages() for path in sorted(Path(root).iterdir()) if path.is_dir()]
+    folders += sorted(path for path in library.iterdir() if path.is_dir() and path.name not in SKIPPED)
+    streams = [read_sources(sorted(folder.rglob("*.py")), folder.parent) for folder in folders if wanted(folder.name)]
+    streams.append(read_sources(sorted(library.glob("*.py")), library))
+    return [stream for stream in streams if len(stream) > 40_000]
+
+
+def wanted(name: str) -> bool:
+    return name not in HELD_OUT | SKIPPED and not name.endswith(("-info", "data", ".libs"))
+
+
+def read_sources(paths: list[Path], root: Path) -> np.ndarray:
+    """The files one after the other, each under a line with its name; tables and generated files are left out."""
+    parts, total = [], 0
+    for path in paths:
+        inner = path.relative_to(root)
+        if SKIPPED & set(inner.parts) or path.stem in HELD_OUT or not 200 < path.stat().st_size < 150_000:
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if max(map(len, text.split("\n"))) > 400 or total > MOST_BYTES_OF_A_PACKAGE:
+            continue
+        parts.append(np.frombuffer(f"# {inner}\n{text}\n".encode(), np.uint8))
+        total += len(parts[-1])
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+
+
+def read_novels(folder: Path) -> list[np.ndarray]:
+    streams = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(folder.glob("*.txt"))]
+    if not streams:
+        raise SystemExit(f"{folder} has no *.txt: pass a folder of text files with --novels")
+    return [stream for stream in streams if len(stream) > STAGES[-1].length]
+
+
+def train(model: LlamaForCausalLM, groups: dict[str, list[np.ndarray]], args: argparse.Namespace) -> None:
+    layers = model.model.layers
+    matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    optimizers = (
+        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+    state = {"stage": 0, "stage_tokens": 0, "steps": 0, "tokens": 0, "seconds": 0.0}
+    history: list[dict] = []
+    checkpoint = args.output / "checkpoint.pt"
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved["model"])
+        for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        state, history = saved["state"], saved["history"]
+        print(f"continuing after {state['tokens'] / 1e6:.2f}M bytes", flush=True)
+    rows = Rows(groups, {"source": 0.65, "novels": 0.35}, args.seed + state["steps"])
+    began = last_saved = last_logged = time.monotonic()
+    losses: list[float] = []
+    while state["stage"] < len(STAGES):
+        stage, started = STAGES[state["stage"]], time.process_time()
+        batch = rows.batch(stage.rows, stage.length, stage.repeats, stage.tasks, stage.noise)
+        set_learning_rates(optimizers, state, stage)
+        losses.append(training_step(model, optimizers, torch.from_numpy(batch.astype(np.int64))))
+        state["seconds"] += (time.process_time() - started) / torch.get_num_threads()
+        state["steps"] += 1
+        state["tokens"] += batch.size
+        state["stage_tokens"] += batch.size
+        now = time.monotonic()
+        ended = state["stage_tokens"] >= stage.tokens
+        if now - last_logged > 90 or ended:
+            found = {**state, "length": stage.length, "loss": sum(losses) / len(losses)}
+            found |= recall(model, rows, stage.recall or stage.length // 2)
+            history.append(found)
+            print(json.dumps({k: round(v, 3) for k, v in found.items()}), flush=True)
+            losses, last_logged = [], time.monotonic()
+            mastered = stage.recall is None or found["recalled"] >= RECALLED
+            early = stage.recall is not None and mastered and state["stage_tokens"] >= stage.tokens / 4
+            if early or (ended and (mastered or state["stage_tokens"] >= 2 * stage.tokens)):
+                state["stage"], state["stage_tokens"] = state["stage"] + 1, 0
+        timed_out = args.hours is not None and now - began > args.hours * 3600
+        if now - last_saved > 180 or state["stage"] == len(STAGES) or timed_out:
+            saved = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            torch.save(saved | {"state": state, "history": history}, checkpoint.with_suffix(".tmp"))
+            os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
+            last_saved = now
+        if timed_out:
+            raise SystemExit("out of time; give the command again to continue")
+    (args.output / "history.json").write_text(json.dumps(history, indent=1))
+
+
+def set_learning_rates(optimizers: tuple, state: dict, stage: Stage) -> None:
+    factor = min(1.0, (state["steps"] + 1) / WARMUP_STEPS)
+    if stage is STAGES[-1]:
+        factor *= max(0.0, 1 - state["stage_tokens"] / stage.tokens)
+    elif stage.length > 512:  # rows of few and long texts: steps are noisier
+        factor *= 0.5
+    for optimizer, rate in zip(optimizers, (MATRIX_LR, OTHER_LR), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
+
+
+def training_step(model: LlamaForCausalLM, optimizers: tuple, batch: torch.Tensor) -> float:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+@torch.no_grad()
+def recall(model: LlamaForCausalLM, rows: Rows, distance: int, count: int = 4, size: int = 48) -> dict[str, float]:
+    """Nats per byte, and the share of bytes named right, of passages of text that return after `distance` bytes."""
+    nats, right = [], []
+    for _ in range(count):
+        row, asked = quoted_row(rows.text, distance, size, cue=12)
+        ids = torch.from_numpy(row.astype(np.int64))[None]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+            logits = model(ids, use_cache=False, logits_to_keep=size + 1).logits[0, :-1].float()
+        wanted_ids = ids[0, -size:]
+        cut = slice(asked.start - len(row) + size, size)
+        nats.append(torch.nn.functional.cross_entropy(logits[cut], wanted_ids[cut]).item())
+        right.append((logits[cut].argmax(-1) == wanted_ids[cut]).float().mean().item())
+    return {"distance": distance, "nats": sum(nats) / count, "recalled": sum(right) / count}
+
+
+if __name__ == "__main__":
+    main()
