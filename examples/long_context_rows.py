@@ -138,9 +138,7 @@ class Rows:
         return [b"\n" + b"".join(lines)], again
 
 
-def quoted_row(
-    text: Callable[[int], np.ndarray], distance: int, size: int, cue: int
-) -> tuple[np.ndarray, slice]:
+def quoted_row(text: Callable[[int], np.ndarray], distance: int, size: int, cue: int) -> tuple[np.ndarray, slice]:
     """A row whose end repeats a passage that began `distance` bytes earlier, and where the passage returns.
 
     Args:

@@ -27,7 +27,18 @@ from long_context_rows import Rows, quoted_row
 from transformers import LlamaConfig, LlamaForCausalLM
 
 # Packages and modules of the standard library that are kept for evaluation, the demo and the benchmarks.
-HELD_OUT = {"networkx", "click", "jinja2", "argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal"}
+HELD_OUT = {
+    "networkx",
+    "click",
+    "jinja2",
+    "argparse",
+    "statistics",
+    "tarfile",
+    "turtle",
+    "typing",
+    "zipfile",
+    "decimal",
+}
 HELD_OUT |= {"_pydecimal", "mailbox", "mpmath"}
 SKIPPED = {"test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__", "site-packages", "_vendor"}
 MOST_BYTES_OF_A_PACKAGE = 3_000_000  # a few packages would be most of the text otherwise
