@@ -24,7 +24,7 @@ MIN_TESTS := tests/generation tests/modeling tests/training tests/hub tests/cli/
 # tests/generation/test_step.py compiles on both versions.
 MIN_IGNORED := tests/generation/test_compiled.py tests/generation/drafters/test_tokenswift_compiled.py \
 	tests/generation/test_gate_sharing.py tests/generation/test_gated_text.py tests/generation/test_verification_law.py \
-	tests/generation/test_tree_race.py
+	tests/generation/test_tree_tuner.py
 
 # Results that docs/results.md shows, in its order.
 TABLES := engine verification memory

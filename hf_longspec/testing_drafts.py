@@ -7,8 +7,7 @@ import torch
 
 from .generation.draft_tree import DraftTree
 from .generation.drafters.base import Binding, Drafter, TreeShape, Verification
-from .generation.gating import Gate, OpenGate
-from .generation.speculation_gate import SpeculationGate
+from .generation.gate import SpeculationGate
 from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.configuration_plain import PlainConfig
@@ -51,10 +50,10 @@ def _randomize(draft: DraftModel, seed: int) -> None:
 
 
 class FlippingGate(SpeculationGate):
-    """Opens and shuts at random: one to four steps of each kind, from a seed. Every step has a random one of the trees.
+    """Opens and closes at random: one to four steps of each kind, from a seed. Every step has a random tree.
 
     Attributes:
-        turns (`int`): How often it opened or shut.
+        turns (`int`): How often it opened or closed.
     """
 
     tree = 0
@@ -67,7 +66,7 @@ class FlippingGate(SpeculationGate):
         self.left = self.turns = 0
 
     def speculates(self) -> bool:
-        """Whether it is open in this step."""
+        """Return whether it is open in this step."""
         if not self.left:
             self.speculating, self.left = not self.speculating, self.random.randint(1, 4)
             self.turns += 1
@@ -77,12 +76,11 @@ class FlippingGate(SpeculationGate):
         return self.speculating
 
     def record(self, tokens: int, rows: int, length: int) -> None:
-        """Nothing is measured."""
+        """Measure nothing."""
 
 
-def ungated(wanted: bool, drafter: Any, model: Any) -> Gate:
-    """Stands in for `gate_of` where steps are counted: which of them speculate shall not depend on the clock."""
-    return OpenGate()
+def ungated(wanted: bool, drafter: Any, ranks: Any) -> None:
+    """Stand in for `gate_of` where steps are counted: all of them speculate, whatever the clock says."""
 
 
 class RandomTreeDraftModel(DraftModel):

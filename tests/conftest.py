@@ -34,12 +34,11 @@ def gate():
     Not by the fixture `monkeypatch`: that one would then be undone behind the fixtures that tidy up after a test.
     """
     # imported here: the interpreter is chosen above
-    from hf_longspec.generation import decoding
     from hf_longspec.testing_drafts import FlippingGate, ungated
 
     flips = os.environ.get("SPECULATION_GATE") == "flip"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "gate_of", (lambda *_: FlippingGate()) if flips else ungated)
+        patch.setattr("hf_longspec.generation.gate.gate_of", (lambda *_: FlippingGate()) if flips else ungated)
         yield
 
 

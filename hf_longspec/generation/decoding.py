@@ -19,7 +19,7 @@ from .cache import SpeculativeCache
 from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
 from .drafters.base import Binding, Drafter, Verification
-from .gating import Gate, announce, gate_of
+from .gate import gated
 from .logits import TokenRule
 from .noise import NoiseRows
 from .outputs import Outputs
@@ -77,7 +77,6 @@ class Session:
 
     cache: SpeculativeCache
     drafter: Drafter
-    gate: Gate
     texts: list[torch.Tensor]
     prompts: list[torch.Tensor]
     stored: int
@@ -129,9 +128,7 @@ class Session:
         self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
         binding = Binding(self.target, cache, self.rule, self.max_length)
-        self.drafter = self.draft.drafter(binding)
-        self.gate = gate_of(self.draft.setting("gate"), self.drafter, self.target.ranks)
-        self.rests = False  # whether the drafter was not told of the last steps
+        self.drafter = gated(self.draft.drafter(binding), self.draft, self.stats)
 
     def prefill(self) -> None:
         """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks."""
@@ -156,60 +153,29 @@ class Session:
         self.stats.prefill_seconds = time.perf_counter() - self.started
 
     def iterate(self) -> None:
-        """One iteration: draft -> verify -> accept -> commit.
-
-        While the gate is shut, the root alone is verified, and the drafter rests. Before it proposes again, it is shown
-        one such verification.
-        """
-        speculates = self.gate.speculates()
-        proposes = speculates and not self.rests
-        self.drafter.choose(self.gate.tree)
+        """One iteration: draft, verify, accept, commit, observe."""
         started = time.perf_counter()
-        tree = self.drafter.propose(self.root) if proposes else DraftTree.root_only(self.root)
+        tree = self.drafter.propose(self.root)
         drafted = time.perf_counter()
 
-        before, capture = self.cache.host_lengths, self.drafter.capture(tree) if speculates else None
-        step = self._verify(tree, capture, fixed_shape=proposes or not speculates, is_seen=speculates)
+        before, capture = self.cache.host_lengths, self.drafter.capture(tree)
+        step = self._verify(tree, capture, fixed_shape=self.drafter.is_steady)
         verified = time.perf_counter()
+
         growing = [not done for done in self.sequences.done]
         path, tokens = self._accept_and_emit(tree, step.logits)
         emitted = [len(row) for row in tokens]
-        self._record(growing, emitted, proposes)
+        self._record(tree, growing, emitted)
         self.cache.commit(None if tree.is_chain else path, emitted)
         committed = time.perf_counter()
 
         if not self.sequences.finished:
-            seen = Verification(path, emitted, before, capture, tokens, step.hidden)
-            if speculates:
-                self._show(seen)
-            else:
-                self.gate.rehearse(tokens, lambda: self._rehearse(seen))
-        self.rests = not speculates
+            self.drafter.observe(Verification(path, emitted, before, capture, tokens, step.hidden))
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
-        found = self.gate.record(sum(emitted), sum(growing), max(self.cache.host_lengths))
-        announce(found, self.draft, self.stats)
 
-    def _show(self, verification: Verification) -> None:
-        """To the drafter; with the texts so far, if it has to catch up."""
-        if not self.rests:
-            self.drafter.observe(verification)
-            return
-        whole = [
-            torch.cat([text, text.new_tensor(new)])
-            for text, new in zip(self.texts, self.sequences.generated, strict=True)
-        ]
-        lengths = self.cache.host_lengths
-        self.drafter.resume([text[:length] for text, length in zip(whole, lengths, strict=True)], verification)
-
-    def _rehearse(self, verification: Verification) -> DraftTree:
-        """What would be verified now, to be compared with plain steps."""
-        self._show(verification)
-        return self.drafter.propose(self.root)
-
-    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False, is_seen: bool = True) -> Step:
-        wants_hidden = is_seen and self.drafter.wants_hidden
-        return self.target.verify(tree, self.cache, capture, self.max_length, wants_hidden, fixed_shape)
+    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False) -> Step:
+        return self.target.verify(tree, self.cache, capture, self.max_length, self.drafter.wants_hidden, fixed_shape)
 
     def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
         """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""
@@ -226,11 +192,12 @@ class Session:
         self.outputs.keep(scores, logits, acceptance.path, emitted)
         return acceptance.path, [row[:count] for row, count in zip(chosen, emitted, strict=True)]
 
-    def _record(self, growing: list[bool], emitted: list[int], proposes: bool) -> None:
+    def _record(self, tree: DraftTree, growing: list[bool], emitted: list[int]) -> None:
+        is_plain = tree.num_nodes == 1 < self.drafter.num_nodes
         first = self.drafter.first_ngram_node
         kept = [path[1:count] for path, count in zip(self.paths, emitted, strict=True)]
         ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in kept]
-        self.stats.record_forward(growing, emitted, self.proposed if proposes else None, ngrams)
+        self.stats.record_forward(growing, emitted, None if is_plain else self.proposed, ngrams)
 
     def close(self) -> None:
         """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was.

@@ -14,7 +14,7 @@ from ..generation.decoding import decode
 from ..generation.drafters.base import Binding, Drafter
 from ..generation.drafters.joined import JoinedDrafter
 from ..generation.drafters.ngram import NgramDrafter
-from ..generation.gating import GATE_DEFAULTS, check_gate
+from ..generation.gate import GATE_DEFAULTS, check_gate
 from ..generation.ngram_settings import NGRAM_DEFAULTS, NgramSettings
 from ..generation.route import install
 from ..generation.stats import SpeculationStats

@@ -1,6 +1,7 @@
 """The gate's benchmark: every way runs as its name says, and the report has what was decided."""
 
 import pytest
+from hf_longspec.generation.gating import gate_of
 
 import hf_longspec
 from hf_longspec.bench import gated
@@ -9,7 +10,6 @@ from hf_longspec.bench.gated import GateBenchmark, gate_report
 from hf_longspec.bench.results import ResultFile, read_records
 from hf_longspec.bench.timing import TimeGuard
 from hf_longspec.generation import decoding
-from hf_longspec.generation.gating import gate_of
 
 WAYS = [PLAIN, "useless, gated", "draft, gated", "draft, ungated"]
 

@@ -8,8 +8,7 @@ import torch
 
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafters.base import TreeShape
-from hf_longspec.generation.rehearsal import Rehearsal
-from hf_longspec.generation.speculation_gate import DRAFT, PLAIN, SpeculationGate
+from hf_longspec.generation.gate import DRAFT, PLAIN, ShadowDraft, SpeculationGate
 
 PROMPT = 1024
 
@@ -67,7 +66,7 @@ class Machine:
         self.proposal = proposal
         self.gate = SpeculationGate(
             [tree.shape for tree in self.trees],
-            rehearsal=None if proposal is None else Rehearsal(),
+            shadow=None if proposal is None else ShadowDraft(),
             clock=lambda: self.now,
             **bound,
         )
@@ -92,7 +91,7 @@ class Machine:
         self.length += max(tokens)
         self.choices.append(tree.name if proposes else PLAIN)
         if not speculates:
-            self.gate.rehearse([[1]] * self.rows, lambda: self.propose(tree))
+            self.gate.follow([[1]] * self.rows, lambda: self.propose(tree))
         if decision := self.gate.record(sum(tokens), self.rows, self.length):
             self.decisions.append(decision)
         return seconds

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import distributed, multiprocessing
 
-from hf_longspec.generation import gating
+from hf_longspec.generation import gate as gating
 from hf_longspec.generation.drafters.base import Drafter, TreeShape
-from hf_longspec.generation.gating import OpenGate, SharedGate, gate_of
+from hf_longspec.generation.gate import SharedGate, SpeculationGate, gate_of
 from hf_longspec.generation.ranks import Ranks
-from hf_longspec.generation.speculation_gate import SpeculationGate
 
 STEPS = 120
 
@@ -77,4 +76,4 @@ def test_processes_that_share_nothing_decide_for_themselves(monkeypatch):
     assert type(gate_of(True, Chain(None), pair)) is SharedGate
     # two pairs side by side
     monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 4 if group is None else 2)
-    assert type(gate_of(True, Chain(None), pair)) is OpenGate
+    assert gate_of(True, Chain(None), pair) is None

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation import compiled, decoding
-from hf_longspec.generation.gating import gate_of
-from hf_longspec.generation.speculation_gate import DRAFT, PLAIN, SpeculationGate
+from hf_longspec.generation import compiled
+from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate, gate_of
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import (
@@ -66,7 +65,7 @@ def flipping(monkeypatch):
         gates.append(FlippingGate(seed=len(gates), trees=len(drafter.trees)))
         return gates[-1]
 
-    monkeypatch.setattr(decoding, "gate_of", make)
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", make)
     return gates
 
 
@@ -192,13 +191,13 @@ def test_behind_a_rest_the_tree_is_that_of_a_drafter_that_begins_there(target, m
     model = target("llama")
     draft = DRAFTS[kind](model)
     noted = Noted(draft, monkeypatch)
-    monkeypatch.setattr(decoding, "gate_of", lambda *_: RestingGate(pause))
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: RestingGate(pause))
     text = generate(model, draft, lengths=(21,))
     committed, rested = noted.trees[0]
     # the prompt, one token from the prefill, the rest, and the step that shows it to the drafter
     assert committed == (21 + pause + 1,)
     noted.trees.clear()
-    monkeypatch.setattr(decoding, "gate_of", ungated)
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", ungated)
     model.generate(torch.tensor([text[0][: committed[0]]]), assistant_model=draft, max_new_tokens=3, do_sample=False)
     fresh = noted.trees[0][1]
     assert fresh.tokens.tolist() == rested.tokens.tolist() and fresh.parents.tolist() == rested.parents.tolist()
@@ -209,7 +208,7 @@ def test_specattn_behind_a_rest_reads_what_its_last_verification_selected(target
     """With everything selected the drafts are the target's own tokens: a tail that misses some would spoil that."""
     model = target("llama")
     draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0)
-    monkeypatch.setattr(decoding, "gate_of", lambda *_: RestingGate(8))
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: RestingGate(8))
     generate(model, draft)
     stats = draft.last_speculation
     assert stats.num_plain_steps == 3 * 9
@@ -221,7 +220,7 @@ def test_a_partial_cache_is_built_anew_if_the_rest_was_longer_than_its_room(targ
     """A budget that holds everything drafts the target's own first token, before and behind any rest."""
     model = target("llama")
     draft = random_tokenswift_draft(model, **(PARTIAL | {"partial_kv_budget": 200, "tree_branching": [1, 1, 1, 1]}))
-    monkeypatch.setattr(decoding, "gate_of", lambda *_: FlippingGate(3))
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: FlippingGate(3))
     generate(model, draft)
     histogram = draft.last_speculation.acceptance_histogram
     assert histogram[0] <= 1 * len(LENGTHS) and sum(histogram) > 20  # the end of the text refuses some
@@ -230,7 +229,7 @@ def test_a_partial_cache_is_built_anew_if_the_rest_was_longer_than_its_room(targ
     noted = Noted(small, monkeypatch)
     make = small.drafter
     monkeypatch.setattr(small, "drafter", lambda binding: built.append(make(binding)) or built[-1])
-    monkeypatch.setattr(decoding, "gate_of", lambda *_: RestingGate(19))
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: RestingGate(19))
     generate(model, small)
     partial = built[0].partial
     assert noted.trees and all(
@@ -249,7 +248,7 @@ class Script:
         self.calls += 1
         if self.calls % 2 == 0:  # the end of a step
             plain = 1.0 if self.calls < 120 else 100.0
-            self.now += 6.0 if self.gate._choice == DRAFT else plain
+            self.now += 6.0 if self.gate.choice == DRAFT else plain
         return self.now
 
 
@@ -258,10 +257,10 @@ def gated_by_scripts(monkeypatch):
         clock = Script()
         clock.gate = gate_of(wanted, drafter, model)
         if isinstance(clock.gate, SpeculationGate):
-            clock.gate._clock = clock
+            clock.gate.clock = clock
         return clock.gate
 
-    monkeypatch.setattr(decoding, "gate_of", make)
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", make)
 
 
 def test_decisions_are_reported_and_the_first_warns_once(plain_run, monkeypatch, caplog):
@@ -296,7 +295,7 @@ def test_decisions_are_reported_and_the_first_warns_once(plain_run, monkeypatch,
 
 def test_the_setting_decides(plain_run, monkeypatch):
     run = plain_run("llama", (21,), max_new_tokens=30, eos_token_id=None)
-    monkeypatch.setattr(decoding, "gate_of", gate_of)
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
     assert run.draft("tree").setting("gate") is True
     for kind, gate, plain in (("tree", True, True), ("tree", False, False), ("plain", True, False)):
         draft = run.draft(kind)
@@ -334,7 +333,7 @@ def test_behind_another_tree_a_tree_is_that_of_a_drafter_that_begins_there(targe
     model = target("llama")
     draft = DRAFTS[kind](model)
     noted = Noted(draft, monkeypatch)
-    monkeypatch.setattr(decoding, "gate_of", lambda *_: TurningGate())
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: TurningGate())
     text = generate(model, draft, lengths=(21,))
     turns = list(noted.trees)
     for place, (committed, tree) in enumerate(turns[3:9], start=4):
@@ -345,7 +344,7 @@ def test_behind_another_tree_a_tree_is_that_of_a_drafter_that_begins_there(targe
                 self.tree = place % 3
                 return True
 
-        monkeypatch.setattr(decoding, "gate_of", lambda *_, same=Same: same())
+        monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_, same=Same: same())
         model.generate(
             torch.tensor([text[0][: committed[0]]]), assistant_model=draft, max_new_tokens=2, do_sample=False
         )
@@ -356,7 +355,7 @@ def test_behind_another_tree_a_tree_is_that_of_a_drafter_that_begins_there(targe
 def test_specattn_accepts_everything_in_chains_of_any_length_if_it_reads_everything(target, monkeypatch):
     model = target("llama")
     draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0, tree_choices=[1, 5])
-    monkeypatch.setattr(decoding, "gate_of", lambda *_: TurningGate())
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: TurningGate())
     generate(model, draft, max_new_tokens=1 + 3 * (2 + 6 + 4))
     assert draft.last_speculation.acceptance_histogram == [0, 9, 0, 9, 0, 9]
 
@@ -372,7 +371,7 @@ def test_the_fastest_tree_is_named(plain_run, monkeypatch):
         def __call__(self):
             self.calls += 1
             if self.calls % 2 == 0:
-                self.now += (4.0, 1.0, 6.0)[self.gate.tree] if self.gate._choice == DRAFT else 1.0
+                self.now += (4.0, 1.0, 6.0)[self.gate.tree] if self.gate.choice == DRAFT else 1.0
             return self.now
 
     clock = Clock()
@@ -381,7 +380,7 @@ def test_the_fastest_tree_is_named(plain_run, monkeypatch):
         clock.gate = SpeculationGate(drafter.trees, drafter.most_speedup, clock=clock)
         return clock.gate
 
-    monkeypatch.setattr(decoding, "gate_of", make)
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", make)
     assert run.again(draft).tolist() == run.sequences.tolist()
     choices = [decision.choice for decision in draft.last_speculation.gate_decisions]
     assert choices[-1] == "[2, 1]" and set(choices) <= {PLAIN, "[2, 1]"}

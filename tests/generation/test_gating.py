@@ -1,45 +1,38 @@
-"""Which gate a call gets, and what a user is told."""
+"""The setting `gate`, and the warning that a user gets."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from hf_longspec.generation.drafters.base import Drafter
-from hf_longspec.generation.gating import OpenGate, SharedGate, check_gate, gate_of, warning_of
-from hf_longspec.generation.speculation_gate import SpeculationGate
+from hf_longspec.generation.gate import SharedGate, SpeculationGate, check_gate, gate_of, warning_of
 from hf_longspec.generation.stats import GateDecision
-from hf_longspec.testing_drafts import ungated
 
 
 class TestSetting:
     @pytest.mark.parametrize("value", ["auto", "on", 1, 0, None])
-    def test_what_is_no_bool_is_refused(self, value):
+    def test_values_that_are_no_bool_are_refused(self, value):
         with pytest.raises(ValueError, match=r"gate=.*: expected True or False\. True switches speculation off"):
             check_gate(value)
 
-    def test_what_has_nothing_to_gate_or_shall_not_be_gated_is_open(self):
+    def test_a_drafter_of_the_root_alone_has_no_gate(self):
         class Chain(Drafter):
             num_nodes, max_depth = 5, 4
 
         chain = Chain(None)
-        assert type(gate_of(True, chain, None)) is SpeculationGate
-        assert gate_of(True, chain, None)._trees.contenders[0].most_tokens == 5
-        assert type(gate_of(False, chain, None)) is type(gate_of(True, Drafter(None), None)) is OpenGate
-        assert gate_of(True, chain, None)._rehearsal is None
-        chain.can_rehearse = True
-        assert gate_of(True, chain, None)._rehearsal is not None
-        assert type(ungated(True, chain, None)) is OpenGate
+        gate = gate_of(True, chain, None)
+        assert type(gate) is SpeculationGate and gate.tuner.arms[0].most_tokens == 5
+        assert gate_of(False, chain, None) is gate_of(True, Drafter(None), None) is None
+        assert gate.shadow is None
+        chain.can_shadow = True
+        assert gate_of(True, chain, None).shadow is not None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_first_rank_rehearses(rank):
+def test_only_the_first_rank_follows_shadow_drafts(rank):
     asked = []
-
-    class Asked(OpenGate):
-        def rehearse(self, emitted, propose):
-            asked.append((emitted, propose))
-
-    SharedGate(Asked(), SimpleNamespace(rank=rank)).rehearse([[7]], None)
+    gate = SimpleNamespace(follow=lambda *args: asked.append(args))
+    SharedGate(gate, SimpleNamespace(rank=rank)).follow([[7]], None)
     assert asked == ([([[7]], None)] if rank == 0 else [])
 
 

@@ -6,10 +6,8 @@ import torch
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.bench.roofline import Roofline
 from hf_longspec.bench.roofline_shapes import Machine, shape_of
-from hf_longspec.generation import decoding
 from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.gating import gate_of
-from hf_longspec.generation.speculation_gate import PLAIN, SHARE
+from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE, gate_of
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.weight_traffic import KV_FACTOR, entry_bytes, most_speedup, weight_bytes
 from hf_longspec.testing import tiny_target
@@ -52,7 +50,7 @@ def test_extremes():
     assert most_speedup(4, 0.0, 0.0, 1.0) == most_speedup(4, 0.3, 0.0, 0.0) == 5.0
     # 8 billion bfloat16 weights and 128 KiB per token: a token is too little, a thousand may pay, whatever the machine
     one = 2 * 32 * 8 * 128 * 2
-    assert most_speedup(4, 0.07, 16e9, one) < 1 + SHARE < most_speedup(4, 0.07, 16e9, 1000 * one)
+    assert most_speedup(4, 0.07, 16e9, one) < 1 + TRIAL_SHARE < most_speedup(4, 0.07, 16e9, 1000 * one)
 
 
 def test_bytes_are_those_of_a_model():
@@ -78,7 +76,7 @@ def test_experts_are_left_out():
 
 @pytest.fixture
 def gated(monkeypatch):
-    monkeypatch.setattr(decoding, "gate_of", gate_of)
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
 
 
 def test_a_context_that_is_read_whole_is_not_tried(plain_run, gated):

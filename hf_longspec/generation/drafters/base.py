@@ -102,13 +102,15 @@ class Drafter(CandidateGenerator):
     """Depth of its deepest node, or of a deeper one of the other trees."""
     wants_hidden: bool = False
     """Whether verifications shall hand over what the target's final norm is given."""
+    is_steady: bool = True
+    """Whether more verifications of the present tree's shape will follow, so that compiling one is worth it."""
     foreign_depth: int = 0
     """Depth of the nodes, from `num_nodes` on, that others add to the verified trees; a path may lead over them."""
     first_ngram_node: int | None = None
     """Nodes from this one on come from n-grams alone."""
 
-    can_rehearse: bool = False
-    """Whether proposing takes no forward and changes nothing, so that drafts may be compared with plain steps."""
+    can_shadow: bool = False
+    """Whether proposing takes no forward and changes nothing, so that it may be compared with plain steps."""
 
     def __init__(self, binding: Binding):
         self.binding = binding

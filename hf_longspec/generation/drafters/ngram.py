@@ -32,7 +32,7 @@ class NgramDrafter(Drafter):
     """
 
     first_ngram_node = 1
-    can_rehearse = True
+    can_shadow = True
 
     def __init__(self, binding: Binding, settings: NgramSettings, others: Sequence[NgramSettings] = ()):
         super().__init__(binding)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_longspec.generation.speculation_gate import DRAFT, PLAIN, SHARE
-from hf_longspec.generation.tree_race import GROWTH
+from hf_longspec.generation.gate import DRAFT, PLAIN, TRIAL_SHARE
+from hf_longspec.generation.tree_tuner import GROWTH
 from tests.generation.made_up_machine import PROMPT, Machine, always, geometric
 
 
@@ -38,7 +38,7 @@ class TestUselessDraft:
     def test_long_texts_pay_for_what_is_tried_again(self):
         machine = Machine(always(2.0), always(1)).run(20_000)
         assert machine.choices.count(DRAFT) > 20  # tried again several times
-        assert machine.now <= (1 + 2 * SHARE) * machine.emitted
+        assert machine.now <= (1 + 2 * TRIAL_SHARE) * machine.emitted
 
     def test_noise_does_not_open_it_for_good(self):
         machine = Machine(always(2.5), geometric(0.2), noise=0.3).run(5000)
@@ -82,7 +82,7 @@ class TestGoodDraft:
         seen.clear()
         for _ in range(12):  # four plain, one for the drafter to see, the slow one, six that count
             measured.step()
-        assert list(measured.gate._trees.pace._seconds) == [1.5] * 6
+        assert list(measured.gate.tuner.steps._seconds) == [1.5] * 6
 
 
 class TestCostsThatChange:
@@ -124,11 +124,11 @@ class TestBound:
     """What speculation could gain at most is told to the gate."""
 
     def test_nothing_is_tried_that_cannot_pay(self):
-        machine = Machine(always(1.0), always(5), most_speedup=always(1 + SHARE)).run(5000)
+        machine = Machine(always(1.0), always(5), most_speedup=always(1 + TRIAL_SHARE)).run(5000)
         assert set(machine.choices) == {PLAIN} and machine.now == machine.emitted
         (decision,) = machine.decisions
         assert (decision.choice, decision.tau, decision.plain_tokens_per_second) == (PLAIN, 0.0, 1.0)
-        assert decision.draft_tokens_per_second == 1 + SHARE
+        assert decision.draft_tokens_per_second == 1 + TRIAL_SHARE
 
     def test_it_is_tried_when_it_can(self):
         growing = lambda machine: 1.0 if machine.length < PROMPT + 300 else 1.02  # noqa: E731

@@ -4,11 +4,19 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel
-from hf_longspec.generation import decoding
 from hf_longspec.generation.draft_tree import merge_paths
-from hf_longspec.generation.gating import gate_of
-from hf_longspec.generation.rehearsal import FEWEST, MARGIN, MOST_PATIENCE, PATIENCE, RECENT, SHARE, Rehearsal
-from hf_longspec.generation.speculation_gate import DRAFT, PLAIN
+from hf_longspec.generation.gate import (
+    DRAFT,
+    MOST_PATIENCE,
+    PATIENCE,
+    PLAIN,
+    SHADOW_FEWEST,
+    SHADOW_MARGIN,
+    SHADOW_RECENT,
+    SHADOW_SHARE,
+    ShadowDraft,
+    gate_of,
+)
 from tests.generation.made_up_machine import Machine, always, geometric
 
 PROPOSAL = 0.06  # of a plain step: n-grams of a text of 16K tokens beside a step of 8 ms
@@ -26,95 +34,94 @@ def accepted_by_hand(paths, text):
     return longest + 1
 
 
-def heard(rehearsal):
-    return list(rehearsal._recent)
-
-
 class TestCounting:
     @pytest.mark.parametrize("text", [[4, 7, 9, 1], [4, 7, 3, 3], [4, 8, 1, 1], [5, 5, 5, 5], [6, 4, 4, 4]])
     def test_as_the_verification_of_the_tree_would(self, text):
         paths = [[4, 7, 9], [4, 7, 3], [5, 5]]
-        rehearsal = Rehearsal()
-        rehearsal.begin(merge_paths([paths], root=torch.tensor([2]), num_nodes=9), 0.0)
+        shadow = ShadowDraft()
+        shadow.begin(merge_paths([paths], root=torch.tensor([2]), num_nodes=9), 0.0)
         for token in text:
-            rehearsal.follow([[token]])
-        assert heard(rehearsal) == [accepted_by_hand(paths, text)]
+            shadow.follow([[token]])
+        assert shadow.recent == [accepted_by_hand(paths, text)]
 
     def test_rows_are_averaged_when_the_last_one_has_left_its_tree(self):
         paths, texts = [[[1, 2, 3]], [[1, 2, 3]], [[9]]], [[1, 2, 8, 8], [7, 7, 7, 7], [9, 9, 9, 9]]
-        rehearsal = Rehearsal()
-        rehearsal.begin(merge_paths(paths, root=torch.tensor([5, 5, 5]), num_nodes=5), 0.0)
+        shadow = ShadowDraft()
+        shadow.begin(merge_paths(paths, root=torch.tensor([5, 5, 5]), num_nodes=5), 0.0)
         for step in range(3):
-            assert not rehearsal.is_due(100.0) and not heard(rehearsal)
-            rehearsal.follow([[text[step]] for text in texts])
-        assert heard(rehearsal) == [(3 + 1 + 2) / 3] and rehearsal.is_due(100.0)
+            assert not shadow.is_due(100.0) and not shadow.recent
+            shadow.follow([[text[step]] for text in texts])
+        assert shadow.recent == [(3 + 1 + 2) / 3] and shadow.is_due(100.0)
 
     def test_rows_that_end_on_the_way_do_not_count(self):
-        rehearsal = Rehearsal()
-        rehearsal.begin(merge_paths([[[1, 2]]] * 2, root=torch.tensor([5, 5]), num_nodes=3), 0.0)
-        rehearsal.follow([[1], [1]])
-        rehearsal.follow([[], [2]])
-        rehearsal.follow([[], [3]])
-        assert heard(rehearsal) == [3]
-        rehearsal.begin(merge_paths([[[1, 2]]] * 2, root=torch.tensor([5, 5]), num_nodes=3), 0.0)
-        rehearsal.follow([[], []])
-        assert heard(rehearsal) == [3] and rehearsal.is_due(100.0)
+        shadow = ShadowDraft()
+        shadow.begin(merge_paths([[[1, 2]]] * 2, root=torch.tensor([5, 5]), num_nodes=3), 0.0)
+        shadow.follow([[1], [1]])
+        shadow.follow([[], [2]])
+        shadow.follow([[], [3]])
+        assert shadow.recent == [3]
+        shadow.begin(merge_paths([[[1, 2]]] * 2, root=torch.tensor([5, 5]), num_nodes=3), 0.0)
+        shadow.follow([[], []])
+        assert shadow.recent == [3] and shadow.is_due(100.0)
 
     def test_proposals_take_their_share_of_the_time(self):
-        rehearsal = Rehearsal()
-        assert rehearsal.is_due(0.0)
-        rehearsal.begin(merge_paths([[[1]]], root=torch.tensor([5]), num_nodes=2), 2.0)
-        rehearsal.follow([[7]])
-        assert not rehearsal.is_due(1.99 / SHARE) and rehearsal.is_due(2.01 / SHARE)
+        shadow = ShadowDraft()
+        assert shadow.is_due(0.0)
+        shadow.begin(merge_paths([[[1]]], root=torch.tensor([5]), num_nodes=2), 2.0)
+        shadow.follow([[7]])
+        assert not shadow.is_due(1.99 / SHADOW_SHARE) and shadow.is_due(2.01 / SHADOW_SHARE)
 
 
-class TestPromise:
+class TestSuggestion:
     @staticmethod
     def made_of(results):
-        rehearsal = Rehearsal()
-        rehearsal._recent.extend(results)
-        return rehearsal
+        shadow = ShadowDraft()
+        for tokens in results:
+            shadow.count(tokens)
+        return shadow
+
+    @staticmethod
+    def fails_and_waits(shadow):
+        """Time until the next suggestion after a suggested trial that failed at time 0 and cost one second."""
+        shadow.begin_trial()
+        shadow.fail(lost=1.0, now=0.0)
+        assert not shadow.recent
+        for _ in range(SHADOW_RECENT):
+            shadow.count(5)
+        return next(time for time in range(2 * MOST_PATIENCE) if shadow.suggests(1.0, time))
 
     def test_few_say_nothing(self):
-        assert not self.made_of([5] * (FEWEST - 1)).promises(1.0, 0.0)
-        assert self.made_of([5] * FEWEST).promises(1.0, 0.0)
+        assert not self.made_of([5] * (SHADOW_FEWEST - 1)).suggests(1.0, 0.0)
+        assert self.made_of([5] * SHADOW_FEWEST).suggests(1.0, 0.0)
 
     def test_a_clear_gain_is_asked_for(self):
-        assert self.made_of([3] * RECENT).promises(0.99 * 3 / MARGIN, 0.0)
-        assert not self.made_of([3] * RECENT).promises(1.01 * 3 / MARGIN, 0.0)
-        assert not self.made_of([1, 5] * (RECENT // 2)).promises(0.99 * 3 / MARGIN, 0.0)  # the error counts
+        assert self.made_of([3] * SHADOW_RECENT).suggests(0.99 * 3 / SHADOW_MARGIN, 0.0)
+        assert not self.made_of([3] * SHADOW_RECENT).suggests(1.01 * 3 / SHADOW_MARGIN, 0.0)
+        assert not self.made_of([1, 5] * (SHADOW_RECENT // 2)).suggests(0.99 * 3 / SHADOW_MARGIN, 0.0)
 
     def test_the_old_is_forgotten(self):
-        assert self.made_of([1] * 100 + [5] * RECENT).promises(4.0, 0.0)
+        assert self.made_of([1] * 100 + [5] * SHADOW_RECENT).suggests(4.0, 0.0)
 
     def test_what_is_not_kept_makes_the_next_one_wait(self):
-        rehearsal, waits = self.made_of([]), []
-        for _ in range(8):
-            rehearsal._recent.extend([5] * RECENT)
-            rehearsal.heed()
-            rehearsal.fail(lost=1.0, now=0.0)
-            assert not heard(rehearsal)
-            waits.append(rehearsal._deaf_until)
-        assert waits == [min(MOST_PATIENCE, PATIENCE * 2**times) for times in range(8)]
-        rehearsal._recent.extend([5] * RECENT)
-        assert not rehearsal.promises(1.0, MOST_PATIENCE - 1) and rehearsal.promises(1.0, MOST_PATIENCE)
-        rehearsal.keep()
-        rehearsal.heed()
-        rehearsal.fail(1.0, 0.0)
-        assert rehearsal._deaf_until == PATIENCE
+        shadow = self.made_of([])
+        for times in range(8):
+            assert self.fails_and_waits(shadow) == min(MOST_PATIENCE, PATIENCE * 2**times)
+        shadow.confirm()
+        assert self.fails_and_waits(shadow) == PATIENCE
 
     def test_a_regular_attempt_that_fails_is_no_broken_promise(self):
-        rehearsal = self.made_of([])
-        rehearsal.fail(lost=50.0, now=10.0)
-        rehearsal._recent.extend([5] * RECENT)
-        assert rehearsal.promises(1.0, 10.0)
+        shadow = self.made_of([])
+        shadow.fail(lost=50.0, now=10.0)
+        for _ in range(SHADOW_RECENT):
+            shadow.count(5)
+        assert shadow.suggests(1.0, 10.0)
 
 
 class TestGate:
     @pytest.mark.parametrize("cost", [1.5, 3.3])
     @pytest.mark.parametrize("late", [100, 300, 600])
     def test_a_draft_that_becomes_good_late_is_found_at_once(self, cost, late):
-        """Against an ideal that knows where; without rehearsals it is 1.14 to 2.5 times as long."""
+        """Against an ideal that knows where; without shadows it is 1.14 to 2.5 times as long."""
         accepted = lambda machine: 5 if machine.emitted >= late else 1  # noqa: E731
         ideal = late + (1000 - late) * cost / 5
         machine, without = (
@@ -153,30 +160,30 @@ class TestCalls:
     """A clock by which verifying a draft takes ten plain steps, and proposing nothing."""
 
     @pytest.fixture
-    def rehearsals(self, monkeypatch):
+    def shadows(self, monkeypatch):
         """Made by the calls of a test."""
         made = []
 
         def make(wanted, drafter, ranks):
             gate = gate_of(wanted, drafter, ranks)
             slow_drafts(gate)
-            if gate._rehearsal is not None:
-                gate._rehearsal = Noted(drafter)
-            made.append(gate._rehearsal)
+            if gate.shadow is not None:
+                gate.shadow = Noted(drafter)
+            made.append(gate.shadow)
             return gate
 
-        monkeypatch.setattr(decoding, "gate_of", make)
+        monkeypatch.setattr("hf_longspec.generation.gate.gate_of", make)
         return made
 
-    def test_what_is_counted_is_what_the_text_says(self, plain_run, rehearsals):
+    def test_what_is_counted_is_what_the_text_says(self, plain_run, shadows):
         run = plain_run("llama", (23,), max_new_tokens=250, eos_token_id=None)
         draft = NgramDraftModel.from_target(run.model)
         out = run.again(draft, return_dict_in_generate=True)
         assert out.sequences.tolist() == run.sequences.tolist()
-        (rehearsal,), (text,) = rehearsals, run.generated
-        assert len(rehearsal.noted) > 10 and max(found for *_, found in rehearsal.noted) > 1
+        (shadow,), (text,) = shadows, run.generated
+        assert len(shadow.noted) > 10 and max(found for *_, found in shadow.noted) > 1
         at = 0
-        for tree, known, found in rehearsal.noted:
+        for tree, known, found in shadow.noted:
             paths = [tree.tokens[0][line].tolist()[1:] for line in tree.mask[0]]
             # the drafter had read up to the root, and what was counted ends before the next one begins
             begin = known - run.prompt_length
@@ -184,21 +191,21 @@ class TestCalls:
             assert accepted_by_hand(paths, text[begin:]) == found
             at = begin + found
 
-    def test_rows_of_a_batch(self, plain_run, rehearsals):
+    def test_rows_of_a_batch(self, plain_run, shadows):
         run = plain_run("llama", (9, 31, 4), max_new_tokens=120, eos_token_id=None)
         draft = NgramDraftModel.from_target(run.model)
         assert run.again(draft).tolist() == run.sequences.tolist()
-        (rehearsal,) = rehearsals
-        assert len(rehearsal.noted) > 3
+        (shadow,) = shadows
+        assert len(shadow.noted) > 3
 
-    def test_only_drafts_without_a_forward_are_rehearsed(self, plain_run, rehearsals):
+    def test_only_drafts_without_a_forward_are_followed(self, plain_run, shadows):
         run = plain_run("llama", (23,), max_new_tokens=20, eos_token_id=None)
         for draft in (run.draft("tree"), run.draft("specattn"), NgramDraftModel.from_target(run.model)):
             assert run.again(draft).tolist() == run.sequences.tolist()
-        assert [rehearsal is not None for rehearsal in rehearsals] == [False, False, True]
+        assert [shadow is not None for shadow in shadows] == [False, False, True]
 
 
-class Noted(Rehearsal):
+class Noted(ShadowDraft):
     """Notes every tree, how many tokens its drafter had read, and what was counted of it."""
 
     def __init__(self, drafter):
@@ -223,7 +230,7 @@ def slow_drafts(gate):
 
     def timed(*args):
         nonlocal now
-        now += 10.0 if gate._choice == DRAFT else 1.0
+        now += 10.0 if gate.choice == DRAFT else 1.0
         return record(*args)
 
-    gate._clock, gate.record = lambda: now, timed
+    gate.clock, gate.record = lambda: now, timed

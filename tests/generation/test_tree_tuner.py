@@ -2,8 +2,8 @@
 
 import pytest
 
-from hf_longspec.generation import speculation_gate, tree_race
-from hf_longspec.generation.speculation_gate import PLAIN
+from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE
+from hf_longspec.generation.tree_tuner import GROWTH
 from tests.generation.made_up_machine import Machine, Tree, always, geometric
 
 BIG, SMALL, WIDE = "[4, 4, 4, 3]", "[1, 1]", "[8, 8]"
@@ -41,7 +41,7 @@ class TestUselessDraft:
         useless = trees((4.0, 1, 4, 16, BIG), (1.7, 1, 2, 3, SMALL), (8.0, 1, 2, 17, WIDE))
         machine = Machine(trees=useless).run(20_000)
         assert all(machine.choices.count(name) >= 3 for name in (BIG, SMALL, WIDE))
-        assert machine.now <= (1 + 2 * speculation_gate.SHARE) * machine.emitted
+        assert machine.now <= (1 + 2 * TRIAL_SHARE) * machine.emitted
 
 
 class TestGoodDraft:
@@ -101,8 +101,8 @@ class TestCostsThatChange:
         machine = Machine(trees=trees((1.4, 2, 4, 16, BIG), (wide, 3.2, 4, 20, WIDE)), prompt=1000).run(16_000)
         assert [decision.choice for decision in machine.decisions] == [BIG, WIDE, BIG]
         lengths = [decision.length for decision in machine.decisions]
-        assert 4000 < lengths[1] <= 4000 * tree_race.GROWTH + 400
-        assert 10_000 < lengths[2] <= 10_000 * tree_race.GROWTH + 400
+        assert 4000 < lengths[1] <= 4000 * GROWTH + 400
+        assert 10_000 < lengths[2] <= 10_000 * GROWTH + 400
 
     def test_a_draft_that_begins_to_pay_with_one_tree_is_found(self):
         plain = lambda emitted: 1.0 if emitted < 1000 else 3.0  # noqa: E731

@@ -1,0 +1,475 @@
+"""The gate: switch speculation off while plain decoding is faster, and choose among the trees of a draft.
+
+Whether speculation pays depends on the machine, the batch, the length of the context and the text, so it is measured. A
+call begins with a few plain steps, then speculates until measurements refute it, and tries again from time to time. A
+fixed share of the time may be lost to such trials. In a plain step the root alone is verified and each row emits one
+token. All speeds are per growing row, so that rows that finish change nothing.
+
+[`GatedDrafter`] hides plain steps from the draft, and [`SpeculationGate`] decides step by step. [`ShadowDraft`]
+compares drafts that cost next to nothing with the tokens of plain steps, and [`TreeTuner`] several trees of one draft.
+"""
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .draft_tree import DraftTree
+from .drafters.base import Drafter, TreeShape, Verification
+from .ranks import Ranks
+from .stats import GateDecision, SpeculationStats
+from .tree_tuner import GROWTH, StepStatistics, TreeTuner
+
+logger = logging.get_logger(__name__)
+
+GATE_DEFAULTS: dict[str, Any] = {"gate": True}
+PLAIN, DRAFT = "plain", "draft"
+
+# Steps that are not counted. The first step of a phase may compile or fill caches, and after plain steps speculation
+# begins with one more of them, which brings the drafter up to date.
+WARM_UP = {PLAIN: 1, DRAFT: 2}
+# Plain steps take equally long: of this many, two may be outliers.
+PLAIN_SAMPLES = 3
+# Share of the time that may be lost to trying what is switched off.
+TRIAL_SHARE = 0.01
+
+# Share of the time that proposals of a shadow draft may take.
+SHADOW_SHARE = 0.005
+# Shadow drafts that are looked at, and the fewest that count as evidence.
+SHADOW_RECENT, SHADOW_FEWEST = 8, 4
+# By how much speculation has to be faster, standard error apart, to be tried at once.
+SHADOW_MARGIN = 1.2
+# After a suggested trial that failed, the next suggestion waits until the loss is 1 / PATIENCE of the time, and twice
+# as long after each further failure.
+PATIENCE, MOST_PATIENCE = 5, 100
+
+
+class ShadowDraft:
+    """Compare proposed trees with the tokens of plain steps, and suggest to try speculation.
+
+    Drafters that propose without a forward, such as n-grams, can be followed at next to no cost while speculation is
+    switched off. Tokens are counted as a verification would count them, as a mean over the rows that went on.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=SHADOW_RECENT)
+        self._rows: list[_TreeWalk | None] = []
+        self._results: list[int] = []
+        self._spent = 0.0
+        self._wait_until = 0.0
+        self._failures = 0
+        self._is_trial = False
+
+    @property
+    def recent(self) -> list[float]:
+        """Tokens per step of the last shadow drafts, oldest first."""
+        return list(self._recent)
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to propose another tree: none is being followed, and few of the `now` seconds were spent."""
+        return not any(self._rows) and self._spent <= SHADOW_SHARE * now
+
+    def begin(self, tree: DraftTree, seconds: float) -> None:
+        """Follow `tree`, which took `seconds` to propose, along the tokens to come."""
+        self._spent += seconds
+        self._results = []
+        rows = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.valid.tolist(), strict=True)
+        self._rows = [_TreeWalk(*row) for row in rows]
+
+    def follow(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Go on with the tokens that a plain step emitted in each row, none in rows that are done."""
+        if not any(self._rows):
+            return
+        for index, (row, tokens) in enumerate(zip(self._rows, emitted, strict=True)):
+            if row is not None and not (tokens and row.step(tokens[0])):
+                self._results += [row.tokens] if tokens else []
+                self._rows[index] = None
+        if not any(self._rows) and self._results:
+            self.count(sum(self._results) / len(self._results))
+
+    def count(self, tokens: float) -> None:
+        """Count a tree of which `tokens` tokens per row would have been emitted."""
+        self._recent.append(tokens)
+
+    def suggests(self, cost: float, now: float) -> bool:
+        """Return whether steps that cost `cost` plain ones each would clearly pay."""
+        count = len(self._recent)
+        if count < SHADOW_FEWEST or now < self._wait_until:
+            return False
+        mean = sum(self._recent) / count
+        variance = sum((tokens - mean) ** 2 for tokens in self._recent) / (count - 1)
+        return mean - (variance / count) ** 0.5 >= SHADOW_MARGIN * cost
+
+    def begin_trial(self) -> None:
+        """Speculation is tried because it was suggested."""
+        self._is_trial = True
+
+    def confirm(self) -> None:
+        """Speculation pays."""
+        self._is_trial, self._failures = False, 0
+
+    def fail(self, lost: float, now: float) -> None:
+        """Forget everything, since speculation did not pay and cost `lost` seconds; wait if it had been suggested."""
+        if self._is_trial:
+            self._wait_until = now + lost * min(MOST_PATIENCE, PATIENCE * 2**self._failures)
+            self._failures += 1
+        self._is_trial = False
+        self._recent.clear()
+        self._rows = []
+
+
+class _TreeWalk:
+    """The path of one row's tokens down its tree, given by tokens, parents and valid of all nodes."""
+
+    def __init__(self, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]):
+        nodes = zip(tokens, parents, valid, strict=True)
+        self._children = {
+            (parent, token): node for node, (token, parent, is_real) in enumerate(nodes) if is_real and node
+        }
+        self._node = 0
+        self.tokens = 1
+
+    def step(self, token: int) -> bool:
+        """Go to the child that carries `token`; return whether there is one."""
+        child = self._children.get((self._node, token))
+        if child is not None:
+            self._node, self.tokens = child, self.tokens + 1
+        return child is not None
+
+
+class SpeculationGate:
+    """Choose between plain steps and speculation, step by step, and among the trees that speculation may verify.
+
+    `speculates`, and then `tree`, are read when a step begins, and `record` is called when it has ended.
+
+    Args:
+        trees (`Sequence[TreeShape]`): The drafter's trees, the one to begin with first.
+        most_speedup (`Callable[[], float]`, *optional*): Upper bound of the gain of the next step, as far as it can be
+            computed. Nothing is tried while the bound is below the cost of trying.
+        shadow ([`ShadowDraft`], *optional*): For drafters that propose at next to no cost.
+        clock (`Callable[[], float]`, *optional*): Time in seconds.
+    """
+
+    def __init__(
+        self,
+        trees: Sequence[TreeShape],
+        most_speedup: Callable[[], float] = lambda: float("inf"),
+        shadow: ShadowDraft | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.tuner = TreeTuner(trees)
+        self.shadow = shadow
+        self.clock = clock
+        self.choice = PLAIN  # of the present phase
+        self._most_speedup = most_speedup
+        self._plain = StepStatistics()
+        self._verdict: str | None = None
+        self._steps = 0  # of the present phase
+        self._started = 0.0
+        self._now = 0.0  # seconds of all steps so far; time between steps is the caller's
+        self._plain_length = 0
+        self._check_plain_at = self._try_draft_at = 0.0
+
+    @property
+    def tree(self) -> int:
+        """Index of the tree that a step verifies if it speculates."""
+        return self.tuner.tree
+
+    def speculates(self) -> bool:
+        """Return whether the step that begins now speculates."""
+        self._started = self.clock()
+        return self.choice == DRAFT
+
+    def follow(self, emitted: Sequence[Sequence[int]], propose: Callable[[], DraftTree]) -> None:
+        """Compare a shadow draft with the plain step that has ended, and possibly propose the next one.
+
+        Args:
+            emitted (`Sequence[Sequence[int]]`): Tokens of every row.
+            propose (`Callable[[], DraftTree]`): Makes the tree that would be verified now.
+        """
+        if self.shadow is None or self._verdict != PLAIN:
+            return
+        self.shadow.follow(emitted)
+        if self.shadow.is_due(self._now):
+            started = self.clock()
+            tree = propose()
+            self.shadow.begin(tree, self.clock() - started)
+
+    def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
+        """Count the step that has ended, and return a decision if it changed.
+
+        Args:
+            tokens (`int`): Emitted by all rows.
+            rows (`int`): Rows that were growing.
+            length (`int`): Tokens of the longest row.
+        """
+        seconds = self.clock() - self._started
+        self._now += seconds
+        self._steps += 1
+        if self.choice == DRAFT:
+            if self._steps > 1:  # the first one is plain; the tuner leaves out each tree's own first step
+                self.tuner.add(tokens, rows, seconds)
+            verdict = self._after_draft(length)
+        else:
+            if self._steps > WARM_UP[PLAIN]:
+                self._plain.add(tokens, rows, seconds)
+            verdict = self._after_plain(length)
+        if verdict is None or verdict == self._verdict:
+            return None
+        self._verdict = verdict
+        return self._decision(verdict, rows, length)
+
+    def _decision(self, verdict: str, rows: int, length: int) -> GateDecision:
+        plain, draft = rows * self._plain.speed, self.tuner.steps
+        if not draft.count:  # nothing was tried, because the bound is too low
+            return GateDecision(verdict, length, plain, plain * self._most_speedup(), 0.0)
+        return GateDecision(verdict, length, plain, rows * draft.speed, draft.tokens)
+
+    def _after_draft(self, length: int) -> str | None:
+        """Go on until refuted, or until the plain step that it is compared with is out of date."""
+        tuner, plain = self.tuner, self._plain.seconds
+        if tuner.tree == tuner.best:
+            stale = length >= GROWTH * self._plain_length and self._now >= self._check_plain_at
+            if stale or not (tuner.may_pay(plain) or tuner.give_up(plain)):
+                self._turn_to(PLAIN)  # plain steps are measured again before that is final
+                return None
+            if not tuner.pays(plain):
+                return None
+        tuner.compare(self._now, length)
+        if not tuner.pays(plain):
+            return None
+        if self.shadow is not None:
+            self.shadow.confirm()
+        return tuner.name
+
+    def _after_plain(self, length: int) -> str | None:
+        plain, tuner = self._plain, self.tuner
+        if plain.count < PLAIN_SAMPLES:
+            return None
+        if plain.count == PLAIN_SAMPLES:
+            self._plain_length = length
+            steps = WARM_UP[PLAIN] + PLAIN_SAMPLES + 1
+            self._check_plain_at = self._now + steps * plain.seconds / TRIAL_SHARE
+            if tuner.steps.count and not (tuner.may_pay(plain.seconds) or tuner.give_up(plain.seconds)):
+                lost = tuner.lost(plain.seconds, WARM_UP[DRAFT])
+                self._try_draft_at = self._now + lost / TRIAL_SHARE
+                if self.shadow is not None:
+                    self.shadow.fail(lost, self._now)
+                return PLAIN
+        elif self._now < self._try_draft_at and not self._is_suggested():
+            return None
+        if self._most_speedup() <= 1 + TRIAL_SHARE:
+            return PLAIN
+        if plain.count > PLAIN_SAMPLES:
+            tuner.restart()
+        self._turn_to(DRAFT)
+        return None
+
+    def _is_suggested(self) -> bool:
+        """Return whether shadow drafts suggest to try speculation before its time."""
+        steps, plain = self.tuner.steps, self._plain.seconds
+        if self.shadow is None or not steps.count:
+            return False
+        if not self.shadow.suggests(steps.seconds / max(plain, 1e-9), self._now):
+            return False
+        self.shadow.begin_trial()
+        return True
+
+    def _turn_to(self, choice: str) -> None:
+        self.choice, self._steps = choice, 0
+        if choice == PLAIN:
+            self._plain.restart()
+        else:
+            self.tuner.begin()
+
+
+class SharedGate:
+    """The gate of the first rank, for all ranks of a sharded target: their steps must be the same.
+
+    Args:
+        gate ([`SpeculationGate`]): Decides on the first rank alone.
+        ranks ([`Ranks`]): All of them.
+    """
+
+    def __init__(self, gate: SpeculationGate, ranks: Ranks):
+        self.gate = gate
+        self.ranks = ranks
+        self.tree = 0
+
+    def speculates(self) -> bool:
+        """Return the decision of the first rank."""
+        decides = self.ranks.rank == 0
+        speculates, self.tree = self.ranks.first([decides and self.gate.speculates(), self.gate.tree])
+        return bool(speculates)
+
+    def follow(self, emitted: Sequence[Sequence[int]], propose: Callable[[], DraftTree]) -> None:
+        """Follow a shadow draft on the first rank alone."""
+        if self.ranks.rank == 0:
+            self.gate.follow(emitted, propose)
+
+    def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
+        """Count the step on the first rank, which alone reports decisions."""
+        return self.gate.record(tokens, rows, length) if self.ranks.rank == 0 else None
+
+
+Gate = SpeculationGate | SharedGate
+
+
+class GatedDrafter(Drafter):
+    """Propose the root alone while the gate is closed, and the tree of another drafter while it is open.
+
+    Plain steps are hidden from the other drafter: it neither captures nor observes them. Before it proposes again, it
+    is resumed with the text so far and the verification of one more root. So the first step after a pause is plain.
+
+    Args:
+        inner ([`Drafter`]): The other drafter.
+        gate ([`SpeculationGate`] or [`SharedGate`]): Decides, step by step.
+        report (`Callable[[GateDecision], None]`): Called with every new decision.
+    """
+
+    def __init__(self, inner: Drafter, gate: Gate, report: Callable[[GateDecision], None]):
+        super().__init__(inner.binding)
+        self.inner = inner
+        self.gate = gate
+        self.num_nodes, self.max_depth = inner.num_nodes, inner.max_depth
+        self._report = report
+        self._is_open = True
+        self._was_open = True
+        self._prompts: Sequence[torch.Tensor] = ()
+        self._emitted: list[array[int]] = []
+
+    @property
+    def wants_hidden(self) -> bool:  # type: ignore[override]
+        """As the other drafter, in the steps that it observes."""
+        return self._is_open and self.inner.wants_hidden
+
+    @property
+    def is_steady(self) -> bool:  # type: ignore[override]
+        """False in the step that resumes the other drafter."""
+        return self._was_open or not self._is_open
+
+    @property
+    def first_ngram_node(self) -> int | None:  # type: ignore[override]
+        """As the other drafter."""
+        return self.inner.first_ngram_node
+
+    @property
+    def seed_tokens(self) -> int:
+        """As the other drafter."""
+        return self.inner.seed_tokens
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the other drafter."""
+        return self.inner.state_bytes
+
+    def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Start the other drafter."""
+        self._prompts, self._emitted = texts, [array("q", tokens) for tokens in verification.tokens]
+        self.inner.start(texts, verification)
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """Return the other drafter's tree, or the root alone."""
+        self._was_open, self._is_open = self._is_open, self.gate.speculates()
+        self.inner.choose(self.gate.tree)
+        return self.inner.propose(root) if self._is_open and self._was_open else DraftTree.root_only(root)
+
+    def capture(self, tree: DraftTree) -> Any:
+        """Return the other drafter's capture while the gate is open."""
+        return self.inner.capture(tree) if self._is_open else None
+
+    def observe(self, verification: Verification) -> None:
+        """Pass the verification on while the gate is open, and measure the step."""
+        for row, tokens in zip(self._emitted, verification.tokens, strict=True):
+            row.extend(tokens)
+        if self._is_open:
+            self._inform(verification)
+        else:
+            self.gate.follow(verification.tokens, lambda: self._shadow(verification))
+        tokens = sum(map(len, verification.tokens))
+        rows = sum(map(bool, verification.tokens))
+        decision = self.gate.record(tokens, rows, max(self.binding.cache.host_lengths))
+        if decision is not None:
+            self._report(decision)
+
+    def _inform(self, verification: Verification) -> None:
+        """Let the other drafter observe the verification, or resume with it after plain steps."""
+        if self._was_open:
+            self.inner.observe(verification)
+            return
+        rows = zip(self._prompts, self._emitted, self.binding.cache.host_lengths, strict=True)
+        texts = [torch.cat([prompt, prompt.new_tensor(new)])[:length] for prompt, new, length in rows]
+        self.inner.resume(texts, verification)
+
+    def _shadow(self, verification: Verification) -> DraftTree:
+        """Propose a tree after a plain step, for comparison only."""
+        self._inform(verification)
+        return self.inner.propose(torch.tensor([row[-1] for row in self._emitted], device=verification.path.device))
+
+
+def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None) -> Gate | None:
+    """Return the gate of one call; None if every step speculates.
+
+    Args:
+        wanted (`bool`): The setting `gate`.
+        drafter ([`Drafter`]): Of the call.
+        ranks ([`Ranks`], *optional*): Processes that share the target. Without a gate if there are others besides, as
+            where several copies of a sharded target run side by side: that was never tried.
+    """
+    if not wanted or drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
+        return None
+    gate = SpeculationGate(drafter.trees, drafter.most_speedup, ShadowDraft() if drafter.can_shadow else None)
+    return gate if ranks is None else SharedGate(gate, ranks)
+
+
+def gated(drafter: Drafter, draft: Any, stats: SpeculationStats) -> Drafter:
+    """Return the drafter of `draft` under the gate that its settings ask for.
+
+    Decisions are added to `stats`. The first time that a draft does not pay, a warning is logged.
+    """
+    gate = gate_of(draft.setting("gate"), drafter, drafter.binding.target.ranks)
+    if gate is None:
+        return drafter
+
+    def report(decision: GateDecision) -> None:
+        stats.gate_decisions.append(decision)
+        if decision.choice == PLAIN and not draft.was_told_of_gate:
+            draft.was_told_of_gate = True
+            logger.warning(warning_of(decision))
+
+    return GatedDrafter(drafter, gate, report)
+
+
+def check_gate(value: Any) -> None:
+    """Refuse a setting `gate` that is no bool.
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
+    """
+    if type(value) is not bool:
+        raise ValueError(
+            f"gate={value!r}: expected True or False. True switches speculation off while it does not pay, False "
+            "always speculates."
+        )
+
+
+def warning_of(decision: GateDecision) -> str:
+    """Return the warning that speculation is switched off."""
+    against = (
+        f"against {decision.plain_tokens_per_second:.3g} tokens/s without drafting, after {decision.length} tokens"
+    )
+    if not decision.tau:
+        return (
+            f"speculation cannot pay here and is not tried for now: at most {decision.draft_tokens_per_second:.3g} "
+            f"tokens/s if every draft were accepted, {against}. It is tried when that has changed."
+        )
+    return (
+        f"speculation does not pay here and is switched off for now: {decision.draft_tokens_per_second:.3g} tokens/s "
+        f"at {decision.tau:.2f} tokens per verification, {against}. It is tried again now and then. Fewer drafted "
+        "tokens, a longer context or a draft that knows the text better may pay; draft.generation_config.gate = False "
+        "always speculates."
+    )
