@@ -113,7 +113,7 @@ class SteppedRun:
         """Of the last step, behind `speculated` that speculated."""
         if self.session.stats.num_spec_steps > speculated:
             return SPECULATION if self.session.drafter.num_nodes > 1 else PLAIN_STEP
-        return PLAIN_STEP if self.session.rests else CATCH_UP
+        return PLAIN_STEP if self.session.drafter.is_steady else CATCH_UP
 
 
 @torch.no_grad()

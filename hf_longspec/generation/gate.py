@@ -384,8 +384,8 @@ class GatedDrafter(Drafter):
 
     def observe(self, verification: Verification) -> None:
         """Pass the verification on while the gate is open, and measure the step."""
-        for row, tokens in zip(self._emitted, verification.tokens, strict=True):
-            row.extend(tokens)
+        for row, new in zip(self._emitted, verification.tokens, strict=True):
+            row.extend(new)
         if self._is_open:
             self._inform(verification)
         else:
