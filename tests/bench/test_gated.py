@@ -1,7 +1,6 @@
 """The gate's benchmark: every way runs as its name says, and the report has what was decided."""
 
 import pytest
-from hf_longspec.generation.gating import gate_of
 
 import hf_longspec
 from hf_longspec.bench import gated
@@ -9,7 +8,7 @@ from hf_longspec.bench.engine import PLAIN
 from hf_longspec.bench.gated import GateBenchmark, gate_report
 from hf_longspec.bench.results import ResultFile, read_records
 from hf_longspec.bench.timing import TimeGuard
-from hf_longspec.generation import decoding
+from hf_longspec.generation.gate import gate_of
 
 WAYS = [PLAIN, "useless, gated", "draft, gated", "draft, ungated"]
 
@@ -29,7 +28,7 @@ def measured(target, prompts, folder, **how):
 
 
 def test_ways_run_as_named(target, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr(decoding, "gate_of", gate_of)
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
     rows = measured(target, prompts, tmp_path)
     assert list(rows) == WAYS
     assert all(row["same_texts"] == row["texts"] == 3 for row in rows.values())
