@@ -1,7 +1,7 @@
-"""Repetition penalty that forgets: only what the last tokens hold is penalised.
+"""Repetition penalty over a window: only tokens that occur among the last ones are penalised.
 
-TokenSwift's contextual penalty, https://huggingface.co/papers/2502.18890, section 3.4 and Eq. 3: over a text of 100,000
-tokens nearly every token has occurred, so a penalty on all of them penalises none against the others.
+TokenSwift's contextual penalty, https://huggingface.co/papers/2502.18890, section 3.4 and Eq. 3: in a text of 100,000
+tokens nearly every token has occurred, and a penalty on all of them has no effect.
 """
 
 import math
@@ -53,11 +53,11 @@ class ContextualPenaltyLogitsProcessor(LogitsProcessor):
 
     @property
     def history_window(self) -> int:
-        """Tokens that a call looks at; the decoding loop then hands over no more than those."""
+        """Number of last tokens that a call needs; the decoding loop passes no more than these."""
         return self.window
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Penalised copy of `scores` `(batch, vocab)` behind `input_ids` `(batch, length)`."""
+        """Return a penalised copy of `scores` `(batch, vocab)` that follow `input_ids` `(batch, length)`."""
         # one column more, for ids that cannot be emitted: some embeddings are larger than the head
         copy = torch.nn.functional.pad(scores, (0, 1))
         recent = input_ids[:, -self.window :].clamp_max(scores.shape[1])

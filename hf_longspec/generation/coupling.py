@@ -1,10 +1,10 @@
-"""Candidates in the order in which the target would choose them, were the draft's logits its own.
+"""Coupling: rank candidates as the target would choose them if the draft's logits were its own.
 
-The target's rule decides by more than logits: processors change them, and when it samples, so does the noise of the
-position. Neither is a secret. A draft that looks at both proposes what the target takes whenever their laws agree,
-instead of what is likely before the dice are cast. The target's choice never looks at the draft: its law stays what it
-was, and its text for a given seed too. https://huggingface.co/papers/2408.07978 has the bound for one draw; here the
-candidates of whole trees are ranked so.
+The target's choice depends on its logits, on the logits processors and, when it samples, on the noise of the position.
+The last two are known while drafting. A draft that applies both proposes the very token that the target will draw
+whenever the two distributions agree. The target's choice does not depend on the draft, so the distribution of the text,
+and the text for a given seed, stay the same. https://huggingface.co/papers/2408.07978 bounds the acceptance of one such
+draw; here all candidates of a tree are ranked this way.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,12 +13,13 @@ import torch
 
 from .contextual_penalty import ContextualPenaltyLogitsProcessor
 from .logits import TokenRule, warped
-from .verification import log_lead
+from .verification import perturbed_log_probs
 
-# A token that is behind the first one by x is taken to be the target's choice exp(-2 x) times as often. Chains do not
-# depend on it, trees little: with 4+4+4+3 nodes of the bundled draft tau was 3.30, 3.45, 3.54, 3.50 at 0.5, 1, 2, 3.3.
+# A token whose perturbed log-probability is lower than the largest one by x counts as exp(-2 x) times as likely to be
+# chosen. Chains do not depend on this factor, trees little: with 4+4+4+3 nodes of the bundled draft tau was 3.30, 3.45,
+# 3.54, 3.50 at 0.5, 1, 2, 3.3.
 SHARPNESS = 2.0
-# Processors that compute with tensors and numbers alone: graphs can hold them.
+# Processors that compute with tensors and numbers alone, so that they can be part of a graph.
 IN_GRAPHS = {
     "TemperatureLogitsWarper",
     "TopKLogitsWarper",
@@ -32,13 +33,13 @@ Paths = torch.Tensor | Callable[[], torch.Tensor]
 
 
 class Coupling:
-    """Scores that candidates are ranked by.
+    """Compute the scores that candidates are ranked by.
 
     Args:
         rule ([`TokenRule`], *optional*): The target's. Without one, logits are taken as they are.
 
     Attributes:
-        idle (`bool`): Whether the rule is the argmax of the logits, so that they rank the candidates themselves.
+        idle (`bool`): Whether the rule is the argmax of the logits, so that the logits are the scores.
     """
 
     def __init__(self, rule: TokenRule | None):
@@ -55,20 +56,20 @@ class Coupling:
 
     @property
     def fits_graphs(self) -> bool:
-        """Whether `scores` may be part of a graph now: not yet, while a text is shorter than a processor's window."""
+        """Whether `scores` may be part of a graph now. It may not while a text is shorter than a processor's window."""
         return self._tensors_only and (self._rule is None or self._rule.has_recent)
 
     @property
     def key(self) -> tuple:
-        """What such a graph has compiled in."""
+        """Settings that such a graph depends on."""
         return self._key if self.fits_graphs else ()
 
     def known(self, depths: int) -> tuple[torch.Tensor, ...]:
-        """What decides about the next `depths` tokens beside logits, as far as there is such.
+        """Return the tensors besides logits that decide the next `depths` tokens.
 
         Returns:
-            The noise `(B, depths, V)`, if the target samples; the last tokens of the texts `(B, window)`, if processors
-            look at them and at no others.
+            `tuple[torch.Tensor, ...]`: The noise `(B, depths, V)` if the target samples, and the last tokens of the
+            texts `(B, window)` if processors depend on these alone.
         """
         if self._rule is None:
             return ()
@@ -77,24 +78,24 @@ class Coupling:
         return noise if recent is None else (*noise, recent)
 
     def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Paths) -> torch.Tensor:
-        """The logarithm of how likely each token is to be chosen, up to a constant per node.
+        """Return the log-probability that each token is chosen, up to a constant per node.
 
         Args:
             logits (`torch.Tensor` of shape `(B, n, V)`): The draft's, after nodes of one depth.
-            known (sequence of `torch.Tensor`): What the method of this name gave.
+            known (sequence of `torch.Tensor`): Result of [`Coupling.known`].
             depth (`int`): Drafted tokens that lead to these nodes.
-            paths (`torch.Tensor` of shape `(B, n, depth)` or `Callable`): Those tokens, or what gives them, which is
-                called if a processor has to see them.
+            paths (`torch.Tensor` of shape `(B, n, depth)` or `Callable`): Those tokens, or a function that returns
+                them, which is called only if a processor needs them.
 
         Returns:
             `torch.Tensor` of shape `(B, n, V)`.
         """
         if self.idle:
             return logits
-        logits = logits.to(self._device)  # from where the head is, if the target is divided among devices
+        logits = logits.to(self._device)  # from the device of the head, if the target is sharded
         recent = known[-1] if len(known) > self._samples else None
         scores = self._processed(logits, recent, depth, paths)
-        return SHARPNESS * log_lead(scores, known[0][:, depth, None]) if self._samples else scores
+        return SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if self._samples else scores
 
     def _processed(self, logits: torch.Tensor, recent: torch.Tensor | None, depth: int, paths: Paths) -> torch.Tensor:
         if self._history_free:

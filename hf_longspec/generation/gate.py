@@ -148,7 +148,7 @@ class SpeculationGate:
 
     Args:
         trees (`Sequence[TreeShape]`): The drafter's trees, the one to begin with first.
-        most_speedup (`Callable[[], float]`, *optional*): Upper bound of the gain of the next step, as far as it can be
+        speedup_bound (`Callable[[], float]`, *optional*): Upper bound of the gain of the next step, as far as it can be
             computed. Nothing is tried while the bound is below the cost of trying.
         shadow ([`ShadowDraft`], *optional*): For drafters that propose at next to no cost.
         clock (`Callable[[], float]`, *optional*): Time in seconds.
@@ -157,7 +157,7 @@ class SpeculationGate:
     def __init__(
         self,
         trees: Sequence[TreeShape],
-        most_speedup: Callable[[], float] = lambda: float("inf"),
+        speedup_bound: Callable[[], float] = lambda: float("inf"),
         shadow: ShadowDraft | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
@@ -165,7 +165,7 @@ class SpeculationGate:
         self.shadow = shadow
         self.clock = clock
         self.choice = PLAIN  # of the present phase
-        self._most_speedup = most_speedup
+        self._speedup_bound = speedup_bound
         self._plain = StepStatistics()
         self._verdict: str | None = None
         self._steps = 0  # of the present phase
@@ -226,7 +226,7 @@ class SpeculationGate:
     def _decision(self, verdict: str, rows: int, length: int) -> GateDecision:
         plain, draft = rows * self._plain.speed, self.tuner.steps
         if not draft.count:  # nothing was tried, because the bound is too low
-            return GateDecision(verdict, length, plain, plain * self._most_speedup(), 0.0)
+            return GateDecision(verdict, length, plain, plain * self._speedup_bound(), 0.0)
         return GateDecision(verdict, length, plain, rows * draft.speed, draft.tokens)
 
     def _after_draft(self, length: int) -> str | None:
@@ -262,7 +262,7 @@ class SpeculationGate:
                 return PLAIN
         elif self._now < self._try_draft_at and not self._is_suggested():
             return None
-        if self._most_speedup() <= 1 + TRIAL_SHARE:
+        if self._speedup_bound() <= 1 + TRIAL_SHARE:
             return PLAIN
         if plain.count > PLAIN_SAMPLES:
             tuner.restart()
@@ -422,7 +422,7 @@ def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None) -> Gate | None:
     """
     if not wanted or drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
         return None
-    gate = SpeculationGate(drafter.trees, drafter.most_speedup, ShadowDraft() if drafter.can_shadow else None)
+    gate = SpeculationGate(drafter.trees, drafter.speedup_bound, ShadowDraft() if drafter.can_shadow else None)
     return gate if ranks is None else SharedGate(gate, ranks)
 
 

@@ -15,7 +15,7 @@ from .verification import (
     accept_rejection,
     accept_sampled,
     draw_noise,
-    race,
+    exponential_race,
     walk_lazily,
 )
 
@@ -96,7 +96,7 @@ class TokenRule:
         """The token `(batch,)` that the rule takes from `scores`, with the noise row of `depth`."""
         if not self.do_sample:
             return scores.argmax(-1)
-        return race(scores, self.noise_of(depth + 1)[:, depth])
+        return exponential_race(scores, self.noise_of(depth + 1)[:, depth])
 
     def noise_of(self, count: int) -> torch.Tensor:
         """The noise `(batch, count, vocab)` that decides the next tokens."""

@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on how far a step reaches: one noise row per (batch row, position)."""
+"""Random numbers that do not depend on the steps taken: one row of noise per batch row and position."""
 
 from collections.abc import Sequence
 
@@ -9,17 +9,17 @@ from .verification import draw_noise
 
 
 class NoiseRows:
-    """Exponential-race noise for sampling: row t of a batch row decides its t-th generated token, whoever computes it.
+    """Noise for sampling: row t of a batch row decides its t-th generated token.
 
     Every batch row has its own generator, seeded from the default one, and draws its noise rows in the order of its
-    positions. Rows that a step asked for and did not use are kept. So the sampled text depends on the seed alone, not
-    on the draft tree, the other rows or where a rejection happened.
+    positions. Rows that a step did not use are kept. The sampled text therefore depends on the seed alone, not on the
+    draft tree, the other rows or where a rejection happened.
 
     Args:
         batch_size (`int`): Number of batch rows.
         vocab_size (`int`): Length of a noise row.
         device (`torch.device`): Where the noise lives.
-        ranks ([`Ranks`], *optional*): Processes that must draw the same noise: they take the first one's seeds.
+        ranks ([`Ranks`], *optional*): Processes that must draw the same noise; they use the first one's seeds.
 
     Attributes:
         generator (`torch.Generator`): For draws that need not be tied to a position.
@@ -36,10 +36,10 @@ class NoiseRows:
         self._kept: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
 
     def rows(self, count: int) -> torch.Tensor:
-        """Noise of the next `count` tokens of every row, shape `(batch, count, vocab)`. Do not write to it."""
+        """Return the noise `(batch, count, vocab)` of the next `count` tokens of every row. Do not write to it."""
         for generator, kept in zip(self._generators, self._kept, strict=True):
-            # One draw per row: a GPU deals its random numbers out by the size of the draw, and that must not depend on
-            # what a step asks for.
+            # One draw per row: on a GPU the random numbers depend on the size of the draw, which must not depend on the
+            # step.
             while len(kept) < count:
                 kept.append(draw_noise(self.vocab_size, generator=generator, device=self.device))
         wanted = [noise for kept in self._kept for noise in kept[:count]]

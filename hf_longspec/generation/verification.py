@@ -7,11 +7,12 @@ Glossary:
               because the draft ended there or in place of a drafted token that was refused
     n         number of nodes on the path = accepted tokens + 1 = tokens emitted, bonus included
     scores    log-probabilities up to a constant per node, after all logits processors and warpers
-    law       a probability distribution over the vocabulary; p is the target's, q the draft's
+    p, q      distributions over the vocabulary: the target's, the draft's
 
-Every function here keeps the law of the emitted text that of the target alone. `accept_greedy` and `accept_sampled`
-do so for any tree, since the target's choice after a node does not look at the draft; `accept_rejection` needs the law
-each token was drawn from. All are batched over rows, with shapes that depend on shapes only and no host sync.
+Every function here preserves the target's distribution of the emitted text. `accept_greedy` and `accept_sampled` do so
+for any tree, since the target's choice after a node does not depend on the draft; `accept_rejection` needs the
+distribution that each token was drawn from. All are batched over rows, with shapes that depend on shapes only and
+without a host sync.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from .draft_tree import DraftTree
 @dataclass(frozen=True, eq=False)
 class Acceptance:
     """
-    What one verification decided. With M = `tree.max_depth + 1`:
+    Result of one verification. With M = `tree.max_depth + 1`:
 
     Args:
         path (`torch.LongTensor` of shape `(batch_size, M)`):
@@ -50,14 +51,14 @@ class Acceptance:
 
 
 def walk_lazily(tree: DraftTree, choose: Callable[[int, Tensor], Tensor]) -> Acceptance:
-    """Follow the target's choices down the tree, asking for each only when its node is reached.
+    """Follow the target's choices down the tree, and compute each choice only when its node is reached.
 
     Args:
         tree (`DraftTree`):
             The tree to walk. If siblings carry the same token, the first of them is taken.
         choose (`Callable[[int, torch.LongTensor], torch.LongTensor]`):
             Given a depth and the node of every row, the token the target emits after that node. Called for depths
-            0 to `tree.max_depth`; of rows that stopped earlier the answer is ignored.
+            0 to `tree.max_depth`; the result is ignored in rows that stopped earlier.
 
     >>> tree = DraftTree.chain(torch.tensor([[5, 8, 2]]))
     >>> walk_lazily(tree, lambda depth, node: torch.tensor([[8, 4, 6][depth]])).tokens.tolist()
@@ -104,7 +105,11 @@ def walk(tree: DraftTree, choice: Tensor) -> Acceptance:
 
 
 def accept_greedy(tree: DraftTree, logits: Tensor) -> Acceptance:
-    """Accept what the target would emit greedily; `logits` of shape `(batch_size, num_nodes, vocab_size)`, processed.
+    """Accept the tokens that the target would emit greedily.
+
+    Args:
+        tree (`DraftTree`): The tree to walk.
+        logits (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`): Processed logits after each node.
 
     >>> accept_greedy(DraftTree.chain(torch.tensor([[0, 2]])), torch.eye(4)[None, [2, 3]]).tokens.tolist()
     [[2, 3]]
@@ -113,23 +118,23 @@ def accept_greedy(tree: DraftTree, logits: Tensor) -> Acceptance:
 
 
 def draw_noise(*shape: int, generator: torch.Generator | None = None, device: torch.device | None = None) -> Tensor:
-    """Standard exponential noise for [`race`], in float32, shape `(*shape)`.
+    """Return standard exponential noise for [`exponential_race`], in float32, shape `(*shape)`.
 
     >>> draw_noise(2, 5, 11, generator=torch.Generator().manual_seed(0)).shape
     torch.Size([2, 5, 11])
     """
-    # float64: single precision draws on a GPU lie on a grid of 6e-8 near 0, where unlikely tokens win their races
+    # float64: single precision draws on a GPU lie on a grid of 6e-8 near 0, where unlikely tokens are drawn too often
     dtype = torch.float32 if device is not None and device.type == "mps" else torch.float64
     return torch.empty(shape, dtype=dtype, device=device).exponential_(generator=generator).float()
 
 
-def race(scores: Tensor, noise: Tensor) -> Tensor:
-    """Draw one token per row from the law `softmax(scores)`, as a function of the noise.
+def exponential_race(scores: Tensor, noise: Tensor) -> Tensor:
+    """Draw one token per row from the distribution `softmax(scores)`, as a function of the noise.
 
-    Token i arrives at time `noise[i] / p[i]`, an exponential time of rate p[i], and the first to arrive is drawn. The
-    minimum of independent exponential times belongs to i with probability p[i] / sum(p): the result has the same law
-    as `torch.multinomial`, and the rows of noise decide it alone. Laws that differ little, run on the same noise,
-    mostly draw the same token, which is what coupled candidates live on. For a law p, pass `p.log()`.
+    This is the Gumbel-max trick in its exponential form: token i arrives at time `noise[i] / p[i]`, an exponential time
+    of rate p[i], and the first to arrive is drawn. The minimum of independent exponential times belongs to i with
+    probability p[i] / sum(p), so the result is distributed as that of `torch.multinomial`. Two similar distributions
+    mostly draw the same token from the same noise; coupled candidates rely on that. Pass `p.log()` for probabilities.
 
     Args:
         scores (`torch.Tensor` of shape `(..., vocab_size)`):
@@ -140,18 +145,19 @@ def race(scores: Tensor, noise: Tensor) -> Tensor:
     Returns:
         `torch.LongTensor` of shape `(...)`.
 
-    >>> race(torch.tensor([0.9, 0.1, 0.0]).log(), torch.tensor([1.0, 0.1, 1e-9])).item()
+    >>> exponential_race(torch.tensor([0.9, 0.1, 0.0]).log(), torch.tensor([1.0, 0.1, 1e-9])).item()
     1
     """
-    return log_lead(scores, noise).argmax(-1)
+    return perturbed_log_probs(scores, noise).argmax(-1)
 
 
-def log_lead(scores: Tensor, noise: Tensor) -> Tensor:
-    """Minus the logarithm of each token's time of arrival in a [`race`], up to the constant of the scores.
+def perturbed_log_probs(scores: Tensor, noise: Tensor) -> Tensor:
+    """Return the log-probabilities perturbed by the noise, of which [`exponential_race`] takes the largest.
 
-    Shapes as there; the result has that of the scores, in float32 or wider.
+    This is minus the logarithm of each token's time of arrival, up to the constant of the scores. Shapes are those of
+    [`exponential_race`]; the result has the shape of the scores, in float32 or wider.
 
-    >>> log_lead(torch.tensor([0.9, 0.1]).log(), torch.tensor([1.8, 0.1])).exp()
+    >>> perturbed_log_probs(torch.tensor([0.9, 0.1]).log(), torch.tensor([1.8, 0.1])).exp()
     tensor([0.5000, 1.0000])
     """
     dtype = torch.promote_types(scores.dtype, torch.float32)
@@ -160,14 +166,14 @@ def log_lead(scores: Tensor, noise: Tensor) -> Tensor:
 
 
 def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance:
-    """Accept what the target would sample: one draw after each node of the path, followed if a child carries it.
+    """Accept the tokens that the target would sample: draw once after a node, and go on if a child carries the token.
 
-    For candidates that are not random no rule accepts more often. A second draw for the next sibling would favour
-    drafted tokens, and the text would no longer follow the target's law.
+    No rule accepts more often when candidates are not random. A second draw for the next sibling would favour drafted
+    tokens and change the distribution of the text.
 
     Args:
         tree (`DraftTree`):
-            The tree to walk. Its laws `q` play no part, so it may be chosen in any way, even by the same noise.
+            The tree to walk. Its `q` is not used, so it may be chosen in any way, even by the same noise.
         scores (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`):
             Scores of the token after each node.
         noise (`torch.Tensor` of shape `(batch_size, max_depth + 1, vocab_size)`):
@@ -182,10 +188,10 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
         raise ValueError(f"noise has {noise.shape[1]} rows, expected {tree.max_depth + 1}. Draw one for each depth.")
     if tree.is_chain or tree.max_depth == 0:  # node i has depth i
         reached = tree.max_depth + 1
-        return walk(tree, race(scores[:, :reached], noise[:, :reached]))
+        return walk(tree, exponential_race(scores[:, :reached], noise[:, :reached]))
 
     def draw(depth: int, node: Tensor) -> Tensor:
-        return race(_row(scores, node), noise[:, depth])
+        return exponential_race(_row(scores, node), noise[:, depth])
 
     return walk_lazily(tree, draw)
 
@@ -193,18 +199,18 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
 def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: Tensor) -> Acceptance:
     """Accept each token of a chain with probability min(1, p / q), up to the first that is refused.
 
-    What replaces a refused token comes from the normalised (p - q)+; after a chain that is accepted whole, the bonus
-    token comes from p. See https://huggingface.co/papers/2211.17192.
+    A refused token is replaced by a draw from the normalised (p - q)+. After a chain that is accepted whole, the bonus
+    token is drawn from p. See https://huggingface.co/papers/2211.17192.
 
     Args:
         tree (`DraftTree`):
-            A chain with `q`, the laws its tokens were really drawn from, independently of `uniforms` and `noise`.
+            A chain with `q`, the distributions its tokens were drawn from, independently of `uniforms` and `noise`.
         scores (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`):
             Scores of the token after each node.
         uniforms (`torch.Tensor` of shape `(batch_size, num_nodes - 1)`):
             Uniform draws from [0, 1), one per drafted token.
         noise (`torch.Tensor` of shape `(batch_size, vocab_size)` or `(batch_size, num_nodes, vocab_size)`):
-            Noise of the [`race`] for the bonus token, one row for the iteration or one for every node.
+            Noise for the draw of the bonus token, one row for the iteration or one for every node.
 
     Raises:
         ValueError: If the tree is no chain, or has drafted tokens but no `q`.
@@ -221,23 +227,23 @@ def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: T
     accepted = uniforms * q[:, 1:].gather(2, drafted).squeeze(2) < p[:, :-1].gather(2, drafted).squeeze(2)
     accepted = (accepted & tree.valid[:, 1:]).long().cumprod(1)  # [B, N - 1]
     num_nodes = accepted.sum(1) + 1
-    law = _bonus_law(p, q, tree.valid, num_nodes)
-    bonus = race(law.log(), noise if noise.dim() == 2 else _row(noise, num_nodes - 1))
+    weights = _bonus_distribution(p, q, tree.valid, num_nodes)
+    bonus = exponential_race(weights.log(), noise if noise.dim() == 2 else _row(noise, num_nodes - 1))
     return _along_chain(tree.tokens, num_nodes, bonus)
 
 
-def _bonus_law(p: Tensor, q: Tensor, valid: Tensor, num_nodes: Tensor) -> Tensor:
-    """`[B, V]`, not normalised: (p - q)+ if a drafted token was refused, p if there was none to refuse."""
+def _bonus_distribution(p: Tensor, q: Tensor, valid: Tensor, num_nodes: Tensor) -> Tensor:
+    """Return `[B, V]`, not normalised: (p - q)+ if a drafted token was refused, else p."""
     refused_node = num_nodes.clamp_max(p.shape[1] - 1)
     refused = valid.gather(1, refused_node[:, None]) & (num_nodes < p.shape[1])[:, None]
     last = _row(p, num_nodes - 1)
     residual = (last - _row(q, refused_node)).clamp_min(0)
-    # equal laws can refuse a token by rounding alone, and leave nothing
+    # equal distributions can refuse a token by rounding alone, with no residual
     return torch.where(refused & (residual.sum(-1, keepdim=True) > 0), residual, last)
 
 
 def _along_chain(tokens: Tensor, num_nodes: Tensor, bonus: Tensor) -> Acceptance:
-    """Acceptance of the first n nodes of a chain."""
+    """Return the acceptance of the first n nodes of a chain."""
     places, last = torch.arange(tokens.shape[1], device=tokens.device), num_nodes[:, None] - 1
     following = torch.nn.functional.pad(tokens[:, 1:], (0, 1))
     emitted = torch.where(places < last, following, 0).scatter(1, last, bonus[:, None])
@@ -245,5 +251,5 @@ def _along_chain(tokens: Tensor, num_nodes: Tensor, bonus: Tensor) -> Acceptance
 
 
 def _row(values: Tensor, node: Tensor) -> Tensor:
-    """`[B, V]`: of `values` of shape `[B, N, V]`, the row of one node per batch row."""
+    """Return `[B, V]`: the row of one node per batch row, from `values` of shape `[B, N, V]`."""
     return values[torch.arange(values.shape[0], device=values.device), node]

@@ -19,7 +19,7 @@ from .target import TargetView
 KV_FACTOR = 16
 
 
-def most_speedup(gamma: int, share: float, weights: float, kv: float) -> float:
+def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
     """Bound on tokens per second over those of plain steps.
 
     Args:
@@ -28,9 +28,9 @@ def most_speedup(gamma: int, share: float, weights: float, kv: float) -> float:
         weights (`float`): Bytes of weights that a step reads.
         kv (`float`): Bytes of keys and values that it reads, all rows together.
 
-    >>> most_speedup(gamma=4, share=0.0, weights=1.0, kv=0.0), most_speedup(4, 1.0, 1.0, 1e9)
+    >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0), speedup_bound(4, 1.0, 1.0, 1e9)
     (1.0, 1.0)
-    >>> most_speedup(gamma=4, share=0.0, weights=0.0, kv=1.0)
+    >>> speedup_bound(gamma=4, share=0.0, weights=0.0, kv=1.0)
     5.0
     """
     if not weights and not kv:

@@ -54,7 +54,7 @@ class Machine:
         prompt=PROMPT,
         seed=0,
         trees=(),
-        most_speedup=None,
+        speedup_bound=None,
         proposal=None,
     ):
         self.now = 0.0
@@ -62,7 +62,7 @@ class Machine:
         self.plain = plain
         self.noise, self.rows, self.length = noise, rows, prompt
         self.random = random.Random(seed)
-        bound = {} if most_speedup is None else {"most_speedup": lambda: most_speedup(self)}
+        bound = {} if speedup_bound is None else {"speedup_bound": lambda: speedup_bound(self)}
         self.proposal = proposal
         self.gate = SpeculationGate(
             [tree.shape for tree in self.trees],

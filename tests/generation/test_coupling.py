@@ -14,7 +14,7 @@ from hf_longspec.generation.coupling import SHARPNESS, Coupling
 from hf_longspec.generation.logits import TokenRule
 from hf_longspec.generation.noise import NoiseRows
 from hf_longspec.generation.sequences import Sequences
-from hf_longspec.generation.verification import draw_noise, race
+from hf_longspec.generation.verification import draw_noise, exponential_race
 from hf_longspec.testing import tiny_prompts
 from hf_longspec.testing_drafts import random_longspec_draft, random_tokenswift_draft
 
@@ -116,7 +116,11 @@ def test_laws_that_differ_agree_as_often_as_the_bound_says():
     draft, target = torch.randn(2, 40, generator=random).unbind()
     target = draft + 0.5 * target
     noise = draw_noise(4000, 40, generator=random)
-    agreed = (race(draft.expand(4000, -1), noise) == race(target.expand(4000, -1), noise)).float().mean()
+    agreed = (
+        (exponential_race(draft.expand(4000, -1), noise) == exponential_race(target.expand(4000, -1), noise))
+        .float()
+        .mean()
+    )
     distance = (draft.softmax(0) - target.softmax(0)).abs().sum() / 2
     # 4000 draws: 0.02 are more than 2.5 standard errors
     assert agreed >= (1 - distance) / (1 + distance) - 0.02

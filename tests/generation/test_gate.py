@@ -124,7 +124,7 @@ class TestBound:
     """What speculation could gain at most is told to the gate."""
 
     def test_nothing_is_tried_that_cannot_pay(self):
-        machine = Machine(always(1.0), always(5), most_speedup=always(1 + TRIAL_SHARE)).run(5000)
+        machine = Machine(always(1.0), always(5), speedup_bound=always(1 + TRIAL_SHARE)).run(5000)
         assert set(machine.choices) == {PLAIN} and machine.now == machine.emitted
         (decision,) = machine.decisions
         assert (decision.choice, decision.tau, decision.plain_tokens_per_second) == (PLAIN, 0.0, 1.0)
@@ -132,7 +132,7 @@ class TestBound:
 
     def test_it_is_tried_when_it_can(self):
         growing = lambda machine: 1.0 if machine.length < PROMPT + 300 else 1.02  # noqa: E731
-        machine = Machine(always(1.0), always(2), most_speedup=growing).run(2000)
+        machine = Machine(always(1.0), always(2), speedup_bound=growing).run(2000)
         assert machine.choices[:299] == [PLAIN] * 299
         assert machine.choices[-500:].count(DRAFT) >= 490
         assert [decision.choice for decision in machine.decisions] == [PLAIN, DRAFT]

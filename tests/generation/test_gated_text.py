@@ -377,7 +377,7 @@ def test_the_fastest_tree_is_named(plain_run, monkeypatch):
     clock = Clock()
 
     def make(wanted, drafter, ranks):
-        clock.gate = SpeculationGate(drafter.trees, drafter.most_speedup, clock=clock)
+        clock.gate = SpeculationGate(drafter.trees, drafter.speedup_bound, clock=clock)
         return clock.gate
 
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", make)

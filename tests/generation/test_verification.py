@@ -16,7 +16,7 @@ from hf_longspec.generation.verification import (
     accept_rejection,
     accept_sampled,
     draw_noise,
-    race,
+    exponential_race,
     walk,
     walk_lazily,
 )
@@ -98,7 +98,7 @@ def test_a_lone_root_takes_what_the_general_walk_takes(num_nodes, chain):
     bounded = DraftTree(drawn.tokens, drawn.parents, drawn.valid, max_depth=0)
     tree = DraftTree.root_only(drawn.tokens[:, 0]) if chain else bounded
     scores = torch.randn(4, tree.num_nodes, V, generator=seeded(2))
-    draw = race(scores[:, 0], noise[:, 0])
+    draw = exponential_race(scores[:, 0], noise[:, 0])
     accepted = accept_greedy(tree, scores), accept_sampled(tree, scores, noise)
     for choice, short in zip((scores[:, 0].argmax(-1), draw), accepted, strict=True):
         general = walk_lazily(tree, lambda depth, node, choice=choice: choice)
@@ -159,7 +159,7 @@ def test_race_never_draws_the_impossible(dtype):
     noise = draw_noise(1000, 4, generator=seeded())
     noise[:500, 0] = 0.0
     noise[250:, 1] = 50.0
-    assert set(race(scores, noise).tolist()) <= {1, 3}
+    assert set(exponential_race(scores, noise).tolist()) <= {1, 3}
 
 
 def test_draw_noise_is_reproducible_and_positive():
@@ -170,7 +170,7 @@ def test_draw_noise_is_reproducible_and_positive():
 
 def chain_with_laws(batch_size=4, num_nodes=4, seed=0):
     q = torch.randn(batch_size, num_nodes, V, generator=seeded(seed)).softmax(-1)
-    tokens = race(q.log(), draw_noise(batch_size, num_nodes, V, generator=seeded(seed + 1)))
+    tokens = exponential_race(q.log(), draw_noise(batch_size, num_nodes, V, generator=seeded(seed + 1)))
     return DraftTree.chain(tokens, q=q)
 
 
@@ -188,7 +188,9 @@ def test_equal_laws_that_refuse_by_rounding_fall_back_to_p():
     tree = DraftTree.chain(torch.tensor([[0, 1]]).repeat(64, 1), q=q)
     noise = draw_noise(64, V, generator=seeded())
     acceptance = accept_rejection(tree, q.log(), torch.full((64, 1), 1.5), noise)
-    assert (acceptance.num_nodes == 1).all() and torch.equal(acceptance.tokens[:, 0], race(q[:, 0].log(), noise))
+    assert (acceptance.num_nodes == 1).all() and torch.equal(
+        acceptance.tokens[:, 0], exponential_race(q[:, 0].log(), noise)
+    )
 
 
 def test_zero_probabilities_at_the_drafted_token():
@@ -209,14 +211,14 @@ def test_rejection_takes_ragged_chains_and_one_noise_row_per_node():
     noise = draw_noise(60, 4, V, generator=seeded(8))
     acceptance = accept_rejection(tree, scores, torch.zeros(60, 3), noise)
     for row, length in enumerate(lengths):
-        bonus = int(race(scores[row, length - 1], noise[row, length - 1]))
+        bonus = int(exponential_race(scores[row, length - 1], noise[row, length - 1]))
         assert_is(acceptance, row, list(range(length)), [*tree.tokens[row, 1:length].tolist(), bonus])
 
 
 def test_rejection_of_a_lone_root_is_plain_sampling():
     scores, noise = torch.randn(5, 1, V, generator=seeded(1)), draw_noise(5, V, generator=seeded(2))
     acceptance = accept_rejection(DraftTree.root_only(torch.arange(5)), scores, torch.zeros(5, 0), noise)
-    assert torch.equal(acceptance.next_root, race(scores[:, 0], noise))
+    assert torch.equal(acceptance.next_root, exponential_race(scores[:, 0], noise))
 
 
 def test_refusals_name_the_rule():

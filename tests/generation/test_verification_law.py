@@ -22,7 +22,7 @@ from hf_longspec.generation.verification import (
     accept_rejection,
     accept_sampled,
     draw_noise,
-    race,
+    exponential_race,
     walk_lazily,
 )
 from hf_longspec.testing_law import LONG_ROWS, MAX_SIGMA, SHORT_ROWS, MarkovTarget, law_rows, max_z_score
@@ -74,7 +74,7 @@ class Speculation:
         for depth in range(self.depth):
             scores = self.draft.scores(ids)
             laws.append(scores.softmax(-1))
-            ids = torch.cat([ids, race(scores, noise[:, depth])[:, None]], dim=1)
+            ids = torch.cat([ids, exponential_race(scores, noise[:, depth])[:, None]], dim=1)
         return DraftTree.chain(ids[:, length - 1 :], q=torch.stack(laws, dim=1))
 
     def tree(self, ids, noise):
@@ -130,7 +130,7 @@ def test_sampled_text_follows_the_law_of_the_target(scheme, depth, processors, r
 
 
 def resample_from_p(run, monkeypatch):
-    monkeypatch.setattr(verification, "_bonus_law", lambda p, q, valid, n: verification._row(p, n - 1))
+    monkeypatch.setattr(verification, "_bonus_distribution", lambda p, q, valid, n: verification._row(p, n - 1))
     return run.rejection
 
 
@@ -139,7 +139,7 @@ def resample_from_p_minus_q_after_a_whole_chain(run, monkeypatch):
         return (verification._row(p, n - 1) - verification._row(q, n.clamp_max(1))).clamp_min(0) + 1e-9
 
     run.depth = 1
-    monkeypatch.setattr(verification, "_bonus_law", always_residual)
+    monkeypatch.setattr(verification, "_bonus_distribution", always_residual)
     return run.rejection
 
 
@@ -165,9 +165,9 @@ def draw_again_for_every_sibling(run, monkeypatch):
     def accept(tree, scores, noise):
         def choose(depth, node):
             here = verification._row(scores, node)
-            token, found = race(here, run.fresh(len(here), V)), torch.zeros(len(here), dtype=torch.bool)
+            token, found = exponential_race(here, run.fresh(len(here), V)), torch.zeros(len(here), dtype=torch.bool)
             for child in range(1, tree.num_nodes):
-                drawn = race(here, run.fresh(len(here), V)) == tree.tokens[:, child]
+                drawn = exponential_race(here, run.fresh(len(here), V)) == tree.tokens[:, child]
                 hit = drawn & (tree.parents[:, child] == node) & tree.valid[:, child] & ~found
                 token, found = torch.where(hit, tree.tokens[:, child], token), found | hit
             return token
@@ -182,7 +182,7 @@ def draw_again_after_a_mismatch(run, monkeypatch):
     def accept(tree, scores, noise):
         right = accept_sampled_(tree, scores, noise)
         last = right.num_nodes - 1
-        again = race(verification._row(scores, right.path[:, -1]), run.fresh(len(scores), V))
+        again = exponential_race(verification._row(scores, right.path[:, -1]), run.fresh(len(scores), V))
         tokens = right.tokens.scatter(1, last[:, None], again[:, None])
         return Acceptance(right.path, right.num_nodes, tokens)
 
@@ -264,7 +264,7 @@ def test_rejection_accepts_as_often_as_the_theory_says(processors):
 @pytest.mark.parametrize("rows", ROWS)
 def test_race_has_the_law_of_multinomial(rows):
     law = torch.tensor([0.55, 0.2, 0.0, 0.12, 0.1, 0.03])
-    drawn = race(law.log() + 3.0, draw_noise(rows, 6, generator=seeded()))
+    drawn = exponential_race(law.log() + 3.0, draw_noise(rows, 6, generator=seeded()))
     assert max_z_score(drawn, law) < MAX_SIGMA
     assert max_z_score(torch.multinomial(law.expand(rows, -1), 1, generator=seeded())[:, 0], law) < MAX_SIGMA
     assert max_z_score(drawn, torch.tensor([0.5, 0.25, 0.0, 0.12, 0.1, 0.03])) > CLEARLY_WRONG

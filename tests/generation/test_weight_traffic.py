@@ -9,7 +9,7 @@ from hf_longspec.bench.roofline_shapes import Machine, shape_of
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE, gate_of
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.weight_traffic import KV_FACTOR, entry_bytes, most_speedup, weight_bytes
+from hf_longspec.generation.weight_traffic import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
 from hf_longspec.testing import tiny_target
 
 
@@ -27,8 +27,8 @@ def seconds_added_up(gamma, share, weights, kv, factor):
 @pytest.mark.parametrize(("weights", "kv"), [(1.0, 1e-9), (1.0, 0.01), (1.0, 1.0), (1.0, 100.0), (1e-9, 1.0)])
 def test_no_machine_exceeds_the_bound(gamma, share, weights, kv):
     for factor in (0.0, 0.1, 1.0, 7.0, KV_FACTOR):
-        assert seconds_added_up(gamma, share, weights, kv, factor) <= most_speedup(gamma, share, weights, kv) + 1e-12
-    assert most_speedup(gamma, share, weights, kv) == pytest.approx(
+        assert seconds_added_up(gamma, share, weights, kv, factor) <= speedup_bound(gamma, share, weights, kv) + 1e-12
+    assert speedup_bound(gamma, share, weights, kv) == pytest.approx(
         seconds_added_up(gamma, share, weights, kv, KV_FACTOR), rel=1e-12
     )
 
@@ -40,17 +40,17 @@ def test_the_roofline_is_below_it(batch, context):
     shape = shape_of("Llama-3.1-8B")
     roofline = Roofline(shape, Machine("made up", 3.0, 800.0), batch, context)
     kv, weights = batch * context * roofline.kv_bytes_per_token, shape.weights_read(batch) * 2
-    bound = most_speedup(4, 0.07, weights, kv)
+    bound = speedup_bound(4, 0.07, weights, kv)
     assert roofline.specattn(4, 0.07).max_speedup <= bound
 
 
 def test_extremes():
     """Nothing to gain without a cache, or if all of it is read; everything if the cache is all there is to read."""
-    assert most_speedup(4, 0.07, 16e9, 0.0) == most_speedup(4, 1.0, 1.0, 1e12) == 1.0
-    assert most_speedup(4, 0.0, 0.0, 1.0) == most_speedup(4, 0.3, 0.0, 0.0) == 5.0
+    assert speedup_bound(4, 0.07, 16e9, 0.0) == speedup_bound(4, 1.0, 1.0, 1e12) == 1.0
+    assert speedup_bound(4, 0.0, 0.0, 1.0) == speedup_bound(4, 0.3, 0.0, 0.0) == 5.0
     # 8 billion bfloat16 weights and 128 KiB per token: a token is too little, a thousand may pay, whatever the machine
     one = 2 * 32 * 8 * 128 * 2
-    assert most_speedup(4, 0.07, 16e9, one) < 1 + TRIAL_SHARE < most_speedup(4, 0.07, 16e9, 1000 * one)
+    assert speedup_bound(4, 0.07, 16e9, one) < 1 + TRIAL_SHARE < speedup_bound(4, 0.07, 16e9, 1000 * one)
 
 
 def test_bytes_are_those_of_a_model():

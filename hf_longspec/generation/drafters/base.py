@@ -123,7 +123,7 @@ class Drafter(CandidateGenerator):
     def choose(self, tree: int) -> None:
         """Propose trees of this number from now on."""
 
-    def most_speedup(self) -> float:
+    def speedup_bound(self) -> float:
         """Tokens per second over those of plain steps, behind the present prefixes, if everything were accepted."""
         return inf
 

@@ -14,8 +14,8 @@ import torch
 from ...attention_backends.scores import ScoreCapture
 from ..draft_tree import DraftTree
 from ..selection import SelectedCache, budget, select_top, select_window
-from ..verification import draw_noise, race
-from ..weight_traffic import entry_bytes, most_speedup, weight_bytes
+from ..verification import draw_noise, exponential_race
+from ..weight_traffic import entry_bytes, speedup_bound, weight_bytes
 from .base import Binding, Drafter, TreeShape, Verification, named
 
 # What each selection asks the verification to collect.
@@ -74,13 +74,13 @@ class SpecAttnDrafter(Drafter):
         """The length of the next chain."""
         self.gamma = self.gammas[tree]
 
-    def most_speedup(self) -> float:
+    def speedup_bound(self) -> float:
         """What reading fewer entries can gain if every draft is accepted and all weights are read for each."""
         lengths = self.binding.cache.host_lengths
         selected = [budget(length, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for length in lengths]
         share = sum(selected) / max(1, sum(lengths))
         layers = [self.binding.cache.layers[index] for index in self.selected.sparse_layers]
-        return most_speedup(self.max_depth, share, self._weight_bytes, entry_bytes(layers) * sum(lengths))
+        return speedup_bound(self.max_depth, share, self._weight_bytes, entry_bytes(layers) * sum(lengths))
 
     @cached_property
     def _weight_bytes(self) -> int:
@@ -157,7 +157,7 @@ class SpecAttnDrafter(Drafter):
             return logits.argmax(-1), None
         scores, law = rule.scores_at(logits, depth), None
         if rule.do_sample and self.settings.acceptance == "rejection":
-            token = race(scores, draw_noise(*scores.shape, generator=rule.generator, device=scores.device))
+            token = exponential_race(scores, draw_noise(*scores.shape, generator=rule.generator, device=scores.device))
             law = scores.softmax(-1)
         else:  # coupled when sampling: the very noise row that the target will use at this position
             token = rule.choose(scores, depth)
