@@ -147,6 +147,7 @@ class TargetView:
         limit: int | None = None,
         with_hidden: bool = False,
         fixed_shape: bool = False,
+        lowest: Sequence[int] | None = None,
     ) -> "Step":
         """One forward over all nodes of the tree; their keys and values are staged in `cache`.
 
@@ -160,6 +161,8 @@ class TargetView:
                 Whether the input of the final norm is wanted.
             fixed_shape (`bool`, *optional*, defaults to `False`):
                 Whether more steps of this many nodes will follow, so that compiling one is worth it.
+            lowest (`Sequence[int]`, *optional*):
+                Positions of each row are raised to this one, see [`RotaryLimit.lowest`].
         """
         device = tree.tokens.device
         lengths = cache.rows.on(device)
@@ -171,6 +174,8 @@ class TargetView:
             capture=capture,
         )
         positions = lengths[:, None] + tree.depths
+        if lowest is not None:
+            positions = torch.maximum(positions, torch.tensor(lowest, device=device)[:, None])
         if limit is not None:
             positions = positions.clamp_max(limit - 1)
         cache.stage(tree.num_nodes)
