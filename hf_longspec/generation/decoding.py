@@ -19,6 +19,7 @@ from .cache import SpeculativeCache
 from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
 from .drafters.base import Binding, Drafter, Verification
+from .forward_check import check_target
 from .gating import Gate, announce, gate_of
 from .logits import TokenRule
 from .noise import NoiseRows
@@ -59,6 +60,7 @@ def decode(
     try:
         try:
             session.prefill()
+            session.check_target()
             with target.attention():
                 session.seed()
                 while not session.sequences.finished:
@@ -147,6 +149,11 @@ class Session:
             padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
             self.target.prefill(padded, self.cache, self.config.prefill_chunk_size)
         self.cache.set_lengths([start + len(head) for head in heads])
+
+    def check_target(self) -> None:
+        """Compare one small verification with a plain forward, if this kind of target was not compared yet."""
+        if self.draft.setting("check_target") and not self.rotary.never_speculates:
+            check_target(self.target, self.cache, self.texts, self.rotary.highest(self.max_length))
 
     def seed(self) -> None:
         """Run the last prompt tokens as a chain: gives the first token, and the drafter its first look."""

@@ -118,6 +118,11 @@ class RotaryLimit:
         self.is_passed = self.longest > self.column
         self.recomputes = False
 
+    @property
+    def never_speculates(self) -> bool:
+        """Whether every further column has its own frequencies, so that no tree fits into a forward."""
+        return self.is_passed and self.change.is_repeated
+
     def refuse(self, prompt_width: int, max_length: int, stored: int, chunk_size: int | None) -> None:
         """Refuse what would not give the text of plain `generate`.
 
@@ -164,13 +169,15 @@ class RotaryLimit:
             depth (`int`): Of the deepest node.
         """
         if self.is_passed:
-            return not self.change.is_repeated
+            return not self.never_speculates
         rows = zip(lengths, self.lags, done, strict=True)
         return all(length + (0 if is_done else lag) + depth < self.column for length, lag, is_done in rows)
 
     def waiting(self, lengths: Sequence[int]) -> list[bool]:
         """Rows that have reached the limit before the others; they emit nothing until all have."""
-        return [not self.is_passed and length + lag >= self.column for length, lag in zip(lengths, self.lags, strict=True)]
+        return [
+            not self.is_passed and length + lag >= self.column for length, lag in zip(lengths, self.lags, strict=True)
+        ]
 
     def is_due(self, lengths: Sequence[int], done: Sequence[bool]) -> bool:
         """Whether all rows that go on wait at the limit."""
