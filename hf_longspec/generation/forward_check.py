@@ -1,9 +1,9 @@
-"""The first verification of a target class is compared with a plain forward: a model may be wrong in ways nobody listed.
+"""The first verification of a kind of target is compared with a plain forward: it may be wrong in ways nobody listed.
 
-The check runs behind the prefix of the longest row. A tree with two branches is verified: the last tokens of the prompt,
-and beside them the same tokens in reverse, whose nodes come first. The logits of the former must be those of a plain
-forward over the same tokens under the model's own attention. A model that ignores `position_ids`, the tree mask, its
-window (behind a prefix that is longer), a softcap or sinks gives others.
+The check runs behind the prefix of the longest row. It verifies a tree with two branches: the last tokens of the
+prompt, and before them the same tokens in reverse. The logits of the former have to be those of a plain forward over the
+same tokens under the model's own attention. They are not if a model ignores `position_ids`, the tree mask, a softcap or
+sinks, or a window that is shorter than the prefix.
 """
 
 import math
@@ -25,7 +25,7 @@ CHECK_DEFAULTS: dict[str, Any] = {"check_target": True}
 NUM_TOKENS = 4
 
 # Largest gap between two logits, as a share of their standard deviation. Measured on the tiny targets of testing.py:
-# at most 4e-6 in float32, and 0.6 and more where the window, the softcap, the sinks, the positions or the mask are lost.
+# at most 4e-6 in float32; 0.6 and more where the window, the softcap, the sinks, the positions or the mask are lost.
 TOLERANCE = 0.02
 # In half precision rounding moves logits (0.07 in bfloat16), and other experts are chosen in near-ties (0.8, gpt_oss).
 HALF_TOLERANCE = 0.5
@@ -93,7 +93,7 @@ def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:
     drafted = chain.shape[1] - 1
     tokens = torch.cat([chain[:, :1], chain[:, 1:].flip(1), chain[:, 1:]], dim=1)
     branch = list(range(1, drafted))
-    parents = [-1] + [0, *branch][:drafted] + [0, *(node + drafted for node in branch)][:drafted]
+    parents = [-1, *[0, *branch][:drafted], *[0, *(node + drafted for node in branch)][:drafted]]
     tree = DraftTree(
         tokens,
         torch.tensor([parents], device=chain.device),
@@ -104,7 +104,7 @@ def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:
 
 
 def _row_of(cache: SpeculativeCache, row: int, target: TargetView, room: int) -> SpeculativeCache:
-    """One row of a cache as a cache of its own, over the same buffers: what is written goes behind the committed tokens."""
+    """One row of a cache as a cache of its own, over the same buffers. It writes behind the committed tokens."""
     length = cache.host_lengths[row]
     view = SpeculativeCache(target.config, 1, length + room, tree_slots=room)
     for own, layer in zip(view.layers, cache.layers, strict=True):
@@ -133,8 +133,10 @@ def _compare(target: TargetView, verified: torch.Tensor, plain: torch.Tensor) ->
             "draft.generation_config.check_target = False skips this check, and the text may then be wrong."
         )
     logger.warning(
-        f"{name}: {found}. In this precision that may be rounding or another choice of experts; compare in float32, or "
-        "check the text with hf_longspec.audit."
+        "%s: %s. In this precision that may be rounding or another choice of experts; compare in float32, or check the "
+        "text with hf_longspec.audit.",
+        name,
+        found,
     )
 
 

@@ -6,9 +6,9 @@ Most rotary embeddings rotate a token by its position alone. Two kinds also look
 - longrope has two sets of frequencies, and forwards beyond `original_max_position_embeddings` use the second one;
 - dynamic NTK computes new frequencies for every new largest position beyond `max_position_embeddings`.
 
-Plain `generate` runs one token of every row per forward, so all rows change at the same forward. A *column* numbers these
-forwards: it is the position of a token, plus the number of tokens that the longest prompt has more than the prompt of its
-row. The loop keeps to the columns of plain `generate`:
+Plain `generate` runs one token of every row per forward, so all rows change at the same forward. A *column* numbers
+these forwards: it is the position of a token, plus the number of tokens that the longest prompt has more than the
+prompt of its row. The loop keeps to the columns of plain `generate`:
 
 - no tree reaches the column where the frequencies change; plain steps lead up to it;
 - rows that have reached it wait for the others;
@@ -141,16 +141,16 @@ class RotaryLimit:
         where = f"the target's rotary frequencies change at position {column} (rope_parameters)"
         if self.is_passed and chunk_size is not None and chunk_size < self.longest - stored:
             raise ValueError(
-                f"prefill_chunk_size={chunk_size} with a prompt of {self.longest} tokens: {where}, and plain generate() "
-                "chooses them for every chunk by the padded length. Drop prefill_chunk_size."
+                f"prefill_chunk_size={chunk_size} with a prompt of {self.longest} tokens: {where}, and plain generate "
+                "chooses them anew for every chunk of the padded prompts. Drop prefill_chunk_size."
             )
         does = KEEPS if self.change.is_repeated else cache_at(self.model, column)
         if does == FORGETS and prompt_width <= column and max_length > column + 1:
             raise ValueError(
-                f"max_length={max_length} with prompts of {prompt_width} tokens: {where}, and there generate() of this "
-                f"version of transformers drops the cache of {type(self.model).__name__} and runs the last token alone, "
-                f"so that its text does not continue the prompt. Keep max_length at {column + 1} or below, or upgrade "
-                "transformers."
+                f"max_length={max_length} with prompts of {prompt_width} tokens: {where}, and there plain generate of "
+                f"this version of transformers drops the cache of {type(self.model).__name__} and runs the last token "
+                f"alone, so that its text does not continue the prompt. Keep max_length at {column + 1} or below, or "
+                "upgrade transformers."
             )
         if does != KEEPS and self.is_passed and 0 < stored <= column:
             raise ValueError(

@@ -5,7 +5,6 @@ from typing import ClassVar
 import pytest
 import torch
 from transformers import LlamaForCausalLM, MistralForCausalLM
-from transformers.utils import logging
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.hybrid_tree import TreeContext
@@ -101,6 +100,19 @@ def gap_of(model, lengths, monkeypatch):
 @pytest.mark.parametrize("name", TINY_TARGETS)
 def test_every_target_passes_by_far(name, lengths, monkeypatch):
     assert gap_of(tiny_target(name), lengths, monkeypatch) < forward_check.TOLERANCE / 100
+
+
+@LENGTHS
+def test_it_runs_behind_the_longest_prefix(lengths, monkeypatch):
+    """Against one forward without a cache over that row."""
+    model, found = tiny_target("gemma3"), []
+    monkeypatch.setattr(forward_check, "_compare", lambda target, verified, plain: found.append(plain))
+    generate(model, lengths)
+    input_ids, attention_mask = tiny_prompts(128, lengths)
+    row = input_ids[attention_mask.sum(1).argmax()]
+    with torch.no_grad():
+        whole = model(torch.cat([row[:-1], row[-4:]])[None]).logits[:, -4:]
+    assert (found[0] - whole).abs().max() < 1e-4  # float32 sums in another order
 
 
 @LENGTHS
@@ -234,13 +246,13 @@ def test_a_refusal_leaves_the_users_cache(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_warns_once(dtype, monkeypatch):
     told = []
-    monkeypatch.setattr(logging.get_logger(forward_check.__name__), "warning", told.append)
+    monkeypatch.setattr(forward_check.logger, "warning", lambda *message: told.append(message))
     generate(tiny_target("llama", dtype=dtype))
     assert not told
     model = as_class(IgnoresPositions, dtype=dtype)
     generate(model)
     generate(model)
-    assert len(told) == 1 and "IgnoresPositions: the logits of a verified tree" in told[0] and "float32" in told[0]
+    assert len(told) == 1 and told[0][1] == "IgnoresPositions" and "float32" in told[0][0]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch announces that its quantisation moves to torchao

@@ -167,7 +167,7 @@ def test_parameters_by_layer_type(kind):
         assert generate(model, RAGGED, make(draft, model, text, max(RAGGED))) == text
 
 
-@pytest.mark.parametrize("order", [(45, 30, 45), (30, 40, 33)], ids=str)
+@pytest.mark.parametrize("order", [(45, 30, 45), (45, 40, 30)], ids=str)
 def test_what_a_call_leaves_on_the_module(order):
     """Dynamic NTK keeps its frequencies from call to call, in plain generate too."""
     bare, drafted = build("llama", "dynamic"), build("llama", "dynamic")
