@@ -1,8 +1,8 @@
 """The first verification of a kind of target is compared with a plain forward: it may be wrong in ways nobody listed.
 
 The check runs behind the prefix of the longest row. It verifies a tree with two branches: the last tokens of the
-prompt, and before them the same tokens in reverse. The logits of the former have to be those of a plain forward over the
-same tokens under the model's own attention. They are not if a model ignores `position_ids`, the tree mask, a softcap or
+prompt, and before them the same tokens in reverse. The logits of the former have to be those of a plain forward over
+the same tokens under the model's own attention. They are not if a model ignores `position_ids`, the tree mask, a softcap or
 sinks, or a window that is shorter than the prefix.
 """
 

@@ -180,13 +180,21 @@ class TargetView:
             positions = positions.clamp_max(limit - 1)
         cache.stage(tree.num_nodes)
         mask = tree.mask[:, None]
-        logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
+        failed: RuntimeError | None = None
+        try:
+            logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # without the context, the mask of the nodes alone does not fit the keys
+            if context.calls.total or fixed_shape:
+                raise
+            failed = error
         if context.calls.total == 0 and not fixed_shape:
             cache.rollback()
             raise ValueError(
                 f"{type(self.model).__name__} never called the attention backend, so it would ignore the draft tree. "
                 "Its attention must go through transformers' AttentionInterface; nothing was generated."
-            )
+            ) from failed
         return Step(logits, context, hidden)
 
     def step(
