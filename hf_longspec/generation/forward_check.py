@@ -2,8 +2,8 @@
 
 The check runs behind the prefix of the longest row. It verifies a tree with two branches: the last tokens of the
 prompt, and before them the same tokens in reverse. The logits of the former have to be those of a plain forward over
-the same tokens under the model's own attention. They are not if a model ignores `position_ids`, the tree mask, a softcap
-or sinks, or a window that is shorter than the prefix.
+the same tokens under the model's own attention. They are not if a model ignores `position_ids`, the tree mask, a
+softcap or sinks, or a window that is shorter than the prefix.
 """
 
 import math
