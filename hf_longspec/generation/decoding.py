@@ -19,10 +19,16 @@ from .cache import SpeculativeCache
 from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
 from .drafters.base import Binding, Drafter, Verification
+<<<<<<< HEAD
 from .gate import gated
+=======
+from .forward_check import check_target
+from .gating import Gate, announce, gate_of
+>>>>>>> w-rotary
 from .logits import TokenRule
 from .noise import NoiseRows
 from .outputs import Outputs
+from .rotary import RotaryLimit
 from .sequences import Sequences
 from .stats import SpeculationStats
 from .step import runner_of
@@ -58,6 +64,7 @@ def decode(
     try:
         try:
             session.prefill()
+            session.check_target()
             with target.attention():
                 session.seed()
                 while not session.sequences.finished:
@@ -77,6 +84,11 @@ class Session:
 
     cache: SpeculativeCache
     drafter: Drafter
+<<<<<<< HEAD
+=======
+    gate: Gate
+    rotary: RotaryLimit
+>>>>>>> w-rotary
     texts: list[torch.Tensor]
     prompts: list[torch.Tensor]
     stored: int
@@ -127,6 +139,8 @@ class Session:
         self.cache, self.stored = cache, cache.get_seq_length()
         self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
+        self.rotary = RotaryLimit(self.target.model, self.target.config, [len(text) for text in self.texts])
+        self.rotary.refuse(input_ids.shape[1], self.max_length, self.stored, self.config.prefill_chunk_size)
         binding = Binding(self.target, cache, self.rule, self.max_length)
         self.drafter = gated(self.draft.drafter(binding), self.draft, self.stats)
 
@@ -135,9 +149,16 @@ class Session:
         heads = [prompt[: max(0, len(prompt) - self.drafter.seed_tokens)] for prompt in self.prompts]
         start = self.cache.get_seq_length()
         if max(map(len, heads)):
-            padded = torch.nn.utils.rnn.pad_sequence(heads, batch_first=True)
+            # whole, where the frequencies of all tokens depend on the last one
+            whole = self.prompts if self.rotary.is_passed else heads
+            padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
             self.target.prefill(padded, self.cache, self.config.prefill_chunk_size)
         self.cache.set_lengths([start + len(head) for head in heads])
+
+    def check_target(self) -> None:
+        """Compare one small verification with a plain forward, if this kind of target was not compared yet."""
+        if self.draft.setting("check_target") and not self.rotary.never_speculates:
+            check_target(self.target, self.cache, self.texts, self.rotary.highest(self.max_length))
 
     def seed(self) -> None:
         """Run the last prompt tokens as a chain: gives the first token, and the drafter its first look."""
@@ -149,11 +170,27 @@ class Session:
         _, tokens = self._accept_and_emit(DraftTree.root_only(tree.tokens[:, 0]), last)
         self.cache.commit(None, sizes)
         path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
-        self.drafter.start(self.texts, Verification(path, sizes, before, capture, tokens, step.hidden))
+        self.rests = not self._may_speculate()
+        if not self.rests:
+            self.drafter.start(self.texts, Verification(path, sizes, before, capture, tokens, step.hidden))
         self.stats.prefill_seconds = time.perf_counter() - self.started
 
     def iterate(self) -> None:
+<<<<<<< HEAD
         """One iteration: draft, verify, accept, commit, observe."""
+=======
+        """One iteration: draft -> verify -> accept -> commit.
+
+        While the gate is shut, the root alone is verified, and the drafter rests. Before it proposes again, it is shown
+        one such verification. Where rotary frequencies change, the gate is not asked.
+        """
+        if self.rotary.is_due(self.cache.host_lengths, self.sequences.done):
+            self._pass_rotary_limit()
+        is_free = self._may_speculate()
+        speculates = is_free and self.gate.speculates()
+        proposes = speculates and not self.rests
+        self.drafter.choose(self.gate.tree)
+>>>>>>> w-rotary
         started = time.perf_counter()
         tree = self.drafter.propose(self.root)
         drafted = time.perf_counter()
@@ -161,8 +198,13 @@ class Session:
         before, capture = self.cache.host_lengths, self.drafter.capture(tree)
         step = self._verify(tree, capture, fixed_shape=self.drafter.is_steady)
         verified = time.perf_counter()
+<<<<<<< HEAD
 
         growing = [not done for done in self.sequences.done]
+=======
+        waiting = self.rotary.waiting(before)
+        growing = [not (done or waits) for done, waits in zip(self.sequences.done, waiting, strict=True)]
+>>>>>>> w-rotary
         path, tokens = self._accept_and_emit(tree, step.logits)
         emitted = [len(row) for row in tokens]
         self._record(tree, growing, emitted)
@@ -170,12 +212,67 @@ class Session:
         committed = time.perf_counter()
 
         if not self.sequences.finished:
+<<<<<<< HEAD
             self.drafter.observe(Verification(path, emitted, before, capture, tokens, step.hidden))
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
     def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False) -> Step:
         return self.target.verify(tree, self.cache, capture, self.max_length, self.drafter.wants_hidden, fixed_shape)
+=======
+            seen = Verification(path, emitted, before, capture, tokens, step.hidden)
+            if speculates:
+                self._show(seen)
+            elif is_free:
+                self.gate.rehearse(tokens, lambda: self._rehearse(seen))
+        self.rests = not speculates
+        self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
+        self.stats.verify_seconds += verified - drafted
+        if is_free:
+            found = self.gate.record(sum(emitted), sum(growing), max(self.cache.host_lengths))
+            announce(found, self.draft, self.stats)
+
+    def _may_speculate(self) -> bool:
+        lengths, depth = self.cache.host_lengths, self.drafter.max_depth
+        return self.rotary.may_speculate(lengths, self.sequences.done, depth)
+
+    def _pass_rotary_limit(self) -> None:
+        """Go on under other frequencies, with the keys and values that plain `generate` has there."""
+        if self.rotary.recomputes:
+            lengths, texts = self.cache.host_lengths, self._committed_texts()
+            # An interruption or an error from here on leaves an empty cache, not one of both frequencies.
+            self.stored = 0
+            self.cache.set_lengths([0] * len(lengths))
+            # one column more than any row has committed: its position chooses the frequencies
+            tokens = self.texts[0].new_zeros(len(lengths), int(self.rotary.column) + 1)
+            for row, text in enumerate(texts):
+                tokens[row, : len(text)] = text
+            self.target.prefill(tokens, self.cache, None)
+            self.cache.set_lengths(lengths)
+        self.rotary.is_passed = self.rests = True
+
+    def _show(self, verification: Verification) -> None:
+        """To the drafter; with the texts so far, if it has to catch up."""
+        if not self.rests:
+            self.drafter.observe(verification)
+            return
+        self.drafter.resume(self._committed_texts(), verification)
+
+    def _committed_texts(self) -> list[torch.Tensor]:
+        rows = zip(self.texts, self.sequences.generated, self.cache.host_lengths, strict=True)
+        return [torch.cat([text, text.new_tensor(new)])[:length] for text, new, length in rows]
+
+    def _rehearse(self, verification: Verification) -> DraftTree:
+        """What would be verified now, to be compared with plain steps."""
+        self._show(verification)
+        return self.drafter.propose(self.root)
+
+    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False, is_seen: bool = True) -> Step:
+        wants_hidden = is_seen and self.drafter.wants_hidden
+        lowest = self.rotary.lowest(self.cache.host_lengths, self.sequences.done)
+        limit = self.rotary.highest(self.max_length)
+        return self.target.verify(tree, self.cache, capture, limit, wants_hidden, fixed_shape, lowest)
+>>>>>>> w-rotary
 
     def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
         """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""
@@ -185,10 +282,12 @@ class Session:
         host = torch.cat([counts, acceptance.tokens, acceptance.path], dim=1).tolist()
         self.proposed = [row[1] - 1 for row in host]
         self.paths = [row[2 + acceptance.tokens.shape[1] :] for row in host]
-        chosen = [row[2 : 2 + row[0]] for row in host]
+        waiting = self.rotary.waiting(self.cache.host_lengths)
+        chosen = [[] if waits else row[2 : 2 + row[0]] for row, waits in zip(host, waiting, strict=True)]
         emitted = self.sequences.append(chosen, scores)
         self.rule.advance(emitted)
-        self.root = acceptance.next_root
+        roots = acceptance.next_root
+        self.root = torch.where(torch.tensor(waiting, device=roots.device), self.root, roots) if any(waiting) else roots
         self.outputs.keep(scores, logits, acceptance.path, emitted)
         return acceptance.path, [row[:count] for row, count in zip(chosen, emitted, strict=True)]
 

@@ -147,6 +147,7 @@ class TargetView:
         limit: int | None = None,
         with_hidden: bool = False,
         fixed_shape: bool = False,
+        lowest: Sequence[int] | None = None,
     ) -> "Step":
         """One forward over all nodes of the tree; their keys and values are staged in `cache`.
 
@@ -160,6 +161,8 @@ class TargetView:
                 Whether the input of the final norm is wanted.
             fixed_shape (`bool`, *optional*, defaults to `False`):
                 Whether more steps of this many nodes will follow, so that compiling one is worth it.
+            lowest (`Sequence[int]`, *optional*):
+                Positions of each row are raised to this one, see [`RotaryLimit.lowest`].
         """
         device = tree.tokens.device
         lengths = cache.rows.on(device)
@@ -171,17 +174,27 @@ class TargetView:
             capture=capture,
         )
         positions = lengths[:, None] + tree.depths
+        if lowest is not None:
+            positions = torch.maximum(positions, torch.tensor(lowest, device=device)[:, None])
         if limit is not None:
             positions = positions.clamp_max(limit - 1)
         cache.stage(tree.num_nodes)
         mask = tree.mask[:, None]
-        logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
+        failed: RuntimeError | None = None
+        try:
+            logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # without the context, the mask of the nodes alone does not fit the keys
+            if context.calls.total or fixed_shape:
+                raise
+            failed = error
         if context.calls.total == 0 and not fixed_shape:
             cache.rollback()
             raise ValueError(
                 f"{type(self.model).__name__} never called the attention backend, so it would ignore the draft tree. "
                 "Its attention must go through transformers' AttentionInterface; nothing was generated."
-            )
+            ) from failed
         return Step(logits, context, hidden)
 
     def step(

@@ -14,6 +14,7 @@ from ..generation.decoding import decode
 from ..generation.drafters.base import Binding, Drafter
 from ..generation.drafters.joined import JoinedDrafter
 from ..generation.drafters.ngram import NgramDrafter
+from ..generation.forward_check import CHECK_DEFAULTS, check_check_target
 from ..generation.gate import GATE_DEFAULTS, check_gate
 from ..generation.ngram_settings import NGRAM_DEFAULTS, NgramSettings
 from ..generation.route import install
@@ -48,7 +49,7 @@ class DraftModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         ngrams = NGRAM_DEFAULTS if cls.takes_ngrams else {}
-        cls.settings = COMPILE_DEFAULTS | GATE_DEFAULTS | ngrams | cls.settings
+        cls.settings = COMPILE_DEFAULTS | GATE_DEFAULTS | CHECK_DEFAULTS | ngrams | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         config.check_types()
@@ -137,6 +138,7 @@ class DraftModel(PreTrainedModel):
             )
         self._joined_ngrams()  # refuses what is out of range
         check_gate(self.setting("gate"))
+        check_check_target(self.setting("check_target"))
         self.check_settings(target)
 
     def check_settings(self, target: TargetView) -> None:

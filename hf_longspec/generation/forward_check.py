@@ -1,0 +1,149 @@
+"""The first verification of a kind of target is compared with a plain forward: it may be wrong in ways nobody listed.
+
+The check runs behind the prefix of the longest row. It verifies a tree with two branches: the last tokens of the
+prompt, and before them the same tokens in reverse. The logits of the former have to be those of a plain forward over
+the same tokens under the model's own attention. They are not if a model ignores `position_ids`, the tree mask, a
+softcap or sinks, or a window that is shorter than the prefix.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from .cache import SpeculativeCache
+from .draft_tree import DraftTree
+from .target import TargetView
+
+logger = logging.get_logger(__name__)
+
+CHECK_DEFAULTS: dict[str, Any] = {"check_target": True}
+
+# Tokens that are compared. The tree has one node less than twice as many.
+NUM_TOKENS = 4
+
+# Largest gap between two logits, as a share of their standard deviation. Measured on the tiny targets of testing.py:
+# at most 4e-6 in float32; 0.6 and more where the window, the softcap, the sinks, the positions or the mask are lost.
+TOLERANCE = 0.02
+# In half precision rounding moves logits (0.07 in bfloat16), and other experts are chosen in near-ties (0.8, gpt_oss).
+HALF_TOLERANCE = 0.5
+
+_checked: set[tuple[Any, ...]] = set()
+
+
+def check_target(target: TargetView, cache: SpeculativeCache, texts: Sequence[torch.Tensor], limit: int) -> None:
+    """Compare verification and plain forward behind the longest row of `cache`, once per process and kind of target.
+
+    Kinds are told apart by class, config, type of the weights and attention implementation. The cache stays as it is,
+    apart from slots that hold nothing. Call it outside of [`TargetView.attention`].
+
+    Args:
+        texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row, of which the last few are run.
+        limit (`int`): Positions of the check stay below it.
+
+    Raises:
+        ValueError: If the logits disagree in float32. In other precisions a warning is logged.
+    """
+    kind = _kind_of(target)
+    if kind in _checked:
+        return
+    row = max(range(cache.batch_size), key=cache.host_lengths.__getitem__)
+    start = cache.host_lengths[row]
+    slots = cache.max_length + cache.tree_slots - start
+    count = max(1, min(NUM_TOKENS, len(texts[row]), limit - start, (slots + 1) // 2))
+    chain = texts[row][None, -count:]
+    tree, nodes = _two_branches(chain)
+    positions = torch.arange(start, start + count, device=chain.device)[None]
+    view = _row_of(cache, row, target, room=tree.num_nodes)
+    plain = target.model(input_ids=chain, position_ids=positions, past_key_values=view, use_cache=True).logits
+    view.set_lengths([start])
+    with target.attention():
+        verified = target.verify(tree, view).logits[:, nodes]
+    _compare(target, verified.float(), plain.to(verified.device).float())
+    _checked.add(kind)
+
+
+def check_check_target(value: Any) -> None:
+    """Refuse a setting `check_target` that is no bool.
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
+    """
+    if type(value) is not bool:
+        raise ValueError(
+            f"check_target={value!r}: expected True or False. True compares the first verification of a kind of target "
+            "with a plain forward, False does not."
+        )
+
+
+def _kind_of(target: TargetView) -> tuple[Any, ...]:
+    model = target.model
+    return (
+        type(model),
+        model.dtype,
+        str(target.config._attn_implementation),
+        target.config.to_json_string(use_diff=False),
+    )
+
+
+def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:
+    """A tree over `chain` `(1, n)` and a wrong branch beside it, whose nodes come first; the nodes of the chain."""
+    drafted = chain.shape[1] - 1
+    tokens = torch.cat([chain[:, :1], chain[:, 1:].flip(1), chain[:, 1:]], dim=1)
+    branch = list(range(1, drafted))
+    parents = [-1, *[0, *branch][:drafted], *[0, *(node + drafted for node in branch)][:drafted]]
+    tree = DraftTree(
+        tokens,
+        torch.tensor([parents], device=chain.device),
+        torch.ones_like(tokens, dtype=torch.bool),
+        max_depth=drafted,
+    )
+    return tree, [0, *range(drafted + 1, 2 * drafted + 1)]
+
+
+def _row_of(cache: SpeculativeCache, row: int, target: TargetView, room: int) -> SpeculativeCache:
+    """One row of a cache as a cache of its own, over the same buffers. It writes behind the committed tokens."""
+    length = cache.host_lengths[row]
+    view = SpeculativeCache(target.config, 1, length + room, tree_slots=room)
+    for own, layer in zip(view.layers, cache.layers, strict=True):
+        if layer.is_initialized:
+            own.keys, own.values = layer.keys[row : row + 1], layer.values[row : row + 1]
+            own.device, own.is_initialized = layer.keys.device, True
+    view.set_lengths([length])
+    return view
+
+
+def _compare(target: TargetView, verified: torch.Tensor, plain: torch.Tensor) -> None:
+    gap, spread = (verified - plain).abs().max().item(), plain.std().item()
+    is_exact = _computes_exactly(target.model)
+    tolerance = (TOLERANCE if is_exact else HALF_TOLERANCE) * spread
+    if gap <= tolerance:
+        return
+    name = type(target.model).__name__
+    found = (
+        f"the logits of a verified tree and of a plain forward over the same tokens differ by up to {gap:.3g}, where "
+        f"{tolerance:.3g} is tolerated ({tolerance / spread if spread else math.nan:.3g} of their standard deviation)"
+    )
+    if is_exact:
+        raise ValueError(
+            f"{name} cannot be verified: {found}. It may ignore position_ids, the tree mask or its own attention "
+            "window. Call generate() without assistant_model, and report the model. "
+            "draft.generation_config.check_target = False skips this check, and the text may then be wrong."
+        )
+    logger.warning(
+        "%s: %s. In this precision that may be rounding or another choice of experts; compare in float32, or check the "
+        "text with hf_longspec.audit.",
+        name,
+        found,
+    )
+
+
+def _computes_exactly(model: torch.nn.Module) -> bool:
+    """Whether all is computed in float32: no half precision, no quantised weights or activations, no TF32."""
+    if getattr(model, "is_quantized", False) or torch.get_float32_matmul_precision() != "highest":
+        return False
+    if any(hasattr(module, "_packed_params") for module in model.modules()):  # torch's dynamic int8
+        return False
+    return all(weight.dtype in (torch.float32, torch.float64) for weight in model.parameters())

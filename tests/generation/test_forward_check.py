@@ -1,0 +1,266 @@
+"""The check of the first verification: targets whose attention is made wrong, and how often it runs."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, MistralForCausalLM
+
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.generation import forward_check
+from hf_longspec.generation.decoding import Session
+from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
+
+ONE, RAGGED = (21,), (3, 33, 13)
+LENGTHS = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
+
+
+class IgnoresPositions(LlamaForCausalLM):
+    """Counts positions from the length of its cache, as models do that take no `position_ids`."""
+
+    def forward(self, *args, position_ids=None, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class DropsItsWindow(MistralForCausalLM):
+    """Its attention layers do not pass the window on, and have no config that says it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.config = _WithoutWindow(layer.self_attn.config)
+
+
+class _WithoutWindow:
+    def __init__(self, config):
+        self._config = config
+
+    def __getattr__(self, name):
+        return None if name == "sliding_window" else getattr(self._config, name)
+
+
+class SeesTheFuture(LlamaForCausalLM):
+    """Its plain forwards attend to later tokens too; a verified path cannot."""
+
+    def forward(self, *args, attention_mask=None, tree=None, **kwargs):
+        if tree is not None:
+            return super().forward(*args, attention_mask=attention_mask, tree=tree, **kwargs)
+        tokens, cache = kwargs["input_ids"], kwargs["past_key_values"]
+        length = cache.get_seq_length() + tokens.shape[1]
+        everything = torch.zeros(tokens.shape[0], 1, tokens.shape[1], length)
+        return super().forward(*args, attention_mask=everything, **kwargs)
+
+
+class Counted(LlamaForCausalLM):
+    """Counts its forwards."""
+
+    forwards: ClassVar[list[int]] = []
+
+    def forward(self, *args, **kwargs):
+        self.forwards.append(kwargs["input_ids"].shape[0] * kwargs["input_ids"].shape[1])
+        return super().forward(*args, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_checked(monkeypatch):
+    monkeypatch.setattr(forward_check, "_checked", set())
+    Counted.forwards.clear()
+
+
+def as_class(kind, name="llama", **overrides):
+    """The weights of a tiny target in a model of another class."""
+    target = tiny_target(name, **overrides)
+    model = kind(target.config).eval().to(target.dtype)
+    model.load_state_dict(target.state_dict())
+    return model
+
+
+def generate(model, lengths=ONE, draft=None, **options):
+    input_ids, attention_mask = tiny_prompts(128, lengths)
+    inputs = {"attention_mask": attention_mask, "max_new_tokens": 6, "do_sample": False, "eos_token_id": 1}
+    return model.generate(
+        input_ids=input_ids, **(inputs | options), assistant_model=draft or NgramDraftModel.from_target(model)
+    )
+
+
+def gap_of(model, lengths, monkeypatch):
+    """Largest gap between logits in the check, over their standard deviation."""
+    found = []
+    monkeypatch.setattr(
+        forward_check,
+        "_compare",
+        lambda target, verified, plain: found.append((verified - plain).abs().max().item() / plain.std().item()),
+    )
+    generate(model, lengths)
+    return found[0]
+
+
+@LENGTHS
+@pytest.mark.parametrize("name", TINY_TARGETS)
+def test_every_target_passes_by_far(name, lengths, monkeypatch):
+    assert gap_of(tiny_target(name), lengths, monkeypatch) < forward_check.TOLERANCE / 100
+
+
+@LENGTHS
+def test_it_runs_behind_the_longest_prefix(lengths, monkeypatch):
+    """Against one forward without a cache over that row."""
+    model, found = tiny_target("gemma3"), []
+    monkeypatch.setattr(forward_check, "_compare", lambda target, verified, plain: found.append(plain))
+    generate(model, lengths)
+    input_ids, attention_mask = tiny_prompts(128, lengths)
+    row = input_ids[attention_mask.sum(1).argmax()]
+    with torch.no_grad():
+        whole = model(torch.cat([row[:-1], row[-4:]])[None]).logits[:, -4:]
+    assert (found[0] - whole).abs().max() < 1e-4  # float32 sums in another order
+
+
+@LENGTHS
+@pytest.mark.parametrize("kind", [IgnoresPositions, SeesTheFuture])
+def test_wrong_models_are_refused(kind, lengths):
+    model = as_class(kind)
+    for _ in range(2):  # a refusal is not forgotten
+        with pytest.raises(
+            ValueError, match=rf"{kind.__name__} cannot be verified: .* by up to \d.*, where 0\.0\d+ is"
+        ):
+            generate(model, lengths)
+
+
+@LENGTHS
+def test_a_dropped_window_is_refused(lengths):
+    """Its mask is right in plain forwards, which a verified tree has none of."""
+    model = as_class(DropsItsWindow, "mistral")
+    with pytest.raises(ValueError, match="DropsItsWindow cannot be verified"):
+        generate(model, lengths)
+    longer = as_class(DropsItsWindow, "mistral", sliding_window=4 * WINDOW)  # the prompts do not fill it
+    generate(longer, lengths)
+
+
+@pytest.mark.parametrize(("part", "name"), [("softcap", "gemma2"), ("sinks", "gpt_oss"), ("sliding_window", "gemma3")])
+def test_lost_parts_of_the_attention_are_refused(part, name, monkeypatch):
+    attend = TreeContext.attend
+    monkeypatch.setattr(TreeContext, "attend", lambda *args, **kw: attend(*args, **(kw | {part: None})))
+    with pytest.raises(ValueError, match="cannot be verified"):
+        generate(tiny_target(name), RAGGED)
+
+
+def test_a_lost_tree_mask_is_refused(monkeypatch):
+    monkeypatch.setattr(TreeContext, "windowed_mask", lambda self, window: torch.ones_like(self.mask))
+    with pytest.raises(ValueError, match="cannot be verified"):
+        generate(tiny_target("llama"))
+
+
+class TestHowOften:
+    def test_once_per_kind_at_the_cost_of_two_small_forwards(self):
+        model = as_class(Counted)
+        draft = PlainDraftModel.from_target(model)
+        generate(model, RAGGED, draft)
+        first = list(Counted.forwards)
+        Counted.forwards.clear()
+        generate(model, RAGGED, draft)
+        assert first[0] == Counted.forwards[0] == 3 * 32  # the prefill
+        # one row: a chain of as many tokens as there is room for behind the prompt, and a tree with two branches
+        assert first[1:3] == [4, 7] and first[3:] == Counted.forwards[1:]
+        generate(as_class(Counted, seed=1), ONE)  # other weights of the same kind
+        assert 7 not in Counted.forwards
+
+    @pytest.mark.parametrize(
+        "overrides",
+        [{"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, {"head_dim": 8}],
+        ids=str,
+    )
+    def test_another_configuration_is_another_kind(self, overrides):
+        generate(as_class(Counted))
+        Counted.forwards.clear()
+        generate(as_class(Counted, **overrides))
+        assert 7 in Counted.forwards
+
+    def test_it_can_be_switched_off(self):
+        model = as_class(Counted)
+        draft = NgramDraftModel.from_target(model, check_target=False)
+        generate(model, draft=draft)
+        assert 7 not in Counted.forwards
+        generate(as_class(IgnoresPositions), draft=NgramDraftModel.from_target(model, check_target=False))
+
+    def test_the_setting_is_a_bool(self):
+        model = tiny_target("llama")
+        with pytest.raises(ValueError, match="check_target='no': expected True or False"):
+            NgramDraftModel.from_target(model, check_target="no")
+
+
+@pytest.mark.parametrize("lengths", [(1,), (2,), (5, 1), (40, 39, 41)], ids=str)
+@pytest.mark.parametrize("new", [1, 2, 9])
+def test_there_is_room_for_it(lengths, new):
+    """Short prompts and short texts: the tree shrinks to what fits."""
+    model = tiny_target("gemma3")
+    input_ids, attention_mask = tiny_prompts(128, lengths)
+    text = model.generate(
+        input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=new, do_sample=False, eos_token_id=1
+    )
+    for draft in (PlainDraftModel, NgramDraftModel):
+        forward_check._checked.clear()
+        assert generate(model, lengths, draft.from_target(model), max_new_tokens=new).tolist() == text.tolist()
+        assert len(forward_check._checked) == 1
+
+
+@LENGTHS
+def test_the_cache_is_left_as_it_was(lengths, monkeypatch):
+    seen = []
+    check = Session.check_target
+
+    def compared(self):
+        def stored():
+            rows = enumerate(self.cache.host_lengths)
+            return [
+                [(layer.keys[row, :, :n].clone(), layer.values[row, :, :n].clone()) for row, n in rows]
+                for layer in self.cache.layers
+            ]
+
+        before, lengths = [stored()], self.cache.host_lengths
+        check(self)
+        assert self.cache.host_lengths == lengths and not self.cache.rows.staged
+        for old, new in zip(before[0], stored(), strict=True):
+            assert all(torch.equal(a, b) for pair in zip(old, new, strict=True) for a, b in zip(*pair, strict=True))
+        seen.append(len(forward_check._checked))
+
+    monkeypatch.setattr(Session, "check_target", compared)
+    generate(tiny_target("gemma3"), lengths)
+    assert seen == [1]
+
+
+def test_a_refusal_leaves_the_users_cache(monkeypatch):
+    model = as_class(IgnoresPositions)
+    kept = SpeculativeCache(model.config, 1, 60)
+    generate(model, draft=PlainDraftModel.from_target(model, check_target=False), past_key_values=kept)
+    before, length = [layer.keys.clone() for layer in kept.layers], kept.get_seq_length()
+    with pytest.raises(ValueError, match="cannot be verified"):
+        generate(model, (30,), past_key_values=kept)
+    assert kept.get_seq_length() == length == 26
+    assert all(
+        torch.equal(layer.keys[:, :, :length], old[:, :, :length])
+        for layer, old in zip(kept.layers, before, strict=True)
+    )
+    assert not str(model.config._attn_implementation).startswith("hf_longspec")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_warns_once(dtype, monkeypatch):
+    told = []
+    monkeypatch.setattr(forward_check.logger, "warning", lambda *message: told.append(message))
+    generate(tiny_target("llama", dtype=dtype))
+    assert not told
+    model = as_class(IgnoresPositions, dtype=dtype)
+    generate(model)
+    generate(model)
+    assert len(told) == 1 and told[0][1] == "IgnoresPositions" and "float32" in told[0][0]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch announces that its quantisation moves to torchao
+def test_quantised_activations_are_no_reason_to_refuse(monkeypatch):
+    """A token's logits depend on the other tokens of its forward, also without a tree."""
+    model = torch.ao.quantization.quantize_dynamic(tiny_target("llama"), {torch.nn.Linear}, dtype=torch.qint8)
+    with monkeypatch.context() as patch:
+        assert gap_of(model, RAGGED, patch) > forward_check.TOLERANCE
+    forward_check._checked.clear()
+    generate(model, RAGGED)
+    assert len(forward_check._checked) == 1

@@ -1,0 +1,312 @@
+"""Texts that cross the position where rotary frequencies change, against plain `generate` of a model built anew.
+
+Rotary modules keep state, so every text comes from a model of its own.
+"""
+
+from functools import cache
+
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec.generation.rotary import FORGETS, RECOMPUTES, FrequencyChange, RotaryLimit, cache_at
+from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
+
+LIMIT, NEW = 40, 22
+HALF = 8  # frequencies of a head
+SETTINGS = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": LIMIT},
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": LIMIT,
+        "short_factor": [1.0 + 0.1 * i for i in range(HALF)],
+        "long_factor": [4.0 + i for i in range(HALF)],
+    },
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": LIMIT,
+    },
+    "proportional": {"partial_rotary_factor": 0.5},
+}
+# Below the limit, at it, and beyond it; rows that cross one after another.
+BELOW, RAGGED = (30,), (33, 9, 25)
+LENGTHS = {
+    "below": BELOW,
+    "last_before": (LIMIT - 1,),
+    "at": (LIMIT,),
+    "beyond": (LIMIT + 1,),
+    "ragged": RAGGED,
+    "ragged_at": (3, LIMIT, 38),
+    "ragged_beyond": (20, LIMIT + 4, 41),
+}
+CHANGING = [("llama", "longrope"), ("llama", "dynamic"), ("phi3", "longrope")]
+
+
+def parameters(kind):
+    return {"rope_type": kind, "rope_theta": 10000.0} | SETTINGS[kind]
+
+
+def build(name, kind):
+    overrides = {"rope_parameters": parameters(kind)}
+    overrides["max_position_embeddings"] = LIMIT if kind == "dynamic" else 4 * LIMIT
+    if name == "phi3":
+        overrides["original_max_position_embeddings"] = LIMIT
+    if name == "gemma3":
+        overrides["rope_parameters"] = {"full_attention": parameters(kind), "sliding_attention": parameters("default")}
+    model = tiny_target(name, **overrides)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def generate(model, lengths, draft=None, seed=0, **options):
+    input_ids, attention_mask = tiny_prompts(128, lengths, seed=seed)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": NEW, "pad_token_id": 0}
+    return model.generate(**({"do_sample": False} | inputs | options), assistant_model=draft).tolist()
+
+
+@cache
+def plain(name, kind, lengths):
+    return generate(build(name, kind), lengths)
+
+
+def make(kind, model, text=(), prompt_width=0):
+    """A draft that always speculates, so that nothing depends on the clock."""
+    if kind == "longspec":
+        draft = random_longspec_draft(model)
+    elif kind == "specattn":
+        draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=0.5, sparse_min_tokens=6)
+    elif kind == "plain":
+        draft = PlainDraftModel.from_target(model)
+    else:
+        draft = RandomTreeDraftModel.from_target(model)
+        draft.hints = [row[prompt_width:] for row in text]
+        draft.num_nodes, draft.luck = 9, 0.6
+    draft.generation_config.gate = False
+    return draft
+
+
+def loses_its_cache(name, lengths):
+    """phi3 in transformers 5.17: plain generate runs the last token alone from the limit on."""
+    return name == "phi3" and max(lengths) <= LIMIT and cache_at(build(name, "longrope"), LIMIT) == FORGETS
+
+
+def check(name, kind, draft, lengths):
+    if loses_its_cache(name, lengths):
+        model = build(name, kind)
+        with pytest.raises(ValueError, match=r"Keep max_length at 41 or below, or upgrade"):
+            generate(model, lengths, make(draft, model))
+        return None
+    text, model = plain(name, kind, lengths), build(name, kind)
+    made = make(draft, model, text, max(lengths))
+    assert generate(model, lengths, made) == text
+    return made.last_speculation
+
+
+def test_every_rope_type_is_here():
+    assert set(SETTINGS) == set(ROPE_INIT_FUNCTIONS) | {"default"}
+
+
+@pytest.mark.parametrize("lengths", [BELOW, RAGGED], ids=["below", "ragged"])
+@pytest.mark.parametrize("kind", sorted(set(SETTINGS) - {"longrope", "dynamic"}))
+def test_types_that_look_at_nothing_but_the_position(kind, lengths):
+    spent = check("llama", kind, "tree", lengths)
+    assert spent.num_spec_steps > 0 == spent.num_plain_steps
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize(("name", "kind"), CHANGING)
+def test_random_trees(name, kind, lengths):
+    spent = check(name, kind, "tree", lengths)
+    if spent is None:
+        return
+    if kind == "longrope":
+        assert spent.num_spec_steps > 0
+        assert sum(spent.acceptance_histogram[1:]) > 0 and spent.acceptance_histogram[0] > 0
+    elif max(lengths) >= LIMIT:
+        assert spent.num_spec_steps == 0  # every position has its own frequencies
+
+
+@pytest.mark.parametrize("draft", ["longspec", "specattn"])
+@pytest.mark.parametrize("lengths", [BELOW, RAGGED], ids=["below", "ragged"])
+@pytest.mark.parametrize(("name", "kind"), CHANGING)
+def test_drafts_that_use_the_rotary_embedding(name, kind, lengths, draft):
+    spent = check(name, kind, draft, lengths)
+    assert spent is None or spent.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("name", "kind"), CHANGING)
+def test_the_longest_row_ends_before_the_limit(name, kind):
+    """The rows that go on are shorter, and none of their positions is beyond the limit when plain generate changes."""
+    lengths = (20, 34)
+    if loses_its_cache(name, lengths):
+        return
+    ended = plain(name, kind, lengths)[1][max(lengths) + 2]
+    text = generate(build(name, kind), lengths, eos_token_id=ended)
+    assert text[1][-1] == 0 and text[0][-1] != 0
+    for draft in ("tree", "plain"):
+        model = build(name, kind)
+        made = make(draft, model, text, max(lengths))
+        assert generate(model, lengths, made, eos_token_id=ended) == text
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_parameters_by_layer_type(kind):
+    try:
+        text = plain("gemma3", kind, RAGGED)
+    except UnboundLocalError:  # longrope by layer type, transformers 5.17
+        pytest.skip("plain generate fails in this version of transformers")
+    for draft in ("tree", "longspec"):
+        model = build("gemma3", kind)
+        assert generate(model, RAGGED, make(draft, model, text, max(RAGGED))) == text
+
+
+@pytest.mark.parametrize("order", [(45, 30, 45), (45, 40, 30)], ids=str)
+def test_what_a_call_leaves_on_the_module(order):
+    """Dynamic NTK keeps its frequencies from call to call, in plain generate too."""
+    bare, drafted = build("llama", "dynamic"), build("llama", "dynamic")
+    for seed, length in enumerate(order):
+        text = generate(bare, (length,), seed=seed, max_new_tokens=NEW // 2)
+        draft = make("longspec", drafted)
+        assert generate(drafted, (length,), draft, seed=seed, max_new_tokens=NEW // 2) == text
+        left = [model.model.rotary_emb for model in (bare, drafted)]
+        assert torch.equal(left[0].inv_freq, left[1].inv_freq)
+        assert int(left[0].max_seq_len_cached) == int(left[1].max_seq_len_cached)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_sampled_text_is_that_of_the_plain_loop(kind):
+    texts = []
+    for draft in ("plain", "longspec"):
+        model = build("llama", kind)
+        made = make(draft, model)
+        torch.manual_seed(5)
+        texts.append(generate(model, RAGGED, made, do_sample=True))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(("name", "kind"), CHANGING)
+def test_padding_in_every_row(name, kind):
+    """Positions count tokens, while phi3 compares the padded length."""
+    input_ids, attention_mask = tiny_prompts(128, (24, 30))
+    inputs = {
+        "input_ids": torch.nn.functional.pad(input_ids, (3, 0)),
+        "attention_mask": torch.nn.functional.pad(attention_mask, (3, 0)),
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    if loses_its_cache(name, (33,)):
+        return
+    text = build(name, kind).generate(**inputs).tolist()
+    model = build(name, kind)
+    draft = make("tree", model, text, 33)
+    assert model.generate(**inputs, assistant_model=draft).tolist() == text
+
+
+class TestRefused:
+    def test_a_prefill_in_chunks_beyond_the_limit(self):
+        model = build("llama", "longrope")
+        with pytest.raises(ValueError, match="prefill_chunk_size=16 with a prompt of 45 tokens"):
+            generate(model, (45,), make("tree", model), prefill_chunk_size=16)
+        text = plain("llama", "longrope", BELOW)
+        assert generate(model, BELOW, make("tree", model, text, 30), prefill_chunk_size=16) == text
+
+    def test_layers_that_change_at_different_positions(self):
+        config = build("gemma3", "longrope").config
+        config.rope_parameters["sliding_attention"] = parameters("longrope") | {"original_max_position_embeddings": 20}
+        with pytest.raises(ValueError, match=r"different positions, \[\(20, False\), \(40, False\)\]"):
+            FrequencyChange.of(config)
+
+    def test_a_further_turn_whose_cache_the_target_drops(self):
+        model = build("phi3", "longrope")
+        kept = SpeculativeCache(model.config, 1, 80)
+        generate(model, BELOW, make("tree", model), past_key_values=kept, max_new_tokens=4)
+        before = kept.host_lengths
+        with pytest.raises(ValueError, match=r"holds 33 tokens and the prompt has 45.*Start a new cache"):
+            generate(model, (45,), make("tree", model), past_key_values=kept)
+        assert kept.host_lengths == before == (33,)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_a_further_turn_beyond_the_limit(kind):
+    """The first turn ends below the limit, the prompt of the second one is beyond it."""
+    more, _ = tiny_prompts(128, (9,), seed=4)
+    texts = []
+    for drafted in (False, True):
+        model = build("llama", kind)
+        kept = SpeculativeCache(model.config, 1, 90) if drafted else None
+        draft = make("longspec", model) if drafted else None
+        first = model.generate(
+            input_ids=tiny_prompts(128, BELOW)[0],
+            max_new_tokens=6,
+            do_sample=False,
+            pad_token_id=0,
+            past_key_values=kept,
+            return_dict_in_generate=True,
+            assistant_model=draft,
+        )
+        prompt = torch.cat([first.sequences, more], 1)
+        assert prompt.shape[1] > LIMIT > first.sequences.shape[1]
+        second = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "assistant_model": draft}
+        texts.append(model.generate(input_ids=prompt, past_key_values=first.past_key_values, **second).tolist())
+    assert texts[0] == texts[1]
+
+
+def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty():
+    model = build("phi3", "longrope")
+    if cache_at(model, LIMIT) != RECOMPUTES:
+        return
+    kept = SpeculativeCache(model.config, 1, 80)
+    generate(model, BELOW, make("tree", model), past_key_values=kept, max_new_tokens=4)
+    draft = make("tree", model)
+    propose = type(draft).make_drafter
+
+    def failing(binding):
+        drafter = propose(draft, binding)
+        own = drafter.propose
+
+        def fail(root):
+            if binding.cache.host_lengths[0] > LIMIT:
+                raise RuntimeError("on purpose")
+            return own(root)
+
+        drafter.propose = fail
+        return drafter
+
+    draft.make_drafter = failing
+    with pytest.raises(RuntimeError, match="on purpose"):
+        generate(model, (36,), draft, past_key_values=kept)
+    assert kept.host_lengths == (0,)
+
+
+def test_what_stock_generate_does_is_found_by_asking():
+    """Against the forwards that plain generate really runs."""
+    for name in ("llama", "phi3"):
+        model, sizes = build(name, "longrope"), []
+        handle = model.model.embed_tokens.register_forward_pre_hook(
+            lambda _, args, seen=sizes: seen.append(args[0].shape[1])
+        )
+        generate(model, (LIMIT - 2,), max_new_tokens=6)
+        handle.remove()
+        does = cache_at(model, LIMIT)
+        assert (does == RECOMPUTES) == (sizes[3] == LIMIT + 1)
+        assert name == "phi3" or does == "keeps"
+
+
+def test_rows_wait_and_pass_together():
+    limit = RotaryLimit(None, build("llama", "longrope").config, [33, 9])
+    running = [False, False]
+    assert limit.lags == [0, 24] and not limit.is_passed
+    assert limit.may_speculate([33, 9], running, 6) and not limit.may_speculate([34, 9], running, 6)
+    assert limit.waiting([40, 15]) == [True, False] and not limit.is_due([40, 15], running)
+    assert limit.is_due([40, 16], running) and limit.is_due([35, 16], [True, False])
+    assert limit.lowest([35, 16], [True, False]) == [40, 16] and limit.highest(99) == 40
+    limit.is_passed = True
+    assert limit.waiting([41, 16]) == running and limit.may_speculate([40, 16], running, 60) and limit.highest(99) == 99
