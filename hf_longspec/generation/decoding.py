@@ -19,12 +19,8 @@ from .cache import SpeculativeCache
 from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
 from .drafters.base import Binding, Drafter, Verification
-<<<<<<< HEAD
-from .gate import gated
-=======
 from .forward_check import check_target
-from .gating import Gate, announce, gate_of
->>>>>>> w-rotary
+from .gate import gated
 from .logits import TokenRule
 from .noise import NoiseRows
 from .outputs import Outputs
@@ -84,11 +80,7 @@ class Session:
 
     cache: SpeculativeCache
     drafter: Drafter
-<<<<<<< HEAD
-=======
-    gate: Gate
     rotary: RotaryLimit
->>>>>>> w-rotary
     texts: list[torch.Tensor]
     prompts: list[torch.Tensor]
     stored: int
@@ -142,7 +134,7 @@ class Session:
         self.rotary = RotaryLimit(self.target.model, self.target.config, [len(text) for text in self.texts])
         self.rotary.refuse(input_ids.shape[1], self.max_length, self.stored, self.config.prefill_chunk_size)
         binding = Binding(self.target, cache, self.rule, self.max_length)
-        self.drafter = gated(self.draft.drafter(binding), self.draft, self.stats)
+        self.drafter = gated(self.draft.drafter(binding), self.draft, self.stats, self._may_speculate)
 
     def prefill(self) -> None:
         """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks."""
@@ -170,27 +162,13 @@ class Session:
         _, tokens = self._accept_and_emit(DraftTree.root_only(tree.tokens[:, 0]), last)
         self.cache.commit(None, sizes)
         path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
-        self.rests = not self._may_speculate()
-        if not self.rests:
-            self.drafter.start(self.texts, Verification(path, sizes, before, capture, tokens, step.hidden))
+        self.drafter.start(self.texts, Verification(path, sizes, before, capture, tokens, step.hidden))
         self.stats.prefill_seconds = time.perf_counter() - self.started
 
     def iterate(self) -> None:
-<<<<<<< HEAD
         """One iteration: draft, verify, accept, commit, observe."""
-=======
-        """One iteration: draft -> verify -> accept -> commit.
-
-        While the gate is shut, the root alone is verified, and the drafter rests. Before it proposes again, it is shown
-        one such verification. Where rotary frequencies change, the gate is not asked.
-        """
         if self.rotary.is_due(self.cache.host_lengths, self.sequences.done):
             self._pass_rotary_limit()
-        is_free = self._may_speculate()
-        speculates = is_free and self.gate.speculates()
-        proposes = speculates and not self.rests
-        self.drafter.choose(self.gate.tree)
->>>>>>> w-rotary
         started = time.perf_counter()
         tree = self.drafter.propose(self.root)
         drafted = time.perf_counter()
@@ -198,81 +176,41 @@ class Session:
         before, capture = self.cache.host_lengths, self.drafter.capture(tree)
         step = self._verify(tree, capture, fixed_shape=self.drafter.is_steady)
         verified = time.perf_counter()
-<<<<<<< HEAD
 
-        growing = [not done for done in self.sequences.done]
-=======
-        waiting = self.rotary.waiting(before)
-        growing = [not (done or waits) for done, waits in zip(self.sequences.done, waiting, strict=True)]
->>>>>>> w-rotary
         path, tokens = self._accept_and_emit(tree, step.logits)
         emitted = [len(row) for row in tokens]
-        self._record(tree, growing, emitted)
+        self._record(tree, emitted)
         self.cache.commit(None if tree.is_chain else path, emitted)
         committed = time.perf_counter()
 
         if not self.sequences.finished:
-<<<<<<< HEAD
             self.drafter.observe(Verification(path, emitted, before, capture, tokens, step.hidden))
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False) -> Step:
-        return self.target.verify(tree, self.cache, capture, self.max_length, self.drafter.wants_hidden, fixed_shape)
-=======
-            seen = Verification(path, emitted, before, capture, tokens, step.hidden)
-            if speculates:
-                self._show(seen)
-            elif is_free:
-                self.gate.rehearse(tokens, lambda: self._rehearse(seen))
-        self.rests = not speculates
-        self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
-        self.stats.verify_seconds += verified - drafted
-        if is_free:
-            found = self.gate.record(sum(emitted), sum(growing), max(self.cache.host_lengths))
-            announce(found, self.draft, self.stats)
-
-    def _may_speculate(self) -> bool:
-        lengths, depth = self.cache.host_lengths, self.drafter.max_depth
-        return self.rotary.may_speculate(lengths, self.sequences.done, depth)
+    def _may_speculate(self, max_depth: int) -> bool:
+        return self.rotary.may_speculate(self.cache.host_lengths, self.sequences.done, max_depth)
 
     def _pass_rotary_limit(self) -> None:
         """Go on under other frequencies, with the keys and values that plain `generate` has there."""
         if self.rotary.recomputes:
-            lengths, texts = self.cache.host_lengths, self._committed_texts()
+            lengths = self.cache.host_lengths
             # An interruption or an error from here on leaves an empty cache, not one of both frequencies.
             self.stored = 0
             self.cache.set_lengths([0] * len(lengths))
             # one column more than any row has committed: its position chooses the frequencies
             tokens = self.texts[0].new_zeros(len(lengths), int(self.rotary.column) + 1)
-            for row, text in enumerate(texts):
-                tokens[row, : len(text)] = text
+            for row, (text, new) in enumerate(zip(self.texts, self.sequences.generated, strict=True)):
+                committed = torch.cat([text, text.new_tensor(new)])[: lengths[row]]
+                tokens[row, : len(committed)] = committed
             self.target.prefill(tokens, self.cache, None)
             self.cache.set_lengths(lengths)
-        self.rotary.is_passed = self.rests = True
+        self.rotary.is_passed = True
 
-    def _show(self, verification: Verification) -> None:
-        """To the drafter; with the texts so far, if it has to catch up."""
-        if not self.rests:
-            self.drafter.observe(verification)
-            return
-        self.drafter.resume(self._committed_texts(), verification)
-
-    def _committed_texts(self) -> list[torch.Tensor]:
-        rows = zip(self.texts, self.sequences.generated, self.cache.host_lengths, strict=True)
-        return [torch.cat([text, text.new_tensor(new)])[:length] for text, new, length in rows]
-
-    def _rehearse(self, verification: Verification) -> DraftTree:
-        """What would be verified now, to be compared with plain steps."""
-        self._show(verification)
-        return self.drafter.propose(self.root)
-
-    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False, is_seen: bool = True) -> Step:
-        wants_hidden = is_seen and self.drafter.wants_hidden
+    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False) -> Step:
         lowest = self.rotary.lowest(self.cache.host_lengths, self.sequences.done)
-        limit = self.rotary.highest(self.max_length)
-        return self.target.verify(tree, self.cache, capture, limit, wants_hidden, fixed_shape, lowest)
->>>>>>> w-rotary
+        highest = self.rotary.highest(self.max_length)
+        return self.target.verify(tree, self.cache, capture, highest, self.drafter.wants_hidden, fixed_shape, lowest)
 
     def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
         """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""
@@ -291,12 +229,12 @@ class Session:
         self.outputs.keep(scores, logits, acceptance.path, emitted)
         return acceptance.path, [row[:count] for row, count in zip(chosen, emitted, strict=True)]
 
-    def _record(self, tree: DraftTree, growing: list[bool], emitted: list[int]) -> None:
+    def _record(self, tree: DraftTree, emitted: list[int]) -> None:
         is_plain = tree.num_nodes == 1 < self.drafter.num_nodes
         first = self.drafter.first_ngram_node
         kept = [path[1:count] for path, count in zip(self.paths, emitted, strict=True)]
         ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in kept]
-        self.stats.record_forward(growing, emitted, None if is_plain else self.proposed, ngrams)
+        self.stats.record_forward(emitted, None if is_plain else self.proposed, ngrams)
 
     def close(self) -> None:
         """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was.

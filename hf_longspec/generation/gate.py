@@ -320,25 +320,34 @@ Gate = SpeculationGate | SharedGate
 
 
 class GatedDrafter(Drafter):
-    """Propose the root alone while the gate is closed, and the tree of another drafter while it is open.
+    """Propose the root alone while speculation is not possible or does not pay, else the tree of another drafter.
 
     Plain steps are hidden from the other drafter: it neither captures nor observes them. Before it proposes again, it
     is resumed with the text so far and the verification of one more root. So the first step after a pause is plain.
 
     Args:
         inner ([`Drafter`]): The other drafter.
-        gate ([`SpeculationGate`] or [`SharedGate`]): Decides, step by step.
-        report (`Callable[[GateDecision], None]`): Called with every new decision.
+        gate ([`SpeculationGate`] or [`SharedGate`], *optional*): Decides step by step; without one every step may
+            speculate.
+        may_speculate (`Callable[[int], bool]`): Whether the target can verify a tree of this depth in the next step.
+        report (`Callable[[GateDecision], None]`): Called with every new decision of the gate.
     """
 
-    def __init__(self, inner: Drafter, gate: Gate, report: Callable[[GateDecision], None]):
+    def __init__(
+        self,
+        inner: Drafter,
+        gate: Gate | None,
+        may_speculate: Callable[[int], bool],
+        report: Callable[[GateDecision], None],
+    ):
         super().__init__(inner.binding)
         self.inner = inner
         self.gate = gate
         self.num_nodes, self.max_depth = inner.num_nodes, inner.max_depth
+        self._may_speculate = may_speculate
         self._report = report
-        self._is_open = True
-        self._was_open = True
+        self._is_possible = self._is_open = self._was_open = True
+        self._has_started = False
         self._prompts: Sequence[torch.Tensor] = ()
         self._emitted: list[array[int]] = []
 
@@ -368,14 +377,18 @@ class GatedDrafter(Drafter):
         return self.inner.state_bytes
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Start the other drafter."""
+        """Start the other drafter, if speculation is possible."""
         self._prompts, self._emitted = texts, [array("q", tokens) for tokens in verification.tokens]
-        self.inner.start(texts, verification)
+        self._is_open = self._may_speculate(self.max_depth)
+        if self._is_open:
+            self._inform(verification)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the other drafter's tree, or the root alone."""
-        self._was_open, self._is_open = self._is_open, self.gate.speculates()
-        self.inner.choose(self.gate.tree)
+        self._was_open, self._is_possible = self._is_open, self._may_speculate(self.max_depth)
+        self._is_open = self._is_possible and (self.gate is None or self.gate.speculates())
+        if self.gate is not None:
+            self.inner.choose(self.gate.tree)
         return self.inner.propose(root) if self._is_open and self._was_open else DraftTree.root_only(root)
 
     def capture(self, tree: DraftTree) -> Any:
@@ -388,7 +401,9 @@ class GatedDrafter(Drafter):
             row.extend(new)
         if self._is_open:
             self._inform(verification)
-        else:
+        if self.gate is None or not self._is_possible:
+            return
+        if not self._is_open:
             self.gate.follow(verification.tokens, lambda: self._shadow(verification))
         tokens = sum(map(len, verification.tokens))
         rows = sum(map(bool, verification.tokens))
@@ -397,13 +412,17 @@ class GatedDrafter(Drafter):
             self._report(decision)
 
     def _inform(self, verification: Verification) -> None:
-        """Let the other drafter observe the verification, or resume with it after plain steps."""
-        if self._was_open:
+        """Let the other drafter start, go on, or resume after plain steps."""
+        if self._has_started and self._was_open:
             self.inner.observe(verification)
             return
         rows = zip(self._prompts, self._emitted, self.binding.cache.host_lengths, strict=True)
         texts = [torch.cat([prompt, prompt.new_tensor(new)])[:length] for prompt, new, length in rows]
-        self.inner.resume(texts, verification)
+        if self._has_started:
+            self.inner.resume(texts, verification)
+        else:
+            self.inner.start(texts, verification)
+        self._has_started = True
 
     def _shadow(self, verification: Verification) -> DraftTree:
         """Propose a tree after a plain step, for comparison only."""
@@ -412,7 +431,7 @@ class GatedDrafter(Drafter):
 
 
 def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None) -> Gate | None:
-    """Return the gate of one call; None if every step speculates.
+    """Return the gate of one call; None if every step may speculate.
 
     Args:
         wanted (`bool`): The setting `gate`.
@@ -426,14 +445,11 @@ def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None) -> Gate | None:
     return gate if ranks is None else SharedGate(gate, ranks)
 
 
-def gated(drafter: Drafter, draft: Any, stats: SpeculationStats) -> Drafter:
-    """Return the drafter of `draft` under the gate that its settings ask for.
+def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: Callable[[int], bool]) -> Drafter:
+    """Return the drafter of `draft`, hidden from the steps that cannot or shall not speculate.
 
-    Decisions are added to `stats`. The first time that a draft does not pay, a warning is logged.
+    Decisions of the gate are added to `stats`. The first time that a draft does not pay, a warning is logged.
     """
-    gate = gate_of(draft.setting("gate"), drafter, drafter.binding.target.ranks)
-    if gate is None:
-        return drafter
 
     def report(decision: GateDecision) -> None:
         stats.gate_decisions.append(decision)
@@ -441,7 +457,8 @@ def gated(drafter: Drafter, draft: Any, stats: SpeculationStats) -> Drafter:
             draft.was_told_of_gate = True
             logger.warning(warning_of(decision))
 
-    return GatedDrafter(drafter, gate, report)
+    gate = gate_of(draft.setting("gate"), drafter, drafter.binding.target.ranks)
+    return GatedDrafter(drafter, gate, may_speculate, report)
 
 
 def check_gate(value: Any) -> None:

@@ -104,22 +104,19 @@ class SpeculationStats:
         tokens = self.num_emitted_tokens + self.num_plain_steps
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def record_forward(
-        self, growing: list[bool], emitted: list[int], drafted: list[int] | None, ngrams: list[int]
-    ) -> None:
+    def record_forward(self, emitted: list[int], drafted: list[int] | None, ngrams: list[int]) -> None:
         """Count one verification; all lists have an entry per row.
 
         Args:
-            growing (`list[bool]`): Rows that were not done.
-            emitted (`list[int]`): Tokens that came of it.
+            emitted (`list[int]`): Tokens that each row emitted; 0 in rows that took no part.
             drafted (`list[int]`, *optional*): Drafted tokens that were verified; None for a plain step.
             ngrams (`list[int]`): Emitted tokens that n-grams alone had proposed.
         """
         self.num_forwards += 1
         for row, count in enumerate(emitted):
-            if growing[row] and drafted is None:
+            if count and drafted is None:
                 self.record_plain(row)
-            elif growing[row] and drafted is not None:
+            elif count and drafted is not None:
                 self.record(count, drafted[row], count - 1, ngrams[row], row)
 
     def record(self, emitted: int, drafted: int, accepted: int, ngrams: int = 0, row: int = 0) -> None:
