@@ -69,14 +69,14 @@ class DraftTrainer(Trainer):
         self.encoder = DocumentEncoder(args, processing_class)
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             check_data(name, dataset, self.encoder)
-        self.target = target.eval().requires_grad_(False)
-        self.method = method(self.draft, self.target, args)
+        self.method = method(self.draft, target, args)
         self.encoder.max_length = self.method.max_length
         if peft_config is not None:
             from peft import get_peft_model
 
             model = get_peft_model(model, peft_config)
         check_weights(model)
+        self.target = target.eval().requires_grad_(False)  # after the checks: a refusal leaves the target as it was
         kwargs.setdefault(
             "data_collator",
             DraftCollator(self.encoder, self.draft.config.vocab_size, self.draft.config.pad_token_id or 0),

@@ -60,13 +60,16 @@ class TestRefusals:
     def test_uploads(self, make_trainer):
         refuse(r"call draft.push_to_hub\('owner/name'\)", make_trainer().push_to_hub)
 
-    def test_models_that_do_not_fit_together(self, make_trainer, make_draft):
+    def test_models_that_do_not_fit_together(self, make_trainer, make_draft, target):
+        target.train()
         refuse("bfloat16, in which small updates.*draft.float", make_trainer, model=make_draft().bfloat16())
         refuse("requires a gradient: call", make_trainer, model=make_draft().requires_grad_(False))
         refuse(r"noise_range=\[3, 2\]", make_trainer, model=make_draft(noise_range=[3, 2]))
         args = DraftTrainingArguments("unused", use_cpu=True)
         refuse("hidden_size=64, and this target has hidden_size=32", DraftTrainer, model=make_draft(), args=args,
                target=tiny_target("llama", vocab_size=260, hidden_size=32))  # fmt: skip
+        # a refusal changes nothing
+        assert target.training and all(parameter.requires_grad for parameter in target.parameters())
 
 
 @pytest.mark.parametrize("loss", ["kl", "ce"])
