@@ -19,7 +19,7 @@ from hf_longspec.bench.reports import offsets_report
 from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.summaries import mean_interval
 from hf_longspec.bench.timing import TimeGuard
-from hf_longspec.training.positions import anchor_offset_positions
+from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 
 ROOT = Path(__file__).resolve().parents[1]
 ANCHORS = 4

@@ -2,11 +2,14 @@
 
     modeling -> generation -> attention_backends -> torch, transformers
     training -> modeling        bench, auditing -> generation        cli, the package itself -> everything
+    modeling/*/training_*.py -> training
 
-Arrows are transitive. `auditing` and `bench` do without `modeling`: they are handed the draft. `testing` may build
-drafts; `hub` and `streaming` import no room. The rooms in `SHIPPED` are published beside a draft as sibling files, so
-there a relative import names a module of the package and the names in it, nothing else, and a package that transformers
-does not bring along is imported inside `try`; so is this package, by name, where an installed one is of use.
+Arrows are transitive. A draft's method of training, `modeling/<draft>/training_<draft>.py`, is a room of its own: it
+imports `training`, which finds it by its name when a draft is trained, and a published draft does without it.
+`auditing` and `bench` do without `modeling`: they are handed the draft. `testing` may build drafts; `hub` and
+`streaming` import no room. The rooms in `SHIPPED` are published beside a draft as sibling files, so there a relative
+import names a module of the package and the names in it, nothing else, and a package that transformers does not bring
+along is imported inside `try`; so is this package, by name, where an installed one is of use.
 """
 
 import ast
@@ -22,12 +25,14 @@ ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 
 SHIPPED = {"modeling", "generation", "attention_backends"}
 
-# Room -> rooms it may import besides itself. A room is a folder or a module directly below the package.
+# Room -> rooms it may import besides itself. A room is a folder or a module directly below the package, or `METHODS`.
+METHODS = "modeling/*/training_*"
 ARROWS = {
     "attention_backends": set(),
     "generation": {"attention_backends"},
     "modeling": {"generation", "attention_backends"},
     "training": {"modeling", "generation", "attention_backends"},
+    METHODS: {"training", "modeling", "generation", "attention_backends"},
     "auditing": {"generation", "attention_backends", "testing"},  # auditing.py and its neighbour auditing_law.py
     "bench": {"generation", "attention_backends", "auditing", "testing"},
     "testing": set(SHIPPED),  # testing.py and its neighbours testing_*.py
@@ -54,7 +59,7 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
         packages (`frozenset[str]`, *optional*): Dotted names below the package that are folders, not modules.
     """
     module = path.removesuffix(".py").split("/")
-    room = _room(module[0])
+    room = _room(module)
     if room not in ARROWS:
         return [f"{path}: room {room!r} has no row in ARROWS"]
     tree, shipped = ast.parse(source), room in SHIPPED
@@ -84,8 +89,11 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
     return problems
 
 
-def _room(name: str) -> str:
-    return next((room for room in ("testing", "auditing") if name.startswith(f"{room}_")), name)
+def _room(parts: list[str]) -> str:
+    """The room of a module, given the parts of its name below the package."""
+    if parts[0] == "modeling" and parts[-1].startswith("training_"):
+        return METHODS
+    return next((room for room in ("testing", "auditing") if parts[0].startswith(f"{room}_")), parts[0])
 
 
 def _targets(node: ast.Import | ast.ImportFrom, module: list[str]) -> list[list[str]]:
@@ -95,13 +103,15 @@ def _targets(node: ast.Import | ast.ImportFrom, module: list[str]) -> list[list[
     named = node.module.split(".") if node.module else []
     base = [PACKAGE, *module[: len(module) - node.level], *named] if node.level else named
     if base == [PACKAGE]:  # from hf_longspec import x, from .. import x: x may be a room
-        return [[*base, alias.name] if _room(alias.name) in ARROWS else base for alias in node.names]
-    return [base]
+        return [[*base, alias.name] if _room([alias.name]) in ARROWS else base for alias in node.names]
+    # the module of a method can also be named after `import`: `from .longspec import training_longspec`
+    modules = [[*base, alias.name] for alias in node.names]
+    return [module for module in modules if base[0] == PACKAGE and _room(module[1:]) == METHODS] or [base]
 
 
 def _crossing(room: str, target: list[str]) -> list[str]:
     """The arrow from `room` to a part of the package, if there is none."""
-    other = _room(target[1]) if len(target) > 1 else "__init__"
+    other = _room(target[1:]) if len(target) > 1 else "__init__"
     allowed = ARROWS[room]
     if allowed is None or other in {room} | allowed:
         return []
@@ -182,6 +192,11 @@ def test_every_room_was_read():
         ("attention_backends/merge.py", "from ..generation.cache import x", "attention_backends may not import"),
         ("modeling/base.py", "from ..training.losses import x", "modeling may not import"),
         ("modeling/base.py", "from ..testing import tiny_target", "modeling may not import"),
+        ("modeling/longspec/modeling_longspec.py", "from .training_longspec import x", "modeling may not import"),
+        ("modeling/base.py", "from .longspec.training_longspec import x", "modeling may not import"),
+        ("modeling/longspec/training_longspec.py", "from ...bench.timing import x", "may not import"),
+        ("training/method.py", "def f():\n    from ..modeling.longspec.training_longspec import x", "may not import"),
+        ("training/method.py", "from ..modeling.longspec import training_longspec", "training may not import"),
         ("training/trainer.py", "from ..bench.harness import x", "training may not import"),
         ("auditing.py", "from .modeling.base import x", "auditing may not import"),
         ("auditing.py", "import hf_longspec", "auditing may not import"),
@@ -233,6 +248,11 @@ def test_the_checker_sees(path, source, complaint):
         ),
         ("attention_backends/triton_tree.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
         ("training/trainer.py", "from ..modeling.base import DraftModel\ndef f():\n    import datasets"),
+        ("training/method.py", "def f(name):\n    return import_module(name)"),
+        (
+            "modeling/longspec/training_longspec.py",
+            "from ...training.method import TrainingMethod\nfrom ...generation.target_parts import TargetParts",
+        ),
         ("bench/harness.py", "from ..auditing import audit\nfrom ..testing import tiny_target"),
         ("cli/demo.py", "import hf_longspec\nfrom hf_longspec.modeling.base import x\nfrom ..bench.harness import y"),
         ("hub/repository.py", "import ast\nfrom huggingface_hub import HfApi\nfrom .flatten import flatten"),

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
-from ..training.checks import last_complete_checkpoint
-from ..training.registry import METHODS
+from ..training.method import trained_drafts
+from ..training.trainer import last_complete_checkpoint
 from . import CommandError, first_line
 from .models import load_tokenizer, loading
 from .recipes import Recipe, check_names, read_recipe
@@ -140,7 +140,7 @@ def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
         with loading(recipe.draft, "draft"):
             return AutoModel.from_pretrained(recipe.draft, dtype=torch.float32)
     settings = {"kind": "longspec"} | (recipe.draft or {})
-    kinds = {draft.config_class.model_type: draft for draft in METHODS}
+    kinds = trained_drafts()
     if (kind := settings.pop("kind")) not in kinds:
         raise CommandError(f"draft.kind={kind!r}: expected one of {', '.join(kinds)}.")
     return kinds[kind].from_target(target, **settings).float()

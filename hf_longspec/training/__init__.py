@@ -1,9 +1,7 @@
-"""Training of LongSpec drafts: see [`DraftTrainer`] and docs/training.md."""
+"""Training of drafts: see [`DraftTrainer`] and docs/training.md."""
 
 from .arguments import DraftTrainingArguments
-from .collator import DraftCollator
-from .packing import pack
-from .token_windows import TokenWindows
+from .data import DraftCollator, TokenWindows, pack
 from .trainer import DraftTrainer
 
 __all__ = ["DraftCollator", "DraftTrainer", "DraftTrainingArguments", "TokenWindows", "pack"]

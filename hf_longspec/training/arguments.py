@@ -1,4 +1,4 @@
-"""DraftTrainingArguments: TrainingArguments with what a draft needs besides."""
+"""DraftTrainingArguments: TrainingArguments with the settings of draft training."""
 
 from dataclasses import dataclass, field
 
@@ -9,62 +9,63 @@ LOSSES = ("kl", "ce")
 
 @dataclass
 class DraftTrainingArguments(TrainingArguments):
-    """Settings of a [`DraftTrainer`]; everything of `TrainingArguments` is there too.
+    """Settings of a [`DraftTrainer`], in addition to those of `TrainingArguments`.
 
-    What belongs to the draft and not to one run of training is in its config: `noise_range`, the gaps between a query
-    and the newest target key that it sees, and `window`.
+    Settings that belong to the draft, not to one training run, are in its config: for LongSpec, `window` and
+    `noise_range`, the range of the gaps between a query and the newest target key that it sees.
 
     Args:
         loss (`str`, *optional*, defaults to `"kl"`):
-            `"kl"`: the Kullback-Leibler divergence from the target's distribution to the draft's, whatever the text.
-            `"ce"`: the cross-entropy of the text's own tokens, as in the papers.
+            `"kl"` is the Kullback-Leibler divergence from the target's distribution to the draft's. `"ce"` is the
+            cross-entropy of the text's tokens, as in the papers.
         anchors (`int`, *optional*, defaults to 4):
-            LongSpec: the first positions of a row, which no offset moves.
+            LongSpec only: number of positions at the start of a row that are not shifted by the offset.
         max_offset (`int`, *optional*):
-            LongSpec: largest offset of the positions behind the anchors; 0 switches offsets off. By default, and at
-            most, what the target has positions for: `max_position_embeddings` minus the row's length.
+            LongSpec only: largest offset of the positions after the anchors; 0 switches offsets off. The default and
+            the upper limit is `max_position_embeddings` of the target minus the row's length.
         max_length (`int`, *optional*):
-            Tokens at which a text or a conversation is cut. By default what the target has positions for.
+            Number of tokens at which a text or a conversation is cut. The default is `max_position_embeddings` of the
+            target.
         text_column (`str`, *optional*, defaults to `"text"`):
-            Column of a dataset with texts.
+            Column with texts.
         messages_column (`str`, *optional*, defaults to `"messages"`):
-            Column of a dataset with conversations, which go through the tokenizer's chat template.
+            Column with conversations, which are formatted with the tokenizer's chat template.
         assistant_only (`bool`, *optional*, defaults to `False`):
-            Whether only what the assistant says in a conversation is trained on. The chat template has to mark it.
+            Whether to train only on the assistant's messages of a conversation. The chat template has to mark them.
         loss_chunk_size (`int`, *optional*, defaults to 1024):
-            Places whose logits exist at once.
+            Number of tokens whose logits are in memory at a time.
         target_chunk_size (`int`, *optional*):
-            Tokens per forward of the target. By default a row is run at once.
+            Number of tokens per forward of the target. The default is a whole row.
         target_kv_dir (`str`, *optional*):
-            Folder in which what the draft reads of the target is kept for the training rows (keys, values and hidden
-            states), written by the first run and read instead of running the target.
+            Folder for the target's states on the training rows (keys, values and hidden states). The first run writes
+            them. They are then read instead of running the target.
 
     Raises:
-        ValueError: For a value outside of its range.
+        ValueError: If a value is out of range.
 
     Source: LongSpec (https://huggingface.co/papers/2502.17421), sections 3.2 and 4; TokenSwift
     (https://huggingface.co/papers/2502.18890), appendix B.1.
     """
 
-    loss: str = field(default="kl", metadata={"help": "kl: to the target's distribution; ce: of the text's tokens."})
-    anchors: int = field(default=4, metadata={"help": "First positions of a row, which no offset moves."})
-    max_offset: int | None = field(default=None, metadata={"help": "Largest offset; default: all the target has."})
+    loss: str = field(default="kl", metadata={"help": "kl: divergence from the target; ce: cross-entropy of the text."})
+    anchors: int = field(default=4, metadata={"help": "First positions of a row, which are not shifted."})
+    max_offset: int | None = field(default=None, metadata={"help": "Largest offset; default: the target's limit."})
     max_length: int | None = field(default=None, metadata={"help": "Tokens at which a text is cut."})
     text_column: str = field(default="text", metadata={"help": "Column with texts."})
     messages_column: str = field(default="messages", metadata={"help": "Column with conversations."})
-    assistant_only: bool = field(default=False, metadata={"help": "Train on the assistant's turns alone."})
-    loss_chunk_size: int = field(default=1024, metadata={"help": "Places whose logits exist at once."})
+    assistant_only: bool = field(default=False, metadata={"help": "Train only on the assistant's messages."})
+    loss_chunk_size: int = field(default=1024, metadata={"help": "Tokens whose logits are in memory at a time."})
     target_chunk_size: int | None = field(default=None, metadata={"help": "Tokens per forward of the target."})
     target_kv_dir: str | None = field(default=None, metadata={"help": "Folder for the target's states."})
 
-    # What this trainer needs to be otherwise than in TrainingArguments. The default of remove_unused_columns would
-    # empty every batch; a loss that is not a number ends the run here instead of being filtered from the log.
+    # Defaults that differ from TrainingArguments. remove_unused_columns=True would empty every batch. A loss of NaN
+    # ends the run here instead of being filtered from the log.
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False."})
     label_names: list[str] | None = field(default_factory=lambda: ["labels"], metadata={"help": "Must stay."})
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "A loss of NaN raises an error."})
     include_num_input_tokens_seen: str | bool = field(default="non_padding", metadata={"help": "Count tokens."})
-    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every weight is always used."})
-    # Dispatching would join the batches of all processes, which rows of different lengths do not allow.
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Every weight is used."})
+    # Dispatching would concatenate the batches of all processes, which is impossible for rows of different lengths.
     accelerator_config: dict | str | None = field(
         default_factory=lambda: {"dispatch_batches": False}, metadata={"help": "As in TrainingArguments."}
     )
@@ -78,7 +79,7 @@ class DraftTrainingArguments(TrainingArguments):
             if value is not None and value < least:
                 raise ValueError(f"{name}={value}: expected a whole number of at least {least}.")
         if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}: a row needs 2 tokens, one to see and one to predict.")
+            raise ValueError(f"max_length={self.max_length}: a row needs 2 tokens, one to read and one to predict.")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns=True would empty every batch: leave it False.")
         if self.push_to_hub:

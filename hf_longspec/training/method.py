@@ -1,32 +1,39 @@
-"""TrainingMethod: what training has to know of a kind of draft."""
+"""How one kind of draft is trained: the base class, and the look-up of the method of a draft."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedModel
 
 from .arguments import DraftTrainingArguments
-from .positions import check_length, position_limit
+
+# `config.model_type` of a draft -> "module:class" of its TrainingMethod. The module imports this package, so it is
+# imported when a draft is trained and not before.
+METHODS = {
+    "longspec": "hf_longspec.modeling.longspec.training_longspec:LongSpecMethod",
+    "tokenswift": "hf_longspec.modeling.tokenswift.training_tokenswift:TokenSwiftMethod",
+}
 
 
 class TrainingMethod:
-    """How one kind of draft is trained; a [`DraftTrainer`] makes one for its run.
+    """Base class of the training methods. A [`DraftTrainer`] creates one instance for its run.
 
-    The loss of a step is a sum of terms. Each is the mean of a loss over the tokens that the whole step predicts in it,
-    however the step is divided into batches and processes.
+    The loss of a step is a sum of terms. Each term is a mean over the tokens that the whole step predicts for it, no
+    matter how the step is divided into batches and processes.
 
     Args:
         draft ([`DraftModel`]): The draft.
-        target (`PreTrainedModel`): Its target.
+        target (`PreTrainedModel`): The target.
         args ([`DraftTrainingArguments`]): Settings of the run.
 
     Attributes:
-        count_shape (`tuple[int, int]`): Shape of what is counted for the log: levels of the draft, numbers of each.
-        max_length (`int`, *optional*): Most tokens of a row.
+        count_shape (`tuple[int, int]`): Shape of the counts that are logged: levels of the draft, counts per level.
+        max_length (`int`, *optional*): Largest number of tokens of a row.
 
     Raises:
-        ValueError: If they do not go together.
+        ValueError: If the settings do not fit the draft or the target.
     """
 
     count_shape: tuple[int, int]
@@ -34,57 +41,92 @@ class TrainingMethod:
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         self.draft = draft
         self.args = args
-        self.position_limit = position_limit(target)
+        # None if the target's configuration gives no limit
+        self.position_limit = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
         check_length(args.max_length or 0, self.position_limit)
         self.max_length = args.max_length or self.position_limit
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
-        """A batch with what its rows are trained with besides.
+        """Add what the training rows need besides tokens and labels, such as positions.
 
         Args:
-            batch (`dict[str, Any]`): As the collator makes it.
+            batch (`dict[str, Any]`): Output of the collator.
             step (`int`): Number of the step.
-            total (`int`): Rows of the step in all processes.
-            rows (`Sequence[int]`): Numbers of these rows among them.
+            total (`int`): Number of rows of the step, in all processes.
+            rows (`Sequence[int]`): Indices of the batch's rows among them.
         """
         raise NotImplementedError
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
-        """Tokens that each term predicts, `(terms,)`, of labels `(B, L)` that are not shifted."""
+        """Count the tokens that each term predicts, `(terms,)`. The labels `(B, L)` are not shifted."""
         raise NotImplementedError
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums of the terms of a prepared batch, `(terms,)`, and its counts, of shape `count_shape`.
+        """Return the sums of the terms `(terms,)` and the counts `count_shape` of a prepared batch.
 
         Args:
-            model (`Callable`): The draft, possibly wrapped for training in several processes.
+            model (`Callable`): The draft, which may be wrapped for training in several processes.
             inputs (`dict[str, Any]`): The batch, on the device.
         """
         raise NotImplementedError
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean loss of a batch that was not prepared, and the counts of each row, `(B, *count_shape)`."""
+        """Return the mean loss of a batch that was not prepared, and the counts of each row `(B, *count_shape)`."""
         raise NotImplementedError
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """What the log says of counts of shape `count_shape`."""
+        """Compute the metrics of the log from counts of shape `count_shape`."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """What the states that can be stored depend on, beside the rows."""
+        """Return everything except the rows and the target that stored states depend on."""
         raise NotImplementedError
 
     def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """States of the target for a training row.
+        """Compute the states of the target that are stored for a training row.
 
         Args:
             tokens (`torch.LongTensor` of shape `(L,)`): The row.
-            number (`int`): Its number in the dataset.
+            number (`int`): Its index in the dataset.
         """
         raise NotImplementedError
 
     def resume(self, checkpoint: str) -> None:
-        """Take up what an earlier run recorded in the draft's configuration in the folder `checkpoint`."""
+        """Restore what an earlier run recorded in the draft's configuration in the folder `checkpoint`."""
 
     def record(self, accelerator: Any) -> None:
-        """Write into the draft's configuration what a user of it shall know of the training."""
+        """Record in the draft's configuration what its users need to know about the training."""
+
+
+def trained_drafts() -> dict[str, type[PreTrainedModel]]:
+    """Return the classes of the drafts that can be trained, by `config.model_type`."""
+    return {kind: MODEL_MAPPING[CONFIG_MAPPING[kind]] for kind in METHODS}
+
+
+def method_of(draft: Any) -> type[TrainingMethod]:
+    """Return the method that trains `draft`.
+
+    Raises:
+        ValueError: If `draft` is not a draft that can be trained.
+    """
+    drafts = trained_drafts()
+    for kind, draft_class in drafts.items():
+        if isinstance(draft, draft_class):
+            module, name = METHODS[kind].split(":")
+            method: type[TrainingMethod] = getattr(import_module(module), name)
+            return method
+    calls = " or ".join(f"{draft_class.__name__}.from_target(target)" for draft_class in drafts.values())
+    raise ValueError(f"the model is a {type(draft).__name__}, which cannot be trained: create a draft with {calls}.")
+
+
+def check_length(length: int, limit: int | None) -> None:
+    """Refuse a row of `length` tokens if the target has fewer positions.
+
+    Raises:
+        ValueError: With both numbers.
+    """
+    if limit is not None and length > limit:
+        raise ValueError(
+            f"a row has {length} tokens, and the target has {limit} positions (max_position_embeddings): set "
+            "max_length, or cut the rows."
+        )

@@ -1,22 +1,22 @@
-"""DraftTrainer: transformers' Trainer for a draft beside its frozen target."""
+"""DraftTrainer: transformers' Trainer for a draft and its frozen target, and the checks before a run."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer
 
+from ..generation.target import TargetView
 from ..modeling.base import DraftModel
 from .arguments import DraftTrainingArguments
-from .checks import check_data, check_models, check_weights, last_complete_checkpoint
-from .collator import DraftCollator
-from .documents import DocumentEncoder
-from .kv_store import KVStore, digest
-from .registry import method_of
+from .data import DocumentEncoder, DraftCollator
+from .method import method_of
+from .target_states import KVStore, digest
 
 
 class DraftTrainer(Trainer):
-    """Trains a draft while its target stays as it is.
+    """Trains a draft for a target that is not changed.
 
     ```python
     from hf_longspec import LongSpecDraftModel
@@ -27,28 +27,28 @@ class DraftTrainer(Trainer):
     DraftTrainer(draft, target, args, train_dataset=TokenWindows(tokens, 1024)).train()
     ```
 
-    The target is an attribute: checkpoints and optimizer hold the draft alone. It is put in eval mode and frozen
-    (`requires_grad_(False)`), and its weights are not written to. Every process holds a copy of it.
+    The target is an attribute, so checkpoints and optimizer hold only the draft. The target is put in eval mode and
+    frozen (`requires_grad_(False)`), and its weights are never written to. Every process holds a copy of it.
 
-    The draft's class decides how it is trained: [`LongSpecMethod`], [`HeadsMethod`]. Besides the loss, the log has the
-    tokens seen and, for every gap or head, the share of places where the draft's most likely token is the one wanted
-    (the target's most likely token, or the text's if `loss="ce"`).
+    The draft's `config.model_type` selects its [`TrainingMethod`]. Besides the loss, the log has the number of tokens
+    seen and, for every gap or head, the share of tokens for which the draft's most likely token is the wanted one: the
+    target's most likely token, or the token of the text with `loss="ce"`.
 
     Args:
         model ([`LongSpecDraftModel`] or [`TokenSwiftDraftModel`]): The draft, or a `PeftModel` of it.
-        target (`PreTrainedModel`): The causal language model it was made for.
+        target (`PreTrainedModel`): The causal language model that the draft was created for.
         args ([`DraftTrainingArguments`]): Settings of the run.
         train_dataset (*optional*): Rows with `input_ids`, a text or a conversation, see [`DocumentEncoder`].
-        eval_dataset (*optional*): Likewise.
+        eval_dataset (*optional*): Rows of the same kinds.
         processing_class (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer; not needed for `input_ids`.
         peft_config (`peft.PeftConfig`, *optional*): Train an adapter on the draft instead of the draft.
-        **kwargs: As in `Trainer`.
+        **kwargs: Passed to `Trainer`.
 
     Raises:
-        ValueError: If draft, target, data and settings do not go together.
+        ValueError: If draft, target, data and settings do not fit together.
     """
 
-    # The loss is divided by the predicted tokens of the whole step, see compute_loss.
+    # compute_loss divides the loss by the predicted tokens of the whole step
     loss_is_scaled_for_ga = True
     train_dataset: Any
 
@@ -69,14 +69,14 @@ class DraftTrainer(Trainer):
         self.encoder = DocumentEncoder(args, processing_class)
         for name, dataset in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
             check_data(name, dataset, self.encoder)
-        self.target = target.eval().requires_grad_(False)
-        self.method = method(self.draft, self.target, args)
+        self.method = method(self.draft, target, args)
         self.encoder.max_length = self.method.max_length
         if peft_config is not None:
             from peft import get_peft_model
 
             model = get_peft_model(model, peft_config)
         check_weights(model)
+        self.target = target.eval().requires_grad_(False)  # after the checks: a refusal leaves the target as it was
         kwargs.setdefault(
             "data_collator",
             DraftCollator(self.encoder, self.draft.config.vocab_size, self.draft.config.pad_token_id or 0),
@@ -89,23 +89,23 @@ class DraftTrainer(Trainer):
             processing_class=processing_class,
             **kwargs,
         )
-        # Found by inspection in ordinary models: our forward takes no labels, and compute_loss shifts them.
+        # Trainer inspects a model's forward for these; a draft's forward takes no labels, and compute_loss shifts them.
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
         self._place_target()
-        # since the last log
+        # counted since the last log
         self.counts = torch.zeros(self.method.count_shape, dtype=torch.float64, device=args.device)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
-        """Train, possibly from a checkpoint on.
+        """Train, optionally from a checkpoint.
 
         Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*): A checkpoint's folder, or `True` for the last one in
-                `output_dir` that was written to its end.
+            resume_from_checkpoint (`str` or `bool`, *optional*): A checkpoint's folder, or `True` for the last complete
+                one in `output_dir`.
 
         Raises:
             ValueError: If there is no such checkpoint.
-            FloatingPointError: If the loss is infinite or NaN; the weights are those of the step before.
+            FloatingPointError: If the loss is infinite or NaN. The weights are those before the step.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
@@ -116,7 +116,7 @@ class DraftTrainer(Trainer):
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> Any:
-        """The prepared batches of a step, and how many tokens all processes predict in each term of the loss."""
+        """Return the prepared batches of a step, and the number of tokens that all processes predict per loss term."""
         batches, _ = super().get_batch_samples(self._prepared(epoch_iterator), num_batches, device)
         if not batches:
             return batches, None
@@ -128,7 +128,7 @@ class DraftTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """This process's share of the mean loss of the step, and nothing beside it."""
+        """Compute this process's share of the mean loss of the step."""
         totals, counts = self.method.loss(model, inputs)
         self.counts += counts
         if not torch.isfinite(totals).all():
@@ -145,42 +145,42 @@ class DraftTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Mean loss of a batch, and what is counted for each of its rows."""
+        """Compute the mean loss of a batch and the counts of its rows."""
         with torch.no_grad():
             loss, counts = self.method.evaluate(model, self._prepare_inputs(inputs))
         return loss, counts, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """As in Trainer, with the accuracy of the draft among the metrics."""
+        """Evaluate as `Trainer` does, and add the draft's accuracy to the metrics."""
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         summary = self.method.summary(output.predictions.sum(0).tolist())
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in summary.items()})
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As in Trainer, with the accuracy of the draft since the last log."""
+        """Log as `Trainer` does, and add the draft's accuracy since the last log."""
         if "loss" in logs:
             logs = logs | self.method.summary(self.accelerator.reduce(self.counts).tolist())
             self.counts.zero_()
         super().log(logs, *args, **kwargs)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """As in Trainer; the draft's config records what a user of it shall know of the training."""
+        """Save as `Trainer` does, after the method has recorded its facts in the draft's config."""
         self.method.record(self.accelerator)
         super().save_model(*args, **kwargs)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """Not here: what `Trainer` uploads has no code and no card of a draft.
+        """Refuse: `Trainer` would upload the draft without its code and its model card.
 
         Raises:
-            ValueError: With what to call instead.
+            ValueError: With the call to use instead.
         """
         raise ValueError(
             "a trainer does not upload drafts: call draft.push_to_hub('owner/name'), or hf-longspec publish."
         )
 
     def _prepared(self, batches: Iterator) -> Iterator[dict[str, Any]]:
-        """Batches of one step with what the method adds to their rows."""
+        """Yield the batches of one step after the method has prepared them."""
         world, size = self.accelerator.num_processes, self.args.per_device_train_batch_size
         total = world * size * self.args.gradient_accumulation_steps
         for number, batch in enumerate(batches):
@@ -189,7 +189,7 @@ class DraftTrainer(Trainer):
             yield self.method.prepare(batch, self.state.global_step, total, rows)
 
     def _stored_rows(self, folder: str, rows: Any) -> KVStore:
-        """The training rows with the target's states, of which this process writes its share of what is missing."""
+        """Return the training rows with the target's states. This process writes its share of the missing ones."""
         if not hasattr(rows, "__len__"):
             raise ValueError(f"target_kv_dir={folder!r} needs a dataset with a length: leave out streaming=True.")
         target = {name: getattr(self.draft.config, name) for name in ("target", "target_name_or_path")}
@@ -200,17 +200,74 @@ class DraftTrainer(Trainer):
             return {"input_ids": tokens, "labels": labels, **self.method.stored(tokens, number)}
 
         store = KVStore(folder, len(rows), facts)
-        self.accelerator.wait_for_everyone()  # all have compared the facts
+        self.accelerator.wait_for_everyone()  # until all processes have compared the facts
         share = self.accelerator.process_index, self.accelerator.num_processes
         store.fill(row, share, silent=self.args.disable_tqdm or not self.is_world_process_zero())
         self.accelerator.wait_for_everyone()
         return store
 
     def _place_target(self) -> None:
-        """Move the target to this process's device, unless something else has spread it over devices.
+        """Move the target to this process's device, unless it is already distributed over devices.
 
-        `accelerator.prepare_model` would not move it under FSDP, and under mixed precision would replace the forward of
-        the user's model for good.
+        `accelerator.prepare_model` is not used: it does not move the model under FSDP, and under mixed precision it
+        permanently replaces the forward of the user's model.
         """
         if getattr(self.target, "hf_device_map", None) is None and not getattr(self.target, "is_quantized", False):
             self.target.to(self.args.device)
+
+
+def check_models(draft: Any, target: PreTrainedModel, args: DraftTrainingArguments) -> None:
+    """Refuse a target that the draft was not created for, or that cannot be decoded speculatively.
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
+    """
+    view = TargetView(target)
+    if reasons := view.why_not():
+        raise ValueError(f"{type(target).__name__} cannot be decoded speculatively: {'; '.join(reasons)}.")
+    draft.check(view)
+    if args.n_gpu > 1:
+        raise ValueError(f"{args.n_gpu} GPUs in one process: run one process per GPU with accelerate launch.")
+
+
+def check_weights(model: Any) -> None:
+    """Refuse a draft without trainable weights, or with trainable weights in half precision.
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise ValueError("no weight of the draft requires a gradient: call draft.requires_grad_(True).")
+    if halves := {parameter.dtype for parameter in trained} & {torch.float16, torch.bfloat16}:
+        raise ValueError(
+            f"the draft's weights are {', '.join(map(str, halves))}, in which small updates are rounded away: train "
+            "draft.float(), with bf16=True for speed."
+        )
+
+
+def check_data(name: str, dataset: Any, encoder: DocumentEncoder) -> None:
+    """Refuse a dataset without rows, or without a column to train on.
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
+    """
+    if dataset is None or isinstance(dataset, dict):
+        return
+    first = next(iter(dataset), None) if not hasattr(dataset, "__len__") or len(dataset) else None
+    if first is None:
+        raise ValueError(f"{name} has no rows: check its path, split and filters.")
+    encoder.check(list(first))
+
+
+def last_complete_checkpoint(folder: str | Path) -> str:
+    """Return the newest complete checkpoint in `folder`. `Trainer` writes trainer_state.json last.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    states = Path(folder).glob("checkpoint-*/trainer_state.json")
+    complete = [path.parent for path in states if path.parent.name.removeprefix("checkpoint-").isdigit()]
+    if not complete:
+        raise ValueError(f"{str(folder)!r} has no complete checkpoint to resume from: start without resuming.")
+    return str(max(complete, key=lambda path: int(path.name.removeprefix("checkpoint-"))))

@@ -92,8 +92,9 @@ def test_the_three_stages_follow_each_other(run, data, tmp_path, target):
         assert f"Saved in {folder} after 2 steps." in output
     drafts = [LongSpecDraftModel.from_pretrained(folder) for folder in folders]
     assert drafts[2].config.window == 16
+    # offsets in the first stage alone: rows of 90 and 80 tokens add no position that rows of 30 with offsets lack
     lengths = [draft.config.trained_max_length for draft in drafts]
-    assert 30 < lengths[0] < 512 and lengths == sorted(lengths)
+    assert 90 < lengths[0] < 512 and lengths == [lengths[0]] * 3
     assert not torch.equal(drafts[1].block.mlp.up_proj.weight, drafts[2].block.mlp.up_proj.weight)
     model = AutoModelForCausalLM.from_pretrained(target)
     prompt, mask = tiny_prompts(90, [25])
@@ -119,6 +120,21 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
     assert result.exit_code == 0, result.output
     text = (tmp_path / "draft-hub" / "README.md").read_text()
     assert facts["command"] in text and facts["commit"] in text and "2 steps" in text
+
+
+def test_longspecs_recipes_have_the_papers_positions_and_batches():
+    """Section 4.1: Anchor-Offset Indices in stage 1, vanilla indices in stages 2 and 3. Appendix D: rows per step.
+
+    Stage 2 has the rows per step of the authors' configuration.
+    """
+    stages = [
+        recipes.read_recipe(EXAMPLES / f"longspec_{stage}.yaml", {}).training for stage in ("pretrain", "long", "sft")
+    ]
+    assert [stage["max_offset"] for stage in stages] == [30_000, 0, 0]
+    assert stages[0]["anchors"] == 4
+    rows = [8 * stage["per_device_train_batch_size"] * stage["gradient_accumulation_steps"] for stage in stages]
+    assert rows == [2048, 64, 256]
+    assert [stage["learning_rate"] for stage in stages] == [5e-4, 5e-6, 5e-6]
 
 
 @pytest.mark.parametrize(("name", "learning_rate"), [("tokenswift", 5e-3), ("tokenswift_14b", 1e-3)])

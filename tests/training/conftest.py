@@ -1,4 +1,7 @@
-"""A tiny target, a draft for it, and a trainer whose runs take milliseconds."""
+"""A tiny target, drafts for it, and a trainer whose runs take milliseconds.
+
+The tests of the methods, in tests/modeling, import these fixtures.
+"""
 
 import copy
 
@@ -7,13 +10,13 @@ import torch
 
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.testing import tiny_target
-from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, liger, objective
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, losses
 from tests.tiny_tokenizers import byte_tokenizer
 
 
 @pytest.fixture(scope="session")
 def pristine_target():
-    """Never trained beside and never changed: compare with it."""
+    """A copy of the target that no test trains with or changes."""
     return tiny_target("llama", vocab_size=260, max_position_embeddings=512)
 
 
@@ -24,7 +27,7 @@ def target(pristine_target):
 
 @pytest.fixture
 def make_draft(target):
-    """`make_draft(window=8)`: a draft with the same weights every time."""
+    """`make_draft(window=8)`: a LongSpec draft with the same weights every time."""
 
     def make(**overrides):
         with torch.random.fork_rng(devices=[]):
@@ -58,7 +61,7 @@ def heads(make_heads):
 
 @pytest.fixture(scope="session")
 def tokens():
-    """A stream that can be learned: each token follows from the two before it, with some noise."""
+    """A stream that can be learned: each token depends on the two tokens before it, with some noise."""
     generator = torch.Generator().manual_seed(5)
     stream = [3, 4]
     for surprise in torch.rand(4999, generator=generator).tolist():
@@ -98,9 +101,9 @@ def make_trainer(draft, target, tokens, tmp_path):
 
 @pytest.fixture
 def ligers_loss(monkeypatch):
-    """`ligers_loss()`: puts a stand-in with the signature of Liger's loss, whose kernels need a GPU, into its place.
+    """`ligers_loss()`: replaces Liger's loss, whose kernels need a GPU, with a function of the same signature.
 
-    Returns the number of places of every call.
+    Returns a list of the number of tokens of every call. Ranks are sampled from at most 10 tokens.
     """
     calls = []
 
@@ -115,9 +118,10 @@ def ligers_loss(monkeypatch):
 
     def install():
         on_gpu = type("OnGpu", (), {"is_cuda": True})
-        own = objective.liger_cross_entropy
-        monkeypatch.setattr(liger, "LigerFusedLinearCrossEntropyLoss", Fused)
-        monkeypatch.setattr(objective, "liger_cross_entropy", lambda ends, _: own(ends, on_gpu))
+        own = losses.liger_cross_entropy
+        monkeypatch.setattr(losses, "LigerFusedLinearCrossEntropyLoss", Fused)
+        monkeypatch.setattr(losses, "liger_cross_entropy", lambda ends, _: own(ends, on_gpu))
+        monkeypatch.setattr(losses, "SAMPLED_PLACES", 10)
         return calls
 
     return install
@@ -125,7 +129,7 @@ def ligers_loss(monkeypatch):
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    """Bytes and two special tokens, with a chat template that marks what the assistant says."""
+    """Bytes and two special tokens, with a chat template that marks the assistant's messages."""
     tokenizer = byte_tokenizer(special=("<pad>", "<eos>"))
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}<eos>{% endgeneration %}"

@@ -1,10 +1,11 @@
-"""One run of three steps of eight ragged rows, however they are divided.
+"""One run of three steps of eight ragged rows, divided over batches, accumulation and processes.
 
-`accelerate launch --multi_gpu --num_processes 2 divided.py FOLDER` divides them over processes. With a configuration
-for FSDP, `divided.py FOLDER sharded` divides the draft as well.
+`accelerate launch --config_file FSDP_CONFIG divided.py FOLDER` runs every kind of draft twice in each process: with the
+whole draft in every process, and sharded.
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def make_trainer(folder, rows, accumulation, kind):
 
 
 def history(trainer):
-    """What the log says of each step, without times."""
+    """The logged values of each step, without times."""
     names = ["loss", "grad_norm", "num_input_tokens_seen", "acceptance_gap_1", "acceptance_gap_5"]
     names += ["head_1_top1", "head_3_top3"]
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -59,10 +60,7 @@ def history(trainer):
 
 
 def shard_on_cpu():
-    """Let accelerate shard as it does on GPUs.
-
-    On a CPU it takes DDP instead, without a word. Torch's FSDP itself runs over gloo.
-    """
+    """Make accelerate shard on a CPU, where it silently uses DDP instead. Torch's FSDP runs over gloo."""
     prepare = AcceleratorState.__init__
 
     def init(self, *args, **kwargs):
@@ -75,17 +73,20 @@ def shard_on_cpu():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[2:] == ["sharded"]:
-        shard_on_cpu()
-    for kind in KINDS:
-        output = Path(sys.argv[1]) / kind
-        run = make_trainer(output, 2, 2, kind)
-        run.train()
-        parts = [type(part).__name__ for part in run.draft.parameters()]
-        metrics = run.evaluate()
-        run.save_model()
-        if run.accelerator.is_main_process:
-            told = {"steps": history(run), "metrics": metrics, "parts": parts}
-            (output / "history.json").write_text(json.dumps(told))
-    # threads of the process group that outlive it abort the process now and then
+    assert os.environ["ACCELERATE_USE_FSDP"] == "true"  # set by accelerate launch from the configuration
+    for mode in ("whole", "sharded"):
+        os.environ["ACCELERATE_USE_FSDP"] = "true" if mode == "sharded" else "false"
+        if mode == "sharded":
+            shard_on_cpu()
+        for kind in KINDS:
+            output = Path(sys.argv[1]) / mode / kind
+            run = make_trainer(output, 2, 2, kind)
+            run.train()
+            parts = [type(part).__name__ for part in run.draft.parameters()]
+            metrics = run.evaluate()
+            run.save_model()
+            if run.accelerator.is_main_process:
+                facts = {"steps": history(run), "metrics": metrics, "parts": parts}
+                (output / "history.json").write_text(json.dumps(facts))
+    # without this, threads that outlive the process group sometimes abort the process
     torch.distributed.destroy_process_group()

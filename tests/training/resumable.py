@@ -1,4 +1,4 @@
-"""A short run: `python resumable.py FOLDER` begins it and kills its own process behind the fifth step."""
+"""A short run. `python resumable.py FOLDER` starts it and kills its own process after the fifth step."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ SAVED, KILLED, STEPS = 3, 5, 8
 
 
 class Watch(TrainerCallback):
-    """Counts steps, and kills the process behind one of them."""
+    """Records the steps, and kills the process after one of them."""
 
     def __init__(self, kill_at=None):
         self.kill_at = kill_at
@@ -28,7 +28,7 @@ class Watch(TrainerCallback):
 
 
 def make_trainer(folder, watch):
-    """Seven rows, two for each step: the checkpoint is in the middle of an epoch of an odd number of batches."""
+    """Seven rows, two per step: the checkpoint is in the middle of an epoch with an odd number of batches."""
     target = tiny_target("llama", max_position_embeddings=512)
     torch.manual_seed(1)
     draft = LongSpecDraftModel.from_target(target, window=16)

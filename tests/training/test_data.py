@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hf_longspec.training import DraftCollator, DraftTrainingArguments, TokenWindows, pack
-from hf_longspec.training.documents import DocumentEncoder
+from hf_longspec.training.data import DocumentEncoder
 
 datasets = pytest.importorskip("datasets")
 TEXTS = ["one", "second text", "", "the third of the texts"]
@@ -20,14 +20,14 @@ def encode(text, tokenizer):
     return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
 
 
-def test_a_text_ends_with_the_end_of_text_which_is_predicted(args, tokenizer):
+def test_the_end_of_text_token_is_appended_and_predicted(args, tokenizer):
     tokens, labels = DocumentEncoder(args, tokenizer)({"text": "some text"})
     assert tokens.tolist() == labels.tolist() == encode("some text", tokenizer)
     again, _ = DocumentEncoder(args, tokenizer)({"text": "some text<eos>"})
     assert again.tolist() == tokens.tolist()
 
 
-def test_tokens_and_labels_are_taken_as_they_are(args):
+def test_tokens_and_labels_are_used_as_they_are(args):
     tokens, labels = DocumentEncoder(args)({"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "text": 3})
     assert tokens.tolist() == [5, 6, 7] and labels.tolist() == [-100, 6, 7]
 
@@ -48,12 +48,12 @@ def test_conversations_go_through_the_template(args, tokenizer, assistant_only):
     assert tokenizer.decode(predicted) == ("yes<eos>" if assistant_only else "U:hiA:yes<eos>")
 
 
-def test_a_template_without_marks_cannot_train_the_assistant_alone(args, tokenizer):
+def test_a_template_without_marks_cannot_train_on_the_assistant_only(args, tokenizer):
     args.assistant_only = True
     unmarked = tokenizer.chat_template
     try:
         tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        with pytest.raises(ValueError, match="marks nothing as the assistant's"):
+        with pytest.raises(ValueError, match="marks no tokens of the assistant: put"):
             DocumentEncoder(args, tokenizer)({"messages": [{"role": "assistant", "content": "yes"}]})
     finally:
         tokenizer.chat_template = unmarked
@@ -70,7 +70,7 @@ def test_batches_are_padded_on_the_right(args):
 
 
 @pytest.mark.parametrize("token", [-1, 10])
-def test_tokens_that_the_target_does_not_have_are_refused(args, token):
+def test_tokens_outside_the_vocabulary_are_refused(args, token):
     collate = DraftCollator(DocumentEncoder(args), vocab_size=10)
     with pytest.raises(ValueError, match=f"the token {token}, and the target's vocabulary is 0 to 9.*tokenizer"):
         collate([{"input_ids": [3, token]}])
@@ -81,8 +81,7 @@ def test_empty_rows_are_refused(args):
         DraftCollator(DocumentEncoder(args), vocab_size=10)([{"input_ids": [3]}, {"input_ids": []}])
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("length", [5, 1000])
+@pytest.mark.parametrize(("streaming", "length"), [(False, 5), (True, 1000)])
 def test_packed_rows_are_the_documents_one_after_the_other(args, tokenizer, streaming, length):
     documents = datasets.Dataset.from_dict({"number": [1, 2, 3, 4], "text": TEXTS})
     rows = list(pack(documents.to_iterable_dataset() if streaming else documents, tokenizer, args, length))
@@ -122,7 +121,7 @@ def test_windows_that_hold_no_row_are_refused(tokens, length):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_dataset_of_texts_trains(make_trainer, tokenizer, streaming):
-    """Packed, and as documents of different lengths."""
+    """As documents of different lengths, and packed."""
     texts = datasets.Dataset.from_dict({"text": [text * 5 for text in TEXTS] * 4})
     texts = texts.to_iterable_dataset() if streaming else texts
     trainer = make_trainer(dataset=texts, tokenizer=tokenizer, max_steps=2)

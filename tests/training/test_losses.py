@@ -1,26 +1,34 @@
-"""Chunked losses against torch's own on all logits at once."""
+"""Chunked losses against torch's own on all logits at once, and Liger's kernel against ours."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
-from hf_longspec.training.losses import cross_entropy, forward_kl, head_loss, rank
+from hf_longspec.attention_backends.triton_runtime import INTERPRETED
+from hf_longspec.generation.target_ends import TargetEnds
+from hf_longspec.testing import tiny_target
+from hf_longspec.training import losses as losses_module
+from hf_longspec.training.losses import cross_entropy, forward_kl, head_loss, liger_cross_entropy, rank
 
 LEVELS, PLACES, WIDTH, VOCAB = 2, 37, 12, 53
 # Sums of 37 losses around 4 and their gradients, in another order of summation.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
 
-@pytest.fixture(params=[torch.float64, torch.float32], ids=str)
+@pytest.fixture
 def case(request):
+    """Hidden states, labels and a head, in float64 unless a test is parametrized with a dtype."""
     generator = torch.Generator().manual_seed(0)
+    dtype = getattr(request, "param", torch.float64)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(request.param)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     weight = normal(VOCAB, WIDTH)
     return {
-        "dtype": request.param,
+        "dtype": dtype,
         "hidden": normal(LEVELS, PLACES, WIDTH).requires_grad_(),
         "counts": torch.rand(LEVELS, PLACES, generator=generator) < 0.8,
         "target": normal(PLACES, WIDTH),
@@ -30,7 +38,7 @@ def case(request):
 
 
 def plain_kl(case, hidden, counts):
-    """The definition, with a loop over places."""
+    """The definition, with a loop over tokens."""
     draft, target = (case["head"](states).softmax(-1) for states in (hidden, case["target"]))
     places = zip(target, draft, counts, strict=True)
     return sum((p * (p.log() - q.log())).sum() for p, q, counted in places if counted)
@@ -44,7 +52,11 @@ def objective(case, name):
     return cross_entropy(case["labels"]) if name == "ce" else forward_kl(case["target"], case["head"])
 
 
-@pytest.mark.parametrize("chunk_size", [1, 8, PLACES, 1000])
+@pytest.mark.parametrize(
+    ("case", "chunk_size"),
+    [(torch.float64, 1), (torch.float64, 8), (torch.float32, PLACES), (torch.float32, 1000)],
+    indirect=["case"],
+)
 @pytest.mark.parametrize(("name", "plain"), [("ce", plain_ce), ("kl", plain_kl)])
 def test_loss_and_gradient_equal_those_of_all_logits(case, name, plain, chunk_size):
     hidden, weights = case["hidden"], torch.tensor([1 / 7, 1 / 5], dtype=case["dtype"])
@@ -58,7 +70,7 @@ def test_loss_and_gradient_equal_those_of_all_logits(case, name, plain, chunk_si
 
 
 @pytest.mark.parametrize("name", ["ce", "kl"])
-def test_ranks_are_the_wanted_tokens_places_in_the_drafts_order(case, name):
+def test_ranks_count_the_tokens_before_the_wanted_one(case, name):
     with torch.no_grad():
         order = case["head"](case["hidden"]).argsort(-1, descending=True)
         wanted = case["head"](case["target"]).argmax(-1) if name == "kl" else case["labels"]
@@ -70,7 +82,7 @@ def test_ranks_are_the_wanted_tokens_places_in_the_drafts_order(case, name):
     assert 0 < (ranks[0] == 0).sum() < PLACES
 
 
-def test_of_equal_logits_the_lower_id_comes_first():
+def test_the_lower_id_comes_first_of_equal_logits():
     """As in argmax, so that a tie in bfloat16 is a hit exactly when the draft would propose the wanted token."""
     logits = torch.tensor([[2.0, 5.0, 5.0, 1.0, 5.0]]).expand(5, -1)
     assert rank(logits, torch.arange(5)[:, None]).tolist() == [3, 0, 1, 4, 2]
@@ -88,7 +100,7 @@ def test_never_more_logits_than_a_chunk(case):
     assert sizes == [10, 10, 10, 10, 10, 10, 7, 7]
 
 
-def test_what_all_levels_are_compared_with_is_computed_once(case):
+def test_the_targets_logits_are_computed_once_for_all_levels(case):
     sizes = []
 
     def target_head(hidden):
@@ -111,7 +123,7 @@ def test_a_frozen_head_gets_no_gradient_and_an_empty_batch_gives_zero():
 
 
 def test_a_bfloat16_head_is_scored_in_float32(case):
-    """Logits in bfloat16, everything behind them in float32: within the rounding of the logits, not of the sum."""
+    """The logits are in bfloat16, the loss in float32. Only the rounding of the logits remains."""
     hidden = case["hidden"][:1].detach().float()
     weight = torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(1))
     head = lambda states: states.bfloat16() @ weight.bfloat16().T  # noqa: E731
@@ -119,3 +131,40 @@ def test_a_bfloat16_head_is_scored_in_float32(case):
     exact = torch_cross_entropy(head(hidden[0]).double(), case["labels"], reduction="sum")
     assert total.dtype == torch.float32
     torch.testing.assert_close(total[0].double(), exact, rtol=1e-6, atol=0)
+
+
+ON_GPU = SimpleNamespace(is_cuda=True)
+
+
+def test_ligers_loss_is_used_on_gpus_with_a_head_that_it_supports(monkeypatch):
+    """Granite divides its logits. Gemma 2 has a softcap, which Liger applies too."""
+    llama, gemma2, granite = (TargetEnds(tiny_target(name)) for name in ("llama", "gemma2", "granite"))
+    monkeypatch.setattr(losses_module, "LigerFusedLinearCrossEntropyLoss", lambda **settings: None)
+    assert liger_cross_entropy(llama, ON_GPU) is not None and liger_cross_entropy(gemma2, ON_GPU) is not None
+    assert liger_cross_entropy(granite, ON_GPU) is None
+    assert liger_cross_entropy(llama, torch.zeros(1)) is None
+    monkeypatch.setattr(losses_module, "LigerFusedLinearCrossEntropyLoss", None)  # not installed
+    assert liger_cross_entropy(llama, ON_GPU) is None
+
+
+def test_ligers_loss_and_gradient_are_ours():
+    """Without a softcap, whose tanh Triton's interpreter lacks. `pip install liger-kernel` (0.8.5 was run)."""
+    pytest.importorskip("liger_kernel")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not INTERPRETED:
+        pytest.skip("no GPU, and Triton compiles")
+    # sums of 37 losses around 10, and gradients of up to 0.1, in float32 in another order
+    loss_error, gradient_error = 1e-5, 1e-6
+    model = tiny_target("llama").to(device).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    hidden = (3 * torch.randn(PLACES, model.config.hidden_size, generator=generator)).to(device)
+    labels = torch.randint(model.config.vocab_size, (PLACES,), generator=generator).to(device)
+    ends = TargetEnds(model)
+    ours, theirs = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    expected, _ = head_loss(ours[None], ends.head, cross_entropy(labels), 16)
+    (2 * expected.sum()).backward()  # a slope other than 1
+    found = liger_cross_entropy(ends, ON_GPU)(theirs, labels)
+    (2 * found).backward()
+    assert found.item() == pytest.approx(expected.item(), rel=loss_error)
+    assert ours.grad.abs().max() > 0.01
+    torch.testing.assert_close(theirs.grad, ours.grad, rtol=loss_error, atol=gradient_error)

@@ -1,4 +1,4 @@
-"""A run that is killed and resumed against one that is not."""
+"""A run that is killed and resumed, against an uninterrupted one."""
 
 import signal
 import subprocess
@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_longspec.training.checks import last_complete_checkpoint
+from hf_longspec.training.trainer import last_complete_checkpoint
 from tests.training.resumable import SAVED, STEPS, Watch, make_trainer
 
 SCRIPT = Path(__file__).with_name("resumable.py")
 
 
-def test_a_killed_run_resumes_to_the_weights_of_an_unbroken_one(tmp_path):
+def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(tmp_path):
     """Bit for bit: weights, optimizer, and the largest position."""
     killed = tmp_path / "killed"
     command = [sys.executable, str(SCRIPT), str(killed)]
@@ -33,14 +33,14 @@ def test_a_killed_run_resumes_to_the_weights_of_an_unbroken_one(tmp_path):
     assert all(torch.equal(tensor, other[name]) for name, tensor in whole.draft.state_dict().items())
     moments = [trainer.optimizer.state_dict()["state"] for trainer in (whole, resumed)]
     assert all(torch.equal(moments[0][key]["exp_avg"], moments[1][key]["exp_avg"]) for key in moments[0])
-    # the farthest row came before the checkpoint, so that only a recorded position can know it
+    # the largest offset was drawn before the checkpoint, so it has to come from the recorded position
     drawn = [max(whole.method.noise.draw(step, 2, range(2), [33, 33])[1]) for step in range(STEPS)]
     assert max(drawn[:SAVED]) > max(drawn[SAVED:])
     assert resumed.method.longest_position == whole.method.longest_position == 32 + max(drawn)
     assert resumed.state.num_input_tokens_seen == whole.state.num_input_tokens_seen
 
 
-def test_the_last_checkpoint_written_to_its_end_is_taken(tmp_path):
+def test_the_last_complete_checkpoint_is_used(tmp_path):
     for step in (2, 10, 30):
         (tmp_path / f"checkpoint-{step}").mkdir()
     for step in (2, 10):

@@ -1,5 +1,6 @@
-"""What a run does to draft, target and folder."""
+"""Refusals before a run, saved drafts, checkpoints and adapters, with LongSpec drafts."""
 
+import json
 import os
 
 import pytest
@@ -7,42 +8,84 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import LongSpecDraftModel
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.training import TokenWindows
+from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 
 
 def weights(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("loss", ["kl", "ce"])
-def test_every_weight_of_the_draft_moves_and_none_of_the_target(make_trainer, draft, target, pristine_target, loss):
-    before = weights(draft)
-    make_trainer(loss=loss, target_chunk_size=None if loss == "kl" else 20).train()
-    unmoved = [name for name, tensor in draft.state_dict().items() if torch.equal(tensor, before[name])]
-    assert not unmoved
-    pristine = pristine_target.state_dict()
-    assert all(torch.equal(tensor, pristine[name]) for name, tensor in target.state_dict().items())
-    assert all(parameter.grad is None for parameter in target.parameters())
+def refuse(match, make, **settings):
+    with pytest.raises(ValueError, match=match) as caught:
+        make(**settings)
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("loss", ["kl", "ce"])
-def test_the_loss_falls_and_acceptance_rises(make_trainer, tokens, loss):
-    """Eight rows at every gap, until the draft knows them."""
-    rows = TokenWindows(tokens[: 8 * 33], 33)
-    trainer = make_trainer(
-        dataset=rows, eval_dataset=rows, loss=loss, max_steps=60, per_device_train_batch_size=8, max_offset=0
+class TestRefusals:
+    """Each gives the value, the rule and the remedy in one line."""
+
+    def test_datasets_without_rows_or_columns(self, make_trainer, tokenizer):
+        refuse("train_dataset has no rows: check", make_trainer, dataset=[])
+        refuse("eval_dataset has no rows: check", make_trainer, eval_dataset=iter(()))
+        refuse(
+            r"columns \['content', 'id'\].*text_column='text'.*right column",
+            make_trainer,
+            dataset=[{"content": "x", "id": 1}],
+        )
+        refuse("text_column='body'", make_trainer, dataset=[{"text": "x"}], text_column="body", tokenizer=tokenizer)
+        refuse("no tokenizer was given: pass processing_class", make_trainer, dataset=[{"text": "x"}])
+
+    def test_lengths_beyond_the_target(self, make_trainer, tokens):
+        refuse("513 tokens, and the target has 512 positions.*max_length", make_trainer, max_length=513)
+        trainer = make_trainer(dataset=TokenWindows(tokens, 600))
+        refuse("600 tokens, and the target has 512 positions", trainer.train)
+
+    @pytest.mark.parametrize(
+        ("settings", "match"),
+        [
+            ({"loss": "mse"}, "loss='mse': expected one of kl, ce"),
+            ({"anchors": -1}, "anchors=-1: expected a whole number of at least 0"),
+            ({"max_offset": -5}, "max_offset=-5"),
+            ({"loss_chunk_size": 0}, "loss_chunk_size=0: expected a whole number of at least 1"),
+            ({"target_chunk_size": 0}, "target_chunk_size=0"),
+            ({"max_length": 1}, "max_length=1: a row needs 2 tokens"),
+            ({"remove_unused_columns": True}, "leave it False"),
+            ({"push_to_hub": True}, "without its code, under the name of a folder: leave it False"),
+        ],
     )
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert after["eval_loss"] < 0.7 * before["eval_loss"]
-    for name in [f"eval_acceptance_gap_{gap}" for gap in range(1, 6)]:
-        assert after[name] > before[name] + 0.2
-    assert after["eval_estimated_tau"] > before["eval_estimated_tau"] + 0.2
+    def test_settings(self, tmp_path, settings, match):
+        refuse(match, DraftTrainingArguments, output_dir=str(tmp_path), use_cpu=True, **settings)
+
+    def test_uploads(self, make_trainer):
+        refuse(r"call draft.push_to_hub\('owner/name'\)", make_trainer().push_to_hub)
+
+    def test_models_that_do_not_fit_together(self, make_trainer, make_draft, target):
+        target.train()
+        refuse("bfloat16, in which small updates.*draft.float", make_trainer, model=make_draft().bfloat16())
+        refuse("requires a gradient: call", make_trainer, model=make_draft().requires_grad_(False))
+        refuse(r"noise_range=\[3, 2\]", make_trainer, model=make_draft(noise_range=[3, 2]))
+        args = DraftTrainingArguments("unused", use_cpu=True)
+        refuse("hidden_size=64, and this target has hidden_size=32", DraftTrainer, model=make_draft(), args=args,
+               target=tiny_target("llama", vocab_size=260, hidden_size=32))  # fmt: skip
+        # a refusal changes nothing
+        assert target.training and all(parameter.requires_grad for parameter in target.parameters())
 
 
-def test_a_saved_draft_loads_and_generates_what_the_target_alone_does(make_trainer, target, tmp_path):
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+def test_a_loss_of_nan_ends_the_run_before_it_reaches_the_weights(make_trainer, draft, loss):
+    trainer = make_trainer(loss=loss, max_steps=5)
+    with torch.no_grad():
+        draft.block.mlp.down_proj.weight[0, 0] = float("nan")
+    before = weights(draft)
+    with pytest.raises(FloatingPointError, match="the loss at step 1 is nan: lower learning_rate"):
+        trainer.train()
+    assert all(
+        tensor.equal(before[name]) or name.endswith("down_proj.weight") for name, tensor in draft.state_dict().items()
+    )
+
+
+def test_a_saved_draft_loads_and_generates_the_text_of_the_target(make_trainer, target, tmp_path):
     trainer = make_trainer(max_steps=4)
     trainer.train()
     trainer.save_model(tmp_path / "draft")
@@ -55,7 +98,7 @@ def test_a_saved_draft_loads_and_generates_what_the_target_alone_does(make_train
     assert target.generate(prompt, assistant_model=draft, **settings).tolist() == plain.tolist()
 
 
-def test_checkpoint_and_optimizer_hold_the_draft_alone(make_trainer, draft, tmp_path):
+def test_checkpoint_and_optimizer_hold_only_the_draft(make_trainer, draft, tmp_path):
     trainer = make_trainer(max_steps=2, save_strategy="steps", save_steps=2)
     trainer.train()
     folder = tmp_path / "run" / "checkpoint-2"
@@ -67,14 +110,49 @@ def test_checkpoint_and_optimizer_hold_the_draft_alone(make_trainer, draft, tmp_
     assert os.path.getsize(folder / "optimizer.pt") < 2.2 * size
 
 
-@pytest.mark.parametrize("max_offset", [0, 100])
-def test_the_largest_position_is_recorded(make_trainer, draft, tmp_path, max_offset):
-    trainer = make_trainer(max_steps=5, max_offset=max_offset)
-    trainer.train()
-    trainer.save_model(tmp_path / "draft")
-    recorded = LongSpecDraftModel.from_pretrained(tmp_path / "draft").config.trained_max_length
-    offsets = [
-        offset for step in range(5) for offset in trainer.method.noise.draw(step, 2, range(2), [33, 33])[1]
-    ]  # drawn again, from the definition
-    assert recorded == 32 + max(offsets)
-    assert max(offsets) <= max_offset and (max_offset == 0 or max(offsets) > 0)
+class TestAdapters:
+    """LoRA on an existing draft: an adapter is trained, saved, loaded and used for drafting."""
+
+    @pytest.fixture
+    def peft(self):
+        return pytest.importorskip("peft")
+
+    @pytest.fixture
+    def config(self, peft):
+        return peft.LoraConfig(r=3, target_modules=["q_proj", "o_proj", "down_proj"])
+
+    def test_only_the_adapter_is_saved_and_it_loads_and_drafts(
+        self, peft, make_trainer, draft, target, config, tmp_path
+    ):
+        draft.save_pretrained(tmp_path / "base")
+        base = weights(draft)
+        trainer = make_trainer(peft_config=config, max_steps=4)
+        trainer.train()
+        trainer.save_model(tmp_path / "adapter")
+        assert not (tmp_path / "adapter" / "model.safetensors").exists()
+        saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        assert saved and all("lora_" in name for name in saved)
+        assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 3
+
+        fresh = LongSpecDraftModel.from_pretrained(tmp_path / "base")
+        assert all(tensor.equal(base[name]) for name, tensor in fresh.state_dict().items())
+        loaded = peft.PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+        prompt, mask = tiny_prompts(target.config.vocab_size, [19])
+        settings = {"attention_mask": mask, "max_new_tokens": 21, "do_sample": False, "return_dict_in_generate": True}
+        plain = target.generate(prompt, **settings)
+        for assistant in (loaded, loaded.merge_and_unload()):
+            out = target.generate(prompt, assistant_model=assistant, **settings)
+            assert out.sequences.tolist() == plain.sequences.tolist()
+            assert out.speculation.num_draft_tokens > 0
+
+    def test_only_the_adapter_changes(self, peft, make_trainer, draft, config):
+        model = peft.get_peft_model(draft, config)
+        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        make_trainer(model=model, max_steps=3).train()
+        changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+        assert changed == {name for name in before if "lora_" in name}
+
+    def test_a_half_precision_draft_can_get_an_adapter(self, make_trainer, draft, config):
+        trainer = make_trainer(model=draft.bfloat16(), peft_config=config, max_steps=1)
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] > 0

@@ -1,4 +1,7 @@
-"""HeadsMethod: every head predicts its own token ahead, from what the target's final norm is given."""
+"""Training of TokenSwift heads: every head predicts the token at its own distance.
+
+Source: TokenSwift (https://huggingface.co/papers/2502.18890), section 3.1 and appendix B.1.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,27 +9,23 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..generation.final_norm import final_norm_of
-from ..generation.target_ends import TargetEnds
-from .arguments import DraftTrainingArguments
-from .documents import IGNORED
-from .hidden_pass import HiddenPass
-from .method import TrainingMethod
-from .objective import DraftObjective
-from .positions import check_length
+from ...generation.final_norm import final_norm_of
+from ...generation.target_ends import TargetEnds
+from ...training.arguments import DraftTrainingArguments
+from ...training.data import IGNORED
+from ...training.losses import DraftObjective
+from ...training.method import TrainingMethod, check_length
+from ...training.target_states import HiddenPass
 
-TOP = 3  # children that a tree usually gives to a node of a head
+TOP = 3  # number of children that a tree usually gives to a node of a head
 
 
-class HeadsMethod(TrainingMethod):
-    """Trains heads on rows at the positions 0, 1, 2, ...; the terms of the loss, and the levels of the counts, are the
-    heads.
+class TokenSwiftMethod(TrainingMethod):
+    """Trains heads on rows at the positions 0, 1, 2, ... The loss has one term and the counts one level per head.
 
-    Head i (from 1) at place t wants token t + 1 + i: with `loss="ce"` the text's, with `loss="kl"` the distribution
-    that the target has for it at place t + i. Where the row has no such token, or no label for it, the head has no
-    loss.
-
-    Source: TokenSwift (https://huggingface.co/papers/2502.18890), section 3.1 and appendix B.1.
+    Head i (from 1) at index t predicts token t + 1 + i. With `loss="ce"` the wanted token is that of the text; with
+    `loss="kl"` the wanted distribution is the target's at index t + i. A head has no loss where the row has no such
+    token, or no label for it.
     """
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
@@ -42,28 +41,28 @@ class HeadsMethod(TrainingMethod):
         self.count_shape = draft.config.num_heads, 3
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
-        """The batch as it is: nothing about a row is random."""
+        """Return the batch unchanged, after a check of its length. Nothing is drawn at random."""
         check_length(batch["input_ids"].shape[1], self.position_limit)
         return batch
 
     def items(self, labels: torch.Tensor) -> torch.Tensor:
-        """Labels that head i can predict: those from place 1 + i on."""
+        """Count the labels that each head predicts. Head i predicts those from index 1 + i on."""
         present = labels != IGNORED
         heads = range(2, 2 + self.draft.config.num_heads)
         return torch.stack([present[:, first:].sum() for first in heads])
 
     def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums over a batch, and of each head its hits, its hits among the first three, and its places."""
+        """Return each head's summed loss, and its hits, its hits among the first three, and its predicted tokens."""
         totals, counts = self._run(model, inputs)
         return totals, counts.sum(0)
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum of the heads' mean losses, and the counts of each row."""
+        """Return the sum of the heads' mean losses, and the counts of each row."""
         totals, counts = self._run(model, inputs)
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Share of hits of every head, by its most likely token and by its three most likely ones."""
+        """Compute the share of hits of every head, by its most likely token and by its three most likely tokens."""
         logs: dict[str, float] = {}
         for head, (first, top, places) in enumerate(counts, start=1):
             if places:
@@ -71,21 +70,21 @@ class HeadsMethod(TrainingMethod):
         return logs
 
     def facts(self) -> dict[str, Any]:
-        """What is stored, and where rows are cut."""
+        """Return the kind of the stored states, and the length at which rows are cut."""
         return {"states": "final_norm_input", "max_length": self.args.max_length}
 
     def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """What the final norm is given."""
+        """Compute the input of the target's final norm for a row."""
         check_length(len(tokens), self.position_limit)
         return {"hidden": self.hidden_pass(tokens[None].to(self.args.device))[0]}
 
     def _run(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums of the heads' losses, and the counts of each row."""
+        """Run the heads over a batch. Returns the sums of their losses, and the counts of each row."""
         tokens, labels = inputs["input_ids"], inputs["labels"][:, 1:]
         hidden = inputs["hidden"] if "hidden" in inputs else self.hidden_pass(tokens)
         rows, places = (labels != IGNORED).nonzero(as_tuple=True)  # the target predicts these tokens here
         heads = torch.arange(1, 1 + self.draft.config.num_heads, device=tokens.device)[:, None]
-        counts = places >= heads  # head i predicts them i places before
+        counts = places >= heads  # head i predicts them i tokens earlier
         embedded = {"embedded": self.ends.embed(tokens)} if self.draft.config.sequential else {}
         states = model(hidden=hidden, **embedded)[heads - 1, rows, (places - heads).clamp_min(0)]
         wanted = hidden[rows, places] if self.args.loss == "kl" else None
@@ -94,7 +93,14 @@ class HeadsMethod(TrainingMethod):
 
     @staticmethod
     def _counted(ranks: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Counts `(B, heads, 3)` of ranks `(heads, m)`, where `counts` says which places those of a head are."""
+        """Count hits, top-3 hits and predicted tokens, `(B, heads, 3)`.
+
+        Args:
+            ranks (`torch.LongTensor` of shape `(heads, m)`): Ranks of the wanted tokens.
+            counts (`torch.BoolTensor` of shape `(heads, m)`): Whether the head predicts the token.
+            rows (`torch.LongTensor` of shape `(m,)`): Row of each token.
+            num_rows (`int`): Number of rows of the batch.
+        """
         numbers = torch.stack([(ranks < 1) & counts, (ranks < TOP) & counts, counts], -1).to(torch.float64)
         total = torch.zeros(num_rows, *numbers.shape[::2], dtype=torch.float64, device=ranks.device)
         return total.index_add_(0, rows, numbers.transpose(0, 1))

@@ -1,0 +1,1 @@
+"""LongSpec: a draft of one block that reads the cache of its target."""

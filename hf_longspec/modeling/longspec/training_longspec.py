@@ -1,0 +1,273 @@
+"""Training of LongSpec drafts: Anchor-Offset Indices and Flash Noisy Training.
+
+Source: LongSpec (https://huggingface.co/papers/2502.17421), section 3.2.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ...generation.target_parts import TargetParts
+from ...training.arguments import DraftTrainingArguments
+from ...training.data import IGNORED
+from ...training.losses import DraftObjective
+from ...training.method import TrainingMethod, check_length
+from ...training.target_states import TargetPass, TargetStates
+
+
+class LongSpecMethod(TrainingMethod):
+    """Trains every row at its own gap and offset. The counts have one level per gap.
+
+    The gap is the distance between a query and the newest key of the target that it sees; the offset shifts the
+    positions after the anchors. The loss has one term.
+    """
+
+    def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
+        super().__init__(draft, target, args)
+        self.parts = TargetParts(target, draft.config.kv_layer)
+        self.noise = RowNoise(args.seed, draft.config.noise_range, self.position_limit, args.max_offset)
+        self.target_pass = TargetPass(self.parts, args.target_chunk_size, hidden=args.loss == "kl")
+        self.objective = DraftObjective(self.parts, args.loss_chunk_size)
+        self.count_shape = self.noise.gaps[1] - self.noise.gaps[0] + 1, 2
+        self.longest_position = draft.config.trained_max_length or 0
+
+    def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
+        """Add the gaps and the positions of the rows, and remove the labels of queries that see no key."""
+        lengths = batch["attention_mask"].sum(1).tolist()
+        gaps, offsets = self.noise.draw(step, total, rows, lengths)
+        positions = batch.get("position_ids")  # the stored keys of a KVStore are rotated by their positions
+        if positions is None:
+            positions = anchor_offset_positions(batch["input_ids"].shape[1], offsets, self.args.anchors)
+        last = max(int(row[length - 1]) for row, length in zip(positions, lengths, strict=True))
+        self.longest_position = max(self.longest_position, last)
+        return {**batch, "gaps": gaps, "position_ids": positions, "labels": without_keyless(batch["labels"], gaps)}
+
+    def items(self, labels: torch.Tensor) -> torch.Tensor:
+        """Count the labels. Query t predicts token t + 1."""
+        return (labels[:, 1:] != IGNORED).sum()[None]
+
+    def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed loss of a prepared batch, and the hits and predicted tokens of every gap."""
+        if "keys" in inputs:
+            states = TargetStates(inputs["keys"], inputs["values"], inputs.get("hidden"))
+        else:
+            states = self.target_pass(inputs["input_ids"], inputs["position_ids"])
+        total, hits, rows = self._run(model, inputs, states, inputs["gaps"])
+        levels = torch.tensor(inputs["gaps"], device=rows.device)[rows] - self.noise.gaps[0]
+        return total, counted(hits, levels, self.count_shape[0])
+
+    def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean loss of a batch over all gaps at the positions 0, 1, 2, ..., and each row's counts by gap."""
+        tokens, labels = inputs["input_ids"], inputs["labels"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        states = self.target_pass(tokens, positions)
+        first, last = self.noise.gaps
+        total, counts = torch.zeros(1, device=tokens.device), []
+        for gap in range(first, last + 1):
+            gaps = [gap] * len(tokens)
+            seen = {"input_ids": tokens, "position_ids": positions, "labels": without_keyless(labels, gaps)}
+            loss, hits, rows = self._run(model, seen, states, gaps)
+            total += loss
+            counts.append(counted(hits, rows, len(tokens)))
+        by_row = torch.stack(counts, 1)
+        return total[0] / by_row[..., 1].sum().clamp_min(1), by_row
+
+    def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Compute the acceptance of every gap, and the tau to expect from it."""
+        return acceptance(self.noise.gaps[0], counts)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the layer, the loss and every setting that the positions depend on."""
+        facts = {name: getattr(self.args, name) for name in ("loss", "seed", "anchors", "max_offset", "max_length")}
+        return facts | {"kv_layer": self.parts.kv_layer}
+
+    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+        """Compute keys, values and hidden states of a row at positions that are drawn once and stored with them."""
+        _, offsets = self.noise.draw(-1 - number, 1, [0], [len(tokens)])  # negative: no step has such a number
+        positions = anchor_offset_positions(len(tokens), offsets, self.args.anchors)
+        states = self.target_pass(tokens[None].to(self.args.device), positions.to(self.args.device))
+        tensors = {"keys": states.keys[0], "values": states.values[0], "position_ids": positions[0]}
+        return tensors if states.hidden is None else {**tensors, "hidden": states.hidden[0]}
+
+    def resume(self, checkpoint: str) -> None:
+        """Restore the largest position of the earlier run."""
+        if os.path.isfile(os.path.join(checkpoint, "config.json")):
+            before = type(self.draft.config).from_pretrained(checkpoint)
+            self.longest_position = max(self.longest_position, before.trained_max_length or 0)
+
+    def record(self, accelerator: Any) -> None:
+        """Record the largest position that any process has trained at."""
+        longest = accelerator.gather(torch.tensor([self.longest_position], device=accelerator.device))
+        self.draft.config.trained_max_length = int(longest.max()) or None
+
+    def _run(
+        self, model: Any, inputs: dict[str, Any], states: TargetStates, gaps: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Run the draft over a batch.
+
+        Returns:
+            The summed loss `(1,)`. For the predicted tokens, or a sample of them, whether the draft's most likely token
+            is the wanted one, and the index of the row.
+        """
+        tokens, positions = inputs["input_ids"], inputs["position_ids"]
+        hidden = model(
+            input_ids=tokens,
+            position_ids=positions,
+            keys=states.keys,
+            values=states.values,
+            gaps=gaps,
+            parts=self.parts,
+        )
+        labels = inputs["labels"][:, 1:]
+        places = labels != IGNORED
+        wanted = None if states.hidden is None else states.hidden[:, :-1][places]
+        total, ranks, sample = self.objective(hidden[:, :-1][places][None], labels[places], None, wanted)
+        return total, ranks[0] == 0, places.nonzero()[sample, 0]
+
+
+class RowNoise:
+    """Draws a gap and an offset for every row of a step.
+
+    A generator that is seeded with the run's seed and the number of the step draws for all rows of the step. Each
+    process uses the draws of its own rows, by their index in the step. So a resumed run draws the same as an
+    uninterrupted one, no two rows share a draw, and the result does not depend on how a step is divided over processes
+    and gradient accumulation.
+
+    Args:
+        seed (`int`): Seed of the run.
+        gaps (`Sequence[int]`): Smallest and largest gap. Gaps are drawn uniformly.
+        position_limit (`int`, *optional*): Number of positions of the target.
+        max_offset (`int`, *optional*): Largest offset. Offsets are drawn uniformly from 0 on, within `position_limit`.
+
+    Raises:
+        ValueError: If the gaps or the offsets have no valid range.
+    """
+
+    def __init__(self, seed: int, gaps: Sequence[int], position_limit: int | None, max_offset: int | None):
+        if len(gaps) != 2 or not 1 <= gaps[0] <= gaps[1]:
+            raise ValueError(
+                f"noise_range={list(gaps)}: expected the smallest and the largest gap, the smallest at least 1, such "
+                "as [1, 5] for a tree of depth 5."
+            )
+        if position_limit is None and max_offset is None:
+            raise ValueError(
+                "the target's configuration has no max_position_embeddings, so offsets have no range: set max_offset."
+            )
+        self.seed = seed
+        self.gaps = int(gaps[0]), int(gaps[1])
+        self.position_limit = position_limit
+        self.max_offset = max_offset
+
+    def draw(self, step: int, total: int, rows: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the gaps and the offsets of some rows of a step.
+
+        Args:
+            step (`int`): Number of the step.
+            total (`int`): Number of rows of the step, in all processes.
+            rows (`Sequence[int]`): Indices of the wanted rows among them.
+            lengths (`Sequence[int]`): Numbers of tokens of the wanted rows.
+        """
+        generator = torch.Generator().manual_seed(mixed(self.seed, step))
+        table = torch.rand(total, 2, generator=generator, dtype=torch.float64)[list(rows)].tolist()
+        low, high = self.gaps
+        gaps = [low + int(share * (high - low + 1)) for share, _ in table]
+        offsets = [int(share * (self.room(length) + 1)) for (_, share), length in zip(table, lengths, strict=True)]
+        return gaps, offsets
+
+    def room(self, length: int) -> int:
+        """Return the largest offset of a row of `length` tokens.
+
+        Raises:
+            ValueError: If the target has fewer than `length` positions.
+        """
+        check_length(length, self.position_limit)
+        if self.position_limit is None:
+            return self.max_offset or 0
+        room = self.position_limit - length
+        return room if self.max_offset is None else min(room, self.max_offset)
+
+
+def mixed(*numbers: int) -> int:
+    """Hash several numbers into one seed. Sums and products of small numbers would collide."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=7).digest())
+
+
+def anchor_offset_positions(length: int, offsets: Sequence[int], anchors: int) -> torch.Tensor:
+    """Compute positions of which the first `anchors` are unchanged and all later ones are shifted by an offset.
+
+    The first tokens of a text attract attention at every length (attention sinks). They keep the positions at which the
+    target expects them, while the other tokens get positions that short rows would never reach.
+
+    Args:
+        length (`int`): Number of tokens of a row.
+        offsets (`Sequence[int]`): One per row, at least 0.
+        anchors (`int`): Number of positions that are not shifted.
+
+    Returns:
+        `torch.LongTensor` of shape `(B, length)`.
+
+    Source: LongSpec (https://huggingface.co/papers/2502.17421), section 3.2, Anchor-Offset Indices.
+
+    >>> anchor_offset_positions(6, [0, 100], anchors=2).tolist()
+    [[0, 1, 2, 3, 4, 5], [0, 1, 102, 103, 104, 105]]
+    """
+    places = torch.arange(length)
+    return places + torch.tensor(offsets)[:, None] * (places >= anchors)
+
+
+def without_keyless(labels: torch.Tensor, gaps: list[int]) -> torch.Tensor:
+    """Remove the labels `(B, L)` of queries that see no key of the target: the first `gap` queries of a row.
+
+    >>> without_keyless(torch.tensor([[5, 6, 7, 8]]), [2]).tolist()
+    [[-100, -100, -100, 8]]
+    """
+    places = torch.arange(labels.shape[1], device=labels.device)
+    # query t predicts the label at t + 1
+    return labels.masked_fill(places <= torch.tensor(gaps, device=labels.device)[:, None], IGNORED)
+
+
+def counted(hits: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Count the hits and the predicted tokens of each group.
+
+    Args:
+        hits (`torch.BoolTensor` of shape `(n,)`): Whether the draft's most likely token is the wanted one.
+        groups (`torch.LongTensor` of shape `(n,)`): Group of each predicted token.
+        num_groups (`int`): Number of groups.
+
+    Returns:
+        `torch.DoubleTensor` of shape `(num_groups, 2)`.
+
+    >>> counted(torch.tensor([True, False, True]), torch.tensor([1, 1, 2]), 3).tolist()
+    [[0.0, 0.0], [1.0, 2.0], [1.0, 1.0]]
+    """
+    counts = torch.zeros(num_groups, 2, dtype=torch.float64, device=hits.device)
+    return counts.index_add_(0, groups, torch.stack([hits, torch.ones_like(hits)], 1).to(counts.dtype))
+
+
+def acceptance(first_gap: int, counts: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Compute the share of hits of every gap, and an estimate of tau.
+
+    Drafting at depth d has gap d + 1, so the shares are those of the levels of a draft tree with one branch. The
+    estimate `1 + a1 + a1 a2 + ...`, bonus token included, assumes that the levels are independent. It is left out
+    unless every gap from 1 on was seen.
+
+    Args:
+        first_gap (`int`): Gap of the first entry of `counts`. The entries are consecutive gaps.
+        counts (`Sequence`): Hits and predicted tokens of each gap.
+
+    >>> acceptance(1, [(3, 4), (2, 4)])
+    {'acceptance_gap_1': 0.75, 'acceptance_gap_2': 0.5, 'estimated_tau': 2.125}
+    """
+    shares = {gap: hits / places for gap, (hits, places) in enumerate(counts, start=first_gap) if places}
+    logs = {f"acceptance_gap_{gap}": share for gap, share in shares.items()}
+    if first_gap == 1 and len(shares) == len(counts):
+        tau = chain = 1.0
+        for share in shares.values():
+            chain *= share
+            tau += chain
+        logs["estimated_tau"] = tau
+    return logs

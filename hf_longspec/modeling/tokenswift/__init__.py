@@ -1,0 +1,1 @@
+"""TokenSwift: heads on the last hidden state of the target."""

@@ -1,0 +1,289 @@
+"""Training of LongSpec drafts: the loss against its definition, the random gaps and offsets, and what a run changes."""
+
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_longspec import LongSpecDraftModel
+from hf_longspec.generation.target_parts import TargetParts
+from hf_longspec.modeling.longspec.training_longspec import RowNoise, anchor_offset_positions, mixed, without_keyless
+from hf_longspec.testing import tiny_target
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+from hf_longspec.training.target_states import TargetPass
+
+LIMIT = 64
+
+
+@pytest.fixture
+def rows(tokens):
+    """Ragged rows, the last too short for most gaps."""
+    return [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (40, 21), (70, 6))]
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def trained(make_trainer, model, **settings):
+    trainer = make_trainer(model=model, optim="sgd", learning_rate=0.1, **settings)
+    trainer.train()
+    return trainer, weights(model)
+
+
+class TestPositions:
+    def test_anchors_keep_their_positions_and_the_rest_is_shifted(self):
+        assert anchor_offset_positions(7, [0, 10, 500], anchors=4).tolist() == [
+            [0, 1, 2, 3, 4, 5, 6],
+            [0, 1, 2, 3, 14, 15, 16],
+            [0, 1, 2, 3, 504, 505, 506],
+        ]
+        assert anchor_offset_positions(3, [8], anchors=0).tolist() == [[8, 9, 10]]
+        assert anchor_offset_positions(3, [8], anchors=4).tolist() == [[0, 1, 2]]
+
+    def test_queries_without_keys_are_not_trained(self):
+        labels = torch.arange(10, 18).repeat(2, 1)
+        assert without_keyless(labels, [1, 3]).tolist() == [
+            [-100, -100, 12, 13, 14, 15, 16, 17],
+            [-100, -100, -100, -100, 14, 15, 16, 17],
+        ]
+
+
+def draws(noise, steps, rows=8, length=60):
+    """Gaps and offsets of all rows of some steps."""
+    pairs = []
+    for step in steps:
+        gaps, offsets = noise.draw(step, rows, range(rows), [length] * rows)
+        pairs += zip(gaps, offsets, strict=True)
+    return pairs
+
+
+class TestRowNoise:
+    def test_all_gaps_and_offsets_of_the_range_are_equally_likely(self):
+        pairs = draws(RowNoise(0, (2, 4), LIMIT, None), range(1500))
+        # 12,000 draws over 3 x 5 cells: 800 each, with a standard deviation of 27; five of them
+        cells = Counter(pairs)
+        assert set(cells) == {(gap, offset) for gap in (2, 3, 4) for offset in range(LIMIT - 60 + 1)}
+        assert all(abs(count - 800) < 5 * 27.3 for count in cells.values())
+
+    @pytest.mark.parametrize(
+        ("length", "max_offset", "largest"),
+        [(1, None, 63), (37, None, 27), (64, None, 0), (60, 0, 0), (60, 3, 3), (60, 1000, 4)],
+    )
+    def test_offsets_stay_within_the_target_and_max_offset(self, length, max_offset, largest):
+        noise = RowNoise(0, (1, 5), LIMIT, max_offset)
+        assert max(offset for _, offset in draws(noise, range(200), length=length)) == largest
+
+    def test_a_row_draws_the_same_in_every_process(self):
+        noise = RowNoise(3, (1, 5), None, 10_000)
+        gaps, offsets = noise.draw(7, 6, range(6), [9] * 6)
+        for rows in ([4, 5], [2], [1, 3]):
+            part = noise.draw(7, 6, rows, [9] * len(rows))
+            assert part == ([gaps[row] for row in rows], [offsets[row] for row in rows])
+
+    def test_rows_steps_and_seeds_draw_differently(self):
+        noises = [RowNoise(seed, (1, 1), None, 10**9) for seed in (0, 1)]
+        offsets = {offset for noise in noises for _, offset in draws(noise, range(3), rows=4)}
+        assert len(offsets) == 2 * 3 * 4
+        assert len({mixed(seed, step) for seed in range(30) for step in range(30)}) == 900
+
+    @pytest.mark.parametrize("gaps", [(0, 3), (3, 2), (1,)])
+    def test_impossible_gaps_are_refused(self, gaps):
+        with pytest.raises(ValueError, match=r"noise_range=.*at least 1"):
+            RowNoise(0, gaps, LIMIT, None)
+
+    def test_offsets_without_a_range_are_refused(self):
+        with pytest.raises(ValueError, match=r"65 tokens, and the target has 64 positions.*max_length"):
+            RowNoise(0, (1, 1), LIMIT, None).draw(0, 1, [0], [65])
+        with pytest.raises(ValueError, match="set max_offset"):
+            RowNoise(0, (1, 1), None, None)
+
+
+def causal_states(target, row, positions, layer):
+    """Keys, values and logits of the target alone, under an explicit causal mask."""
+    place = torch.arange(len(row))
+    mask = torch.zeros(1, 1, len(row), len(row)).masked_fill(place[:, None] < place, torch.finfo(torch.float32).min)
+    out = target(input_ids=row[None], position_ids=positions[None], attention_mask=mask, use_cache=True)
+    cached = out.past_key_values.layers[layer]
+    return cached.keys, cached.values, out.logits[0]
+
+
+def definition(draft, target, row, gap, offset, loss):
+    """Losses and hits of one row: query t, which sees keys up to t - gap, predicts token t + 1."""
+    positions = torch.tensor([t if t < 4 else t + offset for t in range(len(row))])
+    keys, values, wanted = causal_states(target, row, positions, draft.config.kv_layer)
+    hidden = draft(row[None], positions[None], keys, values, [gap], TargetParts(target, draft.config.kv_layer))
+    drafted = target.lm_head(hidden[0])
+    losses, hits = [], []
+    for place in range(gap, len(row) - 1):
+        log_draft, log_target = drafted[place].log_softmax(-1), wanted[place].log_softmax(-1)
+        if loss == "ce":
+            losses.append(-log_draft[row[place + 1]])
+            hits.append(drafted[place].argmax() == row[place + 1])
+        else:
+            losses.append((log_target.exp() * (log_target - log_draft)).sum())
+            hits.append(drafted[place].argmax() == wanted[place].argmax())
+    return losses, hits
+
+
+class TestLoss:
+    @pytest.mark.parametrize("loss", ["kl", "ce"])
+    def test_the_first_step_is_the_definition(self, make_trainer, draft, target, rows, loss):
+        draft.config.noise_range = [2, 4]
+        trainer = make_trainer(dataset=rows, loss=loss, max_steps=1, per_device_train_batch_size=3)
+        order = [int(batch) for batch in trainer.get_train_dataloader().batch_sampler.sampler]
+        gaps, offsets = trainer.method.noise.draw(0, 3, range(3), [len(rows[row]["input_ids"]) for row in order])
+        losses, hits = [], {gap: [] for gap in (2, 3, 4)}
+        with torch.no_grad():
+            for row, gap, offset in zip(order, gaps, offsets, strict=True):
+                found = definition(draft, target, rows[row]["input_ids"], gap, offset, loss)
+                losses += found[0]
+                hits[gap] += found[1]
+        trainer.train()
+        log = trainer.state.log_history[0]
+        # means of 50 losses around 3, in float32 and two orders of summation
+        assert log["loss"] == pytest.approx(float(sum(losses)) / len(losses), rel=1e-4)
+        shares = {f"acceptance_gap_{gap}": float(sum(seen)) / len(seen) for gap, seen in hits.items() if seen}
+        assert {name: log[name] for name in log if name.startswith("acceptance")} == pytest.approx(shares)
+        assert "estimated_tau" not in log  # gap 1 is not trained
+
+    def test_an_evaluation_runs_every_row_at_every_gap_without_offsets(self, make_trainer, draft, target, rows):
+        trainer = make_trainer(eval_dataset=rows[:2], per_device_eval_batch_size=2)
+        metrics = trainer.evaluate()
+        losses, tau, chain = [], 1.0, 1.0
+        with torch.no_grad():
+            for gap in range(1, 6):
+                found = [definition(draft, target, row["input_ids"], gap, 0, "kl") for row in rows[:2]]
+                losses += [loss for row_losses, _ in found for loss in row_losses]
+                hits = [hit for _, row_hits in found for hit in row_hits]
+                share = float(sum(hits)) / len(hits)
+                assert metrics[f"eval_acceptance_gap_{gap}"] == pytest.approx(share)
+                chain *= share
+                tau += chain
+        assert metrics["eval_estimated_tau"] == pytest.approx(tau)
+        assert metrics["eval_loss"] == pytest.approx(float(sum(losses)) / len(losses), rel=1e-4)
+
+    def test_ligers_loss_replaces_ours(self, make_trainer, make_draft, rows, ligers_loss):
+        settings = {"dataset": rows, "loss": "ce", "max_steps": 2}
+        plain = make_trainer(model=make_draft(), **settings)
+        plain.train()
+        calls = ligers_loss()
+        fused = make_trainer(model=make_draft(), **settings)
+        fused.train()
+        assert len(calls) == 2
+        for ours, theirs in zip(plain.state.log_history[:2], fused.state.log_history[:2], strict=True):
+            assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+            assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-4)
+            assert any(name.startswith("acceptance_gap") for name in theirs)
+
+
+class TestRuns:
+    @pytest.mark.parametrize("settings", [{"loss": "kl"}, {"loss": "ce", "target_chunk_size": 20}], ids=str)
+    def test_every_weight_of_the_draft_changes_and_none_of_the_target(
+        self, make_trainer, draft, target, pristine_target, settings
+    ):
+        before = weights(draft)
+        make_trainer(**settings).train()
+        assert not [name for name, tensor in draft.state_dict().items() if torch.equal(tensor, before[name])]
+        pristine = pristine_target.state_dict()
+        assert all(torch.equal(tensor, pristine[name]) for name, tensor in target.state_dict().items())
+        assert all(parameter.grad is None for parameter in target.parameters())
+
+    def test_the_loss_falls_and_acceptance_rises(self, make_trainer, tokens):
+        """Eight rows at every gap, until the draft has learned them."""
+        rows = TokenWindows(tokens[: 8 * 33], 33)
+        settings = {"max_steps": 30, "per_device_train_batch_size": 8, "learning_rate": 2e-2, "max_offset": 0}
+        trainer = make_trainer(dataset=rows, eval_dataset=rows, **settings)
+        before = trainer.evaluate()
+        trainer.train()
+        after = trainer.evaluate()
+        assert after["eval_loss"] < 0.7 * before["eval_loss"]
+        for name in [f"eval_acceptance_gap_{gap}" for gap in range(1, 6)]:
+            assert after[name] > before[name] + 0.2
+        assert after["eval_estimated_tau"] > before["eval_estimated_tau"] + 0.2
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"gradient_checkpointing": True, "target_chunk_size": 7},
+            {"torch_compile": True, "torch_compile_backend": "eager", "loss_chunk_size": 5},
+        ],
+        ids=lambda settings: next(iter(settings)),
+    )
+    def test_the_result_is_the_same(self, make_trainer, make_draft, settings):
+        expected = trained(make_trainer, make_draft())[1]
+        # float32 sums in another order, in three steps of SGD with gradients of size 1
+        torch.testing.assert_close(trained(make_trainer, make_draft(), **settings)[1], expected, rtol=2e-5, atol=2e-5)
+
+    @pytest.mark.parametrize(("loss", "dtype"), [("kl", torch.bfloat16), ("ce", torch.float32)], ids=str)
+    def test_bfloat16_is_near(self, make_trainer, make_draft, target, loss, dtype):
+        """The draft runs under autocast. The target keeps its dtype and its forward."""
+        exact = trained(make_trainer, make_draft(), loss=loss, max_steps=1)[0].state.log_history[0]["loss"]
+        forward = target.to(dtype).forward
+        trainer, after = trained(make_trainer, make_draft().float(), loss=loss, bf16=True, max_steps=1)
+        # 8 bits of mantissa in logits of size 3 to 10
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(exact, rel=0.05)
+        assert all(tensor.dtype == torch.float32 for tensor in after.values())
+        assert target.dtype == dtype and target.forward == forward
+
+    # interleaved rotation; layers without rotation; layer norms and a logit factor; sinks
+    @pytest.mark.parametrize("name", ["glm4", "smollm3", "cohere2", "gpt_oss"])
+    def test_other_architectures_learn(self, name, tmp_path):
+        target = tiny_target(name)
+        torch.manual_seed(0)
+        draft = LongSpecDraftModel.from_target(target, window=16)
+        rows = TokenWindows(torch.randint(3, 128, (4 * 25,), generator=torch.Generator().manual_seed(0)), 25)
+        settings = {"max_steps": 12, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "max_offset": 100}
+        settings |= {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "target_chunk_size": 10}
+        args = DraftTrainingArguments(str(tmp_path), **settings)
+        trainer = DraftTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows)
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] < 0.9 * before
+
+    @pytest.mark.parametrize("max_offset", [0, 100])
+    def test_the_largest_position_is_recorded(self, make_trainer, draft, tmp_path, max_offset):
+        trainer = make_trainer(max_steps=5, max_offset=max_offset)
+        trainer.train()
+        trainer.save_model(tmp_path / "draft")
+        recorded = LongSpecDraftModel.from_pretrained(tmp_path / "draft").config.trained_max_length
+        # drawn again, from the definition
+        offsets = [offset for step in range(5) for offset in trainer.method.noise.draw(step, 2, range(2), [33, 33])[1]]
+        assert recorded == 32 + max(offsets)
+        assert max(offsets) <= max_offset and (max_offset == 0 or max(offsets) > 0)
+
+
+class TestStoredStates:
+    @pytest.mark.parametrize("loss", ["kl", "ce"])
+    def test_without_offsets_the_losses_are_those_with_the_target(
+        self, make_trainer, make_draft, rows, tmp_path, loss, monkeypatch
+    ):
+        def history(trainer):
+            log = trainer.state.log_history
+            return [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
+
+        settings = {"dataset": rows, "loss": loss, "max_offset": 0}
+        running = make_trainer(model=make_draft(), **settings)
+        running.train()
+        folder = str(tmp_path / "kv")
+        make_trainer(model=make_draft(), target_kv_dir=folder, max_steps=1, **settings).train()
+        monkeypatch.setattr(TargetPass, "__call__", lambda *_: pytest.fail("the target was run"))
+        stored = make_trainer(model=make_draft(), target_kv_dir=folder, **settings)
+        stored.train()
+        # the padding of a row depends on its batch, which changes the order of float32 sums
+        assert history(stored) == [pytest.approx(step, rel=1e-4) for step in history(running)]
+
+    def test_keys_are_stored_with_the_positions_of_their_rotation(self, make_trainer, rows, tmp_path):
+        trainer = make_trainer(dataset=rows, target_kv_dir=str(tmp_path / "kv"), max_steps=2)
+        trainer.train()
+        positions = []
+        for number, row in enumerate(rows):
+            stored = load_file(tmp_path / "kv" / f"row-{number:08d}.safetensors")
+            positions.append(stored["position_ids"])
+            assert positions[-1][:4].tolist() == [0, 1, 2, 3] and positions[-1][4] > 4
+            states = trainer.method.target_pass(row["input_ids"][None], positions[-1][None])
+            torch.testing.assert_close(stored["keys"], states.keys[0])
+            torch.testing.assert_close(stored["hidden"], states.hidden[0])
+        assert len({int(own[4]) for own in positions}) == 3
+        assert trainer.method.longest_position == max(int(own.max()) for own in positions)

@@ -1,0 +1,135 @@
+"""States of the target against its own forward, and files of states: completed, refused, read."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_longspec.generation.final_norm import FinalNormInput
+from hf_longspec.generation.target_parts import TargetParts
+from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
+from hf_longspec.testing import EOS_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
+from hf_longspec.training import TokenWindows
+from hf_longspec.training.target_states import HiddenPass, TargetPass
+
+LENGTH = 37
+# Keys and hidden states of size 1 to 30 in float32, from attention that sums in another order.
+TOLERANCE = 2e-4
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def explicit(target, tokens, positions, layer):
+    """Keys, values and hidden states under an explicit 4-D mask."""
+    place = torch.arange(tokens.shape[1])
+    causal = place[:, None] >= place
+    masks = {}
+    for kind in set(getattr(target.config, "layer_types", None) or ["full_attention"]):
+        seen = causal
+        if kind == "sliding_attention":
+            seen = causal & (place[:, None] - place < target.config.sliding_window)
+        masks[kind] = torch.zeros(1, 1, *seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    mask = masks if len(masks) > 1 else next(iter(masks.values()))
+    cache = DynamicCache()
+    hidden = target.model(
+        input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache
+    ).last_hidden_state
+    return cache.layers[layer].keys, cache.layers[layer].values, hidden
+
+
+class TestTargetPass:
+    # plain, windowed layers with a softcap, and layers without rotation
+    @pytest.mark.parametrize(
+        ("name", "chunk_size"), [("llama", 10), ("gemma2", 10), ("cohere2", None), ("cohere2", 10), ("qwen3", None)]
+    )
+    def test_positions_with_a_jump_are_one_text(self, name, chunk_size):
+        target = tiny_target(name)
+        tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH] * 2)
+        tokens[:, 20] = EOS_TOKEN_ID  # two documents; the second attends to the first
+        positions = anchor_offset_positions(LENGTH, [0, 2000], anchors=4)
+        parts = TargetParts(target, 1)
+        states = TargetPass(parts, chunk_size, hidden=True)(tokens, positions)
+        keys, values, hidden = explicit(target, tokens, positions, 1)
+        close(states.keys, keys)
+        close(states.values, values)
+        close(states.hidden, hidden)
+        logits = target(input_ids=tokens, position_ids=positions, past_key_values=DynamicCache()).logits
+        close(parts.head(states.hidden), logits)
+
+    def test_without_a_cache_transformers_cuts_the_text_at_the_jump(self):
+        """The reason for the cache: without one, the comparison above would fail."""
+        target = tiny_target("llama")
+        tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH])
+        positions = anchor_offset_positions(LENGTH, [2000], anchors=4)
+        hidden = explicit(target, tokens, positions, 1)[2]
+        cut = target.model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
+        assert (cut - hidden).abs().max() > 100 * TOLERANCE
+
+    def test_padding_on_the_right_changes_nothing_before_it(self):
+        target = tiny_target("llama")
+        tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH])
+        positions = anchor_offset_positions(LENGTH, [9], anchors=4)
+        run = TargetPass(TargetParts(target, 2), hidden=True)
+        whole, short = run(tokens, positions), run(tokens[:, :20], positions[:, :20])
+        close(whole.keys[:, :, :20], short.keys)
+        close(whole.hidden[:, :20], short.hidden)
+
+    def test_hidden_states_are_optional_and_nothing_requires_a_gradient(self):
+        target = tiny_target("llama")
+        tokens, _ = tiny_prompts(target.config.vocab_size, [11])
+        states = TargetPass(TargetParts(target, 0))(tokens, torch.arange(11)[None])
+        assert states.hidden is None
+        assert not states.keys.requires_grad and not states.values.requires_grad
+
+
+class TestHiddenPass:
+    @pytest.mark.parametrize(
+        ("name", "chunk_size"), [*((name, 10) for name in TINY_TARGETS), ("llama", None), ("deepseek_v3", None)]
+    )
+    def test_it_is_the_input_of_the_norm(self, name, chunk_size):
+        target = tiny_target(name)
+        tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH] * 2)
+        tokens[:, 20] = EOS_TOKEN_ID  # two documents; the second attends to the first
+        with torch.no_grad(), FinalNormInput(target) as caught:
+            target(tokens)
+        found = HiddenPass(target, chunk_size)(tokens)
+        close(found, caught.hidden)
+        assert not found.requires_grad
+
+    def test_padding_on_the_right_changes_nothing_before_it(self):
+        target = tiny_target("llama")
+        tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH])
+        for chunk_size in (None, 10):
+            run = HiddenPass(target, chunk_size)
+            close(run(tokens)[:, :20], run(tokens[:, :20]))
+
+
+class TestKVStore:
+    @pytest.fixture
+    def rows(self, tokens):
+        return [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (50, 20), (100, 9))]
+
+    def test_an_interrupted_store_is_completed(self, make_trainer, rows, tmp_path):
+        folder = tmp_path / "kv"
+        make_trainer(dataset=rows, target_kv_dir=str(folder), max_steps=1).train()
+        kept, lost = folder / "row-00000000.safetensors", folder / "row-00000001.safetensors"
+        content, written = lost.read_bytes(), kept.stat().st_mtime_ns
+        lost.unlink()
+        make_trainer(dataset=rows, target_kv_dir=str(folder), max_steps=1).train()
+        assert lost.read_bytes() == content
+        assert kept.stat().st_mtime_ns == written
+
+    def test_a_store_with_other_facts_is_refused(self, make_trainer, rows, tmp_path):
+        folder = str(tmp_path / "kv")
+        make_trainer(dataset=rows, target_kv_dir=folder, max_steps=1).train()
+        others = [{"input_ids": row["input_ids"] + 1} for row in rows]
+        for name, change, dataset in (("loss", {"loss": "ce"}, rows), ("anchors", {"anchors": 2}, rows),
+                                      ("first_row", {}, others), ("num_rows", {}, rows[:2])):  # fmt: skip
+            with pytest.raises(ValueError, match=f"was written with {name}=.*another folder"):
+                make_trainer(dataset=dataset, target_kv_dir=folder, max_steps=1, **change).train()
+
+    def test_windows_of_a_stream_can_be_stored(self, make_trainer, tokens, tmp_path):
+        trainer = make_trainer(dataset=TokenWindows(tokens[:100], 25), target_kv_dir=str(tmp_path / "kv"), max_steps=2)
+        trainer.train()
+        assert len(trainer.train_dataset) == 4 == len(list((tmp_path / "kv").glob("*.safetensors")))
