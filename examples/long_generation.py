@@ -1,10 +1,10 @@
-"""Generate a very long text in one call, writing it to a file as it comes.
+"""Generate a very long text in one call and write it to a file as it is generated.
 
     python examples/long_generation.py --tokens 100000 --output story.txt
     python examples/long_generation.py --target Qwen/Qwen3-0.6B --draft specattn --dtype bfloat16 --output story.txt
 
-Ctrl-C ends the text where it stands; what was generated until then is in the file. Without `--target`, the tiny target
-of the repository runs with its trained draft, whatever it says beyond the 16,384 tokens that it was trained for.
+Ctrl-C ends the text; the file holds the tokens so far. Without `--target`, the tiny target of the repository runs with
+its trained draft. The target was trained for 16,384 tokens, so do not expect sense from the text after that.
 """
 
 import argparse
@@ -29,34 +29,34 @@ DRAFTS = {"plain": hf_longspec.PlainDraftModel, "specattn": hf_longspec.SpecAttn
 
 
 class MarkedStreamer(BaseStreamer):
-    """Hands tokens on to a file, moves a progress bar, and says every MARK tokens how fast it goes.
+    """Write tokens to a file, update a progress bar, and print the speed every MARK tokens.
 
     Args:
-        writer ([`FileStreamer`]): Gets everything first.
-        draft (`DraftModel`): Has the statistics of the running call.
-        total (`int`): Tokens to come.
+        writer ([`FileStreamer`]): Receives every token first.
+        draft (`DraftModel`): Draft of the running call; its statistics are printed.
+        total (`int`): Tokens to generate.
     """
 
     def __init__(self, writer: FileStreamer, draft: Any, total: int):
         self.writer, self.draft = writer, draft
         # disable=None: no bar where the error stream is not a terminal
         self.bar = tqdm(total=total, unit="token", disable=None, file=sys.stderr)
-        self.tokens = -1  # the prompt comes first
+        self.tokens = -1  # the first call has the prompt
         self.started = self.marked = 0.0
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by `generate` with the prompt, then with every token."""
+        """Receive the prompt, then every token; called by `generate`."""
         self.writer.put(value)
         self.tokens += 1
         if self.tokens == 0:
             return
         self.bar.update()
-        if self.tokens == 1:  # what comes before it is the prefill
+        if self.tokens == 1:  # the prefill is not counted
             self.started = self.marked = time.perf_counter()
         elif self.tokens % MARK == 0:
-            self._say()
+            self._print_speed()
 
-    def _say(self) -> None:
+    def _print_speed(self) -> None:
         now = time.perf_counter()
         last, whole = MARK / (now - self.marked), (self.tokens - 1) / (now - self.started)
         tau = self.draft.last_speculation.mean_acceptance_length
@@ -66,7 +66,7 @@ class MarkedStreamer(BaseStreamer):
         self.marked = now
 
     def end(self) -> None:
-        """Called by `generate` behind the last token."""
+        """Close the file and the bar; called by `generate` after the last token."""
         self.writer.end()
         self.bar.close()
 
@@ -90,7 +90,7 @@ def main() -> int:
             out = target.generate(
                 **inputs, assistant_model=draft, max_new_tokens=args.tokens, streamer=streamer, **settings(args)
             )
-        except KeyboardInterrupt:  # behind the first token, the text so far is returned instead
+        except KeyboardInterrupt:  # after the first token, generate returns the text so far
             print("Interrupted before the first token.", file=sys.stderr)
             return 130
     conclude(out[0, inputs["input_ids"].shape[1] :].tolist(), draft.last_speculation, args.output)
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def load_draft(args: argparse.Namespace, target: Any) -> Any:
-    """The draft that was asked for; by default the tiny target's own, or SpecAttn for any other target."""
+    """Load the draft of `--draft`; by default the tiny target's own, or SpecAttn for any other target."""
     name = args.draft or (TINY_DRAFT if args.target == TINY_TARGET else "specattn")
     if name in DRAFTS:
         return DRAFTS[name].from_target(target)
@@ -106,7 +106,7 @@ def load_draft(args: argparse.Namespace, target: Any) -> Any:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """How to choose tokens, as arguments of `generate`."""
+    """Return the arguments of `generate` that choose tokens."""
     options: dict[str, Any] = {"do_sample": False}
     if not args.greedy:
         options = {"do_sample": True, "temperature": args.temperature, "min_p": args.min_p, "top_k": 0, "top_p": 1.0}
@@ -116,14 +116,14 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def warn_of_length(target: Any, length: int) -> None:
-    """Say that the text will be longer than anything the target has seen."""
+    """Print a warning if the text will be longer than the positions of the target."""
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions and length > positions:
         print(f"{length:,} tokens are more than the {positions:,} positions that the target was made for.")
 
 
 def conclude(tokens: list[int], stats: Any, output: Path) -> None:
-    """The last lines: what came of it."""
+    """Print length, statistics and diversity of the text."""
     ended = "interrupted" if stats.interrupted else "complete"
     print(f"{len(tokens):,} tokens in {output} ({ended}).\n{stats}")
     for n in ORDERS:
@@ -137,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", default=TINY_TARGET, help="folder or Hub id (default: the tiny target)")
     parser.add_argument("--draft", help="plain, specattn, or folder or Hub id of a draft")
     parser.add_argument("--tokens", type=int, default=100_000, help="default: %(default)s")
-    parser.add_argument("--output", type=Path, required=True, help="file that the text is written to")
+    parser.add_argument("--output", type=Path, required=True, help="file for the text")
     parser.add_argument("--prompt", default="It was a dark and stormy night", help="default: %(default)r")
     parser.add_argument("--file", type=Path, help="file with the prompt, instead of --prompt")
     parser.add_argument("--greedy", action="store_true", help="take the likeliest token instead of sampling")
@@ -145,7 +145,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--min-p", type=float, default=0.1, help="default: %(default)s")
     parser.add_argument("--penalty", type=float, default=1.2, help="contextual penalty, 1 for none (%(default)s)")
     parser.add_argument("--window", type=int, default=1024, help="tokens that the penalty looks back (%(default)s)")
-    parser.add_argument("--endless", action="store_true", help="go on behind a mark for the end of the text")
+    parser.add_argument("--endless", action="store_true", help="continue after an end-of-text token")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")

@@ -3,29 +3,30 @@
     python examples/publish_tiny_longspec.py --run runs/tiny-longspec --draft tiny-longspec \
         --results benchmarks/results/longspec.jsonl
 
-`--run` is the folder that `train_tiny_longspec.py` wrote, `--results` what `benchmarks/acceptance.py --draft` measured
-of it under the name `--draft`. A card states no number that is not in one of them. What came before that run is named
-by `--before`, in order: the published draft that it went on with, other runs, texts of `write_target_texts.py`.
+`--run` is a folder written by `train_tiny_longspec.py`. `--results` is a file written by
+`benchmarks/acceptance.py --draft`, with measurements under the name `--draft`. All numbers of the card come from these
+two. `--before` names earlier stages in order: the published draft that the run continued, other runs, texts of
+`write_target_texts.py`.
 """
 
 from tiny_draft_folder import all_stages, load_trained, make_parser, write_folder
 
 import hf_longspec
 
-# What pays on two CPU cores: checking 16 nodes takes four times as long as checking one (benchmarks/results/engine.md).
+# A chain pays on two CPU cores: verifying 16 nodes takes four times as long as one (benchmarks/results/engine.md).
 CPU_TREE = [1, 1, 1]
 
 SETTINGS = """\
-They ask for a chain of {depth} tokens, which pays most on a CPU. Wider trees accept more; where checking them is cheap,
-try `draft.generation_config.tree_widths = [4, 4, 4, 3]`."""
+The tree is a chain of {depth} tokens, which pays most on a CPU. Wider trees accept more. If verifying them is cheap on
+your device, try `draft.generation_config.tree_widths = [4, 4, 4, 3]`."""
 
 TRAINING = """\
-{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on the texts of the target's training: KL divergence to the
-target's distribution, Anchor-Offset Indices over {positions:,} positions, and for every row a gap of {low} to {high}
-places between a query and the newest target key it sees. Loss {first:.3f} in the first {every} steps and {last:.3f} in
-the last."""
+{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on the texts of the target's training. The loss is the KL
+divergence to the target's distribution, with Anchor-Offset Indices over {positions:,} positions. Each row has a gap of
+{low} to {high} places between a query and the newest target key that it sees. The loss is {first:.3f} in the first
+{every} steps and {last:.3f} in the last."""
 
-LIMITS = "A small model's text repeats itself under greedy decoding, which flatters greedy numbers."
+LIMITS = "Greedy text of a small model repeats itself, which makes greedy numbers too favourable."
 
 
 def main() -> None:

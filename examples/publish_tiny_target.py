@@ -2,9 +2,9 @@
 
     python examples/publish_tiny_target.py --model runs/tiny-target/model --eval novels/eval
 
-The loss is measured in float32, by the number of tokens that precede the predicted one, on windows of held-out novels
-and of standard-library modules that `train_tiny_target.py` leaves out. Every window is as long as the model's context,
-so that all positions are averaged over the same documents. The same files give the same folder.
+The loss is measured in float32, by the number of tokens before the predicted one, on windows of held-out novels and of
+standard-library modules that `train_tiny_target.py` leaves out. Every window is as long as the model's context, so all
+positions are averaged over the same documents. The same files give the same folder.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 EDGES = (0, 512, 2048, 4096, 8192, 16384)
 CHUNK = 1024
-MAX_BYTES = 12_000_000  # what a clone of the repository is asked to carry
+MAX_BYTES = 12_000_000  # keeps a clone of the repository small
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder that train_tiny_target.py wrote")
+    parser.add_argument("--model", type=Path, required=True, help="folder written by train_tiny_target.py")
     parser.add_argument("--eval", type=Path, required=True, help="folder of held-out texts")
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "hub_cards" / "tiny-target")
     parser.add_argument("--windows", type=int, default=2, help="windows per document, evenly spaced")
@@ -64,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_files(folder: Path) -> None:
-    """End with one line unless the folder holds bfloat16 weights and everything else within the size limit."""
+    """Exit with an error unless the folder is complete, its weights are bfloat16 and it is within the size limit."""
     needed = [*FILES, "training.json"]
     if missing := [name for name in needed if not (folder / name).is_file()]:
         raise SystemExit(f"{folder} has no {', '.join(missing)}: train with examples/train_tiny_target.py first")
@@ -79,7 +79,7 @@ def check_files(folder: Path) -> None:
 def evaluate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, files: dict[str, Path], context: int, windows: int
 ) -> dict:
-    """Mean loss per bucket of context over windows of all files that are long enough, and which those are."""
+    """Return the mean loss per bucket of context over windows of all files that are long enough, and these files."""
     losses, used = [], []
     for name, path in files.items():
         ids = tokenizer(path.read_text(encoding="utf-8", errors="ignore"), verbose=False)["input_ids"]
@@ -98,7 +98,7 @@ def evaluate(
 
 @torch.no_grad()
 def losses_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Loss of every token but the first, `(length - 1,)`, read in chunks so that the logits stay small."""
+    """Return the loss of every token but the first, `(length - 1,)`, in chunks to keep the logits small."""
     cache, losses = DynamicCache(config=model.config), []
     for begin in range(0, ids.shape[1] - 1, CHUNK):
         inputs, labels = ids[:, begin : begin + CHUNK], ids[0, begin + 1 : begin + CHUNK + 1]
@@ -108,7 +108,7 @@ def losses_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 def buckets(losses: torch.Tensor, context: int) -> list[dict]:
-    """Mean over windows and positions, with a 95 % interval over windows; before the token of column i are i + 1."""
+    """Return means over windows and positions with 95 % intervals over windows; column i has i + 1 earlier tokens."""
     found = []
     for low, high in itertools.pairwise(sorted({min(edge, context) for edge in EDGES})):
         means = losses[:, max(low - 1, 0) : high - 1].double().mean(1)

@@ -3,33 +3,34 @@
     python examples/publish_tiny_tokenswift.py --run runs/tiny-tokenswift --draft tiny-tokenswift \
         --results benchmarks/results/tokenswift.jsonl
 
-`--run` is the folder that `train_tiny_tokenswift.py` wrote, `--results` what `benchmarks/acceptance.py --draft`
-measured of it under the name `--draft`. A card states no number that is not in one of them. What came before that run
-is named by `--before`, in order: the published heads that it went on with, texts of `write_target_texts.py`.
+`--run` is a folder written by `train_tiny_tokenswift.py`. `--results` is a file written by
+`benchmarks/acceptance.py --draft`, with measurements under the name `--draft`. All numbers of the card come from these
+two. `--before` names earlier stages in order: the published heads that the run continued, texts of
+`write_target_texts.py`.
 """
 
 from tiny_draft_folder import all_stages, load_trained, make_parser, training_facts, write_folder
 
 import hf_longspec
 
-# On a CPU every further node is paid for, and one of each head is worth it: docs/tokenswift.md.
+# Every node costs time on a CPU. One candidate of each head is worth it: docs/tokenswift.md.
 CPU_SETTINGS = {"self_draft": "verify_hidden", "tree_branching": [1, 1, 1, 1]}
 
 SETTINGS = """\
-They ask for a chain: one candidate of each head. Where checking nodes is cheap, try
-`draft.generation_config.tree_branching = [1, 3, 3, 3]`, the paper's."""
+The tree is a chain: one candidate of each head. If verifying nodes is cheap on your device, try the paper's
+`draft.generation_config.tree_branching = [1, 3, 3, 3]`."""
 
 TRAINING = """\
-{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}: the sum over the heads of their
-divergence from the distribution that the target has there, the target itself frozen. Loss {first:.3f} in the
+{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. The loss is the divergence of the heads
+from the target's distribution at the same place, summed over the heads; the target is frozen. It is {first:.3f} in the
 first {every} steps and {last:.3f} in the last."""
 
-HEADS = "How often each head had the target's most likely token first, or among its first three, at the end:"
+HEADS = "How often each head has the target's most likely token first, or among its first three, at the end:"
 
-# Of heads that see no token behind the hidden state's.
+# For heads that see no token after that of the hidden state.
 LIMITS = """\
-The heads do not know which of its likely tokens the target took, so they guess less well the flatter its predictions
-are; those of a target of this size are flat."""
+The heads do not see the token that the target took, so they guess worse if the target's predictions are flat. The
+predictions of a target of this size are flat."""
 
 
 def main() -> None:
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def accuracies(log: dict[str, float], num_heads: int) -> str:
-    """How often each head had the target's most likely token first, and among its first three, in the last steps."""
+    """Return a table of how often each head has the target's most likely token first, and among its first three."""
     shares = [(log[f"head_{head}_top1"], log[f"head_{head}_top3"]) for head in range(1, num_heads + 1)]
     rows = [f"| {head} | {first:.3f} | {three:.3f} |" for head, (first, three) in enumerate(shares, 1)]
     return "\n".join(["| head | first | among three |", "|---|---|---|", *rows])

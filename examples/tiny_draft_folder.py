@@ -1,4 +1,4 @@
-"""What the Hub folders of the tiny target's drafts have in common: files, settings, and the numbers of their cards."""
+"""Common parts of the Hub folders of the tiny target's drafts: files, settings, and the numbers of their cards."""
 
 import argparse
 import json
@@ -13,18 +13,18 @@ from hf_longspec.bench.draft_acceptance import acceptance_section
 from hf_longspec.hub import Card, write_repository
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_BYTES = 4_000_000  # what a clone of the repository is asked to carry
+MAX_BYTES = 4_000_000  # keeps a clone of the repository small
 GOING_ON = """\
-Then {steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. Loss {first:.3f} in the first {every} steps
-and {last:.3f} in the last."""
+Then {steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. The loss is {first:.3f} in the first
+{every} steps and {last:.3f} in the last."""
 FILES = ("config.json", "generation_config.json", "model.safetensors")
 
 
 def make_parser(description: str | None, draft: str, results: str) -> argparse.ArgumentParser:
-    """With `--run`, `--before`, `--results`, `--draft` and `--output`, for the draft of that name."""
+    """Make a parser with `--run`, `--before`, `--results`, `--draft` and `--output` for the draft of this name."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, required=True, help="folder that the training example wrote")
-    parser.add_argument("--before", type=Path, action="append", default=[], help="what came before; repeatable")
+    parser.add_argument("--run", type=Path, required=True, help="folder written by the training example")
+    parser.add_argument("--before", type=Path, action="append", default=[], help="earlier stage; repeatable")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / results)
     parser.add_argument("--draft", default=draft, help="name of the draft in the results file")
     parser.add_argument("--output", type=Path, default=ROOT / "hub_cards" / draft)
@@ -32,7 +32,7 @@ def make_parser(description: str | None, draft: str, results: str) -> argparse.A
 
 
 def load_trained(source: Path, trainer: str, settings: dict[str, Any]) -> hf_longspec.DraftModel:
-    """A trained draft, with the settings it is to draft with."""
+    """Load a trained draft and set the settings for drafting."""
     if missing := [name for name in FILES if not (source / name).is_file()]:
         raise SystemExit(f"{source} has no {', '.join(missing)}: train with examples/{trainer} first")
     if (size := sum((source / name).stat().st_size for name in FILES)) >= MAX_BYTES:
@@ -44,7 +44,7 @@ def load_trained(source: Path, trainer: str, settings: dict[str, Any]) -> hf_lon
 
 
 def write_folder(draft: hf_longspec.DraftModel, args: argparse.Namespace, **facts: Any) -> None:
-    """Write the complete repository; `facts` are those of the card, see `hf_longspec.hub.Card`."""
+    """Write the complete repository; `facts` are fields of `hf_longspec.hub.Card`."""
     commit = args.run / "commit.txt"
     measured = args.results.is_file() and args.draft in args.results.read_text(encoding="utf-8")
     card = Card(
@@ -62,7 +62,7 @@ def write_folder(draft: hf_longspec.DraftModel, args: argparse.Namespace, **fact
 
 
 def training_facts(run: Path) -> dict[str, Any]:
-    """Steps, tokens, losses and command of a training run."""
+    """Return steps, tokens, losses and command of a training run."""
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     losses = [entry for entry in state["log_history"] if "loss" in entry]
     return {
@@ -78,10 +78,10 @@ def training_facts(run: Path) -> dict[str, Any]:
 
 
 def all_stages(args: argparse.Namespace, training: str, **facts: Any) -> tuple[str, str]:
-    """What a card says of the whole training and its commands: of what came before the run, and of the run.
+    """Return text and commands of the whole training for the card: of the earlier stages, then of the run.
 
     Args:
-        training (`str`): Told of a run that began with a new draft, with its numbers and `facts` filled in.
+        training (`str`): Template for a run that began with a new draft, filled with its numbers and `facts`.
     """
     stages = [_stage(folder, training, **facts) for folder in (*args.before, args.run)]
     texts, commands = (list(filter(None, parts)) for parts in zip(*stages, strict=True))

@@ -1,4 +1,4 @@
-"""The card of the tiny target, written from what was measured and from what the training run recorded."""
+"""The card of the tiny target, written from the evaluation and from the record of the training run."""
 
 from pathlib import Path
 
@@ -24,8 +24,8 @@ INTRODUCTION = """\
 
 A Llama of {parameters:.1f}M parameters that reads {context:,} tokens: {layers} layers, hidden size {hidden}, {heads}
 query and {kv_heads} key/value heads, tied embeddings, a byte-level BPE vocabulary of {vocabulary:,}, bfloat16 weights.
-It is what `make demo`, tests on real text and the benchmarks of `hf_longspec` run on: small enough to come with the
-repository, and trained on windows of up to {longest:,} tokens.
+`make demo`, tests on real text and the benchmarks of `hf_longspec` run on it. It is small enough to come with the
+repository, and was trained on windows of up to {longest:,} tokens.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -36,32 +36,32 @@ tokenizer = AutoTokenizer.from_pretrained("hub_cards/tiny-target")
 
 ## Limits
 
-For demonstrations and tests of software only. A model of this size learns spelling, phrases and layout, and no facts:
-what it says is not to be relied on. Nothing was done to keep it from repeating what old novels say.
+Use it only for demonstrations and tests of software. A model of this size learns spelling, phrases and layout, but no
+facts: its text is not to be relied on. Nothing was done to keep it from repeating the views of old novels.
 """
 
 LOSS = """\
 ## Loss by context
 
-Cross-entropy in nats per token, by how many tokens precede the predicted one, with the half width of a 95 % interval
-over the windows: {documents}. Measured in float32 with torch {torch} and transformers
-{transformers}, on the modules of Python {python}. All numbers are in `evaluation.json`.
+The table shows the cross-entropy in nats per token by the number of tokens before the predicted one, with the half
+width of a 95 % interval over the windows: {documents}. It was measured in float32 with torch
+{torch} and transformers {transformers}, on the modules of Python {python}. All numbers are in `evaluation.json`.
 
 """
 
 TRAINING = """\
 ## Training
 
-Data: 81 public-domain English novels, and the sources and documentation topics of the Python standard library
-({corpora}). The novels and modules evaluated above were left out.
+The data are 81 public-domain English novels, and the sources and documentation topics of the Python standard library
+({corpora}). The novels and modules of the evaluation above were left out.
 
 ```
 {command}
 ```
 
-{steps:,} steps of {tokens_per_step:,} tokens or one window, {tokens:.1f}M tokens in {minutes:.0f} minutes on a CPU.
-AdamW (betas 0.9 and 0.95, weight decay 0.05, gradients clipped to norm 1); the learning rate rises to {peak:g} in
-{warmup} steps and falls along a cosine of the elapsed time to {final:g}; seed {seed}.
+The run took {steps:,} steps of {tokens_per_step:,} tokens or one window: {tokens:.1f}M tokens in {minutes:.0f} minutes
+on a CPU. The optimizer is AdamW (betas 0.9 and 0.95, weight decay 0.05, gradients clipped to norm 1). The learning rate
+rises to {peak:g} in {warmup} steps and falls along a cosine of the elapsed time to {final:g}. The seed is {seed}.
 
 """
 
@@ -108,12 +108,12 @@ def loss_table(sources: dict) -> str:
 
 
 def short(folder: str) -> str:
-    """The last two names of a path: where it lay on the machine that trained says nothing to others."""
+    """Return the last two names of a path; the rest is specific to the machine that trained."""
     return "/".join(Path(folder).parts[-2:])
 
 
 def training_command(training: dict) -> str:
-    """The command that was given."""
+    """Return the command of the training run."""
     corpora = " ".join(f"--corpus {short(name)}" for name in training["corpora"])
     numbers = {name: ",".join(f"{value:g}" for value in training[name] or ()) for name in ("weights", "minutes")}
     options = " ".join(f"--{name} {text}" for name, text in numbers.items() if text)
@@ -121,7 +121,7 @@ def training_command(training: dict) -> str:
 
 
 def history_table(history: list[dict]) -> str:
-    """Where each window length ended."""
+    """Return a table of the last step of each window length."""
     ends = {entry["length"]: entry for entry in history}
     lines = ["| window | until minute | steps | tokens | training loss at the end |", "|---|---|---|---|---|"]
     for length, end in ends.items():

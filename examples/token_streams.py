@@ -1,4 +1,4 @@
-"""Token streams on disk, as `train_tiny_target.py` and `write_target_texts.py` leave them: `*.npy` in a folder."""
+"""Token streams on disk, as written by `train_tiny_target.py` and `write_target_texts.py`: `*.npy` in a folder."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def load_streams(*folders: Path) -> list[np.ndarray]:
-    """All streams of some folders, memory-mapped."""
+    """Load all streams of some folders, memory-mapped."""
     streams = []
     for folder in folders:
         if not (paths := sorted(folder.glob("*.npy"))):
@@ -23,26 +23,26 @@ def load_streams(*folders: Path) -> list[np.ndarray]:
 
 
 def add_streams(parser: argparse.ArgumentParser) -> None:
-    """`--streams`, which may be given more than once."""
+    """Add the option `--streams`, which may be given more than once."""
     parser.add_argument(
         "--streams", type=Path, action="append", required=True, help="folder with token streams; repeatable"
     )
 
 
 def streams_command(folders: Sequence[Path]) -> str:
-    """The option as it was given, without the folders of this machine."""
+    """Return the option `--streams` as given, without the folders of this machine."""
     return " ".join(f"--streams {folder_name(folder)}" for folder in folders)
 
 
 def cut_rows(streams: Sequence[np.ndarray], length: int) -> ConcatDataset:
-    """Streams cut into rows; one that is much shorter than the longest is repeated until it has half its length."""
+    """Cut streams into rows; a stream much shorter than the longest is repeated until it has half its length."""
     longest = max(map(len, streams))
     repeated = [stream for stream in streams for _ in range(max(1, round(longest / 2 / len(stream))))]
     return ConcatDataset([TokenWindows(stream, length) for stream in repeated])
 
 
 def folder_name(path: Path) -> str:
-    """A folder of this repository from its root, any other as if below `runs`."""
+    """Return the path of a folder from the root of this repository; any other folder gets a path below `runs`."""
     path = path.resolve()
     if path.is_relative_to(ROOT):
         return str(path.relative_to(ROOT))

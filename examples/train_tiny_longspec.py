@@ -1,4 +1,4 @@
-"""Train the LongSpec draft of the tiny target on a CPU, or one of the ablations it is compared with.
+"""Train the LongSpec draft of the tiny target on a CPU, or one of its ablations.
 
     python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/tiny-longspec
     python examples/train_tiny_longspec.py --streams runs/tiny-target --output runs/no-noise --without noise
@@ -7,10 +7,10 @@
     python examples/train_tiny_longspec.py --streams runs/tiny-target-texts --output runs/own-texts \
         --draft runs/tiny-longspec/final --steps 800 --learning-rate 1e-3
 
-The third command goes on with a trained draft on longer texts, the fourth on texts that the target wrote itself.
-`--streams` is the folder of `train_tiny_target.py` or of `write_target_texts.py`, with the texts as tokens; a stream
-that is much shorter than the longest is repeated until it has half its length, as the target's training weighted them.
-A run that was interrupted continues when the same command is given again.
+The third command continues the training of a draft on longer texts, the fourth on texts that the target wrote itself.
+`--streams` is a folder of tokens written by `train_tiny_target.py` or `write_target_texts.py`. A stream that is much
+shorter than the longest is repeated until it has half its length, which is the weighting of the target's training.
+Run the same command again to continue an interrupted run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from hf_longspec.bench.environment import git_commit
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
-# What each ablation takes away: overrides of the draft, and of the training arguments.
+# Overrides of the draft and of the training arguments for each ablation.
 ABLATIONS: dict[str, tuple[dict, dict]] = {
     "offsets": ({}, {"max_offset": 0}),
     "noise": ({"noise_range": [1, 1]}, {}),
@@ -43,7 +43,7 @@ def main() -> None:
     draft = LongSpecDraftModel.from_target(target, **overrides)
     if args.draft:
         draft = LongSpecDraftModel.from_pretrained(args.draft, dtype=torch.float32)
-    # the local folder of this run says nothing to others
+    # the local path has no meaning on other machines
     draft.config.target_name_or_path = Path(args.target).name
     rows = cut_rows(load_streams(*args.streams), args.length)
     training = DraftTrainingArguments(
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def command(args: argparse.Namespace) -> str:
-    """What was run, without the folders of the machine that ran it."""
+    """Return the command of this run, without the folders of this machine."""
     without = f" --without {args.without}" if args.without else ""
     draft = f" --draft {folder_name(args.draft)}" if args.draft else ""
     numbers = f"--steps {args.steps} --length {args.length} --batch {args.batch} --learning-rate {args.learning_rate:g}"
@@ -96,9 +96,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="rows per step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--without", choices=sorted(ABLATIONS), help="train an ablation")
-    parser.add_argument("--warmup", type=int, default=50, help="steps of it (default: %(default)s)")
-    parser.add_argument("--log-every", type=int, default=25, help="steps (default: %(default)s)")
-    parser.add_argument("--draft", type=Path, help="folder of a draft to go on with (default: a new one)")
+    parser.add_argument("--warmup", type=int, default=50, help="steps of warm-up (default: %(default)s)")
+    parser.add_argument("--log-every", type=int, default=25, help="steps between two log lines (default: %(default)s)")
+    parser.add_argument("--draft", type=Path, help="folder of a draft to continue (default: a new one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
     return parser.parse_args()

@@ -1,16 +1,16 @@
-"""Train a 5M-parameter Llama on a CPU: the real model behind `make demo`, the tests of real text and the benchmarks.
+"""Train a 5M-parameter Llama on a CPU: the model of `make demo`, of the tests on real text and of the benchmarks.
 
-One byte-level BPE tokenizer, one model, one schedule over wall-clock time: `--minutes 45,30,10` spends 45 minutes on
-windows of 512 tokens, 30 on 8,192 and 10 on 16,384, so that the model really attends over 16K tokens. The run saves
-itself every two minutes and continues from there when the same command is given again.
+The schedule follows wall-clock time: `--minutes 45,30,10` trains 45 minutes on windows of 512 tokens, 30 on 8,192 and
+10 on 16,384, so the model attends over 16K tokens. The tokenizer is a byte-level BPE. A checkpoint is written every two
+minutes. Run the same command again to continue from it.
 
     python examples/train_tiny_target.py --corpus novels/train --corpus stdlib --weights 2,1 \
         --minutes 45,30,10 --output runs/tiny-target
 
 `stdlib` stands for the Python standard library (sources and pydoc topics) of the interpreter that runs the script,
-without the modules in `HELD_OUT`. The loop is written out because its schedule is a function of time, which
-`transformers.Trainer` (a function of steps) does not offer. A smaller model with the same tokenizer, to compare drafts
-with, comes from copying the folder `tokenizer` into a new `--output` and passing `--hidden-size 128 --layers 2`.
+without the modules in `HELD_OUT`. The training loop is explicit because its schedule is a function of time, and
+`transformers.Trainer` schedules by steps. To compare drafts with a smaller model that has the same tokenizer, copy the
+folder `tokenizer` into a new `--output` and pass `--hidden-size 128 --layers 2`.
 """
 
 import argparse
@@ -26,12 +26,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# Never trained on: the demo and the benchmarks continue these.
+# Not used for training: the demo and the benchmarks continue these.
 HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox")
 SUFFIXES = {".txt", ".py", ".md", ".rst"}
 END, PAD = "<|endoftext|>", "<|pad|>"
 STAGE_LENGTHS = (512, 8192, 16384)
-TOKENS_PER_STEP = 2048  # at least one window; small batches: with few million tokens the number of steps decides
+TOKENS_PER_STEP = 2048  # at least one window; batches are small, since the number of steps matters most for few tokens
 PEAK_LR, FINAL_LR, WARMUP_STEPS = 2e-3, 1e-4, 100
 
 
@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_documents(folder: Path) -> list[str]:
-    """Text files below `folder`, held-out modules, tests and installed packages left out."""
+    """Read the text files below `folder` without held-out modules, tests and installed packages."""
     skipped = {"test", "tests", "site-packages", "idlelib", "lib2to3", "encodings", "__pycache__"}
     texts = []
     for path in sorted(folder.rglob("*")):
@@ -215,7 +215,7 @@ def train(model: LlamaForCausalLM, corpora: list[Corpus], args: argparse.Namespa
 def draw(
     rng: np.random.Generator, corpora: list[Corpus], weights: list[float] | None, length: int, rows: int
 ) -> torch.Tensor:
-    """`rows` random windows of `length` tokens, each from one corpus chosen by weight."""
+    """Draw `rows` random windows of `length` tokens, each from one corpus chosen by weight."""
     share = np.asarray(weights or [len(c.tokens) for c in corpora], dtype=float)
     windows = []
     for index in rng.choice(len(corpora), size=rows, p=share / share.sum()):

@@ -1,13 +1,13 @@
-"""Train TokenSwift heads for the tiny target on a CPU, within a budget of time.
+"""Train TokenSwift heads for the tiny target on a CPU within a time budget.
 
     python examples/train_tiny_tokenswift.py --streams runs/tiny-target --output runs/tiny-tokenswift --minutes 40
     python examples/train_tiny_tokenswift.py --streams runs/tiny-target-texts --output runs/own-heads \
         --draft runs/tiny-tokenswift/final --length 512 --batch 4 --learning-rate 0.01 --minutes 30
 
-`--streams` is the folder of `train_tiny_target.py` or of `write_target_texts.py`, with the texts as tokens; a stream
-that is much shorter than the longest is repeated until it has half its length, as the target's training weighted them.
-The learning rate follows the minutes that were used, not the steps, so that it ends at zero on any machine. A run that
-was interrupted continues when the same command is given again.
+`--streams` is a folder of tokens written by `train_tiny_target.py` or `write_target_texts.py`. A stream that is much
+shorter than the longest is repeated until it has half its length, which is the weighting of the target's training. The
+learning rate follows the elapsed minutes instead of the steps, so it ends at zero on any machine. Run the same command
+again to continue an interrupted run.
 """
 
 import argparse
@@ -30,11 +30,11 @@ WARMUP_STEPS = 20
 
 
 class TimedCosine(LRScheduler):
-    """A cosine from the learning rate to zero over seconds of training, which a checkpoint remembers.
+    """Cosine schedule from the learning rate to zero over seconds of training; checkpoints hold the elapsed time.
 
     Args:
-        optimizer (`torch.optim.Optimizer`): With the learning rate to begin with.
-        seconds (`float`): Until zero.
+        optimizer (`torch.optim.Optimizer`): Optimizer with the initial learning rate.
+        seconds (`float`): Training time until the learning rate is zero.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, seconds: float):
@@ -44,7 +44,7 @@ class TimedCosine(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:
-        """The learning rates now."""
+        """Return the learning rates for the elapsed time."""
         now = time.monotonic()
         self.spent += now - self.seen
         self.seen = now
@@ -52,12 +52,12 @@ class TimedCosine(LRScheduler):
         return [base * share * min(1.0, (self.last_epoch + 1) / WARMUP_STEPS) for base in self.base_lrs]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the seconds spent, of those that there are now; the clock goes on."""
+        """Restore the elapsed seconds; the total comes from the new command."""
         super().load_state_dict(state_dict | {"seconds": self.seconds, "seen": time.monotonic()})
 
 
 class TimedTrainer(DraftTrainer):
-    """A trainer whose learning rate and end are given by minutes."""
+    """Trainer with a learning rate and an end given in minutes."""
 
     def __init__(self, *args: Any, minutes: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -65,14 +65,14 @@ class TimedTrainer(DraftTrainer):
         self.add_callback(StopInTime())
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        """As in Trainer, but over minutes."""
+        """Create a schedule over minutes instead of steps."""
         if self.lr_scheduler is None:
             self.lr_scheduler = TimedCosine(optimizer or self.optimizer, 60 * self.minutes)
         return self.lr_scheduler
 
 
 class StopInTime(TrainerCallback):
-    """Ends and saves the run when its minutes are used up."""
+    """Save and end the run when its time is used up."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: TimedCosine, **kwargs: Any) -> None:
         if lr_scheduler.spent >= lr_scheduler.seconds:
@@ -89,7 +89,7 @@ def main() -> None:
     draft = TokenSwiftDraftModel.from_target(target, num_heads=args.heads, **kind)
     if args.draft:
         draft = TokenSwiftDraftModel.from_pretrained(args.draft, dtype=torch.float32)
-    # the local folder of this run says nothing to others
+    # the local path has no meaning on other machines
     draft.config.target_name_or_path = Path(args.target).name
     training = DraftTrainingArguments(
         str(args.output),
@@ -105,7 +105,7 @@ def main() -> None:
         use_cpu=True,
         seed=args.seed,
         report_to="none",
-        disable_tqdm=True,  # its end would be that of all epochs
+        disable_tqdm=True,  # the bar would count all epochs
     )
     rows = cut_rows(load_streams(*args.streams), args.length)
     trainer = TimedTrainer(draft, target, training, train_dataset=rows, minutes=args.minutes)
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def command(args: argparse.Namespace) -> str:
-    """What was run, without the folders of the machine that ran it."""
+    """Return the command of this run, without the folders of this machine."""
     draft = f" --draft {folder_name(args.draft)}" if args.draft else f" --heads {args.heads}"
     numbers = f"--minutes {args.minutes:g} --length {args.length} --batch {args.batch}"
     rest = f"--learning-rate {args.learning_rate:g} --loss {args.loss} --seed {args.seed}"
@@ -137,11 +137,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=40, help="time for training (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens per row (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="rows per step (default: %(default)s)")
-    parser.add_argument("--heads", type=int, default=3, help="of new ones (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=3, help="number of new heads (default: %(default)s)")
     parser.add_argument("--independent", action="store_true", help="heads that do not continue each other (Medusa)")
     parser.add_argument("--sequential", action="store_true", help="heads that see the tokens before theirs (Hydra)")
     parser.add_argument("--learning-rate", type=float, default=2e-2)
-    parser.add_argument("--draft", type=Path, help="folder of heads to go on with (default: new ones)")
+    parser.add_argument("--draft", type=Path, help="folder of heads to continue (default: new ones)")
     parser.add_argument("--loss", choices=["kl", "ce"], default="kl")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")

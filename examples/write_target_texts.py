@@ -1,8 +1,8 @@
-"""Have a target write on behind texts, as token streams to train its draft on.
+"""Let a target continue texts, and write token streams for the training of its draft.
 
-What a draft has to guess is what its target says, and that differs from what books say: most of all under greedy
-decoding. Rows of `--length` tokens begin with `--prompt` tokens of a stream; the rest is the target's, written greedily
-in one file and sampled at temperature 1 in the other.
+A draft has to guess its target's tokens, and these differ from the tokens of books, most of all under greedy decoding.
+Rows of `--length` tokens begin with `--prompt` tokens of a stream and continue with the target's own tokens. They are
+greedy in one file and sampled at temperature 1 in the other.
 
     python examples/write_target_texts.py --streams runs/tiny-target --output runs/tiny-target-texts
     python examples/train_tiny_longspec.py --streams runs/tiny-target --streams runs/tiny-target-texts \
@@ -44,20 +44,20 @@ def main() -> None:
 
 
 def a_prompt(streams: list[np.ndarray], length: int, chooser: np.random.Generator) -> torch.Tensor:
-    """`length` tokens from anywhere in one of the streams, each stream equally often."""
+    """Return `length` tokens from a random place of a random stream."""
     stream = streams[chooser.integers(len(streams))]
     start = chooser.integers(len(stream) - length)
     return torch.from_numpy(stream[start : start + length].astype(np.int64))
 
 
 def write(model: PreTrainedModel, prompts: torch.Tensor, length: int, options: dict) -> torch.Tensor:
-    """Rows of `length` tokens that begin with `prompts` `(B, P)`."""
+    """Return rows of `length` tokens that begin with `prompts` `(B, P)`."""
     mask = torch.ones_like(prompts)
     return model.generate(prompts, attention_mask=mask, max_length=length, **options)
 
 
 def command(args: argparse.Namespace) -> str:
-    """What was run, without the folders of the machine that ran it."""
+    """Return the command of this run, without the folders of this machine."""
     numbers = f"--rows {args.rows} --length {args.length} --prompt {args.prompt} --batch {args.batch}"
     return (
         f"python examples/write_target_texts.py --streams {folder_name(args.streams)} "
@@ -68,11 +68,11 @@ def command(args: argparse.Namespace) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(ROOT / "hub_cards" / "tiny-target"), help="folder or Hub id")
-    parser.add_argument("--streams", type=Path, required=True, help="folder with the token streams to begin with")
+    parser.add_argument("--streams", type=Path, required=True, help="folder with the token streams of the prompts")
     parser.add_argument("--output", type=Path, required=True, help="folder for greedy.npy and sampled.npy")
-    parser.add_argument("--rows", type=int, default=1024, help="of each mode (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=1024, help="rows per mode (default: %(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens per row (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens that are given (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=64, help="prompt tokens per row (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="rows at a time (default: %(default)s)")
     parser.add_argument("--modes", nargs="+", choices=sorted(MODES), default=sorted(MODES), help="default: both")
     parser.add_argument("--seed", type=int, default=0)
