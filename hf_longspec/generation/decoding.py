@@ -58,11 +58,12 @@ def decode(
     session.open_cache(model_kwargs)
     draft.last_speculation = session.stats
     try:
-        session.prefill()
-        with target.attention():
-            session.seed()
-            while not session.sequences.finished:
-                session.iterate()
+        with target.turn():
+            session.prefill()
+            with target.attention():
+                session.seed()
+                while not session.sequences.finished:
+                    session.iterate()
         return session.close()
     except KeyboardInterrupt:
         session.keep_partial()
