@@ -56,7 +56,9 @@ def refuse_unsupported(
             + "; ".join(reasons)
             + ". Call generate() without assistant_model."
         )
-    if target.model.training and any(getattr(module, "gradient_checkpointing", False) for module in target.model.modules()):
+    if target.model.training and any(
+        getattr(module, "gradient_checkpointing", False) for module in target.model.modules()
+    ):
         raise ValueError(
             "gradient checkpointing is on and the model is in training mode, where it turns off the cache. Call "
             "model.eval() or model.gradient_checkpointing_disable() first."

@@ -260,7 +260,9 @@ def _is_declared_stateless(processor: object) -> bool:
 def _repeats_itself(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:
     """Whether two calls on the same input have the same result; with the random numbers of the caller left alone."""
     # a processor may hold a model, which is not to be copied
-    shared = {id(part): part for part in getattr(processor, "__dict__", {}).values() if isinstance(part, torch.nn.Module)}
+    shared = {
+        id(part): part for part in getattr(processor, "__dict__", {}).values() if isinstance(part, torch.nn.Module)
+    }
     try:
         twin = copy.deepcopy(processor, shared)
     except Exception as error:  # whatever its parts raise

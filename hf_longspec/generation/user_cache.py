@@ -59,7 +59,9 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
         )
     held = [layer.keys.shape[0] for layer in cache.layers if _holds(layer)]
     if held and held[0] != input_ids.shape[0]:
-        raise ValueError(f"past_key_values has {held[0]} rows and input_ids {input_ids.shape[0]}. Pass that batch's own.")
+        raise ValueError(
+            f"past_key_values has {held[0]} rows and input_ids {input_ids.shape[0]}. Pass that batch's own."
+        )
     if _stored(cache) >= input_ids.shape[1]:
         raise ValueError(
             f"past_key_values holds {_stored(cache)} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
@@ -141,4 +143,3 @@ def _holds(layer: Any) -> bool:
 def _stored(cache: Any) -> int:
     """Tokens in the cache; a `StaticCache` counts in a tensor."""
     return int(cache.get_seq_length())
-

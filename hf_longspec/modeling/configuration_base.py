@@ -90,7 +90,9 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 def _check_size(name: str, value: Any) -> None:
     sizes = value if isinstance(value, list | tuple) else [value]
     if name in MOST and any(isinstance(size, int) and size > MOST[name] for size in sizes):
-        raise ValueError(f"{name}={value!r} in the draft's config.json: expected at most {MOST[name]:,}. Correct the file.")
+        raise ValueError(
+            f"{name}={value!r} in the draft's config.json: expected at most {MOST[name]:,}. Correct the file."
+        )
 
 
 def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:

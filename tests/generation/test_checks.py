@@ -248,8 +248,10 @@ class TestInputs:
         if mask.shape[1] != 9:  # transformers drops a mask of ones; what it derives from it is caught all the same
             mask[0, 0] = 0
         draft = PlainDraftModel.from_target(llama)
-        shape = re.escape(str(tuple(mask.shape)))
-        refused(llama, draft, rf"attention_mask has shape {shape}.*padding_side='left'", attention_mask=mask)
+        message = rf"attention_mask has shape {re.escape(str(tuple(mask.shape)))} and must have that of input_ids"
+        if mask.shape[1] == 9:
+            message = r"attention_mask ends with 0 in the rows \[0\]: padding must be on the left.*padding_side='left'"
+        refused(llama, draft, message, attention_mask=mask)
 
     def test_a_mask_for_every_layer(self, llama):
         draft = PlainDraftModel.from_target(llama)
@@ -357,7 +359,12 @@ class TestProcessorsWithState:
     def test_one_that_cannot_be_copied(self, plain_run):
         locked = Locked()
         run = plain_run("llama", (9,), max_new_tokens=6, logits_processor=[locked])
-        refused(run.model, run.draft("plain"), r"Locked cannot be copied \(TypeError.*stateless=True", logits_processor=[locked])
+        refused(
+            run.model,
+            run.draft("plain"),
+            r"Locked cannot be copied \(TypeError.*stateless=True",
+            logits_processor=[locked],
+        )
         locked.stateless = True
         assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
 
@@ -442,12 +449,6 @@ class TestWhatWouldHaveNoEffect:
         assert model.generate(inputs, assistant_model=draft, **options).tolist() == (
             model.generate(inputs, **options).tolist()
         )
-
-    def test_padding_on_the_right(self, llama):
-        inputs, mask = tiny_prompts(128, (9, 5))
-        draft = PlainDraftModel.from_target(llama)
-        message = r"attention_mask ends with 0 in the rows \[1\]: padding must be on the left.*padding_side='left'"
-        refused(llama, draft, message, input_ids=inputs.flip(1), attention_mask=mask.flip(1))
 
     @pytest.mark.parametrize("whole", [True, False], ids=["forward", "model"])
     def test_a_compiled_forward_gives_out_no_hidden_state(self, whole):

@@ -167,7 +167,9 @@ def test_without_the_route_a_draft_is_refused(target, kind):
     draft = kind.from_target(model)
     route.uninstall()
     try:
-        with pytest.raises(ValueError, match=r"the route to the loop of hf_longspec is not installed. Call hf_longspec.gen"):
+        with pytest.raises(
+            ValueError, match=r"the route to the loop of hf_longspec is not installed. Call hf_longspec.gen"
+        ):
             model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, assistant_model=draft)
         with pytest.raises(ValueError, match="is not installed"):
             draft.generate(input_ids=torch.tensor([[5, 6, 7]]))

@@ -174,6 +174,7 @@ class TestAlone:
 
     def test_an_interrupted_streamer_gets_no_token_twice(self):
         """Whether it took the token is unknown, so nothing more is handed on."""
+
         class Interrupted(Recorder):
             def put(self, value):
                 super().put(value)

@@ -1,11 +1,14 @@
 """Two threads generate at once on one model: with drafts, and one of them without."""
 
+import contextlib
 import os
 import sys
 import threading
 
 import pytest
+import torch
 
+from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import KINDS, make_draft
 
@@ -107,6 +110,32 @@ def test_a_stock_call_beside_a_draft(name, implementation, switching):
     """It meets the other implementation, under the masks of its own."""
     stock = check_pair(("specattn", "plain"), name, implementation, StockWorker)[1]
     assert stock.overlaps > 0
+
+
+@pytest.mark.parametrize("event", ["begins", "ends"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("lengths", [(21,), (21, 8)], ids=["one", "padded"])
+def test_a_draft_begins_or_ends_within_a_stock_forward(implementation, event, lengths):
+    """Between the masks and the first layer: what was made under one implementation is read by the other."""
+    model = tiny_target("gemma3", attn_implementation=implementation)
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    with torch.no_grad():
+        expected = model(input_ids, attention_mask=mask).logits
+        calls, switched = [], contextlib.ExitStack()
+
+        def switch(*_):
+            calls.append(switched.close() if event == "ends" else enter())
+
+        def enter():
+            switched.enter_context(TargetView(model).attention())
+
+        with model.model.layers[0].register_forward_pre_hook(switch), switched:
+            if event == "ends":
+                enter()
+            logits = model(input_ids, attention_mask=mask).logits
+    assert len(calls) == 1
+    # float32 logits of 4 layers, added up in another order
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.soak
