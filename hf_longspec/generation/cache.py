@@ -17,7 +17,8 @@ DEFAULT_TREE_SLOTS = 80
 class SpeculativeCache(Cache):
     """Key/value cache for speculative decoding: rolled back for free, committed in place.
 
-    Works as `past_key_values` of plain `model.generate` too, and can be passed back for a second turn. A call that needs
+    Works as `past_key_values` of plain `model.generate` too, and can be passed back for a second turn. A call that
+    needs
     more room than there is reallocates the buffers once, larger by at least half. On a CPU the buffers take memory as
     tokens are stored, so that a generous `max_length` costs nothing; other devices take all of it at the first step.
 
@@ -80,7 +81,8 @@ class SpeculativeCache(Cache):
         stored = self.get_seq_length()
         if input_ids.shape[0] != self.batch_size:
             raise ValueError(
-                f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}. Pass the cache of these "
+                f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}. Pass the "
+                "cache of these "
                 "rows, or leave past_key_values out."
             )
         padded = mask is not None and not bool(mask.all())

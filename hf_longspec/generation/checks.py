@@ -106,7 +106,8 @@ def _refuse_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwar
     if mask is not None and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
         raise ValueError(
-            f"attention_mask ends with 0 in the rows {rows}: padding must be on the left, so that every row ends with a "
+            f"attention_mask ends with 0 in the rows {rows}: padding must be on the left, so that every "
+            "row ends with a "
             "token. Tokenize with padding_side='left'."
         )
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
@@ -134,7 +135,8 @@ def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationCon
     for name, value in given.items():
         if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
             raise ValueError(
-                f"{name}={value!r} would have no effect: it is for the assistants of transformers. Drop it; the settings "
+                f"{name}={value!r} would have no effect: it is for the assistants of transformers. Drop it; "
+                "the settings "
                 "of a draft are those of draft.generation_config, such as draft.generation_config.num_assistant_tokens."
             )
 

@@ -38,7 +38,8 @@ HISTORY_FREE = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
-# Processors of transformers that run the model or keep state: calling them along a path that may be rejected changes them.
+# Processors of transformers that run the model or keep state: calling them along a path that may be rejected
+# changes them.
 STATEFUL = {
     "ClassifierFreeGuidanceLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",
@@ -245,8 +246,10 @@ def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vo
             )
         if not _is_declared_stateless(processor) and not _repeats_itself(processor, input_ids, vocab_size):
             raise ValueError(
-                f"{name} returned other scores when a copy of it was called a second time with the same input, and it is "
-                "called along drafted paths that may be rejected. Make its result depend on input_ids and scores alone, "
+                f"{name} returned other scores when a copy of it was called a second time with the same "
+                "input, and it is "
+                "called along drafted paths that may be rejected. Make its result depend on input_ids and "
+                "scores alone, "
                 "or call generate() without assistant_model."
             )
 
@@ -267,7 +270,8 @@ def _repeats_itself(processor: Any, input_ids: torch.Tensor, vocab_size: int) ->
         twin = copy.deepcopy(processor, shared)
     except Exception as error:  # whatever its parts raise
         raise ValueError(
-            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so whether it keeps state from "
+            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so whether "
+            "it keeps state from "
             "call to call was not tested. Give it the attribute stateless=True if its result depends on input_ids and "
             "scores alone, or call generate() without assistant_model."
         ) from error

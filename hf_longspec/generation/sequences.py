@@ -173,7 +173,8 @@ class Sequences:
         if len(given) == 1:
             return [False] * self.batch_size + given
         raise ValueError(
-            f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one for each row, or "
+            f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one "
+            "for each row, or "
             "a single one. Correct the criterion."
         )
 
@@ -195,7 +196,8 @@ class Sequences:
         while self._streamed < ready:
             place = self._streamed
             column = [row[place] if place < len(row) else self.pad_token_id for row in self.generated]
-            # before the streamer has it: whether it took what an exception cut short is unknown, and no token comes twice
+            # before the streamer has it: whether it took what an exception cut short is unknown, and no token
+            # comes twice
             self._streamed = self.max_length
             streamer.put(torch.tensor(column, dtype=torch.long))
             self._streamed = place + 1

@@ -1,6 +1,7 @@
 """A `DynamicCache` that the user passed: taken over at the start of a call, brought up to date at its end.
 
-Stock `generate` writes into the cache it is given. The loop cannot, because such a cache holds no tree, but its layers may
+Stock `generate` writes into the cache it is given. The loop cannot, because such a cache holds no tree, but its
+layers may
 hold views: they are pointed at the used part of the loop's own buffers, without a copy.
 """
 
@@ -40,7 +41,8 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
     """
     if implementation == "quantized" or (implementation or "").startswith("offloaded"):
         raise ValueError(
-            f"cache_implementation={implementation!r}: with a draft, keys and values are kept as the model computes them, "
+            f"cache_implementation={implementation!r}: with a draft, keys and values are kept as the "
+            "model computes them, "
             "on its device. Leave cache_implementation out, or call generate() without assistant_model."
         )
     if is_own(cache):
@@ -49,12 +51,14 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
         return
     if reason := _why_not(cache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which is "
+            f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a "
+            "SpeculativeCache, which is "
             "allocated in advance, or leave the argument out."
         )
     if mask is not None and not bool(mask.all()):
         raise ValueError(
-            "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots for the padding, "
+            "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots "
+            "for the padding, "
             "which the loop drops. Leave past_key_values out, or continue each row in a cache of its own."
         )
     held = [layer.keys.shape[0] for layer in cache.layers if _holds(layer)]
@@ -83,7 +87,8 @@ class UserCache:
     def lend_to(self, own: SpeculativeCache) -> None:
         """Copy what is stored into `own`, layer by layer, and point the layers at the copy, which frees the original.
 
-        A layer with a sliding window has its last tokens only. The slots before them stay zero: no later token sees them.
+        A layer with a sliding window has its last tokens only. The slots before them stay zero: no later token
+        sees them.
         """
         for layer, taken in zip(self.cache.layers, own.layers, strict=False):
             if _holds(layer):

@@ -415,7 +415,7 @@ class TestCachesOfTransformers:
         ],
     )
     def test_turns_of_all_kinds(self, plain_run, name, kind, with_config):
-        """Stock, with a draft, stock, ...: past the windows of gemma3, of which the layers then keep the last tokens."""
+        """Past the windows of gemma3, of which the layers then keep the last tokens."""
         run = plain_run(name, (14, 14), max_new_tokens=self.NEW, eos_token_id=1)
         cache = DynamicCache(config=run.model.config) if with_config else DynamicCache()
         text = run.inputs["input_ids"]

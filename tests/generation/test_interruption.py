@@ -264,9 +264,13 @@ def test_a_loop_over_prompts_stops(plain, kind):
     run = plain(ONE)
     draft, calls = run.draft(kind), []
     bomb = Bomb(NEW + 3)
-    with pytest.raises(KeyboardInterrupt):
+
+    def loop():
         for _ in range(4):
             calls.append(run.again(draft, streamer=Recorder(before=bomb)))
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
     assert [call.tolist() for call in calls] == [run.sequences.tolist()]
     assert cut(draft.last_speculation.partial_sequences, run)[0][:3] == run.generated[0][:3]
 
