@@ -1,9 +1,8 @@
 """This package's attention for a model that other threads go on using as it was loaded.
 
 The implementation is state of the model, so a plain forward in another thread meets whatever is set at that
-moment, and it
-may change between its mask and its layers. Masks are therefore made as the model's own implementation makes them; the
-attention function reads those of eager and sdpa as well as none.
+moment, and it may change between its mask and its layers. Masks are therefore made as the model's own implementation
+makes them; the attention function reads those of eager and sdpa as well as none.
 """
 
 from functools import partial

@@ -55,8 +55,7 @@ class SpeculationStats:
         gate_decisions (`list[GateDecision]`): What the gate found out, each time that it changed.
         interrupted (`bool`): Whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call.
         partial_sequences (`torch.LongTensor` of shape `(batch, length)`, *optional*): After Ctrl-C, the prompts
-        and what
-            was generated, as `generate` would have returned them; None if nothing was.
+            and what was generated, as `generate` would have returned them; None if nothing was.
         emitted_per_step (`list[array]`): For each row of the batch, the tokens that each of its row-steps emitted: the
             last of them is the target's own, those before it were drafted. Together with the first token they are the
             row's text. Rows behind the last one that had a row-step are missing.

@@ -1,8 +1,7 @@
 """A `DynamicCache` that the user passed: taken over at the start of a call, brought up to date at its end.
 
 Stock `generate` writes into the cache it is given. The loop cannot, because such a cache holds no tree, but its
-layers may
-hold views: they are pointed at the used part of the loop's own buffers, without a copy.
+layers may hold views: they are pointed at the used part of the loop's own buffers, without a copy.
 """
 
 from typing import Any
