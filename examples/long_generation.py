@@ -90,11 +90,13 @@ def main() -> int:
             out = target.generate(
                 **inputs, assistant_model=draft, max_new_tokens=args.tokens, streamer=streamer, **settings(args)
             )
-        except KeyboardInterrupt:  # after the first token, generate returns the text so far
-            print("Interrupted before the first token.", file=sys.stderr)
-            return 130
+        except KeyboardInterrupt:
+            if draft.last_speculation is None or draft.last_speculation.partial_sequences is None:
+                print("Interrupted before the first token.", file=sys.stderr)
+                return 130
+            out = draft.last_speculation.partial_sequences
     conclude(out[0, inputs["input_ids"].shape[1] :].tolist(), draft.last_speculation, args.output)
-    return 0
+    return 130 if draft.last_speculation.interrupted else 0
 
 
 def load_draft(args: argparse.Namespace, target: Any) -> Any:

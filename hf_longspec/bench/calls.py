@@ -114,7 +114,6 @@ def run_call(
         tokens (`int`): New tokens per row.
 
     Raises:
-        KeyboardInterrupt: Also where the decoding loop has caught it.
         RuntimeError: If another number of tokens came.
     """
     ids, mask = (part.to(model.device) for part in prompt)
@@ -137,8 +136,6 @@ def run_call(
             **decoding.options(),
             **how,
         )
-    if not own and method.last_speculation.interrupted:
-        raise KeyboardInterrupt
     text = output[:, ids.shape[1] :].cpu()
     if text.shape[1] != tokens or clock.first_tokens + clock.num_tokens != tokens:
         raise RuntimeError(f"{text.shape[1]} tokens in {clock.first_tokens + clock.num_tokens} ticks, not {tokens}.")

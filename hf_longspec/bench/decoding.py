@@ -120,8 +120,6 @@ class Decoder:
         counted: Any = _counted_forwards(self.model) if own else nullcontext([])
         with counted as forwards:
             output = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        if not own and method.last_speculation.interrupted:
-            raise KeyboardInterrupt
         text = output[:, context:]
         if text.shape[1] != tokens or clock.num_tokens + clock.first_tokens != tokens:
             raise RuntimeError(

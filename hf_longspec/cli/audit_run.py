@@ -148,7 +148,6 @@ def _compare(session: Session, name: str, ids: torch.Tensor, options: AuditOptio
         mask = torch.ones_like(ids)
         new = {"max_new_tokens": options.max_new_tokens, "do_sample": False}
         texts.append(session.model.generate(ids, attention_mask=mask, assistant_model=draft, **new))
-        _require_whole(session)
         progress.advance()
     report = audit(session.model, texts[1], ids.shape[1], torch.ones_like(ids), eps=options.eps)
     plain, speculative = (text[0, ids.shape[1] :].tolist() for text in texts)
@@ -177,16 +176,9 @@ def _check_law(session: Session, ids: torch.Tensor, options: AuditOptions, progr
             top_k=0,
             top_p=1.0,
         )
-        _require_whole(session)
         drawn.append(text[:, ids.shape[1] :])
         progress.advance()
     return audit_sampling(session.model, ids, torch.cat(drawn), options.temperature)
-
-
-def _require_whole(session: Session) -> None:
-    stats = session.draft.last_speculation
-    if stats is not None and stats.interrupted:
-        raise KeyboardInterrupt
 
 
 def _record(session: Session, verdict: str, compared: list[Comparison], law: LawReport | None) -> dict[str, Any]:

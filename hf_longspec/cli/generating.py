@@ -85,7 +85,13 @@ class Generation:
         self.steps: list[StepText] = []
 
     def run(self, name: str, text: str, chat: bool) -> None:
-        """Generate, under a bar while the prompt is read, and to the end if nothing else is to be seen."""
+        """Generate, under a bar while the prompt is read, and to the end if nothing else is to be seen.
+
+        After Ctrl-C the text so far takes the place of the whole one.
+
+        Raises:
+            KeyboardInterrupt: If there is no text yet.
+        """
         session = self.session
         self.text = _message(session, text) if chat else text
         ids = session.encode(name, self.text)
@@ -101,18 +107,23 @@ class Generation:
                 else:
                     progress.stop()
 
-            output = session.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                assistant_model=session.draft,
-                max_new_tokens=self.max_new_tokens,
-                streamer=StopWatch(prefill_is_over, self._streamer(progress)),
-                return_dict_in_generate=True,
-                **self.sampling.arguments(),
-            )
+            try:
+                sequences = session.model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    assistant_model=session.draft,
+                    max_new_tokens=self.max_new_tokens,
+                    streamer=StopWatch(prefill_is_over, self._streamer(progress)),
+                    **self.sampling.arguments(),
+                )
+            except KeyboardInterrupt:
+                stats = session.draft.last_speculation
+                if stats is None or stats.partial_sequences is None:
+                    raise
+                sequences = stats.partial_sequences
         self.prompt_tokens = ids.shape[1]
-        self.tokens: list[int] = output.sequences[0, ids.shape[1] :].tolist()
-        self.stats: SpeculationStats = output.speculation
+        self.tokens: list[int] = sequences[0, ids.shape[1] :].tolist()
+        self.stats: SpeculationStats = session.draft.last_speculation
 
     def _streamer(self, progress: Bar) -> BaseStreamer:
         """Where the tokens go while they are generated."""

@@ -15,11 +15,11 @@ DEFAULT_TREE_SLOTS = 80
 
 
 class SpeculativeCache(Cache):
-    """Key/value cache for speculative decoding: allocated once, rolled back for free, committed in place.
+    """Key/value cache for speculative decoding: rolled back for free, committed in place.
 
-    Works as `past_key_values` of plain `model.generate` too, and can be passed back for a second turn. On a CPU the
-    buffers take memory as tokens are stored, so that a generous `max_length` costs nothing; other devices take all of
-    it at the first step.
+    Works as `past_key_values` of plain `model.generate` too, and can be passed back for a second turn. A call that
+    needs more room than there is reallocates the buffers once, larger by at least half. On a CPU the buffers take memory
+    as tokens are stored, so that a generous `max_length` costs nothing; other devices take all of it at the first step.
 
     Args:
         config (`PreTrainedConfig`):
@@ -27,7 +27,7 @@ class SpeculativeCache(Cache):
         batch_size (`int`):
             Number of rows.
         max_length (`int`):
-            Most committed tokens a row can hold, prompt included.
+            Committed tokens that a row can hold without reallocation, prompt included.
         tree_slots (`int`, *optional*, defaults to 80):
             Nodes that one verification may stage behind the committed tokens.
     """
@@ -44,7 +44,6 @@ class SpeculativeCache(Cache):
                 f"batch_size={batch_size}, max_length={max_length}, tree_slots={tree_slots}: each must be at least 1."
             )
         self.rows = RowLengths(batch_size)
-        self.max_length = max_length
         self.tree_slots = tree_slots
         capacity = max_length + tree_slots
         super().__init__(layers=[SpeculativeLayer(self.rows, capacity) for _ in range(text_config.num_hidden_layers)])
@@ -59,6 +58,11 @@ class SpeculativeCache(Cache):
         """Committed tokens of each row."""
         return self.rows.host
 
+    @property
+    def max_length(self) -> int:
+        """Committed tokens that a row can hold without reallocation."""
+        return min(layer.capacity for layer in self.layers) - self.tree_slots
+
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Declare how many tokens each row holds: what a right-padded prefill wrote beyond them is forgotten."""
         if len(lengths) != self.batch_size:
@@ -67,21 +71,21 @@ class SpeculativeCache(Cache):
         for layer in self.layers:
             layer.length = self.rows.longest
 
-    def require(self, input_ids: torch.Tensor, mask: torch.Tensor, max_length: int, tree_slots: int) -> None:
-        """Check that this cache can continue `input_ids` `(batch, P)` up to `max_length` tokens.
+    def require(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Check that this cache can continue `input_ids` `(batch, P)`, padded where `mask` is 0.
 
         Raises:
-            ValueError: If it is too small, was made for another batch, or its rows cannot be continued.
+            ValueError: If it was made for another batch, or its rows cannot be continued.
         """
         stored = self.get_seq_length()
         if input_ids.shape[0] != self.batch_size:
-            raise ValueError(f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}.")
-        if max_length > self.max_length or tree_slots > self.tree_slots:
             raise ValueError(
-                f"past_key_values holds max_length={self.max_length} tokens and tree_slots={self.tree_slots}, but this "
-                f"call needs {max_length} and {tree_slots}. Make a larger SpeculativeCache."
+                f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}. Pass the "
+                "cache of these "
+                "rows, or leave past_key_values out."
             )
-        if stored and (self.rows.equal_length is None or not bool(mask.all())):
+        padded = mask is not None and not bool(mask.all())
+        if stored and (self.rows.equal_length is None or padded):
             raise ValueError(
                 f"past_key_values holds {self.host_lengths} tokens: a further turn needs batch size 1, or rows of "
                 "equal length without padding. Continue each row in a cache of its own."
@@ -91,6 +95,12 @@ class SpeculativeCache(Cache):
                 f"past_key_values holds {stored} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
                 "conversation, which must be longer than what is stored."
             )
+
+    def reserve(self, max_length: int, tree_slots: int) -> None:
+        """Make room for `max_length` committed tokens and `tree_slots` staged ones; reallocates at most once."""
+        self.tree_slots = max(self.tree_slots, tree_slots)
+        for layer in self.layers:
+            layer.reserve(max_length + self.tree_slots)
 
     def stage(self, num_nodes: int) -> None:
         """Let the next forward write `num_nodes` nodes behind the committed tokens without committing them."""

@@ -8,7 +8,7 @@ from .row_lengths import RowLengths
 
 
 class SpeculativeLayer(CacheLayerMixin):
-    """Keys and values of one layer, allocated once from the first tensors it sees.
+    """Keys and values of one layer, allocated from the first tensors it sees and again when they no longer fit.
 
     Sliding-window layers are stored at full length too: the attention backend applies the window, and a rejected
     node can therefore never have pushed a committed one out.
@@ -26,17 +26,35 @@ class SpeculativeLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate from the shapes seen: under tensor parallelism a rank holds fewer heads than the config says."""
-        batch_size, heads = key_states.shape[:2]
+        batch_size = key_states.shape[0]
         if batch_size != self.rows.batch_size:
             raise ValueError(
                 f"the cache was made for batch_size={self.rows.batch_size}, but the model ran on {batch_size} rows. "
                 f"Make it with SpeculativeCache(config, batch_size={batch_size}, max_length=...)."
             )
-        # Zeros: masked slots are multiplied by probability 0, and 0 x NaN would be NaN.
-        self.keys = lazy_zeros(key_states, batch_size, heads, self.capacity, key_states.shape[-1])
-        self.values = lazy_zeros(value_states, batch_size, value_states.shape[1], self.capacity, value_states.shape[-1])
+        self._allocate(key_states, value_states, self.capacity)
         self.device = key_states.device
         self.is_initialized = True
+
+    def _allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, capacity: int) -> None:
+        """Buffers of `capacity` slots with the rows, heads, widths and dtypes of these states."""
+        # Zeros: masked slots are multiplied by probability 0, and 0 x NaN would be NaN.
+        keys, values = (
+            lazy_zeros(states, *states.shape[:2], capacity, states.shape[-1]) for states in (key_states, value_states)
+        )
+        self.keys, self.values = keys, values
+
+    def reserve(self, capacity: int) -> None:
+        """Have at least `capacity` slots; a buffer that is too small is replaced by one larger by at least half."""
+        if capacity <= self.capacity:
+            return
+        capacity = max(capacity, self.capacity + self.capacity // 2)
+        if self.is_initialized:
+            keys, values = self.keys, self.values
+            self._allocate(keys, values, capacity)
+            self.keys[:, :, : self.length] = keys[:, :, : self.length]
+            self.values[:, :, : self.length] = values[:, :, : self.length]
+        self.capacity = capacity
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -53,11 +71,7 @@ class SpeculativeLayer(CacheLayerMixin):
                 "row in a cache of its own, or start a new cache."
             )
         end = self.length + count
-        if end > self.capacity:
-            raise ValueError(
-                f"the cache is full: {self.length} tokens are stored and {count} more do not fit into {self.capacity} "
-                "slots. Make it with a larger max_length."
-            )
+        self.reserve(end)
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states
         self.length = end

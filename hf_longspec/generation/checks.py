@@ -8,6 +8,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .logits import refuse_stateful
 from .target import TargetView
+from .user_cache import refuse_cache
 
 # What the loop takes from generate()'s keyword arguments for the model; anything else would be silently dropped.
 KNOWN_MODEL_KWARGS = {
@@ -23,6 +24,21 @@ KNOWN_MODEL_KWARGS = {
     "tokenizer",
     "use_cache",
 }
+
+# What `generate` passes on to the assistants of transformers.
+ASSISTANT_SETTINGS = (
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "prompt_lookup_num_tokens",
+    "speculation_type",
+    "target_lookbehind",
+    "use_mtp",
+)
 
 
 def refuse_unsupported(
@@ -40,6 +56,13 @@ def refuse_unsupported(
             + "; ".join(reasons)
             + ". Call generate() without assistant_model."
         )
+    if target.model.training and any(
+        getattr(module, "gradient_checkpointing", False) for module in target.model.modules()
+    ):
+        raise ValueError(
+            "gradient checkpointing is on and the model is in training mode, where it turns off the cache. Call "
+            "model.eval() or model.gradient_checkpointing_disable() first."
+        )
     if target.ranks is not None and (mode := draft.setting("compile")) in ("compile", "graph"):
         raise ValueError(
             f"compile={mode!r}: the target is divided among {target.ranks.size} processes, and steps with "
@@ -48,9 +71,11 @@ def refuse_unsupported(
     draft.check(target)
     if config.do_sample:
         draft.check_sampling()
-    refuse_stateful(processors)
     _refuse_inputs(input_ids, config, model_kwargs)
-    _refuse_foreign_cache(model_kwargs.get("past_key_values"))
+    _refuse_assistant_settings(config, target.model.generation_config)
+    cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+    refuse_cache(cache, input_ids, mask, config.cache_implementation)
+    refuse_stateful(processors, input_ids, target.vocab_size)
 
 
 def _refuse_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -73,10 +98,17 @@ def _refuse_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwar
                 "Run the model once on out.sequences to get them."
             )
     mask = model_kwargs.get("attention_mask")
-    if mask is not None and (mask.shape != input_ids.shape or not bool(mask[:, -1].all())):
+    if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} and must have that of input_ids, {tuple(input_ids.shape)}, "
-            "with its padding on the left, so that every row ends with a token. Tokenize with padding_side='left'."
+            f"attention_mask has shape {tuple(mask.shape)} and must have that of input_ids, {tuple(input_ids.shape)}. "
+            "Pass the whole text with its mask, also on a second turn."
+        )
+    if mask is not None and not bool(mask[:, -1].all()):
+        rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+        raise ValueError(
+            f"attention_mask ends with 0 in the rows {rows}: padding must be on the left, so that every "
+            "row ends with a "
+            "token. Tokenize with padding_side='left'."
         )
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
 
@@ -96,15 +128,17 @@ def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positi
     )
 
 
-def _refuse_foreign_cache(cache: Any) -> None:
-    if cache is None or getattr(cache, "_is_longspec_cache", False):
-        return
-    if cache.get_seq_length() > 0:
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__} that already holds {cache.get_seq_length()} tokens, and only "
-            "a SpeculativeCache can be continued. Pass SpeculativeCache(config, batch_size, max_length) from the "
-            "first turn on, or leave the argument out and pass the whole sequence."
-        )
+def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
+    """Those of transformers' own assistants that this call sets: a draft has its settings in a config of its own."""
+    defaults = GenerationConfig._get_default_generation_params()  # what `generate` fills in by itself
+    given = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
+    for name, value in given.items():
+        if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
+            raise ValueError(
+                f"{name}={value!r} would have no effect: it is for the assistants of transformers. Drop it; "
+                "the settings "
+                "of a draft are those of draft.generation_config, such as draft.generation_config.num_assistant_tokens."
+            )
 
 
 def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: int) -> int:

@@ -29,6 +29,7 @@ from .sequences import Sequences
 from .stats import SpeculationStats
 from .step import runner_of
 from .target import Step, TargetView, chain_of_last_tokens
+from .user_cache import UserCache, is_own, user_cache_of
 
 logger = logging.get_logger(__name__)
 
@@ -45,12 +46,13 @@ def decode(
 ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
     """Generate with `model`, drafting with `draft`; arguments and result are those of `generate`'s decoding methods.
 
-    Ctrl-C behind the first token, or a stopping criterion that raises StopIteration, ends the text where it stands:
-    what was generated is returned. While the call runs, `draft.last_speculation` has its statistics so far.
+    While the call runs, `draft.last_speculation` has its statistics so far. A stopping criterion that raises
+    StopIteration ends the text where it stands, and what was generated is returned.
 
     Raises:
         ValueError: If target, draft or arguments are not supported; nothing has been generated or changed then.
-        KeyboardInterrupt: If it comes before the first token, or a second time.
+        KeyboardInterrupt: After Ctrl-C. What was generated is `draft.last_speculation.partial_sequences`, and
+            `past_key_values` holds a beginning of it.
     """
     target = TargetView(model, runner_of(draft.setting("compile"), input_ids.device))
     refuse_unsupported(target, draft, input_ids, logits_processor, generation_config, model_kwargs)
@@ -58,18 +60,17 @@ def decode(
     session.open_cache(model_kwargs)
     draft.last_speculation = session.stats
     try:
-        try:
+        with target.turn():
             session.prefill()
             session.check_target()
             with target.attention():
                 session.seed()
                 while not session.sequences.finished:
                     session.iterate()
-        except KeyboardInterrupt as error:
-            session.sequences.interrupt(error)
-        finally:
-            session.close()
-        return session.outputs.result(session.sequences, session.cache, session.stats)
+        return session.close()
+    except KeyboardInterrupt:
+        session.keep_partial()
+        raise
     except BaseException:
         session.forget()
         raise
@@ -79,6 +80,7 @@ class Session:
     """One call of `generate`: what it was given, and what has been emitted and committed so far."""
 
     cache: SpeculativeCache
+    user_cache: UserCache | None
     drafter: Drafter
     rotary: RotaryLimit
     texts: list[torch.Tensor]
@@ -119,15 +121,18 @@ class Session:
         self.outputs = Outputs(generation_config, batch_size)
 
     def open_cache(self, model_kwargs: dict[str, Any]) -> None:
-        """Take the user's [`SpeculativeCache`] or make one, cut the prompts out of their padding, bind the drafter."""
+        """Take over the user's cache or make one, cut the prompts out of their padding, bind the drafter."""
         input_ids = self.sequences.tokens[:, : self.sequences.prompt_length]
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         nodes = self.draft.num_tree_nodes(self.target)
         cache = model_kwargs.get("past_key_values")
-        if cache is None or not getattr(cache, "_is_longspec_cache", False):
+        self.user_cache = user_cache_of(cache)
+        if not is_own(cache):
             cache = SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
-        cache.require(input_ids, mask, self.max_length, nodes)
+        cache.reserve(self.max_length, nodes)
+        if self.user_cache is not None:
+            self.user_cache.lend_to(cache)
         self.cache, self.stored = cache, cache.get_seq_length()
         self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
@@ -236,20 +241,37 @@ class Session:
         ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in kept]
         self.stats.record_forward(emitted, None if is_plain else self.proposed, ngrams)
 
-    def close(self) -> None:
-        """Leave the cache with what was committed and close the times, whatever ended the call and wherever it was.
+    def close(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
+        """What `generate` returns; the user's cache holds what was committed."""
+        self._settle()
+        self.sequences.end()
+        cache = self.cache if self.user_cache is None else self.user_cache.cache
+        return self.outputs.result(self.sequences, cache, self.stats)
 
-        A call that emitted nothing leaves the cache as it was given.
-        """
-        self.cache.rollback()
-        began = any(self.sequences.generated)
-        self.cache.set_lengths(self.cache.host_lengths if began else [self.stored] * self.cache.batch_size)
-        self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
-        self.stats.draft_state_bytes = self.drafter.state_bytes
-        self.stats.interrupted = self.sequences.interrupted
-        logger.info("%s", self.stats)
+    def keep_partial(self) -> None:
+        """Ctrl-C, wherever it came: keep what was generated and was committed, and end the stream."""
+        if not any(self.sequences.generated):
+            self.forget()
+            return
+        self.sequences.interrupt()
+        self._settle()
+        self.stats.partial_sequences = self.sequences.output()
+        self.sequences.end()
 
     def forget(self) -> None:
         """Leave the cache as it was given: what the caller does not get, it must not hold either."""
         self.cache.rollback()
         self.cache.set_lengths([self.stored] * self.cache.batch_size)
+
+    def _settle(self) -> None:
+        """Leave the cache with what was committed of the text, and close the times, whatever ended the call."""
+        self.cache.rollback()
+        # of rows that were cut to the length of the others, more was committed
+        lengths = (len(text) + len(new) - 1 for text, new in zip(self.texts, self.sequences.generated, strict=True))
+        self.cache.set_lengths([min(held) for held in zip(self.cache.host_lengths, lengths, strict=True)])
+        if self.user_cache is not None:
+            self.user_cache.update_from(self.cache)
+        self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
+        self.stats.draft_state_bytes = self.drafter.state_bytes
+        self.stats.interrupted = self.sequences.interrupted
+        logger.info("%s", self.stats)

@@ -32,6 +32,19 @@ def final_norm_of(model: PreTrainedModel) -> nn.Module:
     )
 
 
+def refuse_compiled_forward(model: PreTrainedModel) -> None:
+    """Raise ValueError if the final norm runs inside a graph of the user's own, which takes no hook."""
+    for module in (model, model.get_decoder()):
+        if module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable"):
+            raise ValueError(
+                f"the forward of {type(module).__name__} is compiled, and a graph does not give out the final "
+                "norm's input, "
+                "which the draft's heads read. Use the model as it was before torch.compile (`del "
+                "model.forward`), with "
+                'draft.generation_config.compile = "compile".'
+            )
+
+
 class FinalNormInput:
     """Remembers what the final norm is given by this thread's forwards, while the context is open.
 

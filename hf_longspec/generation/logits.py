@@ -1,6 +1,8 @@
 """From raw logits to the target's choice: logits processors with each node's own prefix, then argmax or one draw."""
 
+import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.generation import logits_process
@@ -36,7 +38,8 @@ HISTORY_FREE = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
-# Processors that run the model or count their own calls: calling them along a path that may be rejected changes them.
+# Processors of transformers that run the model or keep state: calling them along a path that may be rejected
+# changes them.
 STATEFUL = {
     "ClassifierFreeGuidanceLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",
@@ -224,14 +227,59 @@ def along_path(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
     return values.gather(1, path[..., None].expand(-1, -1, values.shape[-1]))
 
 
-def refuse_stateful(processors: LogitsProcessorList) -> None:
-    """Raise ValueError for a processor that cannot be called along a path that may be rejected."""
+def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Raise ValueError for a processor that cannot be called along a path that may be rejected.
+
+    Those that depend on their calls are found out by calling a copy twice on the same input. What shows only later, or
+    in another text, is not found.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(batch, P)`): The prompts.
+        vocab_size (`int`): The target's.
+    """
     for processor in processors:
-        if type(processor).__name__ in STATEFUL:
+        name = type(processor).__name__
+        if name in STATEFUL:
             raise ValueError(
-                f"{type(processor).__name__} keeps state from call to call, so it cannot run on drafted tokens that "
-                "may be rejected. Call generate() without assistant_model, or without the setting that adds it."
+                f"{name} keeps state from call to call, so it cannot run on drafted tokens that may be rejected. Call "
+                "generate() without assistant_model, or without the setting that adds it."
             )
+        if not _is_declared_stateless(processor) and not _repeats_itself(processor, input_ids, vocab_size):
+            raise ValueError(
+                f"{name} returned other scores when a copy of it was called a second time with the same "
+                "input, and it is "
+                "called along drafted paths that may be rejected. Make its result depend on input_ids and "
+                "scores alone, "
+                "or call generate() without assistant_model."
+            )
+
+
+def _is_declared_stateless(processor: object) -> bool:
+    return any(getattr(processor, name, False) for name in ("stateless", "history_free", "history_window")) or (
+        _is_history_free(processor)
+    )
+
+
+def _repeats_itself(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:
+    """Whether two calls on the same input have the same result; with the random numbers of the caller left alone."""
+    # a processor may hold a model, which is not to be copied
+    shared = {
+        id(part): part for part in getattr(processor, "__dict__", {}).values() if isinstance(part, torch.nn.Module)
+    }
+    try:
+        twin = copy.deepcopy(processor, shared)
+    except Exception as error:  # whatever its parts raise
+        raise ValueError(
+            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so whether "
+            "it keeps state from "
+            "call to call was not tested. Give it the attribute stateless=True if its result depends on input_ids and "
+            "scores alone, or call generate() without assistant_model."
+        ) from error
+    devices = [input_ids.device] if input_ids.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        scores = torch.linspace(-4, 4, vocab_size, device=input_ids.device).repeat(len(input_ids), 1)
+        first, second = (twin(input_ids.clone(), scores.clone()) for _ in range(2))
+    return torch.equal(first, second)
 
 
 def _is_history_free(processor: object) -> bool:

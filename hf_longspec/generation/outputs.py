@@ -5,13 +5,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
-from transformers.utils import logging
 
 from .logits import along_path
 from .sequences import Sequences
-from .stats import INTERRUPTED, SpeculationStats
-
-logger = logging.get_logger(__name__)
+from .stats import SpeculationStats
 
 Kept = list[list[torch.Tensor]]
 
@@ -49,15 +46,13 @@ class Outputs:
         self, sequences: Sequences, cache: Any, stats: SpeculationStats
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """With `return_dict_in_generate`, the statistics are its attribute `speculation`."""
-        tokens = sequences.end()
-        if stats.interrupted:
-            logger.warning(INTERRUPTED, ", ".join(str(len(generated)) for generated in sequences.generated))
+        tokens = sequences.output()
         if not self.as_dict:
             return tokens
         output = GenerateDecoderOnlyOutput(
             sequences=tokens,
-            scores=_by_position(self._scores),
-            logits=_by_position(self._logits),
+            scores=_by_position(self._scores, sequences),
+            logits=_by_position(self._logits, sequences),
             past_key_values=cache,
         )
         output.speculation = stats
@@ -69,12 +64,12 @@ def _extend(kept: Kept, values: torch.Tensor, emitted: list[int]) -> None:
         kept[row].extend(values[row, :count].unbind(0))
 
 
-def _by_position(rows: Kept) -> tuple[torch.Tensor, ...] | None:
+def _by_position(rows: Kept, sequences: Sequences) -> tuple[torch.Tensor, ...] | None:
     """One `(batch, vocab)` tensor per generated position; zeros for rows that were done by then."""
-    longest = max(map(len, rows))
-    if not longest:
+    if not any(rows):
         return None
-    filler = torch.zeros_like(rows[0][0])
+    longest = max(map(len, sequences.generated))
+    filler = torch.zeros_like(next(row[0] for row in rows if row))
     return tuple(
         torch.stack([row[position] if position < len(row) else filler for row in rows]) for position in range(longest)
     )

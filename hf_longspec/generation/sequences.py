@@ -21,7 +21,12 @@ class Sequences:
             `generate`.
         stopping_criteria (`StoppingCriteriaList`):
             Checked after every single token of every row. Criteria other than length and end-of-sequence are called
-            with one row, `(1, length)`. One that raises StopIteration ends all rows where they stand.
+            with the whole batch, `(batch, length)`, once for the rows that have just reached this length: they are in
+            their places, longer rows are cut, shorter ones padded. An answer per row counts for these rows, one answer
+            for all ends all rows where they stand, and so does a criterion that raises StopIteration.
+
+            Without a criterion that has an `eos_token_id`, a row that a criterion stops grows on until every row has
+            been stopped, as in `generate`, which has nothing to pad with then.
         pad_token_id (`int`): Fills finished rows.
         max_length (`int`): Most tokens of a row, prompt included.
         reach (`int`): Most tokens a step may try out beyond what is emitted.
@@ -51,6 +56,9 @@ class Sequences:
         self.interrupted = False
         self._eos: set[int] = set()
         self._slow: list[Any] = []
+        # length at which a criterion first stopped a row
+        self._stopped: list[int | None] = [None] * batch_size
+        self._rows_pause = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         for criterion in stopping_criteria:
             if type(criterion) is EosTokenCriteria:
                 self._eos.update(criterion.eos_token_id.flatten().tolist())
@@ -95,50 +103,91 @@ class Sequences:
             accepted (`Sequence[Sequence[int]]`): Tokens of each row, in order.
             scores (`torch.Tensor` of shape `(batch, M, vocab)`, *optional*): What custom criteria get as `scores`.
         """
-        counts = [0] * self.batch_size
-        for row, tokens in enumerate(accepted):
-            start = len(self.generated[row])
-            for token in tokens:
-                if self.done[row]:
-                    break
+        counts, starts = [0] * self.batch_size, self.lengths
+        for place in range(max(map(len, accepted))):
+            grown = [row for row, tokens in enumerate(accepted) if place < len(tokens) and not self.done[row]]
+            for row in grown:
+                token = accepted[row][place]
                 self.generated[row].append(token)
                 counts[row] += 1
+                length = self.prompt_length + len(self.generated[row])
                 if self._slow:
-                    self.tokens[row, self.prompt_length + len(self.generated[row]) - 1] = token
-                self.done[row] = self._stops(row, token, scores, counts[row])
-            begin = self.prompt_length + start
-            new = self.generated[row][start:].tolist()
-            self.tokens[row, begin : begin + len(new)] = torch.tensor(new, dtype=torch.long)
+                    self.tokens[row, length - 1] = token
+                if token in self._eos or length >= self.max_length:
+                    self._stop(row, length)
+            if self._slow:
+                self._ask_criteria(grown, None if scores is None else tuple(scores[:, : place + 1].unbind(1)))
+            self._end_together()
+        for row, start in enumerate(starts):
+            new = self.generated[row][start - self.prompt_length :].tolist()
+            self.tokens[row, start : start + len(new)] = torch.tensor(new, dtype=torch.long)
         if self._streamer is not None:
             self._stream(self._streamer)
         return counts
 
-    def _stops(self, row: int, token: int, scores: torch.Tensor | None, count: int) -> bool:
-        length = self.prompt_length + len(self.generated[row])
-        if token in self._eos or length >= self.max_length:
-            return True
-        if not self._slow:
-            return False
-        ids = self.tokens[row : row + 1, :length]
-        seen = None if scores is None else tuple(scores[row : row + 1, :count].unbind(1))
-        stop = False
-        try:
-            for criterion in self._slow:  # not any(): a generator turns StopIteration into another error
-                if bool(torch.as_tensor(criterion(ids, seen)).any()):
-                    stop = True
-                    break
-        except (KeyboardInterrupt, StopIteration) as error:
-            self.interrupt(error)
-        if self._ranks is not None:  # a criterion may look at the clock, and ranks that disagree wait for ever
-            stop = bool(self._ranks.first([stop])[0])
-        return stop or self.interrupted
+    def _stop(self, row: int, length: int) -> None:
+        if self._stopped[row] is None:
+            self._stopped[row] = length
+        self.done[row] = self._rows_pause or length >= self.max_length
 
-    def interrupt(self, error: BaseException) -> None:
-        """End all rows where they stand. A second interruption, or one before the first token, is raised."""
-        if self.interrupted or not any(self.generated):
-            raise error
+    def _ask_criteria(self, grown: list[int], scores: tuple[torch.Tensor, ...] | None) -> None:
+        """Ask the user's criteria about the rows that have a new token, once for each length."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for row in grown:
+            if self._stopped[row] is None:
+                groups[self.prompt_length + len(self.generated[row])].append(row)
+        for length, rows in groups.items():
+            ids = self._batch_at(length)
+            try:
+                answers = [self._answer(criterion(ids, scores)) for criterion in self._slow]
+            except StopIteration:
+                self.interrupt()
+                return
+            stops = [any(column) for column in zip(*answers, strict=True)]
+            if self._ranks is not None:  # a criterion may look at the clock, and ranks that disagree wait for ever
+                stops = list(map(bool, self._ranks.first(stops)))
+            *of_rows, of_all = stops
+            for row, own in enumerate(self.lengths):
+                if of_all or (row in rows and of_rows[row]):
+                    self._stop(row, own)
+
+    def interrupt(self) -> None:
+        """End all rows where they stand."""
         self.interrupted = True
         self.done = [True] * self.batch_size
+
+    def _batch_at(self, length: int) -> torch.Tensor:
+        """The texts `(batch, length)` when a row has this length; padding stands where another one has no token yet."""
+        ids = self.tokens[:, :length]
+        if any(own < length for own in self.lengths):
+            ids = ids.clone()
+            for row, own in enumerate(self.lengths):
+                ids[row, own:] = self.pad_token_id
+        return ids
+
+    def _answer(self, answer: Any) -> list[bool]:
+        """What a criterion returned: an answer for each row, and behind them one for all rows."""
+        given = torch.as_tensor(answer).bool().flatten().tolist()
+        if len(given) == self.batch_size:
+            return [*given, False]
+        if len(given) == 1:
+            return [False] * self.batch_size + given
+        raise ValueError(
+            f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one "
+            "for each row, or "
+            "a single one. Correct the criterion."
+        )
+
+    def _end_together(self) -> None:
+        """Without end tokens, all rows end at the length at which the last of them was stopped."""
+        if self._rows_pause or None in self._stopped:
+            return
+        length = max(stopped for stopped in self._stopped if stopped is not None)
+        self.max_length = length
+        self.done = [own >= length for own in self.lengths]
+        if self.finished:
+            for tokens in self.generated:
+                del tokens[length - self.prompt_length :]
 
     def _stream(self, streamer: BaseStreamer) -> None:
         """Hand on every position that all rows have reached; a finished row contributes padding."""
@@ -146,20 +195,21 @@ class Sequences:
         ready = min(growing, default=max(len(tokens) for tokens in self.generated))
         while self._streamed < ready:
             place = self._streamed
-            try:
-                column = [row[place] if place < len(row) else self.pad_token_id for row in self.generated]
-                streamer.put(torch.tensor(column, dtype=torch.long))
-                self._streamed = place + 1
-            except KeyboardInterrupt as error:
-                # whether it was taken is unknown: nothing more is handed on, so that no token comes twice or is missing
-                self._streamed = self.max_length
-                self.interrupt(error)
+            column = [row[place] if place < len(row) else self.pad_token_id for row in self.generated]
+            # before the streamer has it: whether it took what an exception cut short is unknown, and no token
+            # comes twice
+            self._streamed = self.max_length
+            streamer.put(torch.tensor(column, dtype=torch.long))
+            self._streamed = place + 1
 
-    def end(self) -> torch.Tensor:
-        """End the stream; returns prompts and continuations, `(batch, longest)`, finished rows padded."""
+    def end(self) -> None:
+        """Hand on what is left, and end the stream."""
         if self._streamer is not None:
             self._stream(self._streamer)  # an interruption may have come between emitting and streaming
             self._streamer.end()
+
+    def output(self) -> torch.Tensor:
+        """Prompts and continuations, `(batch, longest)`, finished rows padded."""
         output = self.tokens[:, : max(self.lengths)].clone()
         for row, length in enumerate(self.lengths):
             output[row, self.prompt_length : length] = torch.tensor(self.generated[row].tolist(), dtype=torch.long)

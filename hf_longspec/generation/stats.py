@@ -1,13 +1,10 @@
 """What speculation achieved in one call of `generate`, and what the gate found out."""
 
 from array import array
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-INTERRUPTED = (
-    "generation was interrupted and returns the %s tokens that it had generated. Where that should be an error, raise "
-    "KeyboardInterrupt if draft.last_speculation.interrupted is true."
-)
+import torch
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,8 @@ class SpeculationStats:
         draft_state_bytes (`int`): What the drafter kept beside the target's cache.
         gate_decisions (`list[GateDecision]`): What the gate found out, each time that it changed.
         interrupted (`bool`): Whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call.
+        partial_sequences (`torch.LongTensor` of shape `(batch, length)`, *optional*): After Ctrl-C, the prompts
+            and what was generated, as `generate` would have returned them; None if nothing was.
         emitted_per_step (`list[array]`): For each row of the batch, the tokens that each of its row-steps emitted: the
             last of them is the target's own, those before it were drafted. Together with the first token they are the
             row's text. Rows behind the last one that had a row-step are missing.
@@ -79,6 +78,7 @@ class SpeculationStats:
     draft_state_bytes: int = 0
     gate_decisions: list[GateDecision] = field(default_factory=list)
     interrupted: bool = False
+    partial_sequences: torch.Tensor | None = field(default=None, repr=False, compare=False)
     # 2 bytes per step each: 0.4 MB for 100,000 steps
     emitted_per_step: list["array[int]"] = field(default_factory=list, repr=False)
     drafted_per_step: list["array[int]"] = field(default_factory=list, repr=False)
@@ -146,8 +146,10 @@ class SpeculationStats:
         self.drafted_per_step[row].append(drafted)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the single steps, ratios included, for JSON."""
-        sums = {name: value for name, value in asdict(self).items() if not name.endswith("_per_step")}
+        """Everything but the single steps and the text, ratios included, for JSON."""
+        counts = replace(self, partial_sequences=None, emitted_per_step=[], drafted_per_step=[])
+        left_out = ("partial_sequences", "emitted_per_step", "drafted_per_step")
+        sums = {name: value for name, value in asdict(counts).items() if name not in left_out}
         return {
             **sums,
             "mean_acceptance_length": self.mean_acceptance_length,

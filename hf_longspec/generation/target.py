@@ -1,14 +1,17 @@
 """What the decoding loop needs to know of an unmodified causal language model, and how it runs it."""
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
 
+from ..attention_backends.beside import name_beside
 from ..attention_backends.hybrid_tree import TreeContext
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
@@ -17,6 +20,9 @@ from .ranks import Ranks
 from .step import FixedSteps, Runner, logits_under
 
 ATTENTION_NAME = "hf_longspec"
+# Of each model, held while its attention implementation is switched; re-entrant, as a criterion may generate, too.
+_locks: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
+_locks_guard = threading.Lock()
 # Layer types whose state is not a list of keys and values that a tree could branch from or a rollback shorten.
 RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 # Layers that attend to all keys, or to those in a window.
@@ -97,18 +103,36 @@ class TargetView:
         return reasons
 
     @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until no other thread decodes with a draft on this model: its attention implementation is switched then.
+
+        A model that was loaded with one of our implementations is not switched, so its threads do not wait.
+        """
+        with _locks_guard:
+            lock = _locks.setdefault(self.model, threading.RLock())
+        with lock:
+            if not self._has_our_attention:
+                yield
+                return
+        yield
+
+    @property
+    def _has_our_attention(self) -> bool:
+        return str(self.config._attn_implementation).startswith(ATTENTION_NAME)
+
+    @contextmanager
     def attention(self) -> Iterator[None]:
         """Run the model under this project's attention backend, and restore what was set, also after an error.
 
-        A model that was loaded with one of our implementations is left alone, so that several threads can generate
-        on it at once: the implementation is state of the model, not of the call.
+        A model that was loaded with one of our implementations is left alone: the implementation is state of the model,
+        not of the call. Another one belongs to this thread's [`turn`].
         """
-        if str(self.config._attn_implementation).startswith(ATTENTION_NAME):
+        if self._has_our_attention:
             yield
             return
         configs = _attention_configs(self.model)
         try:
-            self.model.set_attn_implementation(ATTENTION_NAME)
+            self.model.set_attn_implementation(name_beside(self.config._attn_implementation))
             yield
         finally:
             for config, implementation in configs:

@@ -27,6 +27,9 @@ from .loading import HUB_KWARGS, read_settings, readable_errors, require_complet
 register()
 install()
 
+# Nodes of a tree: its mask has a number for each pair of them.
+MOST_NODES = 4096
+
 
 class DraftModel(PreTrainedModel):
     """A draft model as a Hugging Face model: `config` holds its architecture, `generation_config` how it drafts.
@@ -140,6 +143,12 @@ class DraftModel(PreTrainedModel):
         check_gate(self.setting("gate"))
         check_check_target(self.setting("check_target"))
         self.check_settings(target)
+        if (nodes := self.num_tree_nodes(target)) > MOST_NODES:
+            raise ValueError(
+                f"the settings of this draft make a tree of {nodes:,} nodes: at most {MOST_NODES:,} are "
+                "allowed, and 5 to 100 "
+                "are usual. Lower the length, the width or the number of its paths in draft.generation_config."
+            )
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse values of `generation_config` that this kind of draft cannot run with."""
@@ -157,6 +166,20 @@ class DraftModel(PreTrainedModel):
         """Value of one of this draft's settings."""
         value = getattr(self.generation_config, name, None)
         return self.settings[name] if value is None else value
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What transformers' own assisted decoding calls, which a draft is no assistant for.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"{type(self).__name__} was given to transformers' own assisted decoding, because the route to the loop of "
+            "hf_longspec is not installed. Call hf_longspec.generation.route.install(), or pass "
+            "custom_generate=draft.custom_generate instead of assistant_model."
+        )
+
+    _supports_logits_to_keep = generate  # called before it, of most targets
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Drafts are run by their drafter, inside `generate`."""

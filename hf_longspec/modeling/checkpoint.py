@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -46,8 +47,15 @@ class Checkpoint:
         with _readable(index):
             if name.endswith(".index.json"):
                 self._files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                outside = sorted({str(file) for file in self._files.values() if not _is_plain_name(file)})
             else:
-                self._files = dict.fromkeys(_names(index), name)
+                self._files, outside = dict.fromkeys(_names(index), name), []
+        if outside:
+            raise ValueError(
+                f"{index} names the files {outside}: expected names of files beside it, without a folder. Do "
+                "not use this "
+                "checkpoint, or correct the index."
+            )
         self.names = sorted(self._files)
 
     def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -93,6 +101,11 @@ class Checkpoint:
 
     def _fetch(self, files: Iterable[str]) -> None:
         self._folder = Path(snapshot_download(self.source, allow_patterns=list(files)))
+
+
+def _is_plain_name(file: Any) -> bool:
+    """Whether a name leads to no other folder, on any system."""
+    return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", ":"}
 
 
 @contextmanager

@@ -10,6 +10,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
+# Largest value of a size in a config.json, far above those of any model: a damaged file must not take all memory.
+MOST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**13,
+    "window": 2**20,
+    "kv_layer": 2**12,
+    "noise_range": 2**12,
+    "num_heads": 2**8,
+}
+
+
 class DraftConfig(PreTrainedConfig):
     """Configuration of a draft: which target it belongs to.
 
@@ -51,6 +66,7 @@ class DraftConfig(PreTrainedConfig):
             for name, hint in get_annotations(kind).items():
                 if name != "model_type":
                     _check_type(name, getattr(self, name), hint)
+                    _check_size(name, getattr(self, name))
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
@@ -69,6 +85,14 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
         rule = f"{names} of at least 0" if kinds == (int,) else names
         raise ValueError(f"{name}={value!r} in the draft's config.json: expected {rule}. Correct the file.")
+
+
+def _check_size(name: str, value: Any) -> None:
+    sizes = value if isinstance(value, list | tuple) else [value]
+    if name in MOST and any(isinstance(size, int) and size > MOST[name] for size in sizes):
+        raise ValueError(
+            f"{name}={value!r} in the draft's config.json: expected at most {MOST[name]:,}. Correct the file."
+        )
 
 
 def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..generation.drafters.base import Binding, Drafter
 from ..generation.drafters.tokenswift import SELF_DRAFTS, TokenSwiftDrafter, TokenSwiftSettings
-from ..generation.final_norm import final_norm_of
+from ..generation.final_norm import final_norm_of, refuse_compiled_forward
 from ..generation.partial_policy import POLICIES
 from ..generation.product_tree import num_product_nodes
 from ..generation.selection import SINK_TOKENS
@@ -103,6 +103,7 @@ class TokenSwiftDraftModel(DraftModel):
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets without a final norm, no heads, unknown choices, and trees and budgets that do not fit."""
         final_norm_of(target.model)
+        refuse_compiled_forward(target.model)
         if self.config.num_heads < 1:
             raise ValueError(f"num_heads={self.config.num_heads}: expected at least 1, the tokens ahead to predict.")
         if self.config.sequential and not self.config.chained:

@@ -6,10 +6,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache
+from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from hf_longspec import SpeculativeCache
+from hf_longspec.generation import user_cache
 from hf_longspec.testing import WINDOW, tiny_prompts, tiny_target
 
 HEADS, KEY_SIZE, VALUE_SIZE, LAYERS = 2, 3, 5, 3  # keys and values of different width, as in MLA
@@ -157,8 +159,6 @@ def test_too_much_is_refused_before_anything_is_written():
     with pytest.raises(ValueError, match=r"made for batch_size=2, but .* 3 rows"):
         ledger.cache.update(*torch.zeros(2, 3, HEADS, 1, KEY_SIZE), 0)
     ledger.write(10)
-    with pytest.raises(ValueError, match="10 tokens are stored and 1 more do not fit into 10 slots"):
-        ledger.write(1)
     ledger.cache.set_lengths([10, 3])
     with pytest.raises(ValueError, match=r"rows hold \(10, 3\) tokens, and plain generation needs rows of one length"):
         ledger.write(1)
@@ -324,6 +324,186 @@ class TestSecondTurn:
         assert cache.get_seq_length() == out.shape[1] - 1
 
 
+class TestGrowth:
+    """A cache that was made for one call serves longer ones."""
+
+    @pytest.mark.parametrize("later", ["plain", "tree", "specattn"])
+    @pytest.mark.parametrize("lengths", [(14,), (14, 14)], ids=["one", "two"])
+    def test_the_cache_of_the_first_call(self, plain_run, lengths, later):
+        """The program of a chat: `past_key_values` of one call goes into the next one, with a draft or without."""
+        run = plain_run("gemma3", lengths, max_new_tokens=5, eos_token_id=1)
+        out = run.again(run.draft("tree"), return_dict_in_generate=True)
+        cache, room = out.past_key_values, out.past_key_values.max_length
+        for turn in range(3):
+            said, _ = tiny_prompts(128, [11] * len(lengths), seed=turn + 1)
+            text = torch.cat([out.sequences, said], dim=1)
+            options = {"do_sample": False, "max_new_tokens": 7, "eos_token_id": 1}
+            options |= {"attention_mask": torch.ones_like(text)}
+            expected = run.model.generate(text, **options)
+            draft = None if later == "plain" else run.draft(later)
+            out = run.model.generate(
+                text, assistant_model=draft, past_key_values=cache, return_dict_in_generate=True, **options
+            )
+            assert out.sequences.tolist() == expected.tolist()
+            assert out.past_key_values is cache and cache.get_seq_length() == expected.shape[1] - 1
+        assert cache.max_length > room
+
+    def test_what_is_stored_moves_along(self):
+        ledger = Ledger(make_cache(max_length=6, tree_slots=4))
+        ledger.rows = ledger.write(9)
+        ledger.cache.set_lengths([9, 7])
+        ledger.rows[1] = ledger.rows[1][:7]
+        ledger.cache.reserve(10, 5)
+        assert ledger.cache.max_length + ledger.cache.tree_slots == 15 and ledger.cache.tree_slots == 5
+        ledger.check()
+        before = [layer.keys.data_ptr() for layer in ledger.cache.layers]
+        ledger.cache.reserve(10, 3)  # there is room: nothing moves
+        assert [layer.keys.data_ptr() for layer in ledger.cache.layers] == before
+        ledger.cache.stage(5)
+        ledger.write(5)
+        ledger.cache.commit(None, [0, 0])
+        ledger.check()
+
+    def test_it_grows_by_half(self):
+        """A text of n tokens is copied a number of times that grows with its logarithm."""
+        ledger = Ledger(make_cache(max_length=6, tree_slots=4))
+        ledger.rows = ledger.write(10)
+        sizes = []
+        for _ in range(60):
+            for row, new in zip(ledger.rows, ledger.write(1), strict=True):
+                row += new
+            sizes.append(ledger.cache.layers[0].capacity)
+        assert sorted(set(sizes)) == [15, 22, 33, 49, 73]
+        ledger.check()
+
+    def test_too_small_for_a_tree(self, plain_run):
+        run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=1)
+        small = SpeculativeCache(run.model.config, 1, max_length=3, tree_slots=2)
+        assert run.again(run.draft("tree"), past_key_values=small).tolist() == run.sequences.tolist()
+        assert small.max_length >= 33 and small.tree_slots == 7
+
+
+class TestCachesOfTransformers:
+    """A `DynamicCache` of the user's: taken over, and at the end what stock `generate` would have left in it."""
+
+    NEW = 6
+
+    def entries(self, cache):
+        return [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None]
+
+    def check(self, model, cache, text):
+        """It holds what a forward of the model over the text writes."""
+        expected = DynamicCache(config=model.config) if has_config(cache) else DynamicCache()
+        with torch.no_grad():
+            model(text[:, :-1], past_key_values=expected)
+        assert cache.get_seq_length() == text.shape[1] - 1
+        pairs = list(zip(self.entries(cache), self.entries(expected), strict=True))
+        assert pairs
+        for found, wanted in pairs:
+            for own, other in zip(found, wanted, strict=True):
+                # keys and values of 4 random layers in float32, computed in chunks of other sizes
+                torch.testing.assert_close(own, other, atol=2e-5, rtol=1e-4)
+
+    @pytest.mark.parametrize(
+        ("name", "kind", "with_config"),
+        [
+            ("llama", "specattn", True),
+            ("gemma3", "tree", True),
+            ("gemma3", "specattn", True),
+            ("gemma3", "tree", False),
+            ("deepseek_v3", "tree", True),
+        ],
+    )
+    def test_turns_of_all_kinds(self, plain_run, name, kind, with_config):
+        """Past the windows of gemma3, of which the layers then keep the last tokens."""
+        run = plain_run(name, (14, 14), max_new_tokens=self.NEW, eos_token_id=1)
+        cache = DynamicCache(config=run.model.config) if with_config else DynamicCache()
+        text = run.inputs["input_ids"]
+        for turn in range(5):
+            options = {"do_sample": False, "max_new_tokens": self.NEW, "eos_token_id": 1}
+            options |= {"attention_mask": torch.ones_like(text)}
+            expected = run.model.generate(text, **options)
+            draft = run.draft(kind) if turn % 3 != 1 else None
+            out = run.model.generate(
+                text, assistant_model=draft, past_key_values=cache, return_dict_in_generate=True, **options
+            )
+            assert out.sequences.tolist() == expected.tolist()
+            assert out.past_key_values is cache
+            self.check(run.model, cache, out.sequences)
+            said, _ = tiny_prompts(128, (5 + turn,) * 2, seed=turn + 1)
+            text = torch.cat([out.sequences, said], dim=1)
+        assert text.shape[1] > 2 * WINDOW
+
+    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, monkeypatch):
+        model = target("llama")
+        run, cache = plain_run(model, (40,), max_new_tokens=5, eos_token_id=1), DynamicCache()
+        out = run.again(run.draft("tree"), past_key_values=cache)
+        widths, forward = [], type(model).forward
+
+        def spy(self, input_ids=None, **kwargs):
+            widths.append(input_ids.shape[1])
+            return forward(self, input_ids=input_ids, **kwargs)
+
+        monkeypatch.setattr(model, "forward", spy.__get__(model))
+        text = torch.cat([out, torch.tensor([[9, 8, 7]])], dim=1)
+        options = {"do_sample": False, "max_new_tokens": 4, "past_key_values": cache}
+        model.generate(text, assistant_model=run.draft("tree"), **options)
+        assert max(widths) <= 7  # a tree; the prompt had 40
+
+    def test_rows_that_end_at_different_places(self, plain_run):
+        """It holds as much as the shortest row; the next call computes the rest, as of any input."""
+        free = plain_run("llama", (14, 14), max_new_tokens=14, eos_token_id=1)
+        first, second = free.generated
+        count, end = next((i, t) for i, t in enumerate(first) if i >= 3 and t not in first[:i] + second)
+        run, cache = plain_run("llama", (14, 14), max_new_tokens=14, eos_token_id=end), DynamicCache()
+        draft = run.draft("tree")
+        out = run.again(draft, past_key_values=cache)
+        assert out.tolist() == run.sequences.tolist() and cache.get_seq_length() == 14 + count
+        options = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": 1, "attention_mask": torch.ones_like(out)}
+        expected = run.model.generate(out, **options)
+        for assistant in (draft, None):
+            held = copy.deepcopy(cache)
+            assert run.model.generate(out, assistant_model=assistant, past_key_values=held, **options).tolist() == (
+                expected.tolist()
+            )
+
+    def test_filling_copies_nothing(self, plain_run):
+        run, cache = plain_run("llama", (21,), max_new_tokens=5, eos_token_id=1), DynamicCache()
+        run.again(run.draft("tree"), past_key_values=cache)
+        slots = [keys.untyped_storage().nbytes() // keys[:, :, 0].nbytes for keys, _ in self.entries(cache)]
+        assert len(slots) == run.model.config.num_hidden_layers
+        assert all(count >= 21 + 5 + 7 for count in slots)  # a view of the loop's own buffer, tree slots included
+
+    def test_the_cache_that_generate_makes_is_left_alone(self, plain_run, monkeypatch):
+        """Nobody holds it."""
+        run, made = plain_run("llama", (9,), max_new_tokens=5), []
+        monkeypatch.setattr(user_cache.UserCache, "update_from", lambda *args: made.append(args))
+        out = run.again(run.draft("tree"), return_dict_in_generate=True)
+        assert not made and isinstance(out.past_key_values, SpeculativeCache)
+
+    def test_a_call_that_fails_leaves_it_as_it_was(self, plain_run):
+        run, cache = plain_run("gemma3", (21,), max_new_tokens=9, eos_token_id=1), DynamicCache()
+        run.model(run.inputs["input_ids"][:, :11], past_key_values=cache)
+        before = [(keys.clone(), values.clone()) for keys, values in self.entries(cache)]
+
+        class Broken(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                if input_ids.shape[1] > 25:
+                    raise RuntimeError("broken")
+                return False
+
+        with pytest.raises(RuntimeError, match="broken"):
+            run.again(run.draft("tree"), past_key_values=cache, stopping_criteria=StoppingCriteriaList([Broken()]))
+        after = self.entries(cache)
+        assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
+        assert cache.get_seq_length() == 11
+        assert run.again(run.draft("tree"), past_key_values=cache).tolist() == run.sequences.tolist()
+
+
+def has_config(cache):
+    return cache.layer_class_to_replicate is None
+
+
 class TestRefusedCaches:
     def refused(self, run, cache, match, **options):
         before = run.model.config._attn_implementation, run.model.generation_config.to_dict()
@@ -333,33 +513,64 @@ class TestRefusedCaches:
         assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
         assert getattr(cache, "host_lengths", None) == lengths
 
-    def test_too_small(self, plain_run):
-        run = plain_run("llama", (21,), max_new_tokens=12)
-        small = SpeculativeCache(run.model.config, 1, max_length=30, tree_slots=8)
-        self.refused(run, small, "max_length=30 tokens and tree_slots=8, but this call needs 33 and 7")
-
-    def test_too_few_slots_for_the_tree(self, plain_run):
-        run = plain_run("llama", (21,), max_new_tokens=12)
-        narrow = SpeculativeCache(run.model.config, 1, max_length=64, tree_slots=6)
-        self.refused(run, narrow, "max_length=64 tokens and tree_slots=6, but this call needs 33 and 7")
-
     def test_wrong_batch_size(self, plain_run):
         run = plain_run("llama", (21, 4), max_new_tokens=5)
         self.refused(run, SpeculativeCache(run.model.config, 3, 64), "past_key_values has 3 rows and input_ids 2")
 
-    def test_foreign_cache_that_holds_something(self, plain_run):
-        run = plain_run("llama", (9,), max_new_tokens=5)
+    @pytest.mark.parametrize("stored", [0, 4])
+    def test_padding_with_a_cache_of_transformers(self, plain_run, stored):
+        """Its rows would have slots for the padding."""
+        run = plain_run("llama", (9, 5), max_new_tokens=5)
         foreign = DynamicCache(config=run.model.config)
-        run.model(run.inputs["input_ids"][:, :4], past_key_values=foreign)
-        self.refused(
-            run, foreign, "DynamicCache that already holds 4 tokens, and only a SpeculativeCache can be contin"
-        )
+        if stored:
+            run.model(run.inputs["input_ids"][:, :stored], past_key_values=foreign)
+        self.refused(run, foreign, "past_key_values is a DynamicCache, and attention_mask has padding")
+        assert foreign.get_seq_length() == stored
 
-    def test_foreign_cache_that_is_empty_is_ignored(self, plain_run):
+    def test_other_rows(self, plain_run):
         run = plain_run("llama", (9,), max_new_tokens=5)
-        foreign = DynamicCache(config=run.model.config)
-        assert run.again(run.draft("tree"), past_key_values=foreign).tolist() == run.sequences.tolist()
-        assert foreign.get_seq_length() == 0
+        foreign = DynamicCache()
+        run.model(run.inputs["input_ids"][:, :4].repeat(2, 1), past_key_values=foreign)
+        self.refused(run, foreign, "past_key_values has 2 rows and input_ids 1")
+
+    def test_a_text_that_is_shorter(self, plain_run):
+        run = plain_run("llama", (9,), max_new_tokens=5)
+        foreign = DynamicCache()
+        run.model(run.inputs["input_ids"], past_key_values=foreign)
+        self.refused(run, foreign, "past_key_values holds 9 tokens and input_ids has 9: pass the whole")
+
+    @pytest.mark.parametrize("stored", [0, 4])
+    def test_a_static_cache(self, plain_run, stored):
+        run = plain_run("llama", (9,), max_new_tokens=5)
+        static = StaticCache(config=run.model.config, max_cache_len=32)
+        if stored:
+            run.model(run.inputs["input_ids"][:, :stored], past_key_values=static)
+        self.refused(run, static, "past_key_values is a StaticCache, whose way of storing.*Pass a DynamicCache")
+
+    def test_a_quantized_cache(self, plain_run):
+        """Made without `__init__`, which needs a package."""
+        run = plain_run("llama", (9,), max_new_tokens=5)
+        quantized = QuantizedCache.__new__(QuantizedCache)
+        Cache.__init__(quantized, layer_class_to_replicate=DynamicLayer)
+        self.refused(run, quantized, "past_key_values is a QuantizedCache, whose way of storing")
+
+    def test_an_offloaded_cache(self, plain_run):
+        run = plain_run("llama", (9,), max_new_tokens=5)
+        offloaded = DynamicCache()
+        offloaded.offloading = True  # the argument needs a GPU
+        self.refused(run, offloaded, "a DynamicCache, with offloading=True")
+
+    @pytest.mark.parametrize("name", ["quantized", "offloaded"])
+    def test_ways_of_storing_by_name(self, plain_run, monkeypatch, name):
+        run = plain_run("llama", (9,), max_new_tokens=5)
+        # making such a cache needs a package, or a GPU
+        monkeypatch.setattr(type(run.model), "_prepare_cache_for_generation", lambda *args, **kwargs: None)
+        self.refused(run, None, f"cache_implementation='{name}': with a draft", cache_implementation=name)
+
+    def test_a_static_cache_by_name_is_what_the_loop_does_anyway(self, plain_run):
+        run = plain_run("llama", (9,), max_new_tokens=5)
+        out = run.again(run.draft("tree"), cache_implementation="static")
+        assert out.tolist() == run.sequences.tolist()
 
     def test_cache_that_fits_exactly(self, plain_run):
         run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=1)

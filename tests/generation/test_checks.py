@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing_drafts import random_tokenswift_draft
 
 SIZES = {
     "vocab_size": 128,
@@ -246,8 +248,10 @@ class TestInputs:
         if mask.shape[1] != 9:  # transformers drops a mask of ones; what it derives from it is caught all the same
             mask[0, 0] = 0
         draft = PlainDraftModel.from_target(llama)
-        shape = re.escape(str(tuple(mask.shape)))
-        refused(llama, draft, rf"attention_mask has shape {shape}.*padding_side='left'", attention_mask=mask)
+        message = rf"attention_mask has shape {re.escape(str(tuple(mask.shape)))} and must have that of input_ids"
+        if mask.shape[1] == 9:
+            message = r"attention_mask ends with 0 in the rows \[0\]: padding must be on the left.*padding_side='left'"
+        refused(llama, draft, message, attention_mask=mask)
 
     def test_a_mask_for_every_layer(self, llama):
         draft = PlainDraftModel.from_target(llama)
@@ -310,6 +314,67 @@ class TestInputs:
         refused(model, draft, "output_router_logits would not reach the model.*Drop them", output_router_logits=True)
 
 
+class CallCounter:
+    """A penalty that grows with every call."""
+
+    calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores - self.calls * (torch.arange(scores.shape[1]) % 3)
+
+
+class Noise:
+    def __call__(self, input_ids, scores):
+        return scores + torch.rand_like(scores)
+
+
+class Locked:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, input_ids, scores):
+        return scores.roll(1, dims=1)
+
+
+class Doubled:
+    """Holds a model, which is not to be copied."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __call__(self, input_ids, scores):
+        return scores + self.model(input_ids).logits[:, -1]
+
+
+class TestProcessorsWithState:
+    @pytest.mark.parametrize("processor", [CallCounter(), Noise()], ids=lambda value: type(value).__name__)
+    def test_found_out_by_two_calls(self, llama, processor):
+        name, draft = type(processor).__name__, PlainDraftModel.from_target(llama)
+        message = f"{name} returned other scores when a copy of it was called a second time.*input_ids and scores alone"
+        state = torch.get_rng_state()
+        refused(llama, draft, message, logits_processor=[processor])
+        assert torch.equal(torch.get_rng_state(), state) and getattr(processor, "calls", 0) == 0
+
+    def test_one_that_cannot_be_copied(self, plain_run):
+        locked = Locked()
+        run = plain_run("llama", (9,), max_new_tokens=6, logits_processor=[locked])
+        refused(
+            run.model,
+            run.draft("plain"),
+            r"Locked cannot be copied \(TypeError.*stateless=True",
+            logits_processor=[locked],
+        )
+        locked.stateless = True
+        assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
+
+    def test_a_model_in_a_processor_is_not_copied(self, plain_run, monkeypatch):
+        holder = Doubled(tiny_target("llama", seed=3))
+        run = plain_run("llama", (9,), max_new_tokens=6, logits_processor=[holder])
+        monkeypatch.setattr(type(holder.model), "__deepcopy__", None, raising=False)
+        assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
+
+
 class TestDrafts:
     def test_another_vocabulary(self, llama):
         """transformers compares vocabularies first, in words of its own."""
@@ -348,6 +413,57 @@ class TestDrafts:
         draft = SpecAttnDraftModel.from_target(llama)
         draft.generation_config.sparse_ratio = 1.5
         refused(llama, draft, r"sparse_ratio=1.5: expected a number in \(0, 1\]")
+
+
+class TestWhatWouldHaveNoEffect:
+    @pytest.mark.parametrize(
+        "setting",
+        [
+            {"num_assistant_tokens": 2},
+            {"num_assistant_tokens_schedule": "heuristic"},
+            {"assistant_confidence_threshold": 0.2},
+            {"prompt_lookup_num_tokens": 3},
+            {"assistant_early_exit": 1},
+        ],
+        ids=lambda setting: next(iter(setting)),
+    )
+    def test_settings_of_other_assistants(self, llama, setting):
+        [(name, value)] = setting.items()
+        draft = PlainDraftModel.from_target(llama)
+        refused(llama, draft, f"{name}={value!r} would have no effect.*draft.generation_config", **setting)
+
+    def test_what_the_model_came_with_is_no_wish(self, plain_run):
+        model = tiny_target("llama")
+        model.generation_config.num_assistant_tokens = 7
+        run = plain_run(model, (9,), max_new_tokens=4)
+        assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
+
+    def test_gradient_checkpointing(self):
+        model = tiny_target("llama").train()
+        model.gradient_checkpointing_enable()
+        draft = PlainDraftModel.from_target(model)
+        refused(model, draft, r"gradient checkpointing is on.*model.eval\(\) or model.gradient_checkpointing_disable")
+        inputs, mask = tiny_prompts(128, (9,))
+        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        model.eval()  # where it changes nothing
+        assert model.generate(inputs, assistant_model=draft, **options).tolist() == (
+            model.generate(inputs, **options).tolist()
+        )
+
+    @pytest.mark.parametrize("whole", [True, False], ids=["forward", "model"])
+    def test_a_compiled_forward_gives_out_no_hidden_state(self, whole):
+        """Drafts that read it are refused; others work."""
+        model = tiny_target("llama")
+        inputs, mask = tiny_prompts(128, (9,))
+        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        expected = model.generate(inputs, **options).tolist()
+        heads, plain = random_tokenswift_draft(model), PlainDraftModel.from_target(model)
+        if whole:
+            model.forward = torch.compile(model.forward, backend="eager")
+        else:
+            model.compile(backend="eager")
+        refused(model, heads, "the forward of LlamaForCausalLM is compiled.*del model.forward")
+        assert model.generate(inputs, assistant_model=plain, **options).tolist() == expected
 
 
 class TestWhatTransformersDecides:

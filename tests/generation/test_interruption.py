@@ -1,7 +1,6 @@
-"""Ctrl-C in every phase of a call, and criteria that end it: the text so far is returned, and nothing is broken."""
+"""Ctrl-C in every phase of a call, and criteria that end it: the text so far is kept, and nothing is broken."""
 
 import copy
-import logging
 import os
 import sys
 from functools import cache
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import DynamicCache, LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -214,37 +213,34 @@ def check_text(out, run, streamer):
     return rows
 
 
-@pytest.fixture
-def warnings(monkeypatch):
-    """What the loop warns of; the library's loggers do not propagate."""
-    texts = []
-    monkeypatch.setattr(
-        logging.getLogger("hf_longspec.generation.outputs"), "warning", lambda text, *args: texts.append(text % args)
-    )
-    return texts
+def interrupted(run, draft, **options):
+    """The text so far, of a call that Ctrl-C ends."""
+    with pytest.raises(KeyboardInterrupt):
+        run.again(draft, **options)
+    assert draft.last_speculation.interrupted
+    return draft.last_speculation.partial_sequences
 
 
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
 @pytest.mark.parametrize(
     ("lengths", "kind"), [*((ONE, kind) for kind in KINDS), (RAGGED, "tree"), (RAGGED, "specattn")], ids=str
 )
-def test_the_text_so_far_is_returned(plain, lengths, kind, phase, warnings):
+def test_the_text_so_far_is_kept(plain, lengths, kind, phase):
     run = plain(lengths)
     state, draft, streamer = State(run), drafted(run, kind), Recorder()
     cache = {"past_key_values": SpeculativeCache(run.model.config, len(lengths), 64)}
     with pytest.MonkeyPatch.context() as patch:
         bomb = Bomb(armed=lambda: emitted(draft) >= 3 * len(lengths))
         options = {"streamer": streamer} | phase(draft, patch, bomb)
-        out = run.again(draft, **cache, **options)
+        out = interrupted(run, draft, **cache, **options)
     state.check()
     rows = check_text(out, run, options["streamer"])
     stats = draft.last_speculation
     assert stats.interrupted and str(stats).endswith(", interrupted")
-    counts = ", ".join(str(len(row)) for row in rows)
-    assert [text.split(". ")[0] for text in warnings] == [
-        f"generation was interrupted and returns the {counts} tokens that it had generated"
-    ]
-    assert stats.num_emitted_tokens == sum(map(len, rows)) - sum(map(bool, rows))
+    counted = sum(map(len, rows)) - sum(map(bool, rows))
+    # a step that a criterion or the streamer broke off is not counted; some of its tokens were emitted
+    broken_off = phase in (in_a_criterion, before_a_token_is_streamed, after_a_token_was_streamed)
+    assert stats.num_emitted_tokens < counted if broken_off else stats.num_emitted_tokens == counted
     if lengths == ONE:
         assert cache["past_key_values"].get_seq_length() >= run.prompt_length
         continues(run, out, cache["past_key_values"], draft)
@@ -264,16 +260,43 @@ def continues(run, out, cache, *drafts):
 
 
 @pytest.mark.parametrize("kind", ["tree", "specattn"])
+def test_a_loop_over_prompts_stops(plain, kind):
+    run = plain(ONE)
+    draft, calls = run.draft(kind), []
+    bomb = Bomb(NEW + 3)
+
+    def loop():
+        for _ in range(4):
+            calls.append(run.again(draft, streamer=Recorder(before=bomb)))
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    assert [call.tolist() for call in calls] == [run.sequences.tolist()]
+    assert cut(draft.last_speculation.partial_sequences, run)[0][:3] == run.generated[0][:3]
+
+
+@pytest.mark.parametrize("kind", ["tree", "specattn"])
+def test_an_empty_cache_of_transformers_is_filled(plain, kind):
+    """As by stock `generate`, which writes into it at every step."""
+    run = plain(ONE)
+    cache = DynamicCache(config=run.model.config)
+    out = interrupted(run, run.draft(kind), past_key_values=cache, streamer=Recorder(before=Bomb(5)))
+    assert run.prompt_length <= cache.get_seq_length() < out.shape[1]
+    options = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": NEVER, "max_length": run.sequences.shape[1]}
+    assert run.model.generate(out, past_key_values=cache, **options).tolist() == run.sequences.tolist()
+
+
+@pytest.mark.parametrize("kind", ["tree", "specattn"])
 def test_scores_and_logits_end_with_the_text(plain, kind):
     run = plain(ONE)
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    out = run.again(run.draft(kind), stopping_criteria=[BombCriterion(Bomb(5))], **wanted)
+    out = run.again(run.draft(kind), stopping_criteria=[BombCriterion(Bomb(5, StopIteration))], **wanted)
     assert out.speculation.interrupted
     assert len(out.scores) == len(out.logits) == out.sequences.shape[1] - run.prompt_length == 5
 
 
 class TestBeforeTheFirstToken:
-    """Nothing is there to return: the exception goes to the caller, and cache and model are as before."""
+    """There is no text: cache and model are as before."""
 
     def interrupted(self, run, draft, patch, call, **options):
         """Interrupt the `call`-th pass through the second layer."""
@@ -296,7 +319,7 @@ class TestBeforeTheFirstToken:
         state.check()
         assert [layer.get_seq_length() for layer in cache.layers] == [11, 11, 11] and not cache.rows.staged
         assert all(torch.equal(layer.keys[:, :, :11], keys) for layer, keys in zip(cache.layers, before, strict=True))
-        assert not draft.last_speculation.interrupted
+        assert draft.last_speculation.partial_sequences is None
         assert run.again(draft, past_key_values=cache).tolist() == run.sequences.tolist()
 
     @pytest.mark.parametrize("where", ["processor", "criterion"])
@@ -308,7 +331,7 @@ class TestBeforeTheFirstToken:
             with pytest.raises(KeyboardInterrupt):
                 run.again(draft, logits_processor=[BombProcessor(Bomb(1))])
         else:
-            out = run.again(draft, stopping_criteria=[BombCriterion(Bomb(1))])
+            out = interrupted(run, draft, stopping_criteria=[BombCriterion(Bomb(1))])
             assert cut(out, run) == [run.generated[0][:1]]
 
 
@@ -327,6 +350,7 @@ def test_a_criterion_ends_the_call_by_stop_iteration(plain, kind, lengths):
 
     state, draft, streamer = State(run), drafted(run, kind), Recorder()
     out = run.again(draft, stopping_criteria=[Enough()], streamer=streamer)
+    assert draft.last_speculation.partial_sequences is None
     state.check()
     rows = check_text(out, run, streamer)
     assert max(map(len, rows)) == 7 and draft.last_speculation.interrupted
@@ -353,14 +377,15 @@ class Insistent(Recorder):
 
 
 @pytest.mark.parametrize("kind", ["tree", "specattn"])
-def test_a_second_interruption_is_raised(plain, kind):
+def test_a_second_interruption(plain, kind):
+    """While the first one is dealt with: text and cache are kept, and the rest is not streamed."""
     run = plain(ONE)
     state, draft = State(run), drafted(run, kind)
     streamer = Insistent()
     with pytest.MonkeyPatch.context() as patch:
         wrap(patch, SpeculativeCache, "commit", Bomb(armed=lambda: len(streamer.columns) >= 4))
-        with pytest.raises(KeyboardInterrupt):
-            run.again(draft, streamer=streamer)
+        out = interrupted(run, draft, streamer=streamer)
+    assert cut(out, run)[0] == run.generated[0][: len(cut(out, run)[0])]
     state.check()
     assert run.again(draft).tolist() == run.sequences.tolist()
 
@@ -369,7 +394,7 @@ class Tracer:
     """Raises KeyboardInterrupt at the n-th line that runs in the package's loop, as a signal may."""
 
     ROOM = str(Path(hf_longspec.__file__).parent / "generation")
-    CLEANING_UP = {"close", "output", "attention", "interrupt", "__exit__"}
+    CLEANING_UP = {"close", "keep_partial", "forget", "attention", "__exit__"}
 
     def __init__(self, line=None):
         self.line, self.lines, self.raised = line, 0, False
@@ -411,15 +436,16 @@ def test_an_interruption_at_any_line(plain_run, kind):
     for line in range(3, tracer.lines, max(1, tracer.lines // LINES)):
         cache, streamer = SpeculativeCache(run.model.config, 1, 64), Recorder()
         try:
-            with Tracer(line) as counting:
-                out = run.again(draft, past_key_values=cache, streamer=streamer)
+            with Tracer(line):
+                run.again(draft, past_key_values=cache, streamer=streamer)
+            break  # what is cached since the first call takes fewer lines
         except KeyboardInterrupt:
-            assert not streamer.columns and cache.get_seq_length() == 0
-            continue
+            out = draft.last_speculation.partial_sequences
         finally:
             state.check()
-        if not counting.raised:  # what is cached since the first call takes fewer lines
-            break
+        if out is None:
+            assert not streamer.columns and cache.get_seq_length() == 0
+            continue
         returned += 1
         assert out[0].tolist() == run.sequences[0, : out.shape[1]].tolist()
         text = [[token] for token in out[0, run.prompt_length :].tolist()]

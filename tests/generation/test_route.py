@@ -160,6 +160,23 @@ class TestCustomGenerate:
         assert cache.get_seq_length() == 25
 
 
+@pytest.mark.parametrize("kind", [hf_longspec.PlainDraftModel, hf_longspec.NgramDraftModel])
+def test_without_the_route_a_draft_is_refused(target, kind):
+    """Transformers' own assisted decoding would take it for a small language model."""
+    model = target("llama")
+    draft = kind.from_target(model)
+    route.uninstall()
+    try:
+        with pytest.raises(
+            ValueError, match=r"the route to the loop of hf_longspec is not installed. Call hf_longspec.gen"
+        ):
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, assistant_model=draft)
+        with pytest.raises(ValueError, match="is not installed"):
+            draft.generate(input_ids=torch.tensor([[5, 6, 7]]))
+    finally:
+        route.install()
+
+
 @pytest.mark.parametrize("name", TINY_TARGETS)
 def test_no_architecture_overrides_what_is_patched(target, name):
     assert "_assisted_decoding" not in {

@@ -36,13 +36,13 @@ class Recorder(BaseStreamer):
 
 
 class Recall(StoppingCriteria):
-    """Stops a row whose last tokens satisfy a rule on the whole row; remembers every row it was shown."""
+    """Stops a row whose last tokens satisfy a rule on the whole row; remembers every batch it was shown."""
 
     def __init__(self, rule):
-        self.rule, self.seen = rule, []
+        self.rule, self.batches = rule, []
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.seen += [tuple(row) for row in input_ids.tolist()]
+        self.batches.append(input_ids.tolist())
         return torch.tensor([self.rule(row) for row in input_ids.tolist()])
 
 
@@ -59,7 +59,7 @@ class TestAlone:
         assert rows.append([[21], [22, 23, 24], [25]]) == [1, 3, 1]
         assert rows.lengths == [7, 8, 7]
         assert rows.growing_rows_by_length() == {7: [0, 2], 8: [1]}
-        assert rows.end().tolist() == [
+        assert rows.output().tolist() == [
             [*prompts[0], 11, 12, 21, PAD_TOKEN_ID],
             [*prompts[1], 13, 22, 23, 24],
             [*prompts[2], 14, 15, 25, PAD_TOKEN_ID],
@@ -79,13 +79,28 @@ class TestAlone:
         assert rows.append([[7], [7]]) == [0, 1]
         assert rows.finished and [row.tolist() for row in rows.generated] == [[11, 8], [13, 14, 7]]
 
-    def test_criteria_are_asked_after_every_token_with_its_own_row(self):
+    def test_criteria_see_the_batch_at_the_length_of_the_new_token(self):
+        """Rows that are longer are cut, rows that are shorter padded; rows of one length share a call."""
         criterion = Recall(lambda row: row[-1] == 30)
+        rows = sequences([criterion, EosTokenCriteria(torch.tensor([7]))])
+        first, second = rows.tokens[:, :4].tolist()
+        assert rows.append([[11, 30, 12], [13]]) == [2, 1] and rows.done == [True, False]
+        assert rows.append([[], [14, 15, 16]]) == [0, 3]
+        assert criterion.batches == [
+            [[*first, 11], [*second, 13]],
+            [[*first, 11, 30], [*second, 13, PAD_TOKEN_ID]],
+            [[*first, 11, 30], [*second, 13, 14]],
+            [[*first, 11, 30, PAD_TOKEN_ID], [*second, 13, 14, 15]],
+            [[*first, 11, 30, PAD_TOKEN_ID, PAD_TOKEN_ID], [*second, 13, 14, 15, 16]],
+        ]
+
+    def test_candidates_are_not_shown_to_criteria(self):
+        criterion = Recall(lambda row: False)
         rows = sequences([criterion])
-        first, second = (tuple(row) for row in rows.tokens[:, :4].tolist())
-        assert rows.append([[11, 30, 12], [13, 14]]) == [2, 2]
-        shown = [(*first, 11), (*first, 11, 30), (*second, 13), (*second, 13, 14)]
-        assert criterion.seen == shown and rows.done == [True, False]
+        rows.try_out(0, torch.tensor([40, 41]))
+        rows.try_out(1, torch.tensor([42, 43]))
+        rows.append([[11, 12], [13]])
+        assert criterion.batches[1][1][4:] == [13, PAD_TOKEN_ID]
 
     def test_criteria_get_the_scores_of_the_step_so_far(self):
         given = []
@@ -97,8 +112,32 @@ class TestAlone:
 
         scores = torch.rand(2, 2, 50)
         sequences([Keep()]).append([[11, 12], [13]], scores)
-        assert [len(seen) for seen in given] == [1, 2, 1]
-        assert torch.equal(given[1][1], scores[:1, 1]) and torch.equal(given[2][0], scores[1:, 0])
+        assert [len(seen) for seen in given] == [1, 2]
+        assert torch.equal(given[1][0], scores[:, 0]) and torch.equal(given[1][1], scores[:, 1])
+
+    def test_without_end_tokens_rows_end_together(self):
+        """Each row is stopped by a token of its own; the others grow on until the last one is stopped."""
+        stops = [30, 31]
+
+        class OfRows(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                return input_ids[:, -1] == torch.tensor(stops)
+
+        streamer = Recorder()
+        rows = sequences([OfRows()], streamer=streamer)
+        assert rows.append([[11, 30, 12, 13], [14]]) == [4, 1] and rows.done == [False, False]
+        assert rows.append([[15], [31]]) == [1, 1] and rows.finished  # the first row is cut to the second one's length
+        assert rows.output()[:, 4:].tolist() == [[11, 30], [14, 31]]
+        rows.end()
+        assert streamer.puts == [[11, 14], [30, 31]]
+
+    def test_a_criterion_must_answer_for_every_row(self):
+        class Three(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                return torch.zeros(3, dtype=torch.bool)
+
+        with pytest.raises(ValueError, match="returned 3 values for 2 rows"):
+            sequences([Three()]).append([[11], [12]])
 
     @pytest.mark.parametrize("answer", [True, torch.tensor(True), torch.tensor([True])], ids=["bool", "scalar", "row"])
     def test_criteria_may_answer_in_any_form(self, answer):
@@ -116,21 +155,39 @@ class TestAlone:
         rows.try_out(1, torch.tensor([42, 43]))
         assert rows.tokens[0, 4:7].tolist() == [11, 40, 42] and rows.tokens[1, 4:8].tolist() == [12, 13, 41, 43]
         assert rows.lengths == [5, 6]
-        assert rows.end()[:, 4:].tolist() == [[11, PAD_TOKEN_ID], [12, 13]]
+        assert rows.output()[:, 4:].tolist() == [[11, PAD_TOKEN_ID], [12, 13]]
 
-    def test_an_interruption_ends_all_rows_with_what_was_emitted(self):
+    def test_a_criterion_ends_all_rows_by_stop_iteration(self):
+        class Enough(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                if input_ids.shape[1] == 6:
+                    raise StopIteration
+                return False
+
         streamer = Recorder()
+        rows = sequences([Enough()], streamer=streamer)
+        assert rows.append([[11, 12, 13], [14]]) == [2, 1] and rows.finished and rows.interrupted
+        assert rows.append([[21], [22]]) == [0, 0]
+        assert rows.output()[:, 4:].tolist() == [[11, 12], [14, PAD_TOKEN_ID]]
+        rows.end()
+        assert streamer.puts == [[11, 14], [12, PAD_TOKEN_ID]] and streamer.ends == 1
+
+    def test_an_interrupted_streamer_gets_no_token_twice(self):
+        """Whether it took the token is unknown, so nothing more is handed on."""
+
+        class Interrupted(Recorder):
+            def put(self, value):
+                super().put(value)
+                if len(self.puts) == 2:
+                    raise KeyboardInterrupt
+
+        streamer = Interrupted()
         rows = sequences(streamer=streamer)
         with pytest.raises(KeyboardInterrupt):
-            rows.interrupt(KeyboardInterrupt())  # nothing is there yet
-        rows.append([[11, 12], [13]])
-        rows.generated[0].append(14)  # and here it came: processors have not been shown the token, nor the streamer
-        rows.interrupt(KeyboardInterrupt())
-        assert rows.finished and rows.append([[21], [22]]) == [0, 0]
-        assert rows.end()[:, 4:].tolist() == [[11, 12, 14], [13, PAD_TOKEN_ID, PAD_TOKEN_ID]]
-        assert streamer.puts == [[11, 13], [12, PAD_TOKEN_ID], [14, PAD_TOKEN_ID]] and streamer.ends == 1
-        with pytest.raises(StopIteration):
-            rows.interrupt(StopIteration())  # a second one
+            rows.append([[11, 12, 13], [14, 15, 16]])
+        assert rows.output()[:, 4:].tolist() == [[11, 12, 13], [14, 15, 16]]
+        rows.end()
+        assert streamer.puts == [[11, 14], [12, 15]] and streamer.ends == 1
 
     def test_streaming_waits_for_the_slowest_row(self):
         streamer = Recorder()
@@ -156,9 +213,33 @@ def test_a_custom_criterion_is_exact_to_the_token(plain_run, kind, lengths):
     out = run.again(draft, stopping_criteria=StoppingCriteriaList([ours]))
     assert out.tolist() == run.sequences.tolist()
     assert sum(draft.last_speculation.acceptance_histogram[2:]) > 0
-    # no row was shown that plain decoding does not pass through, and none twice
-    assert len(set(ours.seen)) == len(ours.seen)
-    assert set(ours.seen) <= set(plain_criterion.seen)
+    # the rows of every length that plain decoding passes through are shown, and no length twice to the same row
+    passed = {tuple(row) for batch in plain_criterion.batches for row in batch}
+    shown = {tuple(row) for batch in ours.batches for row in batch}
+    assert all(tuple(row[:end]) in shown for row in run.sequences.tolist() for end in range(run.prompt_length + 1, 9))
+    assert len(lengths) > 1 or shown == passed
+
+
+@KINDS
+@pytest.mark.parametrize("ends", [True, False], ids=["eos", "no-eos"])
+def test_a_criterion_with_an_answer_for_each_place_in_the_batch(plain_run, kind, ends):
+    """Rows stop at tokens of their own. Without an end token, stock `generate` lets stopped rows grow on."""
+    free = plain_run("llama", RAGGED, max_new_tokens=20, eos_token_id=None)
+    stops = torch.tensor([row[place] for row, place in zip(free.generated, (4, 9, 6), strict=True)])
+
+    class OfRows(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids[:, -1] == stops
+
+    options = {"max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([OfRows()])}
+    run = plain_run("llama", RAGGED, eos_token_id=1 if ends else None, **options)
+    assert 3 < len(run.generated[0]) < 20
+    assert any(PAD_TOKEN_ID in row for row in run.generated) or not ends
+    settings = {"sparse_ratio": 1.0} if kind == "specattn" else {"hints": free.generated, "luck": 0.9}
+    wanted = {"return_dict_in_generate": True, "output_scores": True}
+    out = run.again(run.draft(kind, **settings), **wanted)
+    assert out.sequences.tolist() == run.sequences.tolist()
+    assert len(out.scores) == len(run.generated[0])
 
 
 @KINDS

@@ -46,6 +46,15 @@ def test_a_file_by_its_own_name_and_one_of_an_old_torch(tmp_path):
         assert Checkpoint(str(tmp_path / name)).read("small.")["small.c"].tolist() == [2.0]
 
 
+@pytest.mark.parametrize("name", ["../x.bin", "/etc/x.bin", "a/x.bin", r"..\\x.bin", "..", "", 3])
+def test_an_index_names_files_beside_it_only(tmp_path, name):
+    write(tmp_path, "x.bin", TENSORS)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"big.a": name}}))
+    with pytest.raises(ValueError, match=r"index\.json names the files .*: expected names of files beside it"):
+        Checkpoint(str(tmp_path / "a"))
+
+
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_a_shard_without_wanted_tensors_is_not_opened(tmp_path, suffix):
     sharded(tmp_path, suffix)

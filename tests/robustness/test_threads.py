@@ -1,11 +1,14 @@
-"""Two threads generate at once on one model that was loaded with `attn_implementation="hf_longspec"`."""
+"""Two threads generate at once on one model: with drafts, and one of them without."""
 
+import contextlib
 import os
 import sys
 import threading
 
 import pytest
+import torch
 
+from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import KINDS, make_draft
 
@@ -51,27 +54,88 @@ class Worker:
         self.inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": new}
         self.inputs |= {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": NEVER}
         self.model, self.draft = model, make_draft(kind, model)
-        self.text = tiny_target("gemma3").generate(**self.inputs).tolist()
+        name = {"gemma3_text": "gemma3"}.get(model.config.model_type, model.config.model_type)
+        self.text = tiny_target(name).generate(**self.inputs).tolist()
         self.overlaps = 0
 
     def __call__(self):
         for _ in range(ROUNDS):
             assert self.model.generate(**self.inputs, assistant_model=self.draft).tolist() == self.text
-            assert self.draft.last_speculation.num_spec_steps > 0
+            assert self.draft is None or self.draft.last_speculation.num_spec_steps > 0
 
 
-def check_pair(pair):
-    model = tiny_target("gemma3", attn_implementation="hf_longspec")
+class StockWorker(Worker):
+    """Generates without a draft, and counts its forwards during which the implementation was another one."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.draft = None
+        own = self.model.config._attn_implementation
+
+        def count(*_):
+            if threading.get_ident() == self.thread:
+                self.overlaps += self.model.config._attn_implementation != own
+
+        self.model.model.layers[0].register_forward_pre_hook(count)
+
+    def __call__(self):
+        self.thread = threading.get_ident()
+        super().__call__()
+
+
+def check_pair(pair, name="gemma3", implementation="hf_longspec", second=Worker):
+    model = tiny_target(name, attn_implementation=implementation)
+    workers = Worker(model, pair[0], (33, 3, 13), 12), second(model, pair[1], (21, 8), 15)
     hooks = [len(module._forward_pre_hooks) for module in model.modules()]
-    workers = Worker(model, pair[0], (33, 3, 13), 12), Worker(model, pair[1], (21, 8), 15)
     in_threads(*workers)
-    assert model.config._attn_implementation == "hf_longspec"
+    assert model.config._attn_implementation == implementation
     assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    return workers
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_two_drafts(pair, switching):
     check_pair(pair)
+
+
+@pytest.mark.parametrize("pair", PAIRS[:2], ids="-".join)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_drafts_wait_for_each_other(pair, implementation, switching):
+    """The implementation of a target that was loaded by default is switched, for one call at a time."""
+    check_pair(pair, implementation=implementation)
+
+
+@pytest.mark.parametrize(("name", "implementation"), [("llama", "sdpa"), ("gemma3", "eager"), ("gemma3", "sdpa")])
+def test_a_stock_call_beside_a_draft(name, implementation, switching):
+    """It meets the other implementation, under the masks of its own."""
+    stock = check_pair(("specattn", "plain"), name, implementation, StockWorker)[1]
+    assert stock.overlaps > 0
+
+
+@pytest.mark.parametrize("event", ["begins", "ends"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("lengths", [(21,), (21, 8)], ids=["one", "padded"])
+def test_a_draft_begins_or_ends_within_a_stock_forward(implementation, event, lengths):
+    """Between the masks and the first layer: what was made under one implementation is read by the other."""
+    model = tiny_target("gemma3", attn_implementation=implementation)
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    with torch.no_grad():
+        expected = model(input_ids, attention_mask=mask).logits
+        calls, switched = [], contextlib.ExitStack()
+
+        def switch(*_):
+            calls.append(switched.close() if event == "ends" else enter())
+
+        def enter():
+            switched.enter_context(TargetView(model).attention())
+
+        with model.model.layers[0].register_forward_pre_hook(switch), switched:
+            if event == "ends":
+                enter()
+            logits = model(input_ids, attention_mask=mask).logits
+    assert len(calls) == 1
+    # float32 logits of 4 layers, added up in another order
+    torch.testing.assert_close(logits[mask.bool()], expected[mask.bool()], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.soak
