@@ -1,5 +1,6 @@
 """Everything that is refused, with value, rule and remedy, before any work is done."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -49,20 +50,19 @@ def refuse_unsupported(
     if config.do_sample:
         draft.check_sampling()
     refuse_stateful(processors)
-    _refuse_inputs(input_ids, config, model_kwargs)
+    _refuse_inputs(target, input_ids, config, model_kwargs)
     _refuse_foreign_cache(model_kwargs.get("past_key_values"))
 
 
-def _refuse_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _refuse_inputs(
+    target: TargetView, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
     if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
         raise ValueError("inputs_embeds cannot be drafted from: pass input_ids, or call generate() without a draft.")
-    unknown = sorted(
-        name for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS and value is not None
-    )
-    if unknown:
+    if unknown := sorted(_unknown_inputs(target, input_ids, model_kwargs)):
         raise ValueError(
-            f"the arguments {', '.join(unknown)} would not reach the model: speculative decoding runs on token ids "
-            "alone. Drop them, or call generate() without assistant_model."
+            f"{', '.join(unknown)} would not reach the model: speculative decoding runs on token ids alone. Drop what "
+            "is not needed, or call generate() without assistant_model."
         )
     if not model_kwargs.get("use_cache", True):
         raise ValueError("use_cache=False: speculative decoding needs the cache. Drop the argument.")
@@ -79,6 +79,19 @@ def _refuse_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwar
             "with its padding on the left, so that every row ends with a token. Tokenize with padding_side='left'."
         )
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
+
+
+def _unknown_inputs(target: TargetView, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Iterator[str]:
+    """What the model would get from plain `generate`, would use, and does not get from the loop."""
+    for name, value in model_kwargs.items():
+        if name in KNOWN_MODEL_KWARGS or value is None:
+            continue
+        if name == "mm_encoder_outputs":  # what generate() made of pixels and the like; empty where there are none
+            yield from (f"{modality} inputs" for modality, outputs in value.items() if outputs is not None)
+            continue
+        of_tokens = isinstance(value, torch.Tensor) and value.shape == input_ids.shape
+        if not (of_tokens and not bool(value.any()) and target.ignores_zeros(name)):  # types of tokens: all are text
+            yield name
 
 
 def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from .draft_tree import DraftTree
 from .final_norm import FinalNormInput
 from .ranks import Ranks
 from .step import FixedSteps, Runner, logits_under
+from .trial import LayerTraits, ignores_zeros, layer_traits
 
 ATTENTION_NAME = "hf_longspec"
 # Layer types whose state is not a list of keys and values that a tree could branch from or a rollback shorten.
@@ -57,15 +59,26 @@ class TargetView:
         """Number of decoder layers."""
         return self.config.num_hidden_layers
 
+    @cached_property
+    def traits(self) -> LayerTraits:
+        """What the attention layers do, as a trial forward shows."""
+        with self.attention():
+            return layer_traits(self.model, self.config)
+
+    def ignores_zeros(self, name: str) -> bool:
+        """Whether an input of this name that is full of zeros changes nothing."""
+        with self.attention():
+            return ignores_zeros(self.model, self.config, name)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of every layer; None for layers that attend to all keys."""
+        return self.traits.windows
+
     @property
     def sliding_layers(self) -> frozenset[int]:
         """Layers that attend to a sliding window only."""
-        layer_types = getattr(self.config, "layer_types", None)
-        if layer_types is not None:
-            return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
-        if getattr(self.config, "sliding_window", None) is None:
-            return frozenset()
-        return frozenset(range(self.num_layers))
+        return frozenset(layer for layer, window in enumerate(self.windows) if window is not None)
 
     @property
     def has_latent_cache(self) -> bool:
@@ -94,7 +107,7 @@ class TargetView:
             )
         if not self.model._can_set_attn_implementation():
             reasons.append("its attention does not go through transformers' AttentionInterface")
-        return reasons
+        return reasons or self.traits.reasons
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -169,6 +182,7 @@ class TargetView:
             depths=tree.depths,
             mask=tree.mask,
             capture=capture,
+            windows=self.windows,
         )
         positions = lengths[:, None] + tree.depths
         if limit is not None:

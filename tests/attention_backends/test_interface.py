@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from hf_longspec.attention_backends.hybrid_tree import TreeContext
-from hf_longspec.attention_backends.interface import attention_forward, register, window_of_layer
+from hf_longspec.attention_backends.interface import attention_forward, register
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 register()
@@ -275,23 +275,6 @@ def test_any_object_with_attend_is_a_context():
     assert out.is_contiguous()
     assert recorder.seen[:2] == ("hf_longspec_torch", 5)
     assert recorder.seen[2] == {**{k: v for k, v in options.items() if k != "s_aux"}, "sinks": options["s_aux"]}
-
-
-@pytest.mark.parametrize(
-    ("config", "window"),
-    [
-        ({}, None),
-        ({"sliding_window": None}, None),
-        ({"sliding_window": 0, "layer_types": ["full_attention"]}, None),
-        ({"sliding_window": 8}, 8),
-        ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, 8),
-        ({"sliding_window": 8, "layer_types": ["full_attention"]}, None),
-    ],
-    ids=str,
-)
-def test_window_of_layer(config, window):
-    assert window_of_layer(Layer(layer_idx=0, config=SimpleNamespace(**config))) == window
-    assert window_of_layer(Layer()) is None
 
 
 def test_registering_adds_its_names_and_changes_nothing_else():
