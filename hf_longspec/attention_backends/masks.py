@@ -128,4 +128,4 @@ class WindowMask(torch.Tensor):
 
 
 # What is asked of a tensor without reading it: attributes come as `__get__`.
-_PROPERTIES = {"__get__", "dim", "size", "numel", "__len__", "is_floating_point", "get_device", "ndimension"}
+_PROPERTIES = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point", "get_device", "ndimension"}

@@ -35,7 +35,7 @@ def refuse_unsupported(
     model_kwargs: dict[str, Any],
 ) -> None:
     """Raise ValueError if this call cannot be decoded speculatively, naming every reason."""
-    if reasons := target.why_not():
+    if reasons := target.why_not(max_length_of(config, target, input_ids.shape[1])):
         raise ValueError(
             f"{type(target.model).__name__} cannot be used with assistant_model={type(draft).__name__}: "
             + "; ".join(reasons)

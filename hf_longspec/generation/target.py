@@ -85,8 +85,12 @@ class TargetView:
         """Whether the cache holds compressed latents instead of keys and values (MLA)."""
         return getattr(self.config, "kv_lora_rank", None) is not None
 
-    def why_not(self) -> list[str]:
-        """Reasons why this model cannot be decoded speculatively; empty if it can."""
+    def why_not(self, max_length: int | None = None) -> list[str]:
+        """Reasons why this model cannot be decoded speculatively, one line each; empty if it can.
+
+        Args:
+            max_length (`int`, *optional*): Most tokens that a row can reach; by default there is no limit.
+        """
         reasons = []
         if self.model.config.is_encoder_decoder:
             reasons.append("it is an encoder-decoder model, and the loop runs decoder-only models")
@@ -107,7 +111,17 @@ class TargetView:
             )
         if not self.model._can_set_attn_implementation():
             reasons.append("its attention does not go through transformers' AttentionInterface")
-        return reasons or self.traits.reasons
+        if reasons:  # the trial below may be impossible with such layers
+            return reasons
+        reasons += self.traits.reasons
+        window = self.traits.forgotten_window
+        if window is not None and (max_length is None or max_length > window):
+            reasons.append(
+                f"its config contains sliding_window={window}, which its attention does not apply and transformers' "
+                f"cache does, so texts of more than {window} tokens depend on where their prompt ended; set "
+                "config.sliding_window to None or to the length of the longest text"
+            )
+        return reasons
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -146,7 +160,7 @@ class TargetView:
             positions = torch.arange(start + begin, start + begin + chunk.shape[1], device=chunk.device)
             self.model(
                 input_ids=chunk,
-                position_ids=positions.expand(chunk.shape[0], -1),
+                position_ids=positions.repeat(chunk.shape[0], 1),
                 past_key_values=cache,
                 use_cache=True,
                 **extra,

@@ -31,11 +31,15 @@ class LayerTraits:
     Args:
         windows (`tuple[int | None, ...]`): Sliding window of every layer; None for a layer that attends to all keys.
         reasons (`list[str]`): Why a tree cannot be verified with these layers; empty if it can.
+        forgotten_window (`int`, *optional*):
+            A window that no layer applies and transformers' cache does: behind so many tokens, stock text depends on
+            where its prompt ended.
         ignored (`dict[str, bool]`): Whether zeros change nothing, for every input that was tried.
     """
 
     windows: tuple[int | None, ...]
     reasons: list[str]
+    forgotten_window: int | None
     ignored: dict[str, bool] = field(default_factory=dict)
 
 
@@ -60,7 +64,7 @@ def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
     """Whether the input `name`, full of zeros, is the same as none: the token types of a text in most models."""
     ignored = layer_traits(model, config).ignored
     if name not in ignored:
-        without, given = _run(model, config, 0), _run(model, config, 0, name)
+        without, given = _run(model, config), _run(model, config, zeros=name)
         ignored[name] = not given.reasons() and not given.differs_from(without)
     return ignored[name]
 
@@ -68,13 +72,14 @@ def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
 def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
     longest = max([getattr(config, "max_position_embeddings", None) or NO_LIMIT, *_lengths(config)])
     try:
-        first, later = (_run(model, config, offset) for offset in (0, longest - QUERIES))
-        differs = later.differs_from(first) and later.differs_from(_run(model, config, 0))
+        first, later = _run(model, config), _run(model, config, longest - QUERIES)
+        differs = later.differs_from(first) and not first.differs_from(_run(model, config))  # or it is never the same
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         message = (str(error) or "no message").splitlines()[0]
-        return LayerTraits((), [f"a forward of two tokens failed under its attention: {type(error).__name__}: {message}"])
+        failed = f"a forward of two tokens failed under its attention: {type(error).__name__}: {message}"
+        return LayerTraits((), [failed], None)
     windows = {layer: found.window for layer, found in later.layers.items()}
     reasons = []
     if not windows:
@@ -82,17 +87,20 @@ def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
             "it never called the attention backend, so it would ignore the draft tree; its attention must go through "
             "transformers' AttentionInterface"
         )
-    elif missing := sorted(later.cached - set(windows)):
+    elif extra := later.cached - set(range(config.num_hidden_layers)):
+        declared = f"the {config.num_hidden_layers} of config.num_hidden_layers"
+        reasons.append(f"it caches {declared} and {_named(extra)}, and there is one cache for each declared layer")
+    elif missing := later.cached - set(windows):
         reasons.append(f"{_named(missing)} never called the attention backend and would ignore the draft tree")
     for reason in dict.fromkeys(reason for trial in (first, later) for reason in trial.reasons()):
         reasons.append(reason)
     if differs:
         reasons.append(
-            "it counts positions by the length of its cache instead of position_ids, and the nodes of a tree and the "
-            "rows of a batch have positions of their own"
+            "it takes positions from the length of its cache or from its tokens, not from position_ids, and the nodes "
+            "of a tree and the rows of a batch have positions of their own"
         )
-    reasons += _cut_by_the_stock_cache(config, windows)
-    return LayerTraits(tuple(windows.get(layer) for layer in range(max(windows, default=-1) + 1)), reasons)
+    of_layers = tuple(windows.get(layer) for layer in range(max(windows, default=-1) + 1))
+    return LayerTraits(of_layers, reasons, _cut_by_the_stock_cache(config, windows))
 
 
 def _lengths(config: Any) -> Iterable[int]:
@@ -102,28 +110,30 @@ def _lengths(config: Any) -> Iterable[int]:
             yield value + QUERIES
 
 
-def _cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> list[str]:
-    """A left-over window: transformers' cache drops keys that the attention of the model would read."""
-    cut = {}
-    for layer, cached in enumerate(DynamicCache(config=config).layers):
-        if layer in windows and cached.is_sliding and cached.sliding_window < (windows[layer] or torch.inf):
-            cut[layer] = cached.sliding_window
-    if not cut:
-        return []
-    window = next(iter(cut.values()))
-    return [
-        f"sliding_window={window} is in its config and {_named(cut)} do not apply it, but transformers' cache forgets "
-        "keys by it, so that a text depends on where its prompt ended; set config.sliding_window=None"
-    ]
+def _cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> int | None:
+    """The window by which transformers' cache drops keys that the attention of the model would read; None for none."""
+    layers = enumerate(DynamicCache(config=config).layers)
+    sliding = {layer: cached.sliding_window for layer, cached in layers if cached.is_sliding and layer in windows}
+    return min((cut for layer, cut in sliding.items() if cut < (windows[layer] or torch.inf)), default=None)
 
 
 @torch.no_grad()
-def _run(model: PreTrainedModel, config: Any, offset: int, zeros: str | None = None) -> "Trial":
+def _run(model: PreTrainedModel, config: Any, offset: int = 0, zeros: str | None = None) -> "Trial":
+    """One forward behind a claimed prefix as a verification makes it, or at the beginning of a text as `generate` does.
+
+    Positions are those of the first tokens in both.
+    """
     trial, cache = Trial(offset), ClaimingCache(config.num_hidden_layers, offset)
     device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights that wait on a disk
     positions = torch.arange(QUERIES, device=device)[None]
-    extra: dict[str, Any] = {} if zeros is None else {zeros: torch.zeros_like(positions)}
-    model(input_ids=positions + 1, position_ids=positions, past_key_values=cache, use_cache=True, trial=trial, **extra)
+    inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+    inputs |= {} if zeros is None else {zeros: torch.zeros_like(positions)}
+    tokens = positions + 1
+    if offset:
+        inputs["input_ids"] = tokens
+    else:
+        inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **inputs)
+    model(**inputs, trial=trial)
     trial.cached = cache.updated
     return trial
 
@@ -168,10 +178,9 @@ class Trial:
         options: dict[str, Any],
     ) -> torch.Tensor:
         """Note what the layer was given; its output `(B, N, H, Dv)` is 0."""
-        if mask is None:
-            window, reasons = sliding_window, () if causal else ("attend to later tokens",)
-        else:
-            window, reasons = self._of_mask(mask)
+        window, reasons = (sliding_window, ()) if mask is None else self._of_mask(mask)
+        if not causal:  # whatever the mask is now: transformers leaves it out where is_causal says the same
+            reasons += ("attend to later tokens",)
         reasons += tuple(f"need {name}: {why}" for name, why in REFUSED.items() if options.get(name) is not None)
         self.layers[module.layer_idx] = LayerMask(window, query, reasons)
         return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3])
