@@ -83,6 +83,7 @@ class FixedSteps:
         buffers = [(self.runner.buffer(layer.keys), self.runner.buffer(layer.values)) for layer in cache.layers]
         lengths = [rows.on(tokens.device) for rows in groups]
         capture: Any = getattr(context, "capture", None)
+        kind: tuple
         if type(context) is TreeContext:
             score_rows = getattr(capture, "score_rows", None)
             function, kind = _tree_step, (capture is not None, score_rows, context.windows)

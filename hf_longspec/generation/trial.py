@@ -1,9 +1,10 @@
-"""What the attention layers of a model do, learned from two forwards of two tokens.
+"""What the attention layers of a model do, learned from forwards of two tokens.
 
 A layer's mask is the only complete statement of what the layer attends to: a config may contain a `sliding_window` that
 the model does not use, and a model may apply a window without passing it to its attention function. So the model runs
-once at the beginning of a text and once behind a long prefix that its cache only claims to hold, and every layer's mask
-is compared with the causal one. No attention is computed, so the prefix costs no memory.
+at the beginning of a text and behind a long prefix that its cache only claims to hold, and every layer's mask is compared
+with the causal one. Queries must be the same in both: then positions are those that the model is given. No attention is
+computed, and the prefix costs no memory.
 """
 
 from collections.abc import Iterable
@@ -55,9 +56,12 @@ def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
     """
     settings = config.to_dict()
     known = _known.get(model)
-    if known is None or known[0] != settings:
-        known = _known[model] = deepcopy(settings), _try(model, config)
-    return known[1]
+    if known is not None and known[0] == settings:
+        return known[1]
+    traits = _try(model, config)
+    if traits.windows:  # otherwise it failed, and what it lacked may be there the next time
+        _known[model] = deepcopy(settings), traits
+    return traits
 
 
 def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
@@ -72,8 +76,8 @@ def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
 def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
     longest = max([getattr(config, "max_position_embeddings", None) or NO_LIMIT, *_lengths(config)])
     try:
-        first, later = _run(model, config), _run(model, config, longest - QUERIES)
-        differs = later.differs_from(first) and not first.differs_from(_run(model, config))  # or it is never the same
+        first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
+        differs = later.differs_from(first) and not again.differs_from(first)  # some kernels are never the same
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -133,7 +137,8 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, zeros: str | None
         inputs["input_ids"] = tokens
     else:
         inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **inputs)
-    model(**inputs, trial=trial)
+    with torch.compiler.set_stance("force_eager"):  # a forward that was compiled would be compiled for two tokens
+        model(**inputs, trial=trial)
     trial.cached = cache.updated
     return trial
 
@@ -182,7 +187,8 @@ class Trial:
         if not causal:  # whatever the mask is now: transformers leaves it out where is_causal says the same
             reasons += ("attend to later tokens",)
         reasons += tuple(f"need {name}: {why}" for name, why in REFUSED.items() if options.get(name) is not None)
-        self.layers[module.layer_idx] = LayerMask(window, query, reasons)
+        layer: Any = module.layer_idx
+        self.layers[layer] = LayerMask(window, query, reasons)
         return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3])
 
     def reasons(self) -> list[str]:

@@ -92,15 +92,17 @@ class TestWindows:
         (reason,) = view.why_not()
         assert f"contains sliding_window={WINDOW}, which its attention does not apply" in reason
         draft = PlainDraftModel.from_target(model)
-        with pytest.raises(ValueError, match="set config.sliding_window to None or to the length of the longest text"):
+        with pytest.raises(
+            ValueError, match=r"set config\.sliding_window to None or to the length of the longest text"
+        ):
             model.generate(tiny_prompts(128, (9,))[0], max_length=WINDOW + 1, assistant_model=draft)
         model.config.sliding_window = None
         assert TargetView(model).why_not() == []  # the config is compared, so the remedy helps
         check_text(model)
 
     def test_left_over_and_longer_than_the_text(self):
-        """Moshi's default. No cache forgets anything then."""
-        model = build("moshi", sliding_window=52, ffn_dim=96, audio_vocab_size=128)
+        """No cache forgets anything then."""
+        model = tiny_target("llama", sliding_window=52)
         assert len(TargetView(model).why_not()) == len(TargetView(model).why_not(53)) == 1
         assert TargetView(model).why_not(52) == []
         check_text(model)  # 40 and 12 tokens
@@ -171,8 +173,22 @@ class TestTheTrial:
         model = tiny_target("llama")
         for _ in range(2):
             assert TargetView(model).why_not() == []
-        assert len(calls) == 2
-        assert TargetView(tiny_target("llama")).why_not() == [] and len(calls) == 4
+        assert len(calls) == 3
+        assert TargetView(tiny_target("llama")).why_not() == [] and len(calls) == 6
+
+    def test_a_failure_is_tried_again(self):
+        model = build("xmod", num_key_value_heads=4, is_decoder=True, languages=["en_XX"])
+        assert "set_default_language" in TargetView(model).why_not()[0]
+        model.set_default_language("en_XX")
+        assert TargetView(model).why_not() == []
+
+    def test_a_compiled_forward_is_not_compiled_for_it(self):
+        def fail(graph, inputs):
+            raise AssertionError("a graph was compiled")
+
+        model = tiny_target("llama")
+        model.forward = torch.compile(model.forward, backend=fail, fullgraph=True)
+        assert TargetView(model).why_not() == []
 
     def test_it_leaves_the_model_as_it_was(self):
         model = tiny_target("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
