@@ -27,7 +27,6 @@ SHARED = {"shared_expert_intermediate_size": 48}
 IN_THE_MASK_ALONE = {
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 1, **EXPERTS, **SHARED},
     "phimoe": EXPERTS,
-    "cwm": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
 }
 
 
@@ -58,9 +57,7 @@ class TestWindows:
         assert found["gemma2"] == found["gpt_oss"] == found["cohere2"] == (WINDOW, None, WINDOW, None)
         assert found["gemma3"] == (WINDOW, WINDOW, None, WINDOW)
 
-    @pytest.mark.parametrize(
-        ("name", "windows"), [("qwen2_moe", (16, None, None)), ("phimoe", (16, 16, 16)), ("cwm", (None, 16, None))]
-    )
+    @pytest.mark.parametrize(("name", "windows"), [("qwen2_moe", (16, None, None)), ("phimoe", (16, 16, 16))])
     def test_that_only_the_mask_contains(self, name, windows):
         model = build(name, sliding_window=16, **IN_THE_MASK_ALONE[name])
         assert TargetView(model).windows == windows
