@@ -2,7 +2,7 @@
 
 A layer's mask is the only complete statement of what the layer attends to: a config may contain a `sliding_window` that
 the model does not use, and a model may apply a window without passing it to its attention function. So the model runs
-at the beginning of a text and behind a long prefix that its cache only claims to hold, and every layer's mask is compared
+at the beginning of a text and behind a long prefix that its cache only claims to hold; every layer's mask is compared
 with the causal one. Queries must be the same in both: then positions are those that the model is given. No attention is
 computed, and the prefix costs no memory.
 """
