@@ -32,6 +32,7 @@ class TreeContext(StepContext):
             and `last_node`, a backend that can writes the scores itself, and `keep_scores(layer_idx, scores,
             host_lengths)` is called instead.
         calls ([`CallCounter`], *optional*): Counts the layers that called.
+        windows: See [`StepContext`].
     """
 
     depths: torch.Tensor
@@ -62,7 +63,7 @@ class TreeContext(StepContext):
                 The cache: the prefix in the slots below `lengths[b]`, the nodes in the N slots from there on.
             value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
             scaling (`float`): Factor of the scores.
-            sliding_window (`int`, *optional*): Window of this layer, in positions.
+            sliding_window (`int`, *optional*): Window that the layer passes, in positions.
             softcap (`float`, *optional*): Softcap of the scores.
             sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits of this layer.
 
@@ -70,6 +71,7 @@ class TreeContext(StepContext):
             `torch.Tensor` of shape `(B, H, N, Dv)`.
         """
         self.calls.total += 1
+        sliding_window = self.window_of(layer_idx, sliding_window)
         options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
         scored = self._attend_scored(backend, layer_idx, query, key, value, sinks, options)
         if scored is not None:

@@ -9,13 +9,13 @@ softcap nor sinks.
 
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .differentiable import differentiable_attention
 from .flash import FLASH_BACKEND
+from .masks import WindowMask
 from .merge import AttentionState, merge_attention_states
 from .reference import REFERENCE_BACKEND
 from .registry import AttentionBackend, AttentionCall, select
@@ -24,12 +24,6 @@ from .triton_backend import TRITON_BACKEND
 
 # Transformers treats names with "flash", "sdpa", "/" or "paged|" in them in its own way.
 AUTOMATIC = "hf_longspec"
-
-# A window is None or positive, so 0 can say that the model did not pass any: see window_of_layer.
-NOT_PASSED = 0
-
-# What window_of_layer said. Asking a config for an attribute that it lacks takes longer than all else in this file.
-_windows: WeakKeyDictionary[torch.nn.Module, int | None] = WeakKeyDictionary()
 
 REFUSED = {
     "indices": "the model selects keys for each query (DSA); attending to all of them would change its output",
@@ -47,10 +41,11 @@ def attention_forward(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = NOT_PASSED,
+    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     tree: Any = None,
+    trial: Any = None,
     backend_name: str | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -65,10 +60,12 @@ def attention_forward(
             Boolean or additive, causality and window included. Without one, the N queries are the last of S positions.
         scaling (`float`, *optional*, defaults to `D**-0.5`): Factor of the scores.
         dropout (`float`, *optional*, defaults to 0.0): Dropout probability of the weights.
-        sliding_window (`int`, *optional*): Window of the layer. What the model does not pass is read from its config.
+        sliding_window (`int`, *optional*): Window of the layer. A [`WindowMask`] brings its own.
         softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
         s_aux (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
         tree (*optional*): [`TreeContext`], [`SparseContext`] or anything else with their `attend`.
+        trial (*optional*):
+            Is called with the arguments instead of a backend, and returns the output `(B, N, H, Dv)`.
         backend_name (`str`, *optional*): Insist on this backend.
 
     Returns:
@@ -77,10 +74,14 @@ def attention_forward(
     Raises:
         ValueError: If no backend supports the call, or the model asks for something that would be computed wrongly.
     """
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if trial is not None:
+        return trial(module, query, key, value, attention_mask, sliding_window, causal, kwargs), None
+    if isinstance(attention_mask, WindowMask):
+        sliding_window, attention_mask = attention_mask.sliding_window, None
     if scaling is None:
         scaling = query.shape[3] ** -0.5
-    if sliding_window == NOT_PASSED:
-        sliding_window = _remembered_window(module)
     sizes = (query.shape[3], value.shape[3])
     call = AttentionCall(query.device, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
     backend = select(call, backend_name)
@@ -89,8 +90,6 @@ def attention_forward(
     if tree is not None:
         out = tree.attend(backend, module.layer_idx, query, key, value, **options)
         return out.transpose(1, 2).contiguous(), None
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
     mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
     if dropout > 0.0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         out = differentiable_attention(query, key, value, mask, causal=causal, dropout=dropout, **options)
@@ -128,34 +127,9 @@ def _attend(
     return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
 
 
-def _remembered_window(module: torch.nn.Module) -> int | None:
-    if torch.compiler.is_compiling():  # asked once per graph, which a dictionary of all models would only tie down
-        return window_of_layer(module)
-    window = _windows.get(module, NOT_PASSED)
-    if window == NOT_PASSED:
-        window = _windows[module] = window_of_layer(module)
-    return window
-
-
-def window_of_layer(module: torch.nn.Module) -> int | None:
-    """The sliding window of a layer whose model leaves it to the mask and does not pass it (qwen2_moe, phimoe, doge).
-
-    Args:
-        module (`torch.nn.Module`): The attention layer.
-
-    Returns:
-        `int`, or None for full attention.
-    """
-    config = getattr(module, "config", None)
-    window = getattr(config, "sliding_window", None)
-    if not window:
-        return None
-    layer_types = getattr(config, "layer_types", None)
-    return window if layer_types is None or layer_types[module.layer_idx] == "sliding_attention" else None
-
-
 def attention_mask(
     *,
+    batch_size: int,
     q_length: int,
     kv_length: int,
     q_offset: int | torch.Tensor = 0,
@@ -164,25 +138,30 @@ def attention_mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     config: Any = None,
+    device: Any = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
     """The mask of a forward, with the signature of transformers' `AttentionMaskInterface`.
 
     Returns:
-        None where `attention_forward` does the same by itself: the queries are the last of the keys' positions, nothing
-        is padded, and at most the config's sliding window is asked for. Chunks, for instance, need a mask. Otherwise
-        transformers' `sdpa_mask`, boolean of shape `(B, 1, q_length, kv_length)`.
+        None for a causal mask and a [`WindowMask`] for the config's sliding window, where `attention_forward` does the
+        same by itself: the queries are the last of the keys' positions, and nothing is padded. Otherwise (chunks, for
+        instance) transformers' `sdpa_mask`, boolean of shape `(B, 1, q_length, kv_length)`.
     """
     last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    known = local_size is None or local_size > kv_length or local_size == getattr(config, "sliding_window", None)
-    if allow_is_causal_skip and last and known and _nothing_padded(attention_mask):
-        return None
+    if allow_is_causal_skip and last and _nothing_padded(attention_mask):
+        if local_size is None or local_size > kv_length:
+            return None
+        if local_size == getattr(config, "sliding_window", None) and not torch.compiler.is_compiling():
+            return WindowMask.of(batch_size, q_length, kv_length, local_size, device)
     sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
     mask: torch.Tensor | None = AttentionMaskInterface()["sdpa"](
+        batch_size=batch_size,
         attention_mask=attention_mask,
         local_size=local_size,
         allow_is_causal_skip=False,
         config=config,
+        device=device,
         **sizes,
         **kwargs,
     )

@@ -1,10 +1,12 @@
 """Additive masks: added to the scores, -inf where a query does not see a key.
 
-The two classes are masks of a whole call that are only ever computed for a block of its keys: `mask(start, stop)`.
+`ExplicitMask` and `PositionMask` are masks of a whole call that are only ever computed for a block of its keys:
+`mask(start, stop)`. `WindowMask` is the boolean mask of a sliding window as a tensor without entries.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -85,3 +87,45 @@ class PositionMask:
         if self.causal:
             mask.masked_fill_(distance < 0, -torch.inf)
         return mask
+
+
+class WindowMask(torch.Tensor):
+    """The causal mask of a sliding window, `(B, 1, N, S)`, for queries that are the last N of S positions.
+
+    It has the shape and the dtype of `torch.bool` of that mask and no memory of its own: an attention function reads
+    `sliding_window` and needs no entries. Whatever else is done with it is done with the whole mask.
+    """
+
+    sliding_window: int
+
+    @classmethod
+    def of(cls, batch_size: int, queries: int, keys: int, sliding_window: int, device: Any) -> "WindowMask":
+        """The mask of this shape on a device."""
+        one = torch.zeros((), dtype=torch.bool, device=device)
+        mask = one.expand(batch_size, 1, queries, keys).as_subclass(cls)
+        mask.sliding_window = sliding_window
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Properties are those of the stand-in, copies on a device stay one, everything else gets the entries."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ in _PROPERTIES:
+                return func(*args, **kwargs)
+            if func is torch.Tensor.to and (moved := func(*args, **kwargs)).dtype == torch.bool:
+                batch_size, _, queries, keys = moved.shape
+                return cls.of(batch_size, queries, keys, args[0].sliding_window, moved.device)
+            args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.entries, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def entries(self) -> torch.Tensor:
+        """The boolean mask itself."""
+        batch_size, _, queries, keys = self.shape
+        positions = torch.arange(keys - queries, keys, device=self.device)[:, None]
+        distance = positions - torch.arange(keys, device=self.device)
+        return ((distance >= 0) & (distance < self.sliding_window)).expand(batch_size, 1, -1, -1)
+
+
+# What is asked of a tensor without reading it: attributes come as `__get__`.
+_PROPERTIES = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point", "get_device", "ndimension"}

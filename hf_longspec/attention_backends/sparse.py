@@ -26,6 +26,7 @@ class SparseContext(StepContext):
         dense_host_lengths (`tuple[int, ...]`, *optional*): Likewise.
         dense_layers (`frozenset[int]`): Layers that read the whole cache.
         calls ([`CallCounter`], *optional*): Counts the layers that called.
+        windows: See [`StepContext`].
     """
 
     positions: torch.Tensor
@@ -56,7 +57,7 @@ class SparseContext(StepContext):
             key (`torch.Tensor` of shape `(B, K, S, D)`): The whole cache, or the compact buffer of a sparse layer.
             value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
             scaling (`float`): Factor of the scores.
-            sliding_window (`int`, *optional*): Window of this layer; it applies to dense layers only.
+            sliding_window (`int`, *optional*): Window that the layer passes; it applies to dense layers only.
             softcap (`float`, *optional*): Softcap of the scores.
             sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits of this layer.
 
@@ -64,6 +65,7 @@ class SparseContext(StepContext):
             `torch.Tensor` of shape `(B, H, N, Dv)`.
         """
         self.calls.total += 1
+        sliding_window = self.window_of(layer_idx, sliding_window)
         if layer_idx in self.dense_layers:
             state = backend.prefix_attention(
                 query,

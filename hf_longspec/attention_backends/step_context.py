@@ -23,10 +23,13 @@ class StepContext:
     Args:
         lengths (`torch.LongTensor` of shape `(B,)`): Used slots per row.
         host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they are not to be read.
+        windows (`tuple[int | None, ...]`, *optional*):
+            Sliding window of every layer. By default, what a layer passes itself.
     """
 
     lengths: torch.Tensor
     host_lengths: tuple[int, ...] | None
+    windows: tuple[int | None, ...] | None = field(default=None, kw_only=True)
     # what depends on the step but not on the layer, computed by the first layer that needs it
     _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -47,3 +50,7 @@ class StepContext:
             self._memo[device] = replace(self, **moved)
         context: Self = self._memo[device]
         return context
+
+    def window_of(self, layer_idx: int, passed: int | None) -> int | None:
+        """The sliding window of a layer that passed this one."""
+        return passed if self.windows is None else self.windows[layer_idx]

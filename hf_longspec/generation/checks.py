@@ -1,5 +1,6 @@
 """Everything that is refused, with value, rule and remedy, before any work is done."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def refuse_unsupported(
     model_kwargs: dict[str, Any],
 ) -> None:
     """Raise ValueError if this call cannot be decoded speculatively, naming every reason."""
-    if reasons := target.why_not():
+    if reasons := target.why_not(max_length_of(config, target, input_ids.shape[1])):
         raise ValueError(
             f"{type(target.model).__name__} cannot be used with assistant_model={type(draft).__name__}: "
             + "; ".join(reasons)
@@ -71,23 +72,22 @@ def refuse_unsupported(
     draft.check(target)
     if config.do_sample:
         draft.check_sampling()
-    _refuse_inputs(input_ids, config, model_kwargs)
+    _refuse_inputs(target, input_ids, config, model_kwargs)
     _refuse_assistant_settings(config, target.model.generation_config)
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     refuse_cache(cache, input_ids, mask, config.cache_implementation)
     refuse_stateful(processors, input_ids, target.vocab_size)
 
 
-def _refuse_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+def _refuse_inputs(
+    target: TargetView, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
     if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
         raise ValueError("inputs_embeds cannot be drafted from: pass input_ids, or call generate() without a draft.")
-    unknown = sorted(
-        name for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS and value is not None
-    )
-    if unknown:
+    if unknown := sorted(_unknown_inputs(target, input_ids, model_kwargs)):
         raise ValueError(
-            f"the arguments {', '.join(unknown)} would not reach the model: speculative decoding runs on token ids "
-            "alone. Drop them, or call generate() without assistant_model."
+            f"{', '.join(unknown)} would not reach the model: speculative decoding runs on token ids alone. Drop what "
+            "is not needed, or call generate() without assistant_model."
         )
     if not model_kwargs.get("use_cache", True):
         raise ValueError("use_cache=False: speculative decoding needs the cache. Drop the argument.")
@@ -111,6 +111,19 @@ def _refuse_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwar
             "token. Tokenize with padding_side='left'."
         )
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
+
+
+def _unknown_inputs(target: TargetView, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Iterator[str]:
+    """What the model would get from plain `generate`, would use, and does not get from the loop."""
+    for name, value in model_kwargs.items():
+        if name in KNOWN_MODEL_KWARGS or value is None:
+            continue
+        if name == "mm_encoder_outputs":  # what generate() made of pixels and the like; empty where there are none
+            yield from (f"{modality} inputs" for modality, outputs in value.items() if outputs is not None)
+            continue
+        of_tokens = isinstance(value, torch.Tensor) and value.shape == input_ids.shape
+        if not (of_tokens and not bool(value.any()) and target.ignores_zeros(name)):  # types of tokens: all are text
+            yield name
 
 
 def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:

@@ -80,6 +80,7 @@ class CompactCache(Cache):
             dense_lengths=self.dense_used.on(device) + 1,
             dense_host_lengths=tuple(length + 1 for length in self.dense_used.host),
             dense_layers=self.dense_layers,
+            windows=target.windows,
         )
         mask = torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=device)
         logits, hidden = target.step(token[:, None], position, self, mask, context, True, with_hidden)

@@ -126,10 +126,10 @@ class Session:
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         nodes = self.draft.num_tree_nodes(self.target)
-        cache = model_kwargs.get("past_key_values")
-        self.user_cache = user_cache_of(cache)
-        if not is_own(cache):
-            cache = SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
+        given = model_kwargs.get("past_key_values")
+        self.user_cache = user_cache_of(given)
+        own = given if is_own(given) else None
+        cache = own or SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
         cache.reserve(self.max_length, nodes)
         if self.user_cache is not None:
             self.user_cache.lend_to(cache)

@@ -83,13 +83,14 @@ class FixedSteps:
         buffers = [(self.runner.buffer(layer.keys), self.runner.buffer(layer.values)) for layer in cache.layers]
         lengths = [rows.on(tokens.device) for rows in groups]
         capture: Any = getattr(context, "capture", None)
+        kind: tuple
         if type(context) is TreeContext:
             score_rows = getattr(capture, "score_rows", None)
-            function, kind = _tree_step, (capture is not None, score_rows)
+            function, kind = _tree_step, (capture is not None, score_rows, context.windows)
             scored_nodes = () if score_rows is None else (capture.last_node,)
             changing = (tokens, positions, mask, context.depths, *lengths, *scored_nodes)
         else:
-            function, kind = _sparse_step, context.dense_layers
+            function, kind = _sparse_step, (context.dense_layers, context.windows)
             changing = (tokens, positions, mask, *lengths)
         shape = *tokens.shape, known, members, kind, with_hidden
         fixed = self.model, members, known, kind, with_hidden, sizes, buffers
@@ -169,25 +170,27 @@ class Collected:
 def _tree_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
     """A verification: logits, what the final norm was given, and what its capture is to be shown."""
     tokens, positions, mask, depths, *lengths = changing
-    captures, score_rows = kind
+    captures, score_rows, windows = kind
     capture = Collected(score_rows, None if score_rows is None else lengths.pop())
     # A new counter: a number that grows with every step would be compiled into each
     host = known_lengths(sizes[0], known[0], tokens.shape[0])
-    context = TreeContext(lengths[0], host, depths, mask[:, 0], capture if captures else None, CallCounter())
+    shown = capture if captures else None
+    context = TreeContext(lengths[0], host, depths, mask[:, 0], shown, CallCounter(), windows=windows)
     cache = StepCache(buffers, _places(members, known, lengths, sizes, tokens.shape[1]))
     return *_forward(model, tokens, positions, cache, mask, context, with_hidden), capture.layers, capture.scored
 
 
-def _sparse_step(changing, model, members, known, dense_layers, with_hidden, sizes, buffers):
+def _sparse_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
     """A drafting step over a compact cache: logits, what the final norm was given, and nothing for a capture."""
     tokens, positions, mask, *lengths = changing
+    dense_layers, windows = kind
     rows = tokens.shape[0]
     sparse = next((members[layer] for layer in range(len(members)) if layer not in dense_layers), 0)
     dense = next((members[layer] for layer in dense_layers), sparse)
     own, whole = (
         (lengths[group] + 1, known_lengths(sizes[group], known[group], rows, ahead=1)) for group in (sparse, dense)
     )
-    context = SparseContext(*own, positions, *whole, dense_layers, CallCounter())
+    context = SparseContext(*own, positions, *whole, dense_layers, CallCounter(), windows=windows)
     cache = StepCache(buffers, _places(members, known, lengths, sizes, 1))
     return *_forward(model, tokens, positions, cache, mask, context, with_hidden), (), ()
 

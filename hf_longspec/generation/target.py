@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ from .draft_tree import DraftTree
 from .final_norm import FinalNormInput
 from .ranks import Ranks
 from .step import FixedSteps, Runner, logits_under
+from .trial import LayerTraits, ignores_zeros, layer_traits
 
 ATTENTION_NAME = "hf_longspec"
 # Of each model, held while its attention implementation is switched; re-entrant, as a criterion may generate, too.
@@ -63,23 +65,38 @@ class TargetView:
         """Number of decoder layers."""
         return self.config.num_hidden_layers
 
+    @cached_property
+    def traits(self) -> LayerTraits:
+        """What the attention layers do, as a trial forward shows."""
+        with self.attention():
+            return layer_traits(self.model, self.config)
+
+    def ignores_zeros(self, name: str) -> bool:
+        """Whether an input of this name that is full of zeros changes nothing."""
+        with self.attention():
+            return ignores_zeros(self.model, self.config, name)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of every layer; None for layers that attend to all keys."""
+        return self.traits.windows
+
     @property
     def sliding_layers(self) -> frozenset[int]:
         """Layers that attend to a sliding window only."""
-        layer_types = getattr(self.config, "layer_types", None)
-        if layer_types is not None:
-            return frozenset(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
-        if getattr(self.config, "sliding_window", None) is None:
-            return frozenset()
-        return frozenset(range(self.num_layers))
+        return frozenset(layer for layer, window in enumerate(self.windows) if window is not None)
 
     @property
     def has_latent_cache(self) -> bool:
         """Whether the cache holds compressed latents instead of keys and values (MLA)."""
         return getattr(self.config, "kv_lora_rank", None) is not None
 
-    def why_not(self) -> list[str]:
-        """Reasons why this model cannot be decoded speculatively; empty if it can."""
+    def why_not(self, max_length: int | None = None) -> list[str]:
+        """Reasons why this model cannot be decoded speculatively, one line each; empty if it can.
+
+        Args:
+            max_length (`int`, *optional*): Most tokens that a row can reach; by default there is no limit.
+        """
         reasons = []
         if self.model.config.is_encoder_decoder:
             reasons.append("it is an encoder-decoder model, and the loop runs decoder-only models")
@@ -100,6 +117,16 @@ class TargetView:
             )
         if not self.model._can_set_attn_implementation():
             reasons.append("its attention does not go through transformers' AttentionInterface")
+        if reasons:  # the trial below may be impossible with such layers
+            return reasons
+        reasons += self.traits.reasons
+        window = self.traits.forgotten_window
+        if window is not None and (max_length is None or max_length > window):
+            reasons.append(
+                f"its config contains sliding_window={window}, which its attention does not apply and transformers' "
+                f"cache does, so texts of more than {window} tokens depend on where their prompt ended; set "
+                "config.sliding_window to None or to the length of the longest text"
+            )
         return reasons
 
     @contextmanager
@@ -157,7 +184,7 @@ class TargetView:
             positions = torch.arange(start + begin, start + begin + chunk.shape[1], device=chunk.device)
             self.model(
                 input_ids=chunk,
-                position_ids=positions.expand(chunk.shape[0], -1),
+                position_ids=positions.repeat(chunk.shape[0], 1),
                 past_key_values=cache,
                 use_cache=True,
                 **extra,
@@ -196,6 +223,7 @@ class TargetView:
             depths=tree.depths,
             mask=tree.mask,
             capture=capture,
+            windows=self.windows,
         )
         positions = lengths[:, None] + tree.depths
         if lowest is not None:

@@ -15,7 +15,9 @@ from transformers import (
 )
 
 from hf_longspec.attention_backends.hybrid_tree import TreeContext
-from hf_longspec.attention_backends.interface import attention_forward, register, window_of_layer
+from hf_longspec.attention_backends.interface import attention_forward, register
+from hf_longspec.attention_backends.masks import WindowMask
+from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 register()
@@ -107,6 +109,55 @@ def test_generate(name, cache, models):
     assert torch.equal(*texts)
 
 
+@pytest.mark.parametrize("name", ["llama", "granite", "olmo2", "glm4"])
+def test_a_window_that_the_model_does_not_use(name):
+    """It is in the config, as it was left over in some checkpoints, and neither in the mask nor passed."""
+    model = tiny_target(name, sliding_window=16)
+    input_ids, _ = tiny_prompts(128, (40,))
+    expected = run(model, "eager", input_ids, use_cache=False).logits
+    actual = run(model, "hf_longspec", input_ids, use_cache=False).logits
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=LOGIT_ERROR)
+
+
+class TestWindowMask:
+    """A tensor without entries, and the mask it stands for."""
+
+    QUERIES, KEYS, WINDOW = 5, 9, 4
+
+    @pytest.fixture
+    def mask(self):
+        return WindowMask.of(2, self.QUERIES, self.KEYS, self.WINDOW, "cpu")
+
+    @pytest.fixture
+    def expected(self):
+        seen = [[query - self.WINDOW < key <= query for key in range(self.KEYS)] for query in range(4, self.KEYS)]
+        return torch.tensor(seen).expand(2, 1, -1, -1)
+
+    def test_it_has_the_shape_and_no_memory(self, mask, expected):
+        assert isinstance(mask, WindowMask) and mask.shape == expected.shape and mask.dtype == torch.bool
+        assert mask.dim() == mask.ndim == 4 and mask.size(3) == self.KEYS
+        assert mask.stride() == (0, 0, 0, 0)
+
+    def test_copies_on_a_device_stay_one(self, mask):
+        for moved in (mask.to("cpu"), mask.to(torch.device("meta"))):
+            assert isinstance(moved, WindowMask) and moved.sliding_window == self.WINDOW
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda mask: mask[:, :, -2:],
+            lambda mask: ~mask,
+            lambda mask: mask.to(torch.float32),
+            lambda mask: torch.where(mask, 0.0, -1.0) + 1,
+            lambda mask: mask & torch.ones_like(mask.sum(-1, keepdim=True), dtype=torch.bool),
+            lambda mask: torch.cat([mask, mask]),
+        ],
+    )
+    def test_whatever_else_is_done_is_done_with_the_entries(self, mask, expected, use):
+        assert type(use(mask)) is torch.Tensor
+        assert torch.equal(use(mask), use(expected))
+
+
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_dropped_window_would_be_seen(name, models):
     """The checks of this file are able to fail."""
@@ -131,7 +182,8 @@ def test_a_tree_reaches_every_layer_with_its_options(name, models):
     run(model, "hf_longspec", input_ids[:, :-nodes], past_key_values=cache, use_cache=True)
     chain = torch.ones(2, nodes, nodes, dtype=torch.bool).tril()
     depths = torch.arange(nodes).expand(2, -1)
-    context = TreeContext(torch.tensor([34, 34]), (34, 34), depths, chain)
+    windows = TargetView(model).windows  # qwen2_moe and phimoe do not pass theirs
+    context = TreeContext(torch.tensor([34, 34]), (34, 34), depths, chain, windows=windows)
     options = {"position_ids": 34 + depths, "attention_mask": chain[:, None], "past_key_values": cache}
     actual = run(model, "hf_longspec", input_ids[:, -nodes:], tree=context, use_cache=True, **options).logits
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=LOGIT_ERROR)
@@ -164,7 +216,8 @@ def test_chunked_attention_gets_a_mask():
     sizes = {"batch_size": 1, "q_length": 8, "kv_length": 8, "mask_function": visible_chunk, "device": "cpu"}
     mask = function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=None, attention_chunk_size=4))
     assert mask[0, 0, 5].tolist() == [False] * 4 + [True] * 2 + [False] * 2
-    assert function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=4)) is None
+    window = function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=4))
+    assert isinstance(window, WindowMask) and window.sliding_window == 4
     assert function(**sizes, local_size=4, config=SimpleNamespace(sliding_window=4), q_offset=2) is not None
     assert function(**sizes, allow_is_causal_skip=False) is not None
 
@@ -275,23 +328,6 @@ def test_any_object_with_attend_is_a_context():
     assert out.is_contiguous()
     assert recorder.seen[:2] == ("hf_longspec_torch", 5)
     assert recorder.seen[2] == {**{k: v for k, v in options.items() if k != "s_aux"}, "sinks": options["s_aux"]}
-
-
-@pytest.mark.parametrize(
-    ("config", "window"),
-    [
-        ({}, None),
-        ({"sliding_window": None}, None),
-        ({"sliding_window": 0, "layer_types": ["full_attention"]}, None),
-        ({"sliding_window": 8}, 8),
-        ({"sliding_window": 8, "layer_types": ["sliding_attention"]}, 8),
-        ({"sliding_window": 8, "layer_types": ["full_attention"]}, None),
-    ],
-    ids=str,
-)
-def test_window_of_layer(config, window):
-    assert window_of_layer(Layer(layer_idx=0, config=SimpleNamespace(**config))) == window
-    assert window_of_layer(Layer()) is None
 
 
 def test_registering_adds_its_names_and_changes_nothing_else():

@@ -156,15 +156,19 @@ class TestTargets:
         refused(model, PlainDraftModel.from_target(model), "it is an encoder-decoder model, and the loop runs decoder")
 
     def test_a_model_that_never_calls_the_backend(self):
-        """Found out by the first step, before any token: it would swallow the tree and return plausible logits."""
+        """It would swallow the tree and return plausible logits."""
         model = OldModel(OldConfig(**SIZES)).eval()
-        message = refused(model, PlainDraftModel.from_target(model), "OldModel never called the attention backend")
-        assert "AttentionInterface" in message and "nothing was generated" in message
+        message = refused(
+            model, PlainDraftModel.from_target(model), "OldModel cannot.*never called the attention backe"
+        )
+        assert "AttentionInterface" in message
 
     def test_an_architecture_of_transformers_that_never_calls_it(self):
         """StableLM chooses its attention by a dictionary of its own."""
         model = build("stablelm")
-        refused(model, PlainDraftModel.from_target(model), "StableLmForCausalLM never called the attention backend")
+        refused(
+            model, PlainDraftModel.from_target(model), "StableLmForCausalLM cannot.*never called the attention back"
+        )
 
     def test_latent_cache_selected_per_head(self, target):
         model = target("deepseek_v3")
@@ -311,7 +315,7 @@ class TestInputs:
     def test_arguments_that_would_not_reach_the_model(self, target):
         model = target("qwen3_moe")
         draft = PlainDraftModel.from_target(model)
-        refused(model, draft, "output_router_logits would not reach the model.*Drop them", output_router_logits=True)
+        refused(model, draft, "output_router_logits would not reach the model.*Drop what", output_router_logits=True)
 
 
 class CallCounter:

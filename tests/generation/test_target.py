@@ -135,8 +135,7 @@ class TestTheCheckIsSharp:
 
     @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "cohere2"])
     def test_without_the_window(self, name, monkeypatch):
-        attend = TreeContext.attend
-        monkeypatch.setattr(TreeContext, "attend", lambda *args, **kw: attend(*args, **(kw | {"sliding_window": None})))
+        monkeypatch.setattr(TreeContext, "window_of", lambda *args: None)
         assert min(two_steps(name, RAGGED).run("hf_longspec")) > BROKEN
 
     def test_without_the_softcap(self, monkeypatch):
@@ -166,6 +165,7 @@ def test_positions_stay_below_the_limit():
     """Nodes that can never be emitted must not index beyond a table of positions."""
     model = tiny_target("llama", attn_implementation="hf_longspec")
     target, cache, seen = TargetView(model), SpeculativeCache(model.config, 1, 16), []
+    assert target.why_not() == []  # a forward of its own
     handle = model.model.rotary_emb.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["position_ids"] if "position_ids" in kwargs else args[1]),
         with_kwargs=True,

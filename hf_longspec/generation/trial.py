@@ -1,0 +1,291 @@
+"""What the attention layers of a model do, learned from forwards of two tokens.
+
+A layer's mask is the only complete statement of what the layer attends to: a config may contain a `sliding_window` that
+the model does not use, and a model may apply a window without passing it to its attention function. So the model runs
+at the beginning of a text and behind a long prefix that its cache only claims to hold; every layer's mask is compared
+with the causal one. Queries must be the same in both: then positions are those that the model is given. No attention is
+computed, and the prefix costs no memory.
+"""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..attention_backends.interface import REFUSED
+
+QUERIES = 2
+# The claimed prefix has the length of the longest text, and of this many tokens where a config does not limit texts.
+NO_LIMIT = 1 << 17
+MOST_NAMED = 4
+
+
+@dataclass
+class LayerTraits:
+    """What a model's attention layers do.
+
+    Args:
+        windows (`tuple[int | None, ...]`): Sliding window of every layer; None for a layer that attends to all keys.
+        reasons (`list[str]`): Why a tree cannot be verified with these layers; empty if it can.
+        forgotten_window (`int`, *optional*):
+            A window that no layer applies and transformers' cache does: behind so many tokens, stock text depends on
+            where its prompt ended.
+        ignored (`dict[str, bool]`): Whether zeros change nothing, for every input that was tried.
+    """
+
+    windows: tuple[int | None, ...]
+    reasons: list[str]
+    forgotten_window: int | None
+    ignored: dict[str, bool] = field(default_factory=dict)
+
+
+_known: WeakKeyDictionary[PreTrainedModel, tuple[dict, LayerTraits]] = WeakKeyDictionary()
+
+
+def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
+    """What the attention layers of `model` do; tried once, and again if the text config has changed.
+
+    Args:
+        model (`PreTrainedModel`): It runs under an attention implementation of this project.
+        config (`PreTrainedConfig`): Its text config.
+    """
+    settings = config.to_dict()
+    known = _known.get(model)
+    if known is not None and known[0] == settings:
+        return known[1]
+    traits = _try(model, config)
+    if traits.windows:  # otherwise it failed, and what it lacked may be there the next time
+        _known[model] = deepcopy(settings), traits
+    return traits
+
+
+def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
+    """Whether the input `name`, full of zeros, is the same as none: the token types of a text in most models."""
+    ignored = layer_traits(model, config).ignored
+    if name not in ignored:
+        without, given = _run(model, config), _run(model, config, zeros=name)
+        ignored[name] = not given.reasons() and not given.differs_from(without)
+    return ignored[name]
+
+
+def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
+    longest = max([getattr(config, "max_position_embeddings", None) or NO_LIMIT, *_lengths(config)])
+    try:
+        first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
+        differs = later.differs_from(first) and not again.differs_from(first)  # some kernels are never the same
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        message = (str(error) or "no message").splitlines()[0]
+        failed = f"a forward of two tokens failed under its attention: {type(error).__name__}: {message}"
+        return LayerTraits((), [failed], None)
+    windows = {layer: found.window for layer, found in later.layers.items()}
+    reasons = []
+    if not windows:
+        reasons.append(
+            "it never called the attention backend, so it would ignore the draft tree; its attention must go through "
+            "transformers' AttentionInterface"
+        )
+    elif extra := later.cached - set(range(config.num_hidden_layers)):
+        declared = f"the {config.num_hidden_layers} of config.num_hidden_layers"
+        reasons.append(f"it caches {declared} and {_named(extra)}, and there is one cache for each declared layer")
+    elif missing := later.cached - set(windows):
+        reasons.append(f"{_named(missing)} never called the attention backend and would ignore the draft tree")
+    for reason in dict.fromkeys(reason for trial in (first, later) for reason in trial.reasons()):
+        reasons.append(reason)
+    if differs:
+        reasons.append(
+            "it takes positions from the length of its cache or from its tokens, not from position_ids, and the nodes "
+            "of a tree and the rows of a batch have positions of their own"
+        )
+    of_layers = tuple(windows.get(layer) for layer in range(max(windows, default=-1) + 1))
+    return LayerTraits(of_layers, reasons, _cut_by_the_stock_cache(config, windows))
+
+
+def _lengths(config: Any) -> Iterable[int]:
+    """Numbers of a config that may be windows, and 2 more, so that each hides something."""
+    for name, value in config.to_dict().items():
+        if isinstance(value, int) and ("window" in name or "chunk" in name):
+            yield value + QUERIES
+
+
+def _cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> int | None:
+    """The window by which transformers' cache drops keys that the attention of the model would read; None for none."""
+    layers = enumerate(DynamicCache(config=config).layers)
+    sliding = {layer: cached.sliding_window for layer, cached in layers if cached.is_sliding and layer in windows}
+    return min((cut for layer, cut in sliding.items() if cut < (windows[layer] or torch.inf)), default=None)
+
+
+@torch.no_grad()
+def _run(model: PreTrainedModel, config: Any, offset: int = 0, zeros: str | None = None) -> "Trial":
+    """One forward behind a claimed prefix as a verification makes it, or at the beginning of a text as `generate` does.
+
+    Positions are those of the first tokens in both.
+    """
+    trial, cache = Trial(offset), ClaimingCache(config.num_hidden_layers, offset)
+    device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights that wait on a disk
+    positions = torch.arange(QUERIES, device=device)[None]
+    inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+    inputs |= {} if zeros is None else {zeros: torch.zeros_like(positions)}
+    tokens = positions + 1
+    if offset:
+        inputs["input_ids"] = tokens
+    else:
+        inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **inputs)
+    with torch.compiler.set_stance("force_eager"):  # a forward that was compiled would be compiled for two tokens
+        model(**inputs, trial=trial)
+    trial.cached = cache.updated
+    return trial
+
+
+@dataclass
+class LayerMask:
+    """What one layer was given.
+
+    Args:
+        window (`int`, *optional*): Its sliding window.
+        query (`torch.Tensor` of shape `(1, H, 2, D)`): Its queries.
+        reasons (`tuple[str, ...]`): Why a tree cannot be verified with it, each beginning behind the layer's name.
+    """
+
+    window: int | None
+    query: torch.Tensor
+    reasons: tuple[str, ...]
+
+
+class Trial:
+    """Is called by the attention layers of one forward in place of a backend.
+
+    Args:
+        offset (`int`): Tokens that the cache claims to hold.
+    """
+
+    def __init__(self, offset: int):
+        self.offset = offset
+        self.layers: dict[int, LayerMask] = {}
+        self.cached: set[int] = set()
+        self._read: dict[int, tuple[torch.Tensor, int | None, tuple[str, ...]]] = {}
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        sliding_window: int | None,
+        causal: bool,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        """Note what the layer was given; its output `(B, N, H, Dv)` is 0."""
+        window, reasons = (sliding_window, ()) if mask is None else self._of_mask(mask)
+        if not causal:  # whatever the mask is now: transformers leaves it out where is_causal says the same
+            reasons += ("attend to later tokens",)
+        reasons += tuple(f"need {name}: {why}" for name, why in REFUSED.items() if options.get(name) is not None)
+        layer: Any = module.layer_idx
+        self.layers[layer] = LayerMask(window, query, reasons)
+        return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3])
+
+    def reasons(self) -> list[str]:
+        """Why a tree cannot be verified, each reason with its layers."""
+        layers: dict[str, list[int]] = {}
+        for layer, found in self.layers.items():
+            for reason in found.reasons:
+                layers.setdefault(reason, []).append(layer)
+        return [f"{_named(which)} {reason}" for reason, which in layers.items()]
+
+    def differs_from(self, other: "Trial") -> bool:
+        """Whether queries differ although tokens and positions are the same, and attention gave 0."""
+        return any(
+            layer not in other.layers or not torch.equal(found.query, other.layers[layer].query)
+            for layer, found in self.layers.items()
+        )
+
+    def _of_mask(self, mask: torch.Tensor) -> tuple[int | None, tuple[str, ...]]:
+        if id(mask) not in self._read:  # with the mask, so that its id stays its own
+            self._read[id(mask)] = mask, *self._read_mask(mask)
+        return self._read[id(mask)][1:]
+
+    def _read_mask(self, mask: torch.Tensor) -> tuple[int | None, tuple[str, ...]]:
+        end = self.offset + QUERIES
+        mask = mask[..., :end]
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if mask.dtype != torch.bool and bool((mask[seen] != 0).any()):
+            return None, ("add values of their own to the scores",)
+        count = int(seen[0, 0, -1].sum())
+        distance = torch.arange(self.offset, end, device=mask.device)[:, None] - torch.arange(end, device=mask.device)
+        if not bool((seen == ((distance >= 0) & (distance < count))).all()):
+            return None, ("have a mask that is neither causal nor a sliding window",)
+        return (count if count < end else None), ()
+
+
+class ClaimingLayer(CacheLayerMixin):
+    """A layer of [`ClaimingCache`]."""
+
+    is_sliding = False
+
+    def __init__(self, offset: int):
+        super().__init__()
+        self.offset = offset
+        self.is_initialized = offset > 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is stored."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the right shapes."""
+        count = self.offset + key_states.shape[2]
+        keys, values = (states[:, :, :1].expand(-1, -1, count, -1) for states in (key_states, value_states))
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys."""
+        return self.offset + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens that it claims to hold."""
+        return self.offset
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+
+class ClaimingCache(Cache):
+    """Claims to hold `offset` tokens in every layer and holds none.
+
+    Args:
+        num_layers (`int`): Layers of the model.
+        offset (`int`): Claimed tokens.
+
+    Attributes:
+        updated (`set[int]`): Layers that wrote to it.
+    """
+
+    def __init__(self, num_layers: int, offset: int):
+        super().__init__(layers=[ClaimingLayer(offset)] * num_layers)
+        self.updated: set[int] = set()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the right shapes."""
+        self.updated.add(layer_idx)
+        return self.layers[0].update(key_states, value_states)
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """A tensor, so that no mask function leaves the mask to the attention function."""
+        return torch.tensor(self.layers[0].offset)
+
+
+def _named(layers: Iterable[int]) -> str:
+    names = [str(layer) for layer in sorted(layers)]
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return f"its layers {', '.join(names[:MOST_NAMED])}{more}"
