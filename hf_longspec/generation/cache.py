@@ -18,8 +18,8 @@ class SpeculativeCache(Cache):
     """Key/value cache for speculative decoding: rolled back for free, committed in place.
 
     Works as `past_key_values` of plain `model.generate` too, and can be passed back for a second turn. A call that
-    needs more room reallocates the buffers once, larger by at least half. On a CPU the buffers take memory as tokens are
-    stored, so a generous `max_length` costs nothing; other devices take all of it at the first step.
+    needs more room reallocates the buffers once, larger by at least half. On a CPU the buffers take memory as tokens
+    are stored, so a generous `max_length` costs nothing; other devices take all of it at the first step.
 
     Args:
         config (`PreTrainedConfig`):
