@@ -34,12 +34,7 @@ def refuse_unsupported(
     model_kwargs: dict[str, Any],
 ) -> None:
     """Raise ValueError if this call cannot be decoded speculatively, naming every reason."""
-    if reasons := target.why_not():
-        raise ValueError(
-            f"{type(target.model).__name__} cannot be used with assistant_model={type(draft).__name__}: "
-            + "; ".join(reasons)
-            + ". Call generate() without assistant_model."
-        )
+    refuse_target(target, type(draft))
     if target.ranks is not None and (mode := draft.setting("compile")) in ("compile", "graph"):
         raise ValueError(
             f"compile={mode!r}: the target is divided among {target.ranks.size} processes, and steps with "
@@ -51,6 +46,16 @@ def refuse_unsupported(
     refuse_stateful(processors)
     _refuse_inputs(input_ids, config, model_kwargs)
     _refuse_foreign_cache(model_kwargs.get("past_key_values"))
+
+
+def refuse_target(target: TargetView, draft: type) -> None:
+    """Raise ValueError if no draft can be used with this model, naming every reason."""
+    if reasons := target.why_not():
+        raise ValueError(
+            f"{type(target.model).__name__} cannot be used with assistant_model={draft.__name__}: "
+            + "; ".join(reasons)
+            + ". Call generate() without assistant_model."
+        )
 
 
 def _refuse_inputs(input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from ..attention_backends.hybrid_tree import TreeContext
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .final_norm import FinalNormInput
+from .attention_layers import passed_on
 from .ranks import Ranks
 from .step import FixedSteps, Runner, logits_under
 
@@ -104,12 +105,14 @@ class TargetView:
         on it at once: the implementation is state of the model, not of the call.
         """
         if str(self.config._attn_implementation).startswith(ATTENTION_NAME):
-            yield
+            with passed_on(self.model):
+                yield
             return
         configs = _attention_configs(self.model)
         try:
             self.model.set_attn_implementation(ATTENTION_NAME)
-            yield
+            with passed_on(self.model):
+                yield
         finally:
             for config, implementation in configs:
                 config._attn_implementation_internal = implementation

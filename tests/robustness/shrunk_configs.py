@@ -69,7 +69,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("topk_group", 1),
     ("(n|num|moe_num)_shared_experts", 1),
     # lengths
-    (".*window_size|.*sliding_window|local_attention.*|keep_window_size|attention_chunk_size", WINDOW),
+    (".*window_size|.*sliding_window|local_attention|local_attention_window_len|keep_window_size|attention_chunk_size", WINDOW),
     ("index_topk", 8),
     ("index_block_size|index_topk_blocks", 4),
     ("max_(position_embeddings|seq_len|source_positions|target_positions)|n_positions|n_ctx|context_length", 512),
@@ -94,9 +94,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     # the default has no rotary settings, and the model reads them
     "cohere_compass_text": {"rope_parameters": {"full_attention": _FULL_ROPE}},
     # the model reads settings from the wrong one of its two configurations
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     # the first layer of a kind holds the weights of the others, and there must be others
     "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    # the defaults have recurrent layers only, which transformers cannot generate with
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     # the default lists no layers
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     # all layers read the cache of another model
@@ -105,6 +108,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     # the head size of layers with a window is that of both its parts
     "dots3_note_text": {"head_dim": 24},
     "dots3_note": {"text_config": {"head_dim": 24}},
+    # layers and cycles are multiplied
+    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     # all heads together are `expand` times the model
     "mamba2": {"head_dim": 2 * HEAD_DIM},
     # the default has no indexer, and its layers do
@@ -166,15 +171,23 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
     latent = own.get("kv_lora_rank") is not None and "num_key_value_heads" in own
     if latent:
         fields["num_key_value_heads"] = HEADS  # the latent is expanded to every query head
+    if latent and own.get("head_dim") == own.get("qk_rope_head_dim"):
+        fields["head_dim"] = fields.get("qk_rope_head_dim", own["head_dim"])  # of the rotary part
     if per_layer := own.get("per_layer_config"):
         by_number = {int(layer): own_fields for layer, own_fields in per_layer.items()}
         fields["per_layer_config"] = {
-            str(place): {name: _by_rule(name, value) for name, value in by_number[layer].items()}
+            str(place): {name: _of_layer(name, value, own.get(name)) for name, value in by_number[layer].items()}
             | ({"num_key_value_heads": HEADS} if latent else {})
             for place, layer in enumerate(kept)
             if by_number.get(layer)
         }
     return fields
+
+
+def _of_layer(name: str, value: Any, default: Any) -> Any:
+    """What one layer has of its own; heads of another size than those of other layers stay that."""
+    shrunk = _by_rule(name, value)
+    return 2 * shrunk if name == "head_dim" and value != default else shrunk
 
 
 def _shrunk_value(name: str, default: Any, kept: list[int], depth: int) -> Any:
@@ -189,7 +202,7 @@ def _shrunk_value(name: str, default: Any, kept: list[int], depth: int) -> Any:
 def _by_rule(name: str, default: Any) -> Any:
     if default is None:
         return NEEDED.get(name)
-    if isinstance(default, bool) or not isinstance(default, int | float) or (default == 0 and "token" not in name):
+    if isinstance(default, bool) or not isinstance(default, int) or (default == 0 and "token" not in name):
         return default
     for pattern, value in RULES:
         if re.fullmatch(pattern, name):
