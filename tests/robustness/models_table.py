@@ -1,13 +1,11 @@
 """Run every draft on every decoder of transformers, and write what came of it into docs/models.md.
 
-`make models` does this in some minutes. The outcomes go to a file first, type by type, so that an interrupted run is
-resumed; they are of one version of transformers.
+    python -m tests.robustness.models_table --page docs/models.md
 
-    python -m tests.robustness.models_table models.jsonl --page docs/models.md
+`make models` does this in some minutes. Without `--page` it prints the summary of the installed transformers alone.
 """
 
 import argparse
-import json
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -27,20 +25,6 @@ COLUMNS = {
     "LongSpec": ("longspec",),
     "TokenSwift": ("tokenswift", "partial"),
 }
-
-
-def run(path: Path) -> dict[str, dict[str, Any]]:
-    """Outcomes of all types; those in the file are not run again. A row has `unbuildable`, or drafts and outcomes."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found = {row["type"]: row for row in rows if row["transformers"] == transformers.__version__}
-    with path.open("a") as file:
-        for model_type in TYPES:
-            if model_type not in found:
-                row = {"type": model_type, "transformers": transformers.__version__} | outcomes_of(model_type)
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                found[model_type] = row
-    return {name: found[name] for name in TYPES}
 
 
 def outcomes_of(model_type: str) -> dict[str, Any]:
@@ -106,13 +90,12 @@ def _line(cells: list[str]) -> str:
 def main() -> None:
     """Run what is missing, print the summary, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, help="file of the outcomes, one line for each type")
     parser.add_argument("--page", type=Path, help="page whose table between the marks is written anew")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with quiet():
-        rows = run(arguments.results)
+        rows = {name: outcomes_of(name) for name in TYPES}
     print(summary(rows))
     if arguments.page is not None:
         text = arguments.page.read_text()
