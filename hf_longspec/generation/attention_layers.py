@@ -73,8 +73,8 @@ def refuse_repeated_layers(model: nn.Module, num_layers: int) -> None:
     if found and len(found) < num_layers:
         raise ValueError(
             f"the {num_layers} layers of its cache are written by {len(found)} attention layers, which run several "
-            f"times per forward in {type(model).__name__}, and a draft on a part of the cache needs the scores of every "
-            "one. Use NgramDraftModel."
+            f"times per forward in {type(model).__name__}, and a draft on a part of the cache needs the scores of "
+            "each. Use NgramDraftModel."
         )
 
 

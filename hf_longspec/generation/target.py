@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention_backends.hybrid_tree import TreeContext
+from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .final_norm import FinalNormInput
-from .attention_layers import passed_on
 from .ranks import Ranks
 from .step import FixedSteps, Runner, logits_under
 

@@ -20,7 +20,7 @@ def _rope(kind: str, **others: Any) -> dict[str, Any]:
 
 # Label: model type and the fields that differ from the shrunk default.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "window of every layer": ("mistral", {"sliding_window": 5}),
+    "window of every layer": ("mistral", {"sliding_window": 11}),
     "no window": ("mistral", {"sliding_window": None}),
     "window, mixtral": ("mixtral", {"sliding_window": WINDOW}),
     "window, phi3": ("phi3", {"sliding_window": WINDOW}),

@@ -49,7 +49,10 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("encoder-decoder", "encoder-decoder"),
     ("layers, whose state cannot branch into a tree", "recurrent layers"),
     ("it is stateful|assisted generation is not supported with stateful models", "recurrent layers"),
-    ("whose choice of keys the attention backends cannot follow|selects keys for each query", "layers that choose keys"),
+    (
+        "whose choice of keys the attention backends cannot follow|selects keys for each query",
+        "layers that choose keys",
+    ),
     ("it has chunked attention", "chunked attention"),
     ("does not go through transformers' AttentionInterface", "no `AttentionInterface`"),
     ("never called the attention backend", "no `AttentionInterface`"),
@@ -78,6 +81,7 @@ UNBUILDABLE: dict[str, str] = {
     "musicgen": "MusicgenConfig|text_encoder",  # the class of the mapping takes the configuration of its decoder
     "musicgen_melody": "MusicgenMelodyConfig|text_encoder",
 }
+
 
 class Unbuildable(Exception):
     """A type that transformers itself cannot make or run, with its reason."""
@@ -130,7 +134,7 @@ class Stock:
 
 
 def build(model_type: str, seed: int = 0, **overrides: Any) -> Any:
-    """A tiny model of a type with peaked random weights, in eval mode.
+    """A tiny model of a type with peaked random weights, in eval mode; one that is refused keeps its own weights.
 
     Args:
         seed (`int`, *optional*, defaults to 0): Of the weights.
@@ -153,6 +157,8 @@ def build(model_type: str, seed: int = 0, **overrides: Any) -> Any:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION.get(model_type)
         ).eval()
+    if TargetView(model).why_not():
+        return model
     try:
         peak(model, VOCAB_SIZE - 1, seed)
     except Exception as error:
@@ -217,7 +223,8 @@ def make(stock: Stock, kind: str, batch: str) -> Any:
     if kind != "tree":
         return make_draft(kind, stock.model, **SETTINGS[kind])
     draft = RandomTreeDraftModel.from_target(stock.model)
-    draft.hints = stock.generated(batch)
+    if not TargetView(stock.model).why_not():
+        draft.hints = stock.generated(batch)
     draft.generation_config.gate = False
     return draft
 

@@ -69,7 +69,10 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("topk_group", 1),
     ("(n|num|moe_num)_shared_experts", 1),
     # lengths
-    (".*window_size|.*sliding_window|local_attention|local_attention_window_len|keep_window_size|attention_chunk_size", WINDOW),
+    (
+        ".*window_size|.*sliding_window|local_attention|local_attention_window_len|keep_window_size|attention_chunk_size",
+        WINDOW,
+    ),
     ("index_topk", 8),
     ("index_block_size|index_topk_blocks", 4),
     ("max_(position_embeddings|seq_len|source_positions|target_positions)|n_positions|n_ctx|context_length", 512),
@@ -83,7 +86,13 @@ RULES: tuple[tuple[str, Any], ...] = (
 )
 
 # What a model needs although the default of its configuration is None.
-NEEDED = {"num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+NEEDED = {
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+}
 
 _FULL_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SHARED = {"num_hidden_layers": LAYERS, "num_kv_shared_layers": LAYERS}
@@ -122,6 +131,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     # a product and a sum that are fixed by other fields
     "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [24, 40]},
+    # one of several adapters has to be chosen
+    "xmod": {"default_language": "en_XX"},
 }
 EXCEPTIONS["qwen4_exp"] = {"text_config": EXCEPTIONS["qwen4_exp_text"]}
 
