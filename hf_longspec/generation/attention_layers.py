@@ -55,7 +55,7 @@ def withheld(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
         (layer, child)
         for layer in model.modules()
         for child in layer.children()
-        if _attends(child) and _keeps_keywords(type(layer))
+        if _attends(child) and _keeps_keywords(type(layer))  # type: ignore[arg-type]
     ]
 
 
@@ -79,7 +79,7 @@ def refuse_repeated_layers(model: nn.Module, num_layers: int) -> None:
 
 
 def _attends(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and "get_interface(" in _source(type(module))
+    return isinstance(getattr(module, "layer_idx", None), int) and "get_interface(" in _source(type(module))  # type: ignore[arg-type]
 
 
 @cache

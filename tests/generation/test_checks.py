@@ -159,11 +159,6 @@ class TestTargets:
         message = refused(model, PlainDraftModel.from_target(model), "OldModel never called the attention backend")
         assert "AttentionInterface" in message and "nothing was generated" in message
 
-    def test_an_architecture_of_transformers_that_never_calls_it(self):
-        """StableLM chooses its attention by a dictionary of its own."""
-        model = build("stablelm")
-        refused(model, PlainDraftModel.from_target(model), "StableLmForCausalLM never called the attention backend")
-
     def test_latent_cache_selected_per_head(self, target):
         model = target("deepseek_v3")
         draft = SpecAttnDraftModel.from_target(model)

@@ -12,8 +12,8 @@ from torch import nn
 
 from hf_longspec.testing import LOGIT_STD, tiny_prompts
 
-# Of the projections, seed by seed. Norms before or behind the residual stream, biases and activations decide under which
-# of them the last token, the text before it, or nothing at all matters most.
+# Of the projections, seed by seed. Norms before or after the residual stream, biases and activations decide under
+# which of them the last token, the text before it, or nothing at all matters most.
 SCALES = 1.5, 2.5, 1.0, 0.6
 
 _PEAKED = ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")
