@@ -58,5 +58,5 @@ class TestLayersThatKeepKeywords:
 def test_layers_that_run_several_times_are_refused_where_each_is_needed():
     model = build("hrm_text")
     NgramDraftModel.from_target(model)
-    with pytest.raises(ValueError, match="the 8 layers of its cache are written by 2 attention layers.*NgramDraftM"):
+    with pytest.raises(ValueError, match=r"the 8 layers of its cache are written by 1 attention layer.+NgramDraftM"):
         SpecAttnDraftModel.from_target(model)

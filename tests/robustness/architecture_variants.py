@@ -47,7 +47,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "one layer": ("llama", {"num_hidden_layers": 1}),
     "experts in some layers": ("qwen3_moe", {"decoder_sparse_step": 2}),
-    "shared keys": ("gemma4_text", {"num_kv_shared_layers": 2}),
+    "shared keys": (
+        "gemma4_text",
+        {
+            "num_kv_shared_layers": 2,
+            "layer_types": [_SLIDING, _FULL] * 2,
+            "per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 32}},
+        },
+    ),
     "later tokens, gemma3": ("gemma3_text", {"use_bidirectional_attention": True}),
     "later tokens, bert": ("bert", {"is_decoder": False}),
     "rope linear": ("llama", _rope("linear")),

@@ -80,6 +80,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
         others = [row[draft] for draft in drafts if row[draft][0] != "identical"]
         marks.append({0: "yes", len(drafts): "no"}.get(len(others), "in part"))
         reasons += [detail if kind == "refused" else f"**{kind}**" for kind, detail in others]
+    if marks[0] == "no":  # for one reason that holds for every draft
+        del reasons[1:]
     return [*marks, "; ".join(dict.fromkeys(reasons))]
 
 
