@@ -30,7 +30,7 @@ MIN_IGNORED := tests/generation/test_compiled.py tests/generation/drafters/test_
 TABLES := engine verification memory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min install install-min lint soak bench tables cards docs clean
+.PHONY: help demo test test-min install install-min lint soak bench tables models cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -71,6 +71,10 @@ tables: $(READY) ## put the committed results into README and docs/results.md, a
 	@echo "Writing docs/results.md, README's table and docs/images/speed.svg."
 	$(VENV)/bin/python -m hf_longspec.bench.tables $(TABLES:%=benchmarks/results/%.jsonl) \
 		--page docs/results.md --summary README.md --figure docs/images/speed.svg
+
+models: $(READY) ## run every draft on every decoder of transformers, and put the table into docs/models.md
+	@echo "Running every draft on a tiny model of every type. This takes minutes."
+	$(VENV)/bin/python -m tests.robustness.models_table --page docs/models.md
 
 docs: $(READY) ## build the documentation as a site, in site/
 	@echo "Building the documentation; a dead link is an error."

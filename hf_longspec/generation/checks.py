@@ -51,12 +51,7 @@ def refuse_unsupported(
     model_kwargs: dict[str, Any],
 ) -> None:
     """Raise ValueError if this call cannot be decoded speculatively, naming every reason."""
-    if reasons := target.why_not(max_length_of(config, target, input_ids.shape[1])):
-        raise ValueError(
-            f"{type(target.model).__name__} cannot be used with assistant_model={type(draft).__name__}: "
-            + "; ".join(reasons)
-            + ". Call generate() without assistant_model."
-        )
+    refuse_target(target, type(draft), max_length_of(config, target, input_ids.shape[1]))
     if target.model.training and any(
         getattr(module, "gradient_checkpointing", False) for module in target.model.modules()
     ):
@@ -77,6 +72,20 @@ def refuse_unsupported(
     cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
     refuse_cache(cache, input_ids, mask, config.cache_implementation)
     refuse_stateful(processors, input_ids, target.vocab_size)
+
+
+def refuse_target(target: TargetView, draft: type, max_length: int | None = None) -> None:
+    """Raise ValueError if no draft can be used with this model, naming every reason.
+
+    Args:
+        max_length (`int`, *optional*): Most tokens of a text, if known.
+    """
+    if reasons := target.why_not(max_length):
+        raise ValueError(
+            f"{type(target.model).__name__} cannot be used with assistant_model={draft.__name__}: "
+            + "; ".join(reasons)
+            + ". Call generate() without assistant_model."
+        )
 
 
 def _refuse_inputs(

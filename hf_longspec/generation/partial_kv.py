@@ -46,7 +46,10 @@ class PartialCache(CompactCache):
         one = slice(row, row + 1)
         for index in self.sparse_layers:
             source, layer = self.cache.layers[index], self.layers[index]
-            chosen = self.policy.select(scores_of(index)).to(source.keys.device)[None]
+            scores = scores_of(index)
+            if scores.shape[0] not in (1, source.keys.shape[1]):  # attention made other heads of the cached ones
+                scores = scores.sum(0, keepdim=True)
+            chosen = self.policy.select(scores).to(source.keys.device)[None]
             if not layer.is_initialized:
                 self._allocate(index)
             layer.keys[one, :, : chosen.shape[-1]] = gather_entries(source.keys[one], chosen)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..attention_backends.beside import name_beside
 from ..attention_backends.hybrid_tree import TreeContext
+from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .final_norm import FinalNormInput
@@ -155,12 +156,14 @@ class TargetView:
         not of the call. Another one belongs to this thread's [`turn`].
         """
         if self._has_our_attention:
-            yield
+            with passed_on(self.model):
+                yield
             return
         configs = _attention_configs(self.model)
         try:
             self.model.set_attn_implementation(name_beside(self.config._attn_implementation))
-            yield
+            with passed_on(self.model):
+                yield
         finally:
             for config, implementation in configs:
                 config._attn_implementation_internal = implementation

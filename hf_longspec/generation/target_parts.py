@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .attention_layers import attention_layers
 from .target_ends import TargetEnds, device_of
 
 # Where some layers slide a window, layers of this type do not rotate queries and keys.
 UNROTATED_LAYERS = dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "exaone_moe"), "full_attention")
+
+# Rotates queries and keys, in the module of every attention class.
+ROTATION = "apply_rotary_pos_emb"
 
 
 class TargetParts(TargetEnds):
@@ -30,10 +34,11 @@ class TargetParts(TargetEnds):
         super().__init__(model)
         self.kv_layer = kv_layer
         self.decoder = decoder_of(model)
-        self.attention = self.decoder.layers[kv_layer].self_attn
+        self.attention = attention_of(self.decoder, kv_layer)
         self.rotates = rotates(self.config, kv_layer)
-        self._rotation = vars(sys.modules[type(self.attention).__module__])["apply_rotary_pos_emb"]
-        self._per_layer_type = "layer_type" in inspect.signature(self.decoder.rotary_emb.forward).parameters
+        self._rotation = _rotation_of(self.attention)
+        self._layer_type = _rotary_layer_type(self.decoder.rotary_emb, self.config, kv_layer)
+        self._is_partial: bool | None = None
 
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
@@ -43,9 +48,7 @@ class TargetParts(TargetEnds):
 
     def rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines of `positions` `(B, N)` at the KV layer, in the dtype and on the device of `like`."""
-        extra: dict[str, Any] = {}
-        if self._per_layer_type:
-            extra["layer_type"] = self.config.layer_types[self.kv_layer]
+        extra = {} if self._layer_type is None else {"layer_type": self._layer_type}
         cos, sin = self.decoder.rotary_emb(like, positions, **extra)
         return cos, sin
 
@@ -53,8 +56,16 @@ class TargetParts(TargetEnds):
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries `(B, H, N, D)` and keys `(B, K, N, D)` rotated as the target does."""
-        rotated: tuple[torch.Tensor, torch.Tensor] = self._rotation(query, key, cos, sin)
-        return rotated
+        if self._is_partial is None:
+            self._is_partial = _takes_parts_only(self._rotation, query, cos, sin)
+        if not self._is_partial:
+            return self._rotation(query, key, cos, sin)
+        size = cos.shape[-1]
+        rotated = self._rotation(query[..., :size], key[..., :size], cos, sin)
+        query, key = (
+            torch.cat([turned, whole[..., size:]], -1) for turned, whole in zip(rotated, (query, key), strict=True)
+        )
+        return query, key
 
     def rotate_query(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Queries for the cached keys of the KV layer, whose rotation they share or lack together."""
@@ -76,8 +87,57 @@ def decoder_of(model: PreTrainedModel) -> Any:
     )
 
 
+def attention_of(decoder: Any, layer: int) -> Any:
+    """The attention of a layer that rotates queries and keys by the function beside its class.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    attention = attention_layers(decoder).get(layer)
+    if attention is None or not hasattr(sys.modules[type(attention).__module__], ROTATION):
+        raise ValueError(
+            f"{type(decoder).__name__} has no attention in layer {layer} with a function {ROTATION} beside it, and a "
+            "trained draft rotates its queries as the target does. Use a training-free draft, such as "
+            "SpecAttnDraftModel."
+        )
+    return attention
+
+
+def _rotation_of(attention: Any) -> Any:
+    """`rotation(query, key, cos, sin)` of the target's own function, which may take one of them at a time."""
+    function = vars(sys.modules[type(attention).__module__])[ROTATION]
+    if list(inspect.signature(function).parameters)[1] != "cos":
+        return function
+    return lambda query, key, cos, sin: (function(query, cos, sin), function(key, cos, sin))
+
+
+def _takes_parts_only(rotation: Any, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether a rotation is handed the first part of heads alone, as its shapes show: some split heads themselves."""
+    if cos.shape[-1] >= query.shape[-1]:
+        return False
+    one = query[:, :1, :1]
+    try:
+        return bool(rotation(one, one, cos[:, :1], sin[:, :1])[0].shape != one.shape)
+    except RuntimeError:
+        return True
+
+
+def _rotary_layer_type(rotary_emb: Any, config: Any, layer: int) -> str | None:
+    """The type that a rotary embedding with settings of its own for each type of layer is to be asked for.
+
+    Of a layer without rotary embedding (beam), that of the others: a draft rotates its own queries anyway.
+    """
+    if "layer_type" not in inspect.signature(rotary_emb.forward).parameters:
+        return None
+    kinds = dict.fromkeys([config.layer_types[layer], *config.layer_types])
+    return next(kind for kind in kinds if (config.rope_parameters or {}).get(kind, True) is not None)
+
+
 def rotates(config: Any, layer: int) -> bool:
     """Whether layer `layer` of a target rotates its queries and keys."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and (getattr(config, "rope_parameters", None) or {}).get(kinds[layer], True) is None:
+        return False
     unrotated = UNROTATED_LAYERS.get(config.model_type)
     if unrotated is not None and config.sliding_window is not None and config.layer_types[layer] == unrotated:
         return False
@@ -86,7 +146,11 @@ def rotates(config: Any, layer: int) -> bool:
 
 
 def last_full_layer(config: Any) -> int:
-    """The last layer without a sliding window; the last one at all if every layer has one."""
+    """The last layer with keys of its own text and without a sliding window; the last one with keys if all slide."""
+    others = set(getattr(config, "cross_attention_layers", None) or ())  # keys of images
+    # the last layers of gemma3n read the keys of earlier ones
+    depth = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = [layer for layer in range(depth) if layer not in others]
     kinds = getattr(config, "layer_types", None) or []
-    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
-    return full[-1] if full else int(config.num_hidden_layers) - 1
+    full = [layer for layer in layers if layer < len(kinds) and kinds[layer] == "full_attention"]
+    return (full or layers)[-1]

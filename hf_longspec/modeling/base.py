@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
+from ..generation.checks import refuse_target
 from ..generation.decoding import decode
 from ..generation.drafters.base import Binding, Drafter
 from ..generation.drafters.joined import JoinedDrafter
@@ -75,9 +76,12 @@ class DraftModel(PreTrainedModel):
         known = set(vars(cls.config_class()))
         if unknown := sorted(set(overrides) - known):
             raise ValueError(f"unknown settings {unknown} for {cls.__name__}; it has {sorted(cls.settings)}.")
+        view = TargetView(target)
+        if not cls.weightless:  # what reads a target's structure needs one that can be decoded; generate() asks again
+            refuse_target(view, cls)
         draft = cls(cls.config_class.from_target(target, **overrides))
         draft.generation_config.update(**settings)
-        draft.check(TargetView(target))
+        draft.check(view)
         return draft
 
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:

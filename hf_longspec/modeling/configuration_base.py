@@ -72,7 +72,7 @@ class DraftConfig(PreTrainedConfig):
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
         """What a draft is made for: model type and shapes of a target. Recorded, and compared before drafting."""
         text = text_config(target)
-        return {"model_type": text.model_type} | {name: getattr(text, name, None) for name in TARGET_SHAPES}
+        return {"model_type": text.model_type} | {name: shape_of(text, name) for name in TARGET_SHAPES}
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:
@@ -98,3 +98,11 @@ def _check_size(name: str, value: Any) -> None:
 def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:
     """The part of a model's configuration that describes its language model."""
     return getattr(target, "config", target).get_text_config(decoder=True)
+
+
+def shape_of(config: Any, name: str) -> Any:
+    """A field of a target's text config; a list where its layers differ (gemma4), None where it has no such field."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses to read what only single layers have
+        return [getattr(layer, name, None) for layer in config.per_layer_config]

@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..generation.target_parts import last_full_layer
-from .configuration_base import DraftConfig, text_config
+from .configuration_base import DraftConfig, shape_of, text_config
 
 
 class LongSpecConfig(DraftConfig):
@@ -48,17 +48,20 @@ class LongSpecConfig(DraftConfig):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "LongSpecConfig":
-        """The configuration of a draft for `target`; every shape is the target's unless overridden."""
+        """The configuration of a draft for `target`; every shape is that of the layer it reads unless overridden."""
         text = text_config(target)
+        kv_layer = overrides.get("kv_layer", last_full_layer(text))
+        # where layers differ, those of the one that is read
+        layer = text.per_layer_config[kv_layer] if kv_layer in range(text.num_hidden_layers) else text
         values = {
             "hidden_size": text.hidden_size,
-            "intermediate_size": text.intermediate_size,
-            "num_attention_heads": text.num_attention_heads,
-            "num_key_value_heads": text.num_key_value_heads or text.num_attention_heads,
-            "head_dim": head_dim(text),
+            "intermediate_size": _intermediate_size(layer, kv_layer),
+            "num_attention_heads": layer.num_attention_heads,
+            "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
+            "head_dim": getattr(layer, "head_dim", None) or text.hidden_size // layer.num_attention_heads,
             "hidden_act": getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None) or "silu",
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
-            "kv_layer": last_full_layer(text),
+            "kv_layer": kv_layer,
         }
         config = super().from_target(target, **(values | overrides))
         assert isinstance(config, cls)
@@ -69,9 +72,11 @@ class LongSpecConfig(DraftConfig):
         """Shapes, head size and rotary settings of a target."""
         text = text_config(target)
         rotary = getattr(text, "rope_parameters", None)
-        return super().describe(target) | {"head_dim": head_dim(text), "rope_parameters": rotary}
+        head_dim = shape_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
+        return super().describe(target) | {"head_dim": head_dim, "rope_parameters": rotary}
 
 
-def head_dim(config: Any) -> int:
-    """Size of a key head of a target."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _intermediate_size(layer: Any, index: int) -> int:
+    """Width of a target's feed-forward layer; that of a gated one without any where a target has experts only."""
+    size = getattr(layer, "intermediate_size", None) or 8 * layer.hidden_size // 3  # arXiv:2002.05202, section 3.2
+    return int(size[index] if isinstance(size, list | tuple) else size)

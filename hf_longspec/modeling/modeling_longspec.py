@@ -14,7 +14,7 @@ from ..attention_backends.training import shifted_attention, windowed_attention
 from ..generation.drafters.base import Binding, Drafter
 from ..generation.drafters.longspec import LongSpecDrafter
 from ..generation.target import TargetView
-from ..generation.target_parts import TargetParts, decoder_of
+from ..generation.target_parts import TargetParts, attention_of, decoder_of
 from .base import DraftModel
 from .configuration_longspec import LongSpecConfig
 from .tree_choices import other_trees
@@ -111,10 +111,11 @@ class LongSpecDraftModel(DraftModel):
                 "this target caches one latent for all heads (MLA), which a LongSpec draft cannot cross-attend. Use "
                 "SpecAttnDraftModel."
             )
-        decoder_of(target.model)
-        self._check_heads(target)
+        decoder = decoder_of(target.model)
         if not 0 <= self.config.kv_layer < target.num_layers:
             raise ValueError(f"kv_layer={self.config.kv_layer}: the target has layers 0 to {target.num_layers - 1}.")
+        attention_of(decoder, self.config.kv_layer)
+        self._check_heads(target)
         self._check_widths("tree_widths", self.setting("tree_widths"))
         for widths in self._trees()[1:]:
             self._check_widths("tree_choices: tree_widths", widths)
@@ -136,6 +137,12 @@ class LongSpecDraftModel(DraftModel):
             raise ValueError(
                 f"the target's {heads} key/value heads are not divided evenly among {target.ranks.size} ranks, and a "
                 "LongSpec draft reads those of each rank. Use fewer ranks, or SpecAttnDraftModel."
+            )
+        layer = target.config.per_layer_config[self.config.kv_layer]
+        if (size := getattr(layer, "v_head_dim", None)) not in (None, self.config.head_dim):
+            raise ValueError(
+                f"the target has value heads of {size} beside key heads of {self.config.head_dim}, and the heads of a "
+                "LongSpec draft have one size. Use SpecAttnDraftModel."
             )
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..generation.attention_layers import refuse_repeated_layers
 from ..generation.drafters.base import Binding, Drafter
 from ..generation.drafters.tokenswift import SELF_DRAFTS, TokenSwiftDrafter, TokenSwiftSettings
 from ..generation.final_norm import final_norm_of, refuse_compiled_forward
@@ -114,6 +115,8 @@ class TokenSwiftDraftModel(DraftModel):
         for name, choices in CHOICES.items():
             if (value := self.setting(name)) not in choices:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
+        if self.setting("self_draft") == "partial_kv":
+            refuse_repeated_layers(target.model, target.num_layers)
         self._check_tree(target.vocab_size, "tree_branching", self.setting("tree_branching"))
         for branching in self._other_branchings():
             self._check_tree(target.vocab_size, "tree_choices: tree_branching", branching)

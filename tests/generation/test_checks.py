@@ -163,13 +163,6 @@ class TestTargets:
         )
         assert "AttentionInterface" in message
 
-    def test_an_architecture_of_transformers_that_never_calls_it(self):
-        """StableLM chooses its attention by a dictionary of its own."""
-        model = build("stablelm")
-        refused(
-            model, PlainDraftModel.from_target(model), "StableLmForCausalLM cannot.*never called the attention back"
-        )
-
     def test_latent_cache_selected_per_head(self, target):
         model = target("deepseek_v3")
         draft = SpecAttnDraftModel.from_target(model)

@@ -1,6 +1,7 @@
 """What a draft borrows, against what the target itself makes of it: its hidden states, queries, keys and logits."""
 
 import importlib
+import inspect
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target_parts import TargetParts, last_full_layer, rotates
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts
+from tests.robustness.enumeration import build
 
 ROTARY_TARGETS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
 LENGTH = 13
@@ -29,6 +31,12 @@ def watch(module, store, pre):
     return module.register_forward_pre_hook(before, with_kwargs=True) if pre else module.register_forward_hook(after)
 
 
+def unrotated_as(rotation):
+    """A function of the same kind that does not rotate: of queries and keys, or of one of them."""
+    single = list(inspect.signature(rotation).parameters)[1] == "cos"
+    return lambda first, second, *args, **kwargs: first if single else (first, second)
+
+
 # Rows of data beyond the architectures of the other tests: what they are built like, and their own type.
 RELATIVES = [
     ("granite", "granite_swa"),
@@ -38,6 +46,9 @@ RELATIVES = [
     ("llama", "cohere"),
     ("cohere2", "exaone4"),
 ]
+
+# Rotary embeddings of a part of the heads, of one tensor at a time, of some layers; attention under other names.
+DECODERS = ("phi", "gpt_neox", "stablelm", "nemotron", "persimmon", "gemma4_text", "gemma3n_text", "jetmoe", "mllama")
 
 
 @pytest.fixture
@@ -65,10 +76,13 @@ def test_embedding_and_head(target, relative, name):
         handle.remove()
 
 
-@pytest.mark.parametrize("name", [*ROTARY_TARGETS, *RELATIVES], ids=str)
+@pytest.mark.parametrize("name", [*ROTARY_TARGETS, *RELATIVES, *DECODERS], ids=str)
 def test_queries_and_keys_are_rotated_as_in_every_layer(target, relative, name, monkeypatch):
     """The backend's query and the cached key of each layer are what `rotate_query` makes of the unrotated ones."""
-    model = target(name) if isinstance(name, str) else relative(*name)
+    if name in DECODERS:
+        model = build(name)
+    else:
+        model = target(name) if isinstance(name, str) else relative(*name)
     ids = tiny_prompts(128, (LENGTH,))[0]
     positions = torch.arange(LENGTH)[None]
     rotated, unrotated = {}, {}
@@ -90,7 +104,7 @@ def test_queries_and_keys_are_rotated_as_in_every_layer(target, relative, name, 
             model.set_attn_implementation("recorded")
             model(ids, use_cache=False)
             model.set_attn_implementation("recorded_plain")
-            monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: (q, k))
+            monkeypatch.setattr(module, "apply_rotary_pos_emb", unrotated_as(module.apply_rotary_pos_emb))
             model(ids, use_cache=False)
             monkeypatch.undo()
     finally:

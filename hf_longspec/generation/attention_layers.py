@@ -1,0 +1,108 @@
+"""The attention layers of a model, and keywords for those whose decoder layers keep them to themselves.
+
+An attention function is handed its context as a keyword of the model's forward. The decoder layers of nemotron and
+stablelm take keywords and pass none of them on to their attention, which would take them. Such layers are found by
+reading their forward, and hooks pass on what they withhold.
+"""
+
+import ast
+import inspect
+import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+# What this package adds to a forward.
+KEYWORDS = ("tree", "trial")
+
+
+@contextmanager
+def passed_on(model: nn.Module) -> Iterator[None]:
+    """Let `KEYWORDS` of this thread's forwards reach every attention layer of `model` while the context is open."""
+    pairs = withheld(model)
+    if not pairs:
+        yield
+        return
+    given = _Given()
+
+    def note(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given.keywords = {name: kwargs[name] for name in KEYWORDS if name in kwargs}
+
+    def add(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, given.keywords | kwargs
+
+    with ExitStack() as hooks:
+        for layer, attention in pairs:
+            for module, hook in ((layer, note), (attention, add)):
+                hooks.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+class _Given(threading.local):
+    """What the decoder layer that runs in this thread was given; another thread may be using the same model."""
+
+    def __init__(self) -> None:
+        self.keywords: dict[str, Any] = {}
+
+
+def withheld(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+    """Decoder layers that keep keywords to themselves, each with its attention layer."""
+    return [
+        (layer, child)
+        for layer in model.modules()
+        for child in layer.children()
+        if _attends(child) and _keeps_keywords(type(layer))  # type: ignore[arg-type]
+    ]
+
+
+def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """Every attention layer of `model`, by the layer of the cache that it names."""
+    return {module.layer_idx: module for module in model.modules() if _attends(module)}  # type: ignore[misc]
+
+
+def refuse_repeated_layers(model: nn.Module, num_layers: int) -> None:
+    """Raise ValueError if attention layers run several times per forward and write a layer of the cache each time.
+
+    What such a layer shows of its attention cannot be told apart.
+    """
+    found = attention_layers(model)
+    if found and len(found) < num_layers:
+        raise ValueError(
+            f"the {num_layers} layers of its cache are written by {len(found)} attention layers, which run several "
+            f"times per forward in {type(model).__name__}, and a draft on a part of the cache needs the scores of "
+            "each. Use NgramDraftModel."
+        )
+
+
+def _attends(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "layer_idx", None), int) and "get_interface(" in _source(type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _keeps_keywords(kind: type) -> bool:
+    """Whether a forward takes any keyword and passes none on."""
+    name = _keywords_name(kind)
+    if name is None or not (source := _source(kind)):  # as transformers does, trust a model without source
+        return False
+    used = (node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name))
+    return name not in used
+
+
+@cache
+def _keywords_name(kind: type) -> str | None:
+    """Name of the parameter that takes any keyword, as `kwargs`; None if there is none."""
+    parameters = inspect.signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
+    return next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
+
+
+@cache
+def _source(kind: type) -> str:
+    """The source of a forward; empty if there is none."""
+    try:
+        return textwrap.dedent(inspect.getsource(kind.forward))  # type: ignore[attr-defined]
+    except (OSError, TypeError):
+        return ""

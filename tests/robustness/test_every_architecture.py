@@ -1,0 +1,140 @@
+"""Every decoder of transformers: the text of the stock `generate` under every draft, or a refusal with a known reason.
+
+A type that fails here for the first time belongs into `FAILED_ONCE`. `make soak` runs everything; `make test` one draft
+on those types and on a tenth of the others, which changes every day: ARCHITECTURE_ROTATION=<number> chooses it.
+"""
+
+import datetime
+import os
+import re
+
+import pytest
+import torch
+
+from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from tests.robustness.architecture_variants import VARIANTS
+from tests.robustness.enumeration import (
+    TYPES,
+    UNBUILDABLE,
+    Unbuildable,
+    known_reason,
+    outcome_of,
+    outcomes,
+    quiet,
+    stock_of,
+)
+
+# Types on which a draft once wrote another text, or failed without a reason.
+FAILED_ONCE = (
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper"),
+    *("beam", "doge", "fuyu", "gemma3", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified_text", "git"),
+    *(
+        "gpt_neox",
+        "granitemoehybrid",
+        "hrm_text",
+        "jetmoe",
+        "kolibri1",
+        "llama4_text",
+        "mimo_v2_flash",
+        "mllama",
+        "moshi",
+    ),
+    *("nemotron", "persimmon", "phi", "qwen3_5_moe_text", "solar_open", "stablelm", "zaya"),
+)
+SHARE = 10
+ROTATION = int(os.environ.get("ARCHITECTURE_ROTATION", datetime.datetime.now(datetime.UTC).date().toordinal()))
+OTHERS = [name for name in TYPES if name not in FAILED_ONCE][ROTATION % SHARE :: SHARE]
+
+SAMPLE = [name for name in FAILED_ONCE if name in TYPES] + OTHERS
+
+
+def stock(model_type, **overrides):
+    with quiet():
+        return stock_of(model_type, **overrides)
+
+
+def failures(made, **which):
+    with quiet():
+        found = {f"{kind}, {batch}": outcome for kind, batch, outcome in outcomes(made, **which)}
+    if any(outcome.kind == "identical" for outcome in found.values()):
+        assert made.poor is None, f"the stock text proves nothing: {made.poor}"
+    return {name: f"{outcome.kind}: {outcome.detail}" for name, outcome in found.items() if outcome.failed}
+
+
+def built(model_type):
+    """The stock of a type, or None if transformers cannot make it for the reason that is listed."""
+    try:
+        return stock(model_type)
+    except Unbuildable as error:
+        if not re.search(UNBUILDABLE.get(model_type, "$^"), str(error)):
+            raise
+        return None
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_a_tree_on_types_that_failed_once_and_on_a_tenth_of_the_others(model_type):
+    made = built(model_type)
+    found = {} if made is None else failures(made, drafts=("tree",), batches=("ragged",))
+    assert not found, f"{found}, ARCHITECTURE_ROTATION={ROTATION}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_draft_on_every_type(model_type):
+    made = built(model_type)
+    assert made is None or not failures(made)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("label", VARIANTS)
+def test_every_draft_on_every_variant(label):
+    model_type, overrides = VARIANTS[label]
+    assert not failures(stock(model_type, **overrides))
+
+
+class TestTheComparisonIsSharp:
+    """What mistakes look like. Without these an identical text says nothing."""
+
+    @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert"])
+    def test_without_the_tree_mask(self, model_type, monkeypatch):
+        attend = TreeContext.attend
+
+        def all_see_all(self, *args, **options):
+            self.mask = torch.ones_like(self.mask)
+            return attend(self, *args, **options)
+
+        made = stock(model_type)
+        assert outcome_of(made, "tree", "ragged").kind == "identical"
+        monkeypatch.setattr(TreeContext, "attend", all_see_all)
+        assert outcome_of(made, "tree", "ragged").kind == "different"
+
+    @pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "exaone4"])
+    def test_without_the_window(self, model_type, monkeypatch):
+        attend = TreeContext.attend
+        made = stock(model_type)
+        assert outcome_of(made, "tree", "ragged").kind == "identical"
+        if hasattr(TreeContext, "window_of"):
+            monkeypatch.setattr(TreeContext, "window_of", lambda *args: None)
+        else:
+            monkeypatch.setattr(
+                TreeContext, "attend", lambda *args, **options: attend(*args, **(options | {"sliding_window": None}))
+            )
+        assert outcome_of(made, "tree", "ragged").kind == "different"
+
+    @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+    def test_at_other_positions(self, model_type, monkeypatch):
+        made = stock(model_type)
+        forward = type(made.model).forward
+
+        def shifted(self, *args, **options):
+            if options.get("tree") is not None:
+                options["position_ids"] = options["position_ids"] + 1
+            return forward(self, *args, **options)
+
+        monkeypatch.setattr(type(made.model), "forward", shifted)
+        monkeypatch.setattr(made.model, "forward", shifted.__get__(made.model))
+        assert outcome_of(made, "tree", "ragged").kind == "different"
+
+    def test_an_error_that_names_no_reason_is_a_failure(self):
+        assert known_reason("The size of tensor a (5) must match the size of tensor b (37)") is None
+        assert known_reason("it is an encoder-decoder model, and the loop runs decoder-only models") is not None
