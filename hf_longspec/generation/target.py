@@ -96,7 +96,7 @@ class TargetView:
         """Reasons why this model cannot be decoded speculatively, one line each; empty if it can.
 
         Args:
-            max_length (`int`, *optional*): Most tokens that a row can reach; by default there is no limit.
+            max_length (`int`, *optional*): Most tokens that a row can reach, where a reason depends on it.
         """
         reasons = []
         if self.model.config.is_encoder_decoder:
@@ -122,7 +122,7 @@ class TargetView:
             return reasons
         reasons += self.traits.reasons
         window = self.traits.forgotten_window
-        if window is not None and (max_length is None or max_length > window):
+        if window is not None and max_length is not None and max_length > window:
             reasons.append(
                 f"its config contains sliding_window={window}, which its attention does not apply and transformers' "
                 f"cache does, so texts of more than {window} tokens depend on where their prompt ended; set "
