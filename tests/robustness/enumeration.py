@@ -76,8 +76,8 @@ UNBUILDABLE: dict[str, str] = {
     "blt": "has no attribute 'num_hidden_layers'",  # the stock generate counts layers
     "cohere_compass_text": "The expanded size of the tensor",  # 5.17: positions of images with the default settings
     "gemma3n": "TimmWrapperModel requires the",  # its eyes are another package's
-    "gemma4_assistant": "layer types producing a cache|must be shared",  # its layers read the cache of another model
-    "gemma4_unified_assistant": "layer types producing a cache|parameters, which its default",
+    "gemma4_assistant": "layer types producing a cache|must be shared|parameters, which",
+    "gemma4_unified_assistant": "layer types producing a cache|parameters, which",
     "musicgen": "MusicgenConfig|text_encoder",  # the class of the mapping takes the configuration of its decoder
     "musicgen_melody": "MusicgenMelodyConfig|text_encoder",
 }
