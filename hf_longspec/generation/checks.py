@@ -119,6 +119,11 @@ def _refuse_inputs(
             "row ends with a "
             "token. Tokenize with padding_side='left'."
         )
+    if mask is not None and not bool(mask.all()) and target.counts_padding:
+        raise ValueError(
+            f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids, so "
+            "plain generate counts the padding as positions. Pass one prompt, or prompts of equal length."
+        )
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
 
 

@@ -50,6 +50,7 @@ class TargetView:
         self.config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
 
     @property
     def vocab_size(self) -> int:
@@ -60,6 +61,15 @@ class TargetView:
     def sum_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """Sums a tensor over the processes that hold the target; None if there is one."""
         return None if self.ranks is None else self.ranks.sum
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether the positions of a row depend on its left padding in plain `generate`, and the text with them.
+
+        `generate` makes position ids only for a forward that names them. Rotary embeddings depend on distances alone.
+        """
+        rotates = any("rotary_emb" in name for name, _ in self.model.named_modules())
+        return not (self._takes_positions or rotates)
 
     @property
     def num_layers(self) -> int:

@@ -116,8 +116,9 @@ def _lengths(config: Any) -> Iterable[int]:
 
 def _cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> int | None:
     """The window by which transformers' cache drops keys that the attention of the model would read; None for none."""
-    layers = enumerate(DynamicCache(config=config).layers)
-    sliding = {layer: cached.sliding_window for layer, cached in layers if cached.is_sliding and layer in windows}
+    layers = enumerate(DynamicCache(config=config).layers)  # some of them are dummies
+    lengths = {layer: getattr(cached, "sliding_window", None) for layer, cached in layers if layer in windows}
+    sliding = {layer: length for layer, length in lengths.items() if length is not None}
     return min((cut for layer, cut in sliding.items() if cut < (windows[layer] or torch.inf)), default=None)
 
 

@@ -60,8 +60,11 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("a learned bias to the scores|add values of their own to the scores", "bias of the scores"),
     ("attend to later tokens", "not causal"),
     ("neither causal nor a sliding window", "mask of its own"),
-    ("counts positions by the length of its cache", "positions from the cache"),
-    ("transformers' cache forgets keys by it", "left-over window"),
+    (
+        "takes positions from the length of its cache|takes no position_ids, so plain generate counts the padding",
+        "positions from the cache",
+    ),
+    ("which its attention does not apply and transformers' cache does", "left-over window"),
     ("cannot be verified: ", "fails the comparison with a plain forward"),
     ("drops the cache of|change their frequencies at different positions", "rotary frequencies that change"),
     ("has no rotary embedding beside its layers|with a function apply_rotary_pos_emb", "no rotary embedding"),
