@@ -229,7 +229,7 @@ def test_the_checker_sees(path, source, complaint):
         ),
         (
             "generation/drafters/specattn.py",
-            "from ...attention_backends.sparse import x\nfrom ..cache import y\nimport re",
+            "from ...attention_backends.contexts import x\nfrom ..cache import y\nimport re",
         ),
         ("attention_backends/triton_tree.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
         ("training/trainer.py", "from ..modeling.base import DraftModel\ndef f():\n    import datasets"),

@@ -19,8 +19,8 @@ from .flash import FLASH_BACKEND
 from .merge import AttentionState, merge_attention_states
 from .reference import REFERENCE_BACKEND
 from .registry import AttentionBackend, AttentionCall, select
-from .torch_sdpa import TORCH_BACKEND
-from .triton_backend import TRITON_BACKEND
+from .torch_backend import TORCH_BACKEND
+from .triton.backend import TRITON_BACKEND
 
 # Transformers treats names with "flash", "sdpa", "/" or "paged|" in them in its own way.
 AUTOMATIC = "hf_longspec"

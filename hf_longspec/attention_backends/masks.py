@@ -1,12 +1,14 @@
-"""Additive masks: added to the scores, -inf where a query does not see a key.
+"""Which keys a query sees: additive masks, and what lengths and windows say without a mask.
 
-The two classes are masks of a whole call that are only ever computed for a block of its keys: `mask(start, stop)`.
+An additive mask is added to the scores and is -inf where a query does not see a key. [`ExplicitMask`] and
+[`PositionMask`] are masks of a whole call. They are computed for one block of its keys at a time: `mask(start, stop)`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 KeyMask = Callable[[int, int], torch.Tensor]
 
@@ -85,3 +87,23 @@ class PositionMask:
         if self.causal:
             mask.masked_fill_(distance < 0, -torch.inf)
         return mask
+
+
+def shared_length(host_lengths: tuple[int, ...]) -> int | None:
+    """Return the length of all rows, or None if the rows have different lengths.
+
+    Inside a graph, several lengths that are passed one by one count as different. A comparison would compile into the
+    graph which of them happen to be equal.
+    """
+    first = host_lengths[0]
+    if torch.compiler.is_compiling():
+        return first if all(statically_known_true(length == first) for length in host_lengths) else None
+    return first if host_lengths.count(first) == len(host_lengths) else None
+
+
+def window_holds_all(sliding_window: int, longest: int, nodes: int) -> bool:
+    """Return whether a window hides no slot of a prefix of `longest` tokens from any of `nodes` nodes.
+
+    This holds if the deepest possible node, `nodes - 1` positions after the root, still sees slot 0.
+    """
+    return longest + nodes <= sliding_window

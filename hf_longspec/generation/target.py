@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..attention_backends.hybrid_tree import TreeContext
+from ..attention_backends.contexts import TreeContext
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .final_norm import FinalNormInput

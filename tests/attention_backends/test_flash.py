@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import flash, reference, registry
+from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.flash import FLASH_BACKEND, compute_capability
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
 from hf_longspec.attention_backends.interface import register
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.generation.cache import SpeculativeCache

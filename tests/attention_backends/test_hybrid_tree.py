@@ -7,11 +7,10 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from hf_longspec.attention_backends import torch_hybrid
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.attention_backends.contexts import CallCounter, TreeContext
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.reference import REFERENCE_BACKEND, tree_attention
-from hf_longspec.attention_backends.step_context import CallCounter
-from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends.oracle import assert_within_budget, plain_attention, random_tree
 
 PARTS_BACKEND = replace(TORCH_BACKEND, hybrid_attention=None)

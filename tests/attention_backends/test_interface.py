@@ -14,7 +14,7 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.interface import attention_forward, register, window_of_layer
 from hf_longspec.testing import tiny_prompts, tiny_target
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.attention_backends.query_capture import QueryCapture
-from hf_longspec.attention_backends.scores import ScoreCapture
+from hf_longspec.attention_backends.scores import QueryCapture, ScoreCapture
 
 LENGTHS = (37, 21)
 # float32 sums of a few products in another order; what is multiplied is the same in every dtype

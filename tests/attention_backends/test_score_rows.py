@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
-from hf_longspec.attention_backends.triton_backend import TRITON_BACKEND
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from hf_longspec.generation.selection import select_top
 from tests.attention_backends.test_hybrid_tree import SCALING, build
 from tests.attention_backends.test_triton_prefix import SCORE_ERROR

@@ -9,9 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.attention_backends import triton_backend
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.generation import captured, compiled, decoding
 from hf_longspec.generation.selection import SINK_TOKENS, SelectedCache
 from hf_longspec.generation.target import TargetView

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_longspec.attention_backends.slots import window_holds_all
+from hf_longspec.attention_backends.masks import window_holds_all
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 7])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from hf_longspec.attention_backends.contexts import SparseContext
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.reference import REFERENCE_BACKEND, prefix_attention
-from hf_longspec.attention_backends.sparse import SparseContext
-from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends.oracle import assert_within_budget
 
 BACKENDS = [pytest.param(REFERENCE_BACKEND, id="reference"), pytest.param(TORCH_BACKEND, id="torch")]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_longspec.attention_backends.step_context import CallCounter, StepContext
+from hf_longspec.attention_backends.contexts import CallCounter, StepContext
 
 
 @dataclass

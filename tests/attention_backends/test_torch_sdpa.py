@@ -13,7 +13,7 @@ from hf_longspec.attention_backends import (
     torch_packed,
     torch_sdpa,
 )
-from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention, random_tree
 
 LENGTHS = ((0,), (1,), (33,), (64, 31), (0, 5, 100), (50, 50), (300,))

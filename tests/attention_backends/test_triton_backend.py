@@ -8,9 +8,9 @@ import torch
 
 from hf_longspec.attention_backends import registry, triton_backend, triton_runtime
 from hf_longspec.attention_backends.registry import AttentionCall
-from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
-from hf_longspec.attention_backends.triton_backend import TRITON_BACKEND, hybrid_attention, scored_attention, why_not
-from hf_longspec.attention_backends.triton_ops import hybrid_op, tree_op
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, scored_attention, why_not
+from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
 from hf_longspec.modeling.modeling_ngram import NgramDraftModel
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends.test_hybrid_tree import SCALING, build

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_longspec.attention_backends.triton_config import prefix_config
+from hf_longspec.attention_backends.triton.config import prefix_config
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 

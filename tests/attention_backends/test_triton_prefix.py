@@ -7,7 +7,7 @@ import torch
 
 from hf_longspec.attention_backends import reference, triton_prefix
 from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.attention_backends.triton_backend import TRITON_BACKEND, scored_attention
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, scored_attention
 from tests.attention_backends.oracle import assert_within_budget, layout
 from tests.attention_backends.test_torch_sdpa import prefix_case, tensors
 

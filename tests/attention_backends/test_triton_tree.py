@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hf_longspec.attention_backends.triton_combine import launch_combine
 
 from hf_longspec.attention_backends import reference, triton_backend, triton_combine
 from hf_longspec.attention_backends.merge import merge_attention_states
-from hf_longspec.attention_backends.triton_backend import TRITON_BACKEND, hybrid_attention, scored_attention
-from hf_longspec.attention_backends.triton_combine import launch_combine
-from hf_longspec.attention_backends.triton_runtime import INTERPRETED
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, scored_attention
+from hf_longspec.attention_backends.triton.config import INTERPRETED
 from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention, random_tree
 from tests.attention_backends.test_hybrid_tree import SCALING, Capture, build, expected
 from tests.attention_backends.test_torch_sdpa import double, tensors

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
-from hf_longspec.attention_backends.sparse import SparseContext
+from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.generation.cache_layer import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_longspec.attention_backends.triton_runtime import INTERPRETED
+from hf_longspec.attention_backends.triton.config import INTERPRETED
 from hf_longspec.generation.target_ends import TargetEnds
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import liger

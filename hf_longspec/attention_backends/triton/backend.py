@@ -1,21 +1,19 @@
 """The backend of Triton kernels for CUDA: `hf_longspec_triton`, installed by `pip install hf_longspec[triton]`.
 
-A step is three launches per layer, whatever the batch: prefix splits, tree, and one pass that merges them. None of
-them reads a number back from the device. docs/kernels.md explains the kernels.
+A step is three launches per layer for any batch size: prefix splits, tree, and one pass that merges them. None of
+them reads a number back from the device.
 """
 
 from typing import Any
 
 import torch
 
-from .merge import AttentionState
-from .reference import WINDOW_WITHOUT_POSITIONS
-from .registry import AttentionBackend, AttentionCall, register_backend
-from .torch_causal import causal_attention
-from .triton_config import largest_rows
-from .triton_ops import hybrid_op, tree_op
-from .triton_runtime import DTYPES, INTERPRETED, why_not_device
-from .triton_sparse import sparse_attention
+from ..merge import AttentionState
+from ..reference import WINDOW_WITHOUT_POSITIONS
+from ..registry import AttentionBackend, AttentionCall, register_backend
+from ..torch_backend import causal_attention
+from .config import DTYPES, INTERPRETED, largest_rows, why_not_device
+from .launch import hybrid_op, sparse_op, tree_op
 
 MAX_SIZE = 256
 
@@ -32,7 +30,7 @@ def prefix_attention(
     softcap: float | None = None,
     host_lengths: tuple[int, ...] | None = None,
 ) -> AttentionState:
-    """N queries against the committed prefix; see reference.py. `host_lengths` is only checked."""
+    """Attend N queries to the committed prefix; see reference.py. `host_lengths` is only checked."""
     _check_capacity(key, host_lengths, 0)
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     return _attend(query, key, value, lengths, positions, **options)[:2]
@@ -53,7 +51,7 @@ def hybrid_attention(
     host_lengths: tuple[int, ...] | None = None,
     memo: dict[Any, Any] | None = None,
 ) -> AttentionState:
-    """N staged nodes against the prefix and each other; see torch_hybrid.py. `host_lengths` is only checked."""
+    """Attend N staged nodes to the prefix and each other; see torch_fused.py. `host_lengths` is only checked."""
     _check_capacity(key, host_lengths, mask.shape[-1])
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     return _attend(query, key, value, lengths, positions, mask, sinks, **options)[:2]
@@ -75,22 +73,22 @@ def scored_attention(
     host_lengths: tuple[int, ...] | None = None,
     per_row: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Attention as above, and what SpecAttn's selection needs to know of the prefix, from the same pass over the keys.
+    """Attend as above, and write the scores that SpecAttn selects by, in the same pass over the keys.
 
     Args:
         last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
         mask (`torch.BoolTensor` of shape `(B, N, N)`, *optional*): With it, the staged nodes are attended to as well.
-        per_row (`bool`, *optional*, defaults to `False`): Which scores; see below.
+        per_row (`bool`, *optional*, defaults to `False`): Scores of single rows instead of their sum.
 
     Returns:
-        `(out, lse, scores)`; float32 scores for the slots below `lengths[b]`, seen through a window or not, and -inf
-        behind them. By default `(B, K, S)`, `q . k` summed over node 0, the last node and the group's heads: Eq. 3 of
-        the paper, [`ScoreCapture`]'s `score="logits"` per KV head. With `per_row` `(B, K, 2, H // K, S)`, the scaled
-        and capped scores of those two nodes one by one, from which attention weights are
-        `(scores - lse of that row).exp()`: `score="weights"`.
+        `(out, lse, scores)`; float32 scores for the slots below `lengths[b]`, whether a window hides them or not, and
+        -inf after them. By default `(B, K, S)`, `q . k` summed over node 0, the last node and the group's heads: Eq. 3
+        of the paper, [`ScoreCapture`]'s `score="logits"` per KV head. With `per_row` `(B, K, 2, H // K, S)`, the scaled
+        and capped scores of those two nodes one by one. Attention weights, `score="weights"`, are then
+        `(scores - lse of that row).exp()`.
 
-        None if a group has more than 32 heads (16 with vectors above 128, 8 in float32): both nodes have to fit in one
-        program.
+        None if a group has more than 32 heads (16 with vectors above 128, 8 in float32), because both nodes have to fit
+        in one program.
     """
     _check_capacity(key, host_lengths, 0 if mask is None else mask.shape[-1])
     groups = query.shape[1] // key.shape[1]
@@ -110,13 +108,31 @@ def tree_attention(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """N queries against M keys under an explicit mask; see reference.py."""
+    """Attend N queries to M keys under an explicit mask; see reference.py."""
     query, key, value = (_with_unit_stride(x) for x in (query, key, value))
     return tree_op(query, key, value, mask, scaling, softcap)
 
 
+def sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend N queries to chosen key slots; see reference.py.
+
+    Nothing is copied or read back: slots and counts are read on the device, and keys and values are taken from where
+    they are, whatever their strides.
+    """
+    return sparse_op(query, key, value, indices, counts, scaling, softcap)
+
+
 def why_not(call: AttentionCall) -> str | None:
-    """CUDA from Ampere on, float16, bfloat16 and float32, vectors of at most 256 numbers; every feature."""
+    """Return None, or the reason for refusing: the dtype, a vector above 256 numbers, or the device."""
     if call.dtype not in DTYPES:
         return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
     if max(call.head_dim, call.value_dim) > MAX_SIZE:
@@ -151,16 +167,16 @@ def _attend(
 
 
 def _with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """Kernels expect the numbers of one vector beside each other; all other strides are free."""
+    """Return a tensor whose vectors are contiguous, as kernels expect; all other strides are free."""
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
 def _check_capacity(key: torch.Tensor, host_lengths: tuple[int, ...] | None, nodes: int) -> None:
-    """Kernels stop at the end of the buffer, which would be a wrong result without an error."""
+    """Refuse a buffer that is too short. Kernels stop at its end, which would be a wrong result without an error."""
     if host_lengths and max(host_lengths) + nodes > key.shape[2]:
         raise ValueError(
             f"slots 0 to {max(host_lengths) + nodes} were asked for, but the buffer has {key.shape[2]}. "
-            "Hand over the whole buffer."
+            "Pass the whole buffer of the cache."
         )
 
 

@@ -1,10 +1,10 @@
-"""Moving accepted nodes right behind the prefix, in place, in all layers of a device by one Triton launch.
+"""Moving accepted nodes to the slots right after the prefix, in place, in all layers of a device by one Triton launch.
 
     for m < counts[b]:    buffer[b, h, lengths[b] + m] = buffer[b, h, lengths[b] + path[b, m]]    in every buffer
 
-A table on the device holds, for every head of every buffer, where it lies: one program moves one head of one row.
-Numbers are moved as words of up to 8 bytes, so dtypes do not matter and nothing is rounded. The kernel has not been run
-on a GPU: it is tested in Triton's interpreter and compiled for sm_80, sm_90 and sm_100.
+A table on the device holds the address of every head of every buffer. One program moves one head of one row. Numbers
+are moved as words of up to 8 bytes, so dtypes do not matter and nothing is rounded. The kernel has not been run on a
+GPU: it is tested in Triton's interpreter and compiled for sm_80, sm_90 and sm_100.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache, lru_cache
 import torch
 from transformers.utils import logging
 
-from .triton_runtime import INSTALLED, LIBRARY, jit, launching_on, tl
+from .config import INSTALLED, LIBRARY, jit, launching_on, tl
 
 logger = logging.get_logger(__name__)
 
@@ -38,7 +38,7 @@ def _move_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """One head of one buffer, one row. The table is int64, and so is whatever is multiplied by a stride."""
+    """Move one head of one buffer, one row. The table and everything that is multiplied by a stride is int64."""
     entry = table + tl.program_id(0) * 4
     batch = tl.program_id(1).to(tl.int64)
     address, stride_b = tl.load(entry), tl.load(entry + 1)  # unmasked: every program has an entry
@@ -55,16 +55,16 @@ def _move_kernel(
             mask = moved[:, None] & (column < width)[None, :]
             words = tl.load(prefix + source[:, None] * stride_s + column[None, :], mask=mask, other=0)
             # A target may be another node's source, which another thread reads. All nodes of the block are read before
-            # any is written; later blocks lie behind everything written so far, as node m is slot m or a later one.
+            # any is written. Later blocks lie after everything written so far, as node m is slot m or a later one.
             tl.debug_barrier()
             tl.store(prefix + node.to(tl.int64)[:, None] * stride_s + column[None, :], words, mask=mask)
 
 
 @lru_cache(maxsize=16)
 def _table(places: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[torch.Tensor, int]:
-    """The table `(rows, 4)` and the bytes of a word, from `(address, heads, width, strides b, h, s)` in bytes.
+    """Return the table `(rows, 4)` and the bytes of a word, from `(address, heads, width, strides b, h, s)` in bytes.
 
-    Kept, because the buffers of a cache stay where they are from its first step to its last.
+    It is kept, because the buffers of a cache stay where they are from its first step to its last.
     """
     size = math.gcd(8, *(number for place in places for number in (place[0], *place[2:])))
     rows = [
@@ -89,7 +89,7 @@ def _place(buffer: torch.Tensor) -> tuple[int, ...]:
 def _move_by_table(
     buffers: list[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """The launch; see [`move_nodes`]."""
+    """Launch the kernel; see [`move_nodes`]."""
     places = tuple(_place(buffer) for buffer in buffers if buffer.numel())
     if not places or path.numel() == 0:
         return
@@ -113,18 +113,18 @@ def _(buffers: list[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, co
 
 
 def can_move(device: torch.device) -> bool:
-    """Whether to call [`move_nodes`] on this device: an NVIDIA GPU with Triton, where a first small move was right."""
+    """Return whether to call [`move_nodes`] on this device: an NVIDIA GPU with Triton where a first move was right."""
     return INSTALLED and device.type == "cuda" and torch.version.hip is None and _works_on(device)
 
 
 @cache
 def _works_on(device: torch.device) -> bool:
-    """Whether nodes 0, 2 and 3 of five arrive where they should. Without a C compiler, for instance, nothing does."""
+    """Move nodes 0, 2 and 3 of five, and return whether they arrived. Without a C compiler, for instance, none does."""
     buffer = torch.arange(10, device=device).view(1, 1, 5, 2)
     path, lengths, counts = (torch.tensor(numbers, device=device) for numbers in ([[0, 2, 3]], [1], [3]))
     try:
         move_nodes([buffer], path, lengths, counts)
-        problem = None if buffer.flatten().tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 8, 9] else "it moved something else"
+        problem = None if buffer.flatten().tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 8, 9] else "it moved the wrong slots"
     except Exception as error:  # Triton, its compiler and the driver share no class of errors
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
@@ -140,7 +140,7 @@ def _works_on(device: torch.device) -> bool:
 def move_nodes(
     buffers: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """Copy the nodes of a path to the slots right behind the prefix, in place, in one launch.
+    """Copy the nodes of a path to the slots right after the prefix, in place, in one launch.
 
     Args:
         buffers (sequence of `torch.Tensor` of shape `(B, K, S, D)`):
