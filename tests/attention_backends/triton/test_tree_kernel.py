@@ -4,16 +4,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hf_longspec.attention_backends.triton_combine import launch_combine
 
-from hf_longspec.attention_backends import reference, triton_backend, triton_combine
+from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.merge import merge_attention_states
+from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, scored_attention
 from hf_longspec.attention_backends.triton.config import INTERPRETED
-from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention, random_tree
-from tests.attention_backends.test_hybrid_tree import SCALING, Capture, build, expected
-from tests.attention_backends.test_torch_sdpa import double, tensors
-from tests.attention_backends.test_triton_prefix import on
+from hf_longspec.attention_backends.triton.launch import launch_combine
+from tests.attention_backends.oracle import (
+    SCALING,
+    Capture,
+    assert_within_budget,
+    double,
+    expected_tree,
+    layout,
+    plain_attention,
+    random_tree,
+    tensors,
+    tree_case,
+)
+from tests.attention_backends.triton.machine import on
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 
@@ -21,18 +31,18 @@ FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("nodes", "groups", "size", "form", "softcap", "dtype"),
+    ("nodes", "groups", "size", "form", "softcap", "dtype", "dims"),
     [
-        (1, 1, 16, "contiguous", None, FLOAT32),
-        (3, 7, 40, "buffer", None, BFLOAT16),
-        (7, 2, 80, "transposed", 3.0, FLOAT16),
-        (17, 4, 8, "columns", None, FLOAT32),
-        (33, 1, 96, "buffer", 3.0, BFLOAT16),
-        (69, 2, 32, "transposed", None, FLOAT16),
-        (65, 1, 24, "buffer", None, FLOAT32),
+        (1, 1, 16, "contiguous", None, FLOAT32, "BNM"),
+        (3, 7, 40, "buffer", None, BFLOAT16, "BHNM"),
+        (7, 2, 80, "transposed", 3.0, FLOAT16, "B1NM"),
+        (17, 4, 8, "columns", None, FLOAT32, "BHNM"),
+        (33, 1, 96, "buffer", 3.0, BFLOAT16, "B1NM"),
+        (37, 2, 32, "transposed", None, FLOAT16, "BNM"),
+        (65, 1, 24, "buffer", None, FLOAT32, "BNM"),
     ],
 )
-def test_tree(kernel_device, nodes, groups, size, form, softcap, dtype):
+def test_tree(kernel_device, nodes, groups, size, form, softcap, dtype, dims):
     query, key, value = tensors(2, 2, groups, nodes, nodes, size, dtype)
     mask, _ = random_tree(2, nodes, torch.Generator().manual_seed(nodes))
     mask[0, nodes // 2] = False  # sees nothing
@@ -43,9 +53,9 @@ def test_tree(kernel_device, nodes, groups, size, form, softcap, dtype):
     exact = reference.tree_attention(*double(query, key, value), mask, **options)
     plain = plain_attention(query, key, value, mask[:, None], **options)
     inputs = on(kernel_device, query, layout(key, form), layout(value, form))
-    for form_of_mask in (mask, mask[:, None], mask[:, None].expand(-1, 2 * groups, -1, -1)):
-        state = on("cpu", *TRITON_BACKEND.tree_attention(*inputs, form_of_mask.to(kernel_device), **options))
-        assert_within_budget(state, exact, plain)
+    mask = {"BNM": mask, "B1NM": mask[:, None], "BHNM": mask[:, None].expand(-1, 2 * groups, -1, -1)}[dims]
+    state = on("cpu", *TRITON_BACKEND.tree_attention(*inputs, mask.to(kernel_device), **options))
+    assert_within_budget(state, exact, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -112,9 +122,9 @@ def move(context, device):
 )
 def test_hybrid(kernel_device, lengths, nodes, groups, size, window, softcap, sinks, dtype):
     """The nodes are read where they are staged; their slots differ from row to row, and NaN is behind them."""
-    context, query, key, value = build(lengths, nodes, 2, groups, size, size, dtype)
+    context, query, key, value = tree_case(lengths, nodes, 2, groups, size, size, dtype)
     sinks = torch.linspace(-2.0, 3.0, 2 * groups) if sinks else None
-    exact, plain = expected(context, query, key, value, window, softcap, sinks)
+    exact, plain = expected_tree(context, query, key, value, window, softcap, sinks)
     context = move(context, kernel_device)
     context.capture = Capture()
     query, key, value, sinks = on(kernel_device, query, key, value, sinks)
@@ -126,10 +136,10 @@ def test_hybrid(kernel_device, lengths, nodes, groups, size, window, softcap, si
 
 def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, monkeypatch):
     """Wrong host lengths change nothing, as they must not under a CUDA graph; and no length leaves its tensor."""
-    context, query, key, value = build((70, 33), 5)
-    exact, plain = expected(context, query, key, value, None, None, None)
-    calls, op = [], triton_backend.hybrid_op
-    monkeypatch.setattr(triton_backend, "hybrid_op", lambda *args: calls.append(1) or op(*args))
+    context, query, key, value = tree_case((70, 33), 5)
+    exact, plain = expected_tree(context, query, key, value, None, None, None)
+    calls, op = [], backend.hybrid_op
+    monkeypatch.setattr(backend, "hybrid_op", lambda *args: calls.append(1) or op(*args))
     context = replace(move(context, kernel_device), host_lengths=(1, 1))
     inputs = on(kernel_device, query, key, value)
     for name in ("item", "tolist", "__bool__", "__int__", "__index__"):
@@ -148,9 +158,9 @@ def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, monkeypatch):
 
 
 def test_hybrid_with_scores(kernel_device):
-    context, query, key, value = build((70, 33), 9, dtype=torch.float32)
+    context, query, key, value = tree_case((70, 33), 9, dtype=torch.float32)
     sinks = torch.linspace(-2.0, 3.0, 6)
-    exact, plain = expected(context, query, key, value, None, None, sinks)
+    exact, plain = expected_tree(context, query, key, value, None, None, sinks)
     inputs = on(kernel_device, query, key, value, context.lengths, torch.tensor([8, 3]))
     mask, sinks = on(kernel_device, context.mask, sinks)
     *state, scores = on("cpu", *scored_attention(*inputs, scaling=SCALING, mask=mask, sinks=sinks))
@@ -163,7 +173,7 @@ def test_hybrid_with_scores(kernel_device):
 
 
 def test_no_room_for_the_nodes(kernel_device):
-    context, query, key, value = build((70,), 5)
+    context, query, key, value = tree_case((70,), 5)
     mask, positions, lengths = on(kernel_device, context.mask, context.positions, context.lengths)
     inputs = on(kernel_device, query, key[:, :, :74], value[:, :, :74])
     with pytest.raises(ValueError, match="slots 0 to 75 were asked for, but the buffer has 74"):
@@ -189,8 +199,8 @@ def test_offsets_beyond_32_bits(kernel_device):
         memory = torch.empty(2 * stride + 2048, dtype=FLOAT16, device=kernel_device)
     except RuntimeError as error:
         pytest.skip(f"no address space: {error}")
-    context, query, key, value = build((20, 3, 9), 5, kv_heads=1, dtype=FLOAT16)
-    exact, plain = expected(context, query, key, value, None, None, None)
+    context, query, key, value = tree_case((20, 3, 9), 5, kv_heads=1, dtype=FLOAT16)
+    exact, plain = expected_tree(context, query, key, value, None, None, None)
     view = {"size": key.shape, "stride": (stride, key[0, 0].numel(), 16, 1)}
     far = [memory.as_strided(**view, storage_offset=offset).copy_(x) for offset, x in ((0, key), (1024, value))]
     context = move(context, kernel_device)
@@ -200,12 +210,18 @@ def test_offsets_beyond_32_bits(kernel_device):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a trap of the interpreter")
-@pytest.mark.parametrize("kernel", ["triton_prefix", "triton_tree"])
-def test_bfloat16_is_interpreted_wrongly_without_a_cast(kernel_device, kernel, monkeypatch):
+@pytest.mark.parametrize("name", ["prefix_kernel", "tree_kernel"])
+def test_bfloat16_is_interpreted_wrongly_without_a_cast(kernel_device, name, monkeypatch):
     """Why kernels have the flag UPCAST, and that these tests would see if one ignored it."""
-    monkeypatch.setattr(f"hf_longspec.attention_backends.{kernel}.upcast", lambda tensor: False)
-    context, query, key, value = build((20,), 5, dtype=BFLOAT16)
-    exact, plain = expected(context, query, key, value, None, None, None)
+    kernel = getattr(launch, name)
+
+    class WithoutCast:
+        def __getitem__(self, grid):
+            return lambda *args, **options: kernel[grid](*args, **options | {"UPCAST": False})
+
+    monkeypatch.setattr(launch, name, WithoutCast())
+    context, query, key, value = tree_case((20,), 5, dtype=BFLOAT16)
+    exact, plain = expected_tree(context, query, key, value, None, None, None)
     context.capture = Capture()
     out = context.attend(TRITON_BACKEND, 0, query, key, value, scaling=SCALING)
     with pytest.raises(AssertionError):
@@ -214,7 +230,7 @@ def test_bfloat16_is_interpreted_wrongly_without_a_cast(kernel_device, kernel, m
 
 def test_the_shipped_merge(kernel_device, monkeypatch):
     monkeypatch.undo()
-    assert (triton_combine.BLOCK_STATES, triton_combine.BLOCK_PARTS) == (1, 16)
+    assert (launch.BLOCK_STATES, launch.BLOCK_PARTS) == (1, 16)
     out, lse = torch.randn(1, 2, 3, 40, 16), torch.randn(1, 2, 3, 40)
     exact = merge_attention_states([(out[..., p, :].double(), lse[..., p].double()) for p in range(40)])
     state = launch_combine(*on(kernel_device, out, lse / torch.tensor(2.0).log(), out[:, :, 0]))

@@ -5,11 +5,11 @@ from itertools import cycle
 import pytest
 import torch
 
-from hf_longspec.attention_backends import reference, triton_prefix
-from hf_longspec.attention_backends.scores import ScoreCapture
-from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, scored_attention
-from tests.attention_backends.oracle import assert_within_budget, layout
-from tests.attention_backends.test_torch_sdpa import prefix_case, tensors
+from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
+from hf_longspec.attention_backends.triton.launch import number_of_splits
+from tests.attention_backends.oracle import assert_within_budget, layout, prefix_case, tensors
+from tests.attention_backends.triton.machine import on
 
 pytestmark = pytest.mark.usefixtures("small_tiles", "poisoned_memory")
 
@@ -37,10 +37,6 @@ CASES = [
         )
     )
 ]
-
-
-def on(device, *values):
-    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
 
 
 def run(device, query, key, value, lengths, options, form="buffer", **more):
@@ -127,76 +123,6 @@ def test_a_window_needs_positions(kernel_device):
         run(kernel_device, query, key, value, torch.tensor([50]), {"scaling": 1.0, "sliding_window": 5})
 
 
-SCORED = [
-    # nodes, groups, last nodes, window; the last node of a row need not be the last of the tensor
-    pytest.param(1, 2, (0, 0), None, id="lone_root"),
-    pytest.param(5, 2, (4, 2), None, id="padded"),
-    pytest.param(9, 4, (8, 0), 40, id="several_tiles"),
-    pytest.param(3, 7, (2, 1), None, id="groups_of_seven"),
-]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("nodes", "groups", "last", "window"), SCORED)
-def test_scores_against_a_double_loop(kernel_device, nodes, groups, last, window, dtype):
-    lengths, size, softcap = (100, 37), 16, 2.0
-    case = prefix_case(nodes, groups, size, lengths, window, dtype, softcap)
-    query, key, value, lengths, options, exact, plain = case
-    options = {name: x.to(kernel_device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    inputs = on(kernel_device, query, layout(key, "buffer"), layout(value, "buffer"), lengths, torch.tensor(last))
-    *state, summed = on("cpu", *scored_attention(*inputs, **options))
-    assert_within_budget(state, exact, plain)
-    *state, rows = on("cpu", *scored_attention(*inputs, **options, per_row=True))
-    assert_within_budget(state, exact, plain)
-    assert (summed.shape, rows.shape) == ((2, 2, key.shape[2]), (2, 2, 2, groups, key.shape[2]))
-    q, k = query.double(), key.double()
-    for b, length in enumerate(lengths.tolist()):
-        for head in range(2):
-            for slot in range(length):
-                dots = [
-                    [(q[b, head * groups + g, n] @ k[b, head, slot]).item() for g in range(groups)]
-                    for n in (0, last[b])
-                ]
-                assert summed[b, head, slot].item() == pytest.approx(sum(map(sum, dots)), abs=SCORE_ERROR)
-                capped = softcap * torch.tanh(torch.tensor(dots) * options["scaling"] / softcap)
-                torch.testing.assert_close(rows[b, head, :, :, slot], capped, rtol=0, atol=SCORE_ERROR)
-        assert (summed[b, :, length:] == -torch.inf).all() and (rows[b, ..., length:] == -torch.inf).all()
-
-
-# Sums of 16 products of standard normal numbers, of up to 14 rows: 1e-6 each.
-SCORE_ERROR = 2e-5
-
-
-@pytest.mark.parametrize("score", ["logits", "weights"])
-def test_scores_are_those_of_specattn(kernel_device, score):
-    query, key, value = tensors(2, 2, 3, 5, 80, 16, torch.float32)
-    lengths, last = torch.tensor([80, 80]), torch.tensor([4, 2])
-    capture = ScoreCapture(last, score=score, granularity="kv_head")
-    lse = reference.prefix_attention(query, key, value, lengths, scaling=0.3)[1]
-    capture.collect(0, query, key, lse, lengths=lengths, host_lengths=(80, 80), scaling=0.3)
-    inputs = on(kernel_device, query, key, value, lengths, last)
-    _, lse, scores = on("cpu", *scored_attention(*inputs, scaling=0.3, per_row=score == "weights"))
-    if score == "weights":
-        of_rows = torch.stack([lse[:, :, 0], lse[torch.arange(2), :, last]], 1).unflatten(2, (2, 3)).transpose(1, 2)
-        scores = (scores - of_rows[..., None]).exp().sum((2, 3))
-    torch.testing.assert_close(scores, capture.scores[0], rtol=0, atol=SCORE_ERROR)
-
-
-def test_scores_of_too_many_heads(kernel_device):
-    query, key, value = tensors(1, 1, 9, 2, 20, 16, torch.float32)
-    inputs = on(kernel_device, query, key, value, torch.tensor([20]), torch.tensor([1]))
-    assert scored_attention(*inputs, scaling=1.0) is None
-    eight = on(kernel_device, *tensors(1, 1, 8, 2, 20, 16, torch.float32))
-    assert scored_attention(*eight, *inputs[3:], scaling=1.0) is not None
-
-
-def test_scores_of_a_buffer_that_is_too_short(kernel_device):
-    query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
-    inputs = on(kernel_device, query, key, value, torch.tensor([60]), torch.tensor([0]))
-    with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
-        scored_attention(*inputs, scaling=1.0, host_lengths=(60,))
-
-
 def test_rows_without_a_window_see_the_whole_prefix(kernel_device, monkeypatch):
     """What proves that the comparisons above can fail: a kernel that stops one slot early is off by far."""
     query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (65,), None, torch.float32)
@@ -207,7 +133,7 @@ def test_rows_without_a_window_see_the_whole_prefix(kernel_device, monkeypatch):
 
 def test_the_number_of_splits_follows_the_capacity(kernel_device):
     query, key, value = tensors(1, 2, 2, 1, 129, 16, torch.float32)
-    assert triton_prefix.number_of_splits(query, key, value) == 3
+    assert number_of_splits(query, key, value) == 3
 
 
 def test_double_is_not_what_kernels_calculate_in(kernel_device):

@@ -1,81 +1,34 @@
 """The torch backend against the reference in float64, and the proof that its fast paths run."""
 
-from itertools import cycle
-
 import pytest
 import torch
 
-from hf_longspec.attention_backends import (
-    reference,
-    torch_blockwise,
-    torch_causal,
-    torch_fused,
-    torch_packed,
-    torch_sdpa,
-)
+from hf_longspec.attention_backends import reference, torch_backend, torch_fused
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention, random_tree
+from tests.attention_backends.oracle import (
+    assert_within_budget,
+    double,
+    layout,
+    plain_attention,
+    prefix_case,
+    random_tree,
+    tensors,
+)
+from tests.pairwise import pairwise
 
 LENGTHS = ((0,), (1,), (33,), (64, 31), (0, 5, 100), (50, 50), (300,))
 SIZES = (8, 16, 32, 40, 64, 80, 96, 128, 256)
 WINDOWS = (None, 5, None, 1000, 40)
 LAYOUTS = ("buffer", "transposed", "contiguous", "columns")
-# Every node count with every group size; the other axes rotate, with periods that share no factor with five or four.
-CASES = [
-    pytest.param(
-        nodes, groups, size, lengths, window, form, id=f"N{nodes}-G{groups}-D{size}-L{lengths}-w{window}-{form}"
-    )
-    for (nodes, groups), size, lengths, window, form in zip(
-        [(nodes, groups) for nodes in (1, 3, 7, 17, 69) for groups in (1, 2, 4, 7)],
-        cycle(SIZES),
-        cycle(LENGTHS),
-        cycle(WINDOWS),
-        cycle(LAYOUTS[:3]),
-        strict=False,
-    )
-]
 DTYPES = (torch.float32, torch.bfloat16)
+# Every node count with every group size. The other axes rotate, with periods that share no factor with five or four.
+CASES = [
+    (nodes, groups, SIZES[i % 9], LENGTHS[i % 7], WINDOWS[i % 5], LAYOUTS[i % 3], DTYPES[(i + i // 4) % 2])
+    for i, (nodes, groups) in enumerate((nodes, groups) for nodes in (1, 3, 7, 17, 69) for groups in (1, 2, 4, 7))
+]
 
 
-def tensors(batch, kv_heads, groups, nodes, slots, size, dtype, value_size=None, seed=0):
-    """Queries, keys and values; the queries come transposed, as from a model."""
-    generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(batch, nodes, kv_heads * groups, size, generator=generator).transpose(1, 2)
-    key = torch.randn(batch, kv_heads, slots, size, generator=generator)
-    value = torch.randn(batch, kv_heads, slots, value_size or size, generator=generator)
-    return tuple(x.to(dtype) for x in (query, key, value))
-
-
-def double(*xs):
-    return tuple(x.double() for x in xs)
-
-
-def poison(cached, lengths):
-    """NaN in the slots that are not used."""
-    cached = cached.clone()
-    for b, length in enumerate(lengths):
-        cached[b, :, length:] = torch.nan
-    return cached
-
-
-def prefix_case(nodes, groups, size, lengths, window, dtype, softcap=None, value_size=None):
-    query, key, value = tensors(len(lengths), 2, groups, nodes, max(lengths) + nodes, size, dtype, value_size)
-    key, value = poison(key, lengths), poison(value, lengths)
-    lengths = torch.tensor(lengths)
-    ahead = torch.randint(-1, nodes, (len(lengths), nodes), generator=torch.Generator().manual_seed(nodes))
-    positions = lengths[:, None] + ahead
-    options = {"scaling": size**-0.5, "positions": positions, "sliding_window": window, "softcap": softcap}
-    exact = reference.prefix_attention(*double(query, key, value), lengths, **options)
-    visible = torch.arange(key.shape[2]) < lengths[:, None, None]
-    if window is not None:
-        visible = visible & (positions[..., None] - torch.arange(key.shape[2]) < window)
-    visible = visible.expand(-1, nodes, -1)[:, None]
-    plain = plain_attention(query, key, value, visible, scaling=size**-0.5, softcap=softcap)
-    return query, key, value, lengths, options, exact, plain
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("nodes", "groups", "size", "lengths", "window", "form"), CASES)
+@pytest.mark.parametrize(("nodes", "groups", "size", "lengths", "window", "form", "dtype"), CASES)
 def test_prefix(nodes, groups, size, lengths, window, form, dtype):
     query, key, value, lengths, options, exact, plain = prefix_case(nodes, groups, size, lengths, window, dtype)
     key, value = layout(key, form), layout(value, form)
@@ -120,7 +73,7 @@ def test_prefix_in_other_dtypes(dtype):
 
 @pytest.mark.parametrize("window", [None, 130])
 def test_softcap_over_several_key_blocks(window, monkeypatch):
-    monkeypatch.setattr(torch_blockwise, "BLOCK_KEYS", 64)
+    monkeypatch.setattr(torch_backend, "BLOCK_KEYS", 64)
     case = prefix_case(3, 2, 8, (150, 129), window, torch.float32, softcap=2.0)
     query, key, value, lengths, options, exact, plain = case
     assert_within_budget(TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options), exact, plain)
@@ -130,17 +83,16 @@ def test_a_window_on_a_device_whose_positions_are_not_read(monkeypatch):
     """What runs on CUDA: no position is read back, no fused op takes a mask."""
     case = prefix_case(7, 2, 16, (90, 0, 33), 20, torch.float32)
     query, key, value, lengths, options, exact, plain = case
-    monkeypatch.setattr(torch_packed, "can_fuse", lambda *args, masked=False: False)
-    bounds = torch_sdpa._window_bounds
-    monkeypatch.setattr(torch_sdpa, "_window_bounds", lambda positions, *args: bounds(positions.to("meta"), *args))
+    monkeypatch.setattr(torch_backend, "can_fuse", lambda *args, masked=False: False)
+    bounds = torch_backend._window_bounds
+    monkeypatch.setattr(torch_backend, "_window_bounds", lambda positions, *args: bounds(positions.to("meta"), *args))
     state = TORCH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=(90, 0, 33), **options)
     assert_within_budget(state, exact, plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize(("nodes", "groups", "size", "lengths", "window", "form"), CASES[::2])
-def test_tree(nodes, groups, size, lengths, window, form, softcap, dtype):
+@pytest.mark.parametrize(("case", "softcap", "dtype"), pairwise(CASES[::2], (None, 3.0), DTYPES))
+def test_tree(case, softcap, dtype):
+    nodes, groups, size, lengths, _, form, _ = case
     query, key, value = tensors(len(lengths), 2, groups, nodes, nodes, size, dtype)
     mask, _ = random_tree(len(lengths), nodes, torch.Generator().manual_seed(nodes))
     mask[0, nodes // 2] = False  # sees nothing
@@ -155,8 +107,8 @@ def test_tree(nodes, groups, size, lengths, window, form, softcap, dtype):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_tree_with_an_additive_mask(heads, softcap, monkeypatch):
-    monkeypatch.setattr(torch_blockwise, "BLOCK_KEYS", 20)
-    monkeypatch.setattr(torch_sdpa, "BLOCK_QUERIES", 30)
+    monkeypatch.setattr(torch_backend, "BLOCK_KEYS", 20)
+    monkeypatch.setattr(torch_backend, "BLOCK_QUERIES", 30)
     query, key, value = tensors(2, 2, 2, 50, 50, 8, torch.float32)
     bias = torch.randn(2, heads, 50, 50, generator=torch.Generator().manual_seed(1))
     bias[0, :, 3] = torch.finfo(torch.float32).min
@@ -168,10 +120,9 @@ def test_tree_with_an_additive_mask(heads, softcap, monkeypatch):
     assert_within_budget(TORCH_BACKEND.tree_attention(query, key, value, bias, **options), exact, plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", LAYOUTS)
-@pytest.mark.parametrize(("batch", "per_head"), [(1, True), (3, True), (3, False)])
-def test_sparse(batch, per_head, form, dtype):
+@pytest.mark.parametrize(("rows", "form", "dtype"), pairwise(((1, True), (3, True), (3, False)), LAYOUTS, DTYPES))
+def test_sparse(rows, form, dtype):
+    batch, per_head = rows
     query, key, value = tensors(batch, 2, 4, 3, 60, 16, dtype, value_size=24)
     generator = torch.Generator().manual_seed(1)
     rows = batch * (2 if per_head else 1)
@@ -183,20 +134,19 @@ def test_sparse(batch, per_head, form, dtype):
     assert_within_budget(TORCH_BACKEND.sparse_attention(query, key, value, indices, counts, scaling=0.3), exact, plain)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("nodes", "length", "window", "softcap"),
+    ("nodes", "length", "window", "dtype", "softcap"),
     [
-        *[(nodes, length, window, None) for nodes in (1, 7, 40) for length in (40, 90) for window in (None, 1, 30, 90)],
-        (40, 90, 30, 2.0),
-        (40, 90, None, 2.0),
-        (1, 90, 30, 2.0),
-        (60, 90, 30, None),  # more than one block of queries
-        (60, 90, None, 2.0),
+        *[(*case, None) for case in pairwise((1, 7, 40), (40, 90), (None, 1, 30, 90), DTYPES)],
+        (40, 90, 30, torch.float32, 2.0),
+        (40, 90, None, torch.bfloat16, 2.0),
+        (1, 90, 30, torch.float32, 2.0),
+        (60, 90, 30, torch.bfloat16, None),  # more than one block of queries
+        (60, 90, None, torch.float32, 2.0),
     ],
 )
-def test_causal(nodes, length, window, softcap, dtype, monkeypatch):
-    monkeypatch.setattr(torch_causal, "BLOCK_QUERIES", 50)
+def test_causal(nodes, length, window, dtype, softcap, monkeypatch):
+    monkeypatch.setattr(torch_backend, "BLOCK_QUERIES", 50)
     query, key, value = tensors(2, 2, 3, nodes, length, 16, dtype)
     options = {"scaling": 0.25, "softcap": softcap}
     exact = reference.causal_attention(*double(query, key, value), sliding_window=window, **options)
@@ -275,7 +225,7 @@ def test_causal_attention_is_two_calls_without_a_mask(spy):
 def test_no_mask_grows_with_the_square_of_the_length(spy):
     query, key, value = tensors(1, 1, 1, 5000, 5000, 8, torch.float32)
     TORCH_BACKEND.causal_attention(query, key, value, scaling=1.0, sliding_window=100)
-    assert max(mask.numel() for mask in spy.masks) <= torch_causal.BLOCK_QUERIES * (torch_causal.BLOCK_QUERIES + 100)
+    assert max(mask.numel() for mask in spy.masks) <= torch_backend.BLOCK_QUERIES * (torch_backend.BLOCK_QUERIES + 100)
 
 
 def test_softcap_never_reaches_the_fused_op(spy):

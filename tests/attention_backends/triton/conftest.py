@@ -8,11 +8,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from hf_longspec.attention_backends import triton_combine, triton_config, triton_prefix, triton_runtime, triton_tree
-from tests.attention_backends.kernels import BROKEN_INTERPRETER, DEVICE
+from hf_longspec.attention_backends.triton import config, launch
+from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE
 
-# Programs that tests start, which import what lies beside them.
-collect_ignore = ["aot.py", "compile_kernels.py"]
+# A program that tests start.
+collect_ignore = ["aot.py"]
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def kernel_device():
     device = torch.device(DEVICE)
     if BROKEN_INTERPRETER:
         pytest.skip("the interpreter of triton 3.6 does not work with numpy 2.4")
-    reason = triton_runtime.why_not_device(device)
+    reason = config.why_not_device(device)
     if reason is not None:
         pytest.skip(reason)
     return device
@@ -31,13 +31,13 @@ def kernel_device():
 def small_tiles(monkeypatch):
     """Splits of 64 slots in blocks of 32: a prefix of 100 has full, partial and empty ones."""
 
-    def small(config):
-        return lambda *args: config(*args)._replace(block_keys=32, split_keys=64)
+    def small(choose):
+        return lambda *args: choose(*args)._replace(block_keys=32, split_keys=64)
 
-    monkeypatch.setattr(triton_combine, "BLOCK_STATES", 32)
-    monkeypatch.setattr(triton_combine, "BLOCK_PARTS", 2)
-    monkeypatch.setattr(triton_prefix, "prefix_config", small(triton_config.prefix_config))
-    monkeypatch.setattr(triton_tree, "tree_config", small(triton_config.tree_config))
+    monkeypatch.setattr(launch, "BLOCK_STATES", 32)
+    monkeypatch.setattr(launch, "BLOCK_PARTS", 2)
+    monkeypatch.setattr(launch, "prefix_config", small(config.prefix_config))
+    monkeypatch.setattr(launch, "tree_config", small(config.tree_config))
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def poisoned_memory():
 
 @pytest.fixture(scope="session")
 def kernel_copy():
-    """`kernel_copy(package, module)`: a module of the attention backends once more, under another package name."""
+    """`kernel_copy(package, module)`: a module of the kernels once more, under another package name."""
 
     def load(package, module):
         if package not in sys.modules:
             sys.modules[package] = ModuleType(package)
-            sys.modules[package].__path__ = [str(Path(triton_runtime.__file__).parent)]
+            sys.modules[package].__path__ = [str(Path(config.__file__).parent)]
         return import_module(f"{package}.{module}")
 
     return load

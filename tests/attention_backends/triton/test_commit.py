@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from hf_longspec.attention_backends import triton_commit
+from hf_longspec.attention_backends.triton import commit
 from hf_longspec.generation import cache as cache_module
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDraftModel
-from tests.attention_backends.kernels import CAPABILITIES, DEVICE, compiled
+from tests.attention_backends.triton.machine import DEVICE
 
 pytestmark = pytest.mark.usefixtures("kernel_device")
 
@@ -24,7 +24,6 @@ PATHS = {
     "more_counted_than_there_are": ((9,), [[0, 2]], [5]),
     "long": ((0, 3), [list(range(0, 80, 2)), [0, *range(2, 41)]], [40, 37]),  # several blocks of nodes
 }
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def make_buffers(batch, dtype, slots=90):
@@ -59,29 +58,29 @@ def on_device(*lists):
     return tuple(torch.tensor(numbers, device=DEVICE) for numbers in lists)
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("lengths", "path", "counts"), PATHS.values(), ids=PATHS)
 def test_every_slot_of_every_buffer(lengths, path, counts, dtype):
     buffers = make_buffers(len(lengths), dtype)
     expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
-    triton_commit.move_nodes(buffers, *on_device(path, lengths, counts))
+    commit.move_nodes(buffers, *on_device(path, lengths, counts))
     for found, wanted in zip(buffers, expected, strict=True):
         assert same_bits(found, wanted)
 
 
 def test_buffers_of_different_dtypes_are_one_launch(monkeypatch):
-    launches, kernel = [], triton_commit._move_kernel
+    launches, kernel = [], commit._move_kernel
 
     class Spy:
         def __getitem__(self, grid):
             launches.append(grid)
             return kernel[grid]
 
-    monkeypatch.setattr(triton_commit, "_move_kernel", Spy())
+    monkeypatch.setattr(commit, "_move_kernel", Spy())
     lengths, path, counts = PATHS["gaps"]
     buffers = [*make_buffers(3, torch.float32), *make_buffers(3, torch.bfloat16)]
     expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
-    triton_commit.move_nodes(buffers, *on_device(path, lengths, counts))
+    commit.move_nodes(buffers, *on_device(path, lengths, counts))
     assert all(map(same_bits, buffers, expected))
     assert launches == [(sum(buffer.shape[1] for buffer in buffers), 3)]
 
@@ -94,7 +93,7 @@ def test_views_of_path_lengths_and_counts():
     wide = torch.full((3, 9), -1, device=DEVICE)
     wide[:, :4] = torch.tensor(path)
     apart = [torch.tensor(numbers, device=DEVICE).repeat_interleave(2)[::2] for numbers in (lengths, counts)]
-    triton_commit.move_nodes(buffers, wide[:, :4], *apart)
+    commit.move_nodes(buffers, wide[:, :4], *apart)
     assert all(map(same_bits, buffers, expected))
 
 
@@ -105,14 +104,14 @@ def test_without_autograd(mode):
     with mode():
         buffers = make_buffers(3, torch.float32)
         expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
-        triton_commit.move_nodes(buffers, *on_device(path, lengths, counts))
+        commit.move_nodes(buffers, *on_device(path, lengths, counts))
         assert all(map(same_bits, buffers, expected))
 
 
 def test_a_second_copy_leaves_the_first_alone(kernel_copy):
     lengths, path, counts = PATHS["gaps"]
-    copy = kernel_copy("hub_copy", "triton_commit")
-    for module in (copy, triton_commit):
+    copy = kernel_copy("hub_copy", "commit")
+    for module in (copy, commit):
         buffers = make_buffers(3, torch.float32)
         expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
         module.move_nodes(buffers, *on_device(path, lengths, counts))
@@ -123,17 +122,17 @@ def test_a_second_copy_leaves_the_first_alone(kernel_copy):
 def test_columns_are_refused():
     apart = torch.zeros(1, 2, 8, 9).transpose(2, 3)
     with pytest.raises(ValueError, match=r"a buffer has strides \(144, 72, 1, 9\), expected 1 in the last"):
-        triton_commit.move_nodes([apart], *on_device([[0, 1]], [3], [2]))
+        commit.move_nodes([apart], *on_device([[0, 1]], [3], [2]))
 
 
 def test_custom_op():
     lengths, path, counts = PATHS["overlapping"]
     inputs = on_device(path, lengths, counts)
-    torch.library.opcheck(triton_commit._move, (make_buffers(2, torch.float32)[:2], *inputs))
+    torch.library.opcheck(commit._move, (make_buffers(2, torch.float32)[:2], *inputs))
     buffers, expected = ([buffer.nan_to_num() for buffer in make_buffers(2, torch.float32)] for _ in range(2))
 
     def move_and_sum(buffers, *inputs):
-        triton_commit.move_nodes(buffers, *inputs)
+        commit.move_nodes(buffers, *inputs)
         return sum(buffer.sum() for buffer in buffers)
 
     compiled = torch.compile(move_and_sum, backend="aot_eager", fullgraph=True)
@@ -195,7 +194,7 @@ def test_generate(monkeypatch):
     launches = []
     monkeypatch.setattr(cache_module, "can_move", lambda device: True)
     monkeypatch.setattr(
-        cache_module, "move_nodes", lambda *args: (launches.append(len(args[0])), triton_commit.move_nodes(*args))
+        cache_module, "move_nodes", lambda *args: (launches.append(len(args[0])), commit.move_nodes(*args))
     )
     model = tiny_target("llama")
     input_ids, attention_mask = tiny_prompts(model.config.vocab_size, (11, 4))
@@ -209,13 +208,13 @@ def test_generate(monkeypatch):
 
 def test_can_move(monkeypatch):
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    monkeypatch.setattr(triton_commit, "_works_on", lambda device: True)
-    assert triton_commit.can_move(gpu) and not triton_commit.can_move(cpu)
+    monkeypatch.setattr(commit, "_works_on", lambda device: True)
+    assert commit.can_move(gpu) and not commit.can_move(cpu)
     monkeypatch.setattr(torch.version, "hip", "7.1")
-    assert not triton_commit.can_move(gpu)
+    assert not commit.can_move(gpu)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(triton_commit, "INSTALLED", False)
-    assert not triton_commit.can_move(gpu)
+    monkeypatch.setattr(commit, "INSTALLED", False)
+    assert not commit.can_move(gpu)
 
 
 def raises(*args):
@@ -225,32 +224,15 @@ def raises(*args):
 @pytest.mark.parametrize(
     ("move", "problem"),
     [
-        (triton_commit.move_nodes, None),
+        (commit.move_nodes, None),
         (raises, "RuntimeError: Failed to find C compiler"),
-        (lambda *args: None, "it moved something else"),
+        (lambda *args: None, "it moved the wrong slots"),
     ],
 )
 def test_a_first_move_is_checked(move, problem, monkeypatch):
     """What does not work is not used, and the user is told."""
     told = []
-    monkeypatch.setattr(triton_commit, "move_nodes", move)
-    monkeypatch.setattr(triton_commit.logger, "warning", lambda text, *values: told.append(text % values))
-    assert triton_commit._works_on.__wrapped__(torch.device(DEVICE)) is (problem is None)
+    monkeypatch.setattr(commit, "move_nodes", move)
+    monkeypatch.setattr(commit.logger, "warning", lambda text, *values: told.append(text % values))
+    assert commit._works_on.__wrapped__(torch.device(DEVICE)) is (problem is None)
     assert not told if problem is None else problem in told[0] and "moved by torch" in told[0]
-
-
-def shipped_calls():
-    """`(label, launch)` for aot.py: words of 8, 4, 2 and 1 bytes."""
-    for dtype, size in ((torch.bfloat16, 128), (torch.float32, 3), (torch.float16, 5), (torch.int8, 7)):
-        buffers = [torch.empty(2, 2, 50, size, dtype=dtype) for _ in range(4)]
-        path, lengths = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long)
-        call = (buffers, path, lengths, lengths)
-        yield f"{dtype} {size}", lambda call=call: triton_commit._move_by_table(*call)
-
-
-def test_compiles_without_spilling(tmp_path):
-    kernels = compiled(__name__, "shipped_calls", tmp_path)
-    assert len(kernels) == 4 * len(CAPABILITIES)
-    for kernel in kernels:
-        assert kernel["STACK"] == kernel["LOCAL"] == kernel["SHARED"] == 0, kernel
-        assert kernel["BARRIER"], f"{kernel}: a slot may be written before another thread has read it"

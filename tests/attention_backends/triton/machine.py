@@ -1,6 +1,5 @@
-"""What the tests of single Triton kernels share: where they run, and the compiler's report on them."""
+"""Where the tests of Triton kernels run, and processes of their own."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,17 +8,21 @@ from pathlib import Path
 import numpy
 import torch
 
-from hf_longspec.attention_backends import triton_runtime
+from hf_longspec.attention_backends.triton import config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CAPABILITIES = (80, 90, 100)
 # 3.6 calls int() on an array of one number, which numpy refuses from 2.4 on.
 BROKEN_INTERPRETER = (
-    triton_runtime.INTERPRETED
-    and triton_runtime.triton.__version__.startswith("3.6.")
+    config.INTERPRETED
+    and config.triton.__version__.startswith("3.6.")
     and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
 )
+
+
+def on(device, *values):
+    """Tensors on the device; everything else as it is."""
+    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
 
 
 def python(*arguments, **environment):
@@ -29,9 +32,3 @@ def python(*arguments, **environment):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def compiled(module, calls, folder):
-    """What aot.py says about the launches of `module.calls`, compiled afresh into an empty folder."""
-    arguments = ("tests/attention_backends/aot.py", module, calls, *CAPABILITIES)
-    return [json.loads(line) for line in python(*arguments, TRITON_CACHE_DIR=str(folder)).splitlines()]
