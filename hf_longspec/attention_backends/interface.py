@@ -1,10 +1,10 @@
 """The attention function that transformers calls, and its registration.
 
-`attn_implementation="hf_longspec"` takes the preferred backend for every call, `"hf_longspec_torch"`,
-`"hf_longspec_triton"` and `"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes.
-Without one this is ordinary attention: causal by itself when transformers hands over no mask, under the mask otherwise.
-Nothing is ever delegated to transformers' own implementations: eager has no causality of its own, sdpa has neither
-softcap nor sinks.
+`attn_implementation="hf_longspec"` uses the preferred backend for every call; `"hf_longspec_torch"`,
+`"hf_longspec_triton"`, `"hf_longspec_fa"` and `"hf_longspec_reference"` require one. With a context (`tree=`), the
+context computes (contexts.py). Without one this is ordinary attention: causal if transformers passes no mask, under the
+mask otherwise. No call is delegated to transformers' own implementations: eager has no causality of its own, and sdpa
+has neither softcap nor sinks.
 """
 
 from functools import partial
@@ -28,7 +28,7 @@ AUTOMATIC = "hf_longspec"
 # A window is None or positive, so 0 can say that the model did not pass any: see window_of_layer.
 NOT_PASSED = 0
 
-# What window_of_layer said. Asking a config for an attribute that it lacks takes longer than all else in this file.
+# Results of window_of_layer. Reading an attribute that a config lacks takes longer than everything else in this file.
 _windows: WeakKeyDictionary[torch.nn.Module, int | None] = WeakKeyDictionary()
 
 REFUSED = {
@@ -54,7 +54,7 @@ def attention_forward(
     backend_name: str | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, with the signature of transformers' `AttentionInterface`.
+    """Compute the attention of one layer, with the signature of transformers' `AttentionInterface`.
 
     Args:
         module (`torch.nn.Module`): The attention layer: `layer_idx`, `is_causal` and `config` are read.
@@ -68,8 +68,8 @@ def attention_forward(
         sliding_window (`int`, *optional*): Window of the layer. What the model does not pass is read from its config.
         softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
         s_aux (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
-        tree (*optional*): [`TreeContext`], [`SparseContext`] or anything else with their `attend`.
-        backend_name (`str`, *optional*): Insist on this backend.
+        tree (*optional*): [`TreeContext`], [`SparseContext`] or any other object with their `attend`.
+        backend_name (`str`, *optional*): Require this backend.
 
     Returns:
         `torch.Tensor` of shape `(B, N, H, Dv)`, contiguous, and None in place of the weights.
@@ -112,9 +112,9 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention without a context."""
+    """Compute attention without a context."""
     state: AttentionState
-    if mask is not None:  # the window is in it already: transformers' eager looks at nothing else either
+    if mask is not None:  # it includes the window: transformers' eager reads nothing else either
         state = backend.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
     elif causal:
         window = {"sliding_window": sliding_window}
@@ -129,7 +129,7 @@ def _attend(
 
 
 def _remembered_window(module: torch.nn.Module) -> int | None:
-    if torch.compiler.is_compiling():  # asked once per graph, which a dictionary of all models would only tie down
+    if torch.compiler.is_compiling():  # once per graph; a look-up in the dictionary would tie the graph to it
         return window_of_layer(module)
     window = _windows.get(module, NOT_PASSED)
     if window == NOT_PASSED:
@@ -190,7 +190,7 @@ def attention_mask(
 
 
 def register() -> None:
-    """Make the backends known to transformers under their names. Harmless to repeat."""
+    """Register the backends with transformers under their names. Repeating this is harmless."""
     own = (REFERENCE_BACKEND, TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
     for name in (None, *(backend.name for backend in own)):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))

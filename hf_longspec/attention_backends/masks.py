@@ -14,14 +14,14 @@ KeyMask = Callable[[int, int], torch.Tensor]
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask that says the same as `mask`.
+    """Return `mask` as an additive mask.
 
     Args:
         mask (`torch.Tensor`): True where a query sees a key; or an additive mask already.
         dtype (`torch.dtype`): Floating point dtype of the result.
 
     Returns:
-        `torch.Tensor` of the same shape. The lowest number of a dtype, which transformers writes for "hidden", becomes
+        `torch.Tensor` of the same shape. The lowest number of a dtype, by which transformers hides keys, becomes
         -inf: a query whose keys are all hidden then gets 0 instead of the mean of all values.
     """
     if mask.dtype == torch.bool:
@@ -36,7 +36,7 @@ def prefix_mask(
     positions: torch.Tensor | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Which of the first `slots` slots N queries see of prefixes of `lengths` `(B,)`: `(B, N, slots)`."""
+    """Return which of the first `slots` slots N queries see of prefixes of `lengths` `(B,)`: `(B, N, slots)`."""
     places = torch.arange(slots, device=lengths.device)
     seen = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
     if sliding_window is None or positions is None:

@@ -8,8 +8,8 @@ to convert what they load to float32 first.
 
 Tile sizes are chosen by plain functions, not by autotuning. Autotuning would run every candidate in the middle of a
 generation, cannot run while a CUDA graph is captured, and can choose differently on two days, which changes the order
-of summation and so the last bits. The starting points are what other decoding kernels use for such shapes. Tests check
-that they compile without spilling registers for sm_80, sm_90 and sm_100. None was timed on a GPU.
+of summation and so the last bits. The starting points are what other decoding kernels use for such shapes. Tests
+compile them for sm_80 to sm_100 and check that no registers are spilled. None was timed on a GPU.
 """
 
 from collections.abc import Callable

@@ -20,8 +20,9 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# The tree kernel in float32, with vectors of 256 and an additive mask, spills 24 bytes per thread on sm_89.
-STACK_BYTES = {89: 24}
+# With vectors of 256 and an additive mask, the tree kernel spills per thread: 24 bytes on sm_89 in float32, 8 bytes on
+# sm_90 in 16 bits.
+STACK_BYTES = {89: 24, 90: 8}
 
 
 def compile_kernels(capability, profile, folder):
@@ -41,7 +42,8 @@ def assert_fits(reports, capability):
         # sm_86 and sm_89, which run what is compiled for sm_80, have least
         most = SHARED_MEMORY[89] if report["kernel"] == "sparse_kernel" else SHARED_MEMORY[capability]
         assert report["SHARED"] <= most, report
-        assert report["STACK"] <= STACK_BYTES.get(capability, 0) and not report["LOCAL"], report
+        may_spill = report["call"] == "tree" and report["arguments"].startswith("(256,")
+        assert report["STACK"] <= (STACK_BYTES.get(capability, 0) if may_spill else 0) and not report["LOCAL"], report
     for report in reports["move"]:
         assert report["SHARED"] == 0, report
         assert report["BARRIER"], f"{report}: a slot may be written before another thread has read it"
