@@ -20,8 +20,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# What spills with vectors of 256, in bytes per thread: the tree kernel with an additive mask, in float32 on sm_89 and in
-# 16 bits on sm_90, and the sparse kernel with a softcap in float32 on sm_89.
+# What spills with vectors of 256, in bytes per thread: the tree kernel with an additive mask, in float32 on sm_89 and
+# in 16 bits on sm_90, and the sparse kernel with a softcap in float32 on sm_89.
 STACK_BYTES = {(89, "tree"): 24, (90, "tree"): 8, (89, "sparse"): 32}
 
 
@@ -42,8 +42,8 @@ def assert_fits(reports, capability):
         # sm_86 and sm_89, which run what is compiled for sm_80, have least
         most = SHARED_MEMORY[89] if report["kernel"] == "sparse_kernel" else SHARED_MEMORY[capability]
         assert report["SHARED"] <= most, report
-        most = STACK_BYTES.get((capability, report["call"]), 0) if "256" in report["arguments"] else 0
-        assert report["STACK"] <= most and not report["LOCAL"], report
+        spilled = STACK_BYTES.get((capability, report["call"]), 0) if "256" in report["arguments"] else 0
+        assert report["STACK"] <= spilled and not report["LOCAL"], report
     for report in reports["move"]:
         assert report["SHARED"] == 0, report
         assert report["BARRIER"], f"{report}: a slot may be written before another thread has read it"
