@@ -213,8 +213,8 @@ def test_every_room_was_read():
         ("generation/route.py", "from ..attention_backends import registry", "name a module"),
         ("generation/route.py", "from .cache import *", "import names, not *"),
         ("generation/route.py", '"""Example:\n\n    from .cache import x\n"""', "a relative import in a text"),
-        ("attention_backends/triton_tree.py", "import triton", "triton is optional"),
-        ("attention_backends/triton_tree.py", "def f():\n    import triton", "triton is optional"),
+        ("attention_backends/triton/kernels.py", "import triton", "triton is optional"),
+        ("attention_backends/triton/kernels.py", "def f():\n    import triton", "triton is optional"),
         ("attention_backends/flash.py", "try:\n    pass\nfinally:\n    import flash_attn", "flash_attn is optional"),
         ("attention_backends/flash.py", "if TYPE_CHECKING:\n    import flash_attn.x", "flash_attn is optional"),
         ("cli/demo.py", "from datasets.table import Table", "datasets is optional"),
@@ -244,9 +244,9 @@ def test_the_checker_sees(path, source, complaint):
         ),
         (
             "generation/drafters/specattn.py",
-            "from ...attention_backends.sparse import x\nfrom ..cache import y\nimport re",
+            "from ...attention_backends.contexts import x\nfrom ..cache import y\nimport re",
         ),
-        ("attention_backends/triton_tree.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
+        ("attention_backends/triton/config.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),
         ("training/trainer.py", "from ..modeling.base import DraftModel\ndef f():\n    import datasets"),
         ("training/method.py", "def f(name):\n    return import_module(name)"),
         (

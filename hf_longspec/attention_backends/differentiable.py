@@ -1,12 +1,17 @@
-"""Attention that can be trained through, for a model that is loaded with this implementation and then fine-tuned.
+"""Attention with gradients: for fine-tuning a model on this implementation, and for training a draft on whole texts.
 
-The backends return a log-sum-exp, for which the fused ops have no gradient. This path costs the memory of ordinary
-attention and is taken only when a gradient or dropout is wanted.
+`differentiable_attention` is the path of `interface.py` when a gradient or dropout is wanted. The backends return a
+log-sum-exp, for which the fused ops have no gradient. This path costs the memory of ordinary attention.
+
+`windowed_attention` and `shifted_attention` attend over whole texts without a mask of the text's size. They take
+grouped heads and run on any fused attention with causal masks.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch.nn.functional import dropout as drop
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 
 def differentiable_attention(
@@ -22,7 +27,7 @@ def differentiable_attention(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attention with gradients.
+    """Compute attention with gradients.
 
     Args:
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
@@ -54,6 +59,65 @@ def differentiable_attention(
     return drop(weights, dropout).to(value.dtype) @ value.repeat_interleave(groups, dim=1)
 
 
+def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int) -> torch.Tensor:
+    """Compute causal attention in which each position sees the last `window` positions, its own included.
+
+    The text is cut into blocks of `window` positions. A block sees itself and the previous block, so memory and time
+    grow with the length, not with its square.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, L, D)`): Queries.
+        key (`torch.Tensor` of shape `(B, K, L, D)`): Keys.
+        value (`torch.Tensor` of shape `(B, K, L, D)`): Values.
+        window (`int`): Number of positions that a query sees.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, L, D)`.
+    """
+    length = query.shape[2]
+    if length <= window:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    blocks = -(-length // window)
+    rest = blocks * window - length
+    query, key, value = (pad(states, (0, 0, 0, rest)) for states in (query, key, value))
+    query_blocks = _blocks(query, window)
+    key_blocks, value_blocks = (_with_previous(_blocks(states, window)) for states in (key, value))
+    mask = _band(blocks, window, query.device).repeat(query.shape[0], 1, 1, 1)
+    out = scaled_dot_product_attention(query_blocks, key_blocks, value_blocks, attn_mask=mask, enable_gqa=True)
+    out = out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)
+    return out[:, :, :length]
+
+
+def shifted_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gaps: Sequence[int]) -> torch.Tensor:
+    """Compute attention in which the query at position t of row b sees the keys at positions up to `t - gaps[b]`.
+
+    This is Flash Noisy Training (LongSpec, https://huggingface.co/papers/2502.17421, section 3.2). Without the
+    first queries and the last keys it is ordinary causal attention, which any flash kernel computes.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, L, D)`): Queries.
+        key (`torch.Tensor` of shape `(B, K, L, D)`): Keys.
+        value (`torch.Tensor` of shape `(B, K, L, D)`): Values.
+        gaps (`Sequence[int]`): One per row, at least 0.
+
+    Returns:
+        `torch.Tensor` of shape `(B, H, L, D)`; zeros where a query sees no key.
+    """
+    length, rows = query.shape[2], []
+    for row, gap in enumerate(gaps):
+        gap = min(gap, length)
+        one = slice(row, row + 1)
+        shifted = scaled_dot_product_attention(
+            query[one, :, gap:],
+            key[one, :, : length - gap],
+            value[one, :, : length - gap],
+            is_causal=True,
+            enable_gqa=True,
+        )
+        rows.append(pad(shifted, (0, 0, gap, 0)))
+    return torch.cat(rows)
+
+
 def _weights(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -62,7 +126,7 @@ def _weights(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention weights `(B, H, N, S)` in float32 or better."""
+    """Return attention weights `(B, H, N, S)` in float32 or better."""
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
     if softcap is not None:
@@ -79,3 +143,22 @@ def _weights(
     else:
         weights = scores.softmax(dim=-1)
     return weights if visible is None else weights.masked_fill(~visible, 0.0)
+
+
+def _blocks(states: torch.Tensor, size: int) -> torch.Tensor:
+    """Reshape `(B, H, L, D)` to `(B * L / size, H, size, D)`."""
+    return states.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
+
+
+def _with_previous(blocks: torch.Tensor) -> torch.Tensor:
+    """Put each block after its predecessor; the mask hides the wrong predecessor of a text's first block."""
+    return torch.cat([blocks.roll(1, 0), blocks], dim=2)
+
+
+def _band(blocks: int, window: int, device: torch.device) -> torch.Tensor:
+    """Return `(blocks, 1, window, 2 * window)`: the positions of the previous and its own block that each one sees."""
+    position = torch.arange(window, device=device)[:, None] + window
+    seen = torch.arange(2 * window, device=device)
+    mask = ((seen <= position) & (seen > position - window)).repeat(blocks, 1, 1)
+    mask[0, :, :window] = False
+    return mask[:, None]

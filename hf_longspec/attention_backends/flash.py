@@ -1,11 +1,11 @@
 """The backend on flash-attn: `hf_longspec_fa`. The prefix runs through flash-attn, the rest through torch.
 
 flash-attn reads the cache in place, takes a length per row from the device, splits a long prefix over the whole GPU and
-returns the log-sum-exp by which the tree is merged. Its own windows count from a query's place among the queries, which
-says nothing of a node of a tree, or of a row of a packed group; `cache_leftpad` stands in for them.
+returns the log-sum-exp that merges the tree. Its own windows count from the index of a query among the queries, which
+is neither the position of a tree node nor that of a row of a packed group. `cache_leftpad` replaces them.
 
 Version 3 (`flash_attn_interface`) is for Hopper, version 2 (`flash_attn`) for Ampere and later. Neither has been run:
-the calls are written from the documented signatures, and tested against a stand-in with the same ones.
+the calls follow the documented signatures and are tested against a stand-in with the same signatures.
 
 Source: FlashAttention-2 (https://huggingface.co/papers/2307.08691), FlashAttention-3
 (https://huggingface.co/papers/2407.08608).
@@ -17,12 +17,11 @@ from functools import cache, partial
 
 import torch
 
+from .masks import window_holds_all
 from .merge import AttentionState, nothing_visible
 from .reference import WINDOW_WITHOUT_POSITIONS
 from .registry import AttentionBackend, AttentionCall, register_backend
-from .slots import attention_to_copies, window_holds_all
-from .torch_causal import causal_attention
-from .torch_sdpa import tree_attention
+from .torch_backend import attention_to_copies, causal_attention, tree_attention
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SIZE = 256
@@ -33,7 +32,7 @@ HOPPER, AMPERE = 9, 8
 
 
 def compute_capability(device: torch.device) -> int | None:
-    """Major compute capability of an NVIDIA GPU; None for every other device."""
+    """Return the major compute capability of an NVIDIA GPU; None for every other device."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(device)[0]
@@ -41,7 +40,7 @@ def compute_capability(device: torch.device) -> int | None:
 
 @cache
 def flash_function(capability: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
-    """`flash_attn_with_kvcache` for a GPU of this major compute capability, or None if it is not installed.
+    """Return `flash_attn_with_kvcache` for a GPU of this major compute capability, or None if it is not installed.
 
     It takes `(B, S, H, D)`.
     """
@@ -71,12 +70,12 @@ def prefix_attention(
     softcap: float | None = None,
     host_lengths: tuple[int, ...] | None = None,
 ) -> AttentionState:
-    """N queries against the committed prefix; see reference.py. Nothing is read back.
+    """Attend N queries to the committed prefix; see reference.py. Nothing is read back.
 
-    Slots behind the prefix may hold any finite number, as those of a `SpeculativeCache` do: version 3 may load them
-    with the last tile and weigh them with 0.
+    Slots after the prefix may hold any finite number, as those of a `SpeculativeCache` do: version 3 may load them with
+    the last tile and weigh them with 0.
 
-    A window that hides something makes every node a batch row of its own, whose keys begin where its window does: the
+    A window that hides something makes every node a batch row of its own, whose keys begin where its window begins. The
     window is then read once per node.
     """
     if sliding_window is not None and positions is None:
@@ -90,8 +89,8 @@ def prefix_attention(
         or sliding_window is None
         or (host_lengths is not None and window_holds_all(sliding_window, max(host_lengths), nodes))
     ):
-        # The query heads of a key head are just more rows, as no query has a mask: version 2 would read the cache once
-        # per query head, but for a single query.
+        # No query has a mask, so the query heads of a key head are just more rows. Otherwise version 2 would read the
+        # cache once per query head, except for a single query.
         packed = query.reshape(query.shape[0], kv_heads, -1, query.shape[3]).transpose(1, 2)
         out, lse = call(packed, ends=lengths, may_be_empty=host_lengths is None or 0 in host_lengths)
         out = out.transpose(1, 2).unflatten(2, (-1, nodes)).flatten(1, 2)
@@ -115,13 +114,13 @@ def _attend(
     softcap: float | None,
     may_be_empty: bool = True,
 ) -> AttentionState:
-    """The call.
+    """Call flash-attn.
 
     Args:
         query (`torch.Tensor` of shape `(B, R, K, D)`, with `starts` `(B * N, R, K, D)`): Rows that see the same keys.
         key (`torch.Tensor` of shape `(B, K, S, D)`): The cache.
-        ends (`torch.LongTensor` of shape `(B,)` or `(B * N,)`): Rows see slots below this one.
-        starts (`torch.LongTensor` of shape `(B * N,)`, *optional*): And from this one on.
+        ends (`torch.LongTensor` of shape `(B,)` or `(B * N,)`): Rows see the slots below this one.
+        starts (`torch.LongTensor` of shape `(B * N,)`, *optional*): Rows see the slots from this one on.
 
     Returns:
         `(out, lse)` of shapes `(B or B * N, R, K, D)` and `(B or B * N, K, R)`.
@@ -158,7 +157,7 @@ def _function_for(device: torch.device) -> Callable[..., tuple[torch.Tensor, tor
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """`None`, or why flash-attn cannot take this kind of call: device, GPU, package, dtype or size."""
+    """Return None, or the reason why flash-attn cannot take this call: device, GPU, package, dtype or size."""
     capability = compute_capability(call.device)
     if capability is None:
         return f"device is {call.device.type}, expected an NVIDIA GPU"
@@ -188,8 +187,8 @@ def _last_stride_one(cached: torch.Tensor) -> torch.Tensor:
     return cached if cached.stride(3) == 1 else cached.contiguous()
 
 
-# No priority: it has never met the package it is written for, so nobody gets it without asking for it by name. Once it
-# has run, it belongs above torch and below Triton's backend, which also has the tree and the sizes it lacks.
+# No priority: it never ran with the real package, so it runs only for users who choose it by name. Once it has run, it
+# belongs above torch and below Triton's backend, which also has the tree and the sizes that flash-attn lacks.
 FLASH_BACKEND = register_backend(
     AttentionBackend(
         name="hf_longspec_fa",

@@ -1,10 +1,10 @@
 """The attention function that transformers calls, and its registration.
 
-`attn_implementation="hf_longspec"` takes the preferred backend for every call, `"hf_longspec_torch"`,
-`"hf_longspec_triton"` and `"hf_longspec_reference"` insist on one. With a context (`tree=`) the context computes.
-Without one this is ordinary attention: causal by itself when transformers hands over no mask, under the mask otherwise.
-Nothing is ever delegated to transformers' own implementations: eager has no causality of its own, sdpa has neither
-softcap nor sinks.
+`attn_implementation="hf_longspec"` uses the preferred backend for every call; `"hf_longspec_torch"`,
+`"hf_longspec_triton"`, `"hf_longspec_fa"` and `"hf_longspec_reference"` require one. With a context (`tree=`), the
+context computes (contexts.py). Without one this is ordinary attention: causal if transformers passes no mask, under the
+mask otherwise. No call is delegated to transformers' own implementations: eager has no causality of its own, and sdpa
+has neither softcap nor sinks.
 """
 
 from functools import partial
@@ -19,8 +19,8 @@ from .masks import WindowMask
 from .merge import AttentionState, merge_attention_states
 from .reference import REFERENCE_BACKEND
 from .registry import AttentionBackend, AttentionCall, select
-from .torch_sdpa import TORCH_BACKEND
-from .triton_backend import TRITON_BACKEND
+from .torch_backend import TORCH_BACKEND
+from .triton.backend import TRITON_BACKEND
 
 # Transformers treats names with "flash", "sdpa", "/" or "paged|" in them in its own way.
 AUTOMATIC = "hf_longspec"
@@ -49,7 +49,7 @@ def attention_forward(
     backend_name: str | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of one layer, with the signature of transformers' `AttentionInterface`.
+    """Compute the attention of one layer, with the signature of transformers' `AttentionInterface`.
 
     Args:
         module (`torch.nn.Module`): The attention layer: `layer_idx`, `is_causal` and `config` are read.
@@ -63,10 +63,9 @@ def attention_forward(
         sliding_window (`int`, *optional*): Window of the layer. A [`WindowMask`] brings its own.
         softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
         s_aux (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
-        tree (*optional*): [`TreeContext`], [`SparseContext`] or anything else with their `attend`.
-        trial (*optional*):
-            Is called with the arguments instead of a backend, and returns the output `(B, N, H, Dv)`.
-        backend_name (`str`, *optional*): Insist on this backend.
+        tree (*optional*): [`TreeContext`], [`SparseContext`] or any other object with their `attend`.
+        trial (*optional*): Called with the arguments instead of a backend; returns the output `(B, N, H, Dv)`.
+        backend_name (`str`, *optional*): Require this backend.
 
     Returns:
         `torch.Tensor` of shape `(B, N, H, Dv)`, contiguous, and None in place of the weights.
@@ -111,9 +110,9 @@ def _attend(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention without a context."""
+    """Compute attention without a context."""
     state: AttentionState
-    if mask is not None:  # the window is in it already: transformers' eager looks at nothing else either
+    if mask is not None:  # it includes the window: transformers' eager reads nothing else either
         state = backend.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
     elif causal:
         window = {"sliding_window": sliding_window}
@@ -169,7 +168,7 @@ def attention_mask(
 
 
 def register() -> None:
-    """Make the backends known to transformers under their names. Harmless to repeat."""
+    """Register the backends with transformers under their names. Repeating this is harmless."""
     own = (REFERENCE_BACKEND, TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
     for name in (None, *(backend.name for backend in own)):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))

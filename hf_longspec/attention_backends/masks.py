@@ -1,7 +1,8 @@
-"""Additive masks: added to the scores, -inf where a query does not see a key.
+"""Which keys a query sees: additive masks, and what lengths and windows say without a mask.
 
-`ExplicitMask` and `PositionMask` are masks of a whole call that are only ever computed for a block of its keys:
-`mask(start, stop)`. `WindowMask` is the boolean mask of a sliding window as a tensor without entries.
+An additive mask is added to the scores and is -inf where a query does not see a key. [`ExplicitMask`] and
+[`PositionMask`] are masks of a whole call. They are computed for one block of its keys at a time: `mask(start, stop)`.
+[`WindowMask`] is the boolean mask of a sliding window as a tensor without entries.
 """
 
 from collections.abc import Callable
@@ -9,19 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 KeyMask = Callable[[int, int], torch.Tensor]
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask that says the same as `mask`.
+    """Return `mask` as an additive mask.
 
     Args:
         mask (`torch.Tensor`): True where a query sees a key; or an additive mask already.
         dtype (`torch.dtype`): Floating point dtype of the result.
 
     Returns:
-        `torch.Tensor` of the same shape. The lowest number of a dtype, which transformers writes for "hidden", becomes
+        `torch.Tensor` of the same shape. The lowest number of a dtype, by which transformers hides keys, becomes
         -inf: a query whose keys are all hidden then gets 0 instead of the mean of all values.
     """
     if mask.dtype == torch.bool:
@@ -36,7 +38,7 @@ def prefix_mask(
     positions: torch.Tensor | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Which of the first `slots` slots N queries see of prefixes of `lengths` `(B,)`: `(B, N, slots)`."""
+    """Return which of the first `slots` slots N queries see of prefixes of `lengths` `(B,)`: `(B, N, slots)`."""
     places = torch.arange(slots, device=lengths.device)
     seen = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
     if sliding_window is None or positions is None:
@@ -92,15 +94,15 @@ class PositionMask:
 class WindowMask(torch.Tensor):
     """The causal mask of a sliding window, `(B, 1, N, S)`, for queries that are the last N of S positions.
 
-    It has the shape and the dtype of `torch.bool` of that mask and no memory of its own: an attention function reads
-    `sliding_window` and needs no entries. Whatever else is done with it is done with the whole mask.
+    It has the shape of that mask, the dtype `torch.bool` and no memory of its own: an attention function reads
+    `sliding_window` and needs no entries. Any other operation gets the whole mask.
     """
 
     sliding_window: int
 
     @classmethod
     def of(cls, batch_size: int, queries: int, keys: int, sliding_window: int, device: Any) -> "WindowMask":
-        """The mask of this shape on a device."""
+        """Return the mask of this shape on a device."""
         one = torch.zeros((), dtype=torch.bool, device=device)
         mask = one.expand(batch_size, 1, queries, keys).as_subclass(cls)
         mask.sliding_window = sliding_window
@@ -108,7 +110,7 @@ class WindowMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Properties are those of the stand-in, copies on a device stay one, everything else gets the entries."""
+        """Return properties and copies to a device without entries, and compute everything else with them."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ in _PROPERTIES:
@@ -120,12 +122,32 @@ class WindowMask(torch.Tensor):
             return func(*args, **kwargs)
 
     def entries(self) -> torch.Tensor:
-        """The boolean mask itself."""
+        """Return the boolean mask itself."""
         batch_size, _, queries, keys = self.shape
         positions = torch.arange(keys - queries, keys, device=self.device)[:, None]
         distance = positions - torch.arange(keys, device=self.device)
         return ((distance >= 0) & (distance < self.sliding_window)).expand(batch_size, 1, -1, -1)
 
 
-# What is asked of a tensor without reading it: attributes come as `__get__`.
+# Properties of a tensor that need no entries; attributes arrive as `__get__`.
 _PROPERTIES = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point", "get_device", "ndimension"}
+
+
+def shared_length(host_lengths: tuple[int, ...]) -> int | None:
+    """Return the length of all rows, or None if the rows have different lengths.
+
+    Inside a graph, several lengths that are passed one by one count as different. A comparison would compile into the
+    graph which of them happen to be equal.
+    """
+    first = host_lengths[0]
+    if torch.compiler.is_compiling():
+        return first if all(statically_known_true(length == first) for length in host_lengths) else None
+    return first if host_lengths.count(first) == len(host_lengths) else None
+
+
+def window_holds_all(sliding_window: int, longest: int, nodes: int) -> bool:
+    """Return whether a window hides no slot of a prefix of `longest` tokens from any of `nodes` nodes.
+
+    This holds if the deepest possible node, `nodes - 1` positions after the root, still sees slot 0.
+    """
+    return longest + nodes <= sliding_window

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, put together again.
+"""Merging attention over parts of the keys.
 
 Softmax over a union of key sets needs from each part only its output and the log of its denominator:
 
@@ -38,7 +38,7 @@ def merge_attention_states(parts: Sequence[AttentionState], sinks: torch.Tensor 
     for other_out, other_lse in others:
         # sigmoid(b - a) = exp(b) / (exp(a) + exp(b)); NaN from -inf - -inf, where neither part sees anything
         weight = (other_lse - lse).sigmoid_().nan_to_num_(0.0)
-        # float32: the parts are rounded already, a weight rounded to bfloat16 as well doubles the error
+        # float32: the parts are rounded already, and a weight rounded to bfloat16 as well would double the error
         out = torch.lerp(out.to(lse.dtype), other_out.to(lse.dtype), weight.unsqueeze(-1))
         lse = torch.logaddexp(lse, other_lse)
     if sinks is not None:
@@ -49,14 +49,14 @@ def merge_attention_states(parts: Sequence[AttentionState], sinks: torch.Tensor 
 
 
 def nothing_visible(query: torch.Tensor, value: torch.Tensor) -> AttentionState:
-    """The state of queries `(B, H, N, D)` that see no key: `out` 0 and `lse` -inf. Merging it changes nothing."""
+    """Return the state of queries `(B, H, N, D)` that see no key: `out` 0, `lse` -inf. Merging it changes nothing."""
     shape = query.shape[:3]
     lse = query.new_full(shape, -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
     return value.new_zeros((*shape, value.shape[3])), lse
 
 
 def concatenate(states: Sequence[AttentionState], dim: int) -> AttentionState:
-    """States of different rows (`dim` 0) or queries (`dim` 2) as one."""
+    """Concatenate states of different rows (`dim` 0) or queries (`dim` 2)."""
     if len(states) == 1:
         return states[0]
     return torch.cat([out for out, _ in states], dim=dim), torch.cat([lse for _, lse in states], dim=dim)

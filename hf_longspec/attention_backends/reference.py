@@ -1,12 +1,12 @@
-"""The definition of every attention function in this room, written to be read.
+"""The definition of every attention function of a backend, written to be read.
 
-Every backend has these four functions with these signatures and must agree with them. All of them return
+Every backend has these four functions with these signatures and must return the same results. They all return
 
     out[b, h, n] = sum_j softmax_j(score) v_j        lse[b, h, n] = log sum_j exp(score_j)        (natural logarithm)
     score_j = softcap(scaling * q.k_j), over the keys j that query n may see
 
 and `out` 0, `lse` -inf for a query that sees nothing. Keys and values that no query sees may hold anything, NaN
-included: in a preallocated cache the slots behind the prefix do. Query head h reads key/value head h // (H // K).
+included: in a preallocated cache the slots after the prefix do. Query head h reads key/value head h // (H // K).
 
 B batch, S key slots, N queries, M tree keys, H query heads, K key/value heads, D and Dv sizes of a key and a value.
 """
@@ -28,7 +28,7 @@ def prefix_attention(
     softcap: float | None = None,
     host_lengths: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """N queries against the committed prefix: all of them see the key slots below `lengths[b]`.
+    """Attend N queries to the committed prefix: all of them see the key slots below `lengths[b]`.
 
     Args:
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
@@ -41,7 +41,7 @@ def prefix_attention(
         sliding_window (`int`, *optional*): Query n sees slot j only if `positions[b, n] - j < sliding_window`.
         softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
         host_lengths (`tuple[int, ...]`, *optional*):
-            The numbers in `lengths`, for backends that slice by them: saves reading them back from the device.
+            The numbers in `lengths`, so that backends which slice by them need not read them from the device.
 
     Returns:
         `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
@@ -67,7 +67,7 @@ def tree_attention(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """N queries against M keys under an explicit mask.
+    """Attend N queries to M keys under an explicit mask.
 
     Args:
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
@@ -110,15 +110,15 @@ def sparse_attention(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """N queries against chosen key slots.
+    """Attend N queries to chosen key slots.
 
     Args:
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
         key (`torch.Tensor` of shape `(B, K, S, D)`): Keys.
         value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
         indices (`torch.LongTensor` of shape `(B, K, T)` or `(B, 1, T)`):
-            Slots, per key/value head or the same for all. Those past `counts` must be valid slots but count for
-            nothing.
+            Slots, per key/value head or the same for all. Those from `counts[b]` on must be valid slots, and are
+            not used.
         counts (`torch.LongTensor` of shape `(B,)`): How many of the T slots are used.
         scaling (`float`): Factor of the scores.
         softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
@@ -142,7 +142,7 @@ def causal_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last N of S positions against all S, causally: query n is position `S - N + n`.
+    """Attend the last N of S positions to all S, causally: query n is position `S - N + n`.
 
     Args:
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries, N <= S.
@@ -164,7 +164,7 @@ def causal_attention(
 
 
 def why_not(call: AttentionCall) -> str | None:
-    """The reference accepts every call."""
+    """Return None: the reference accepts every call."""
     return None
 
 

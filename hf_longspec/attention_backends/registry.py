@@ -1,8 +1,8 @@
 """The attention backends of this package, and the choice among them.
 
-A backend is four functions with the signatures of `reference.py` and a `why_not` that answers, for one kind of call,
-`None` ("I can") or the reason why not. `select` takes the preferred backend that accepts; when none does, its error
-repeats every reason.
+A backend is four functions with the signatures of `reference.py` and a `why_not`, which returns `None` for a call that
+the backend can compute and the reason for any other. `select` returns the preferred backend that accepts; if none
+does, its error lists every reason.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,10 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class AttentionCall(NamedTuple):
-    """What a backend has to know to accept or refuse. Hashable, equal for every step of one layer.
+    """The properties by which a backend accepts or refuses a call. Hashable, and equal for every step of one layer.
 
     Args:
-        device (`torch.device`): Device of the tensors. Asking it for its type takes longer than all of `select`.
+        device (`torch.device`): Device of the tensors. Reading its type takes longer than all of `select`.
         dtype (`torch.dtype`): Dtype of query, key and value.
         head_dim (`int`): Size of a query and a key vector.
         value_dim (`int`): Size of a value vector.
@@ -41,18 +41,18 @@ class AttentionBackend:
     """Four attention functions with one name.
 
     Args:
-        name (`str`): Name under which users ask for it: `attn_implementation=name`.
-        prefix_attention (`Callable`): N queries against the first `lengths[b]` key slots.
-        tree_attention (`Callable`): N queries against M keys under an explicit mask.
-        sparse_attention (`Callable`): N queries against chosen key slots.
-        causal_attention (`Callable`): The last N of L positions against all L, causally.
-        why_not (`Callable`): Takes an `AttentionCall`; returns `None` or the reason for refusing it.
+        name (`str`): Name by which users choose it: `attn_implementation=name`.
+        prefix_attention (`Callable`): Attends N queries to the first `lengths[b]` key slots.
+        tree_attention (`Callable`): Attends N queries to M keys under an explicit mask.
+        sparse_attention (`Callable`): Attends N queries to chosen key slots.
+        causal_attention (`Callable`): Attends the last N of S positions to all S, causally.
+        why_not (`Callable`): Returns `None` for an `AttentionCall` it accepts, or the reason for refusing.
         hybrid_attention (`Callable`, *optional*):
-            Prefix, tree and merge in one, for the calls where this is faster; see torch_hybrid.py. Returns `None` for
+            Prefix, tree and merge in one, for the calls where this is faster; see torch_fused.py. Returns `None` for
             the others.
         scored_attention (`Callable`, *optional*):
-            Prefix, tree, merge and the scores of two nodes in one pass over the keys; see triton_backend.py. Returns
-            `None` for calls whose scores it cannot write.
+            Prefix, tree, merge and the scores of two nodes in one pass over the keys; see triton/backend.py.
+            Returns `None` for calls whose scores it cannot write.
     """
 
     name: str
@@ -76,8 +76,8 @@ def register_backend(backend: AttentionBackend, priority: int | None = None) -> 
     Args:
         backend ([`AttentionBackend`]): The backend.
         priority (`int`, *optional*):
-            Among the backends that accept a call, the highest priority runs. Without one, the backend runs only for
-            users who ask for it by name.
+            Among the backends that accept a call, the one with the highest priority runs. Without a priority, the
+            backend runs only for users who choose it by name.
 
     Raises:
         ValueError: If another backend has this name.
@@ -90,26 +90,26 @@ def register_backend(backend: AttentionBackend, priority: int | None = None) -> 
 
 
 def backend_names() -> list[str]:
-    """Names of the registered backends, the preferred one first, those that run only by name last."""
+    """Return the names of the registered backends: the preferred one first, those that run only by name last."""
     return sorted(_backends, key=lambda name: -1 if (rank := _priorities[name]) is None else rank, reverse=True)
 
 
 def why_not(name: str, call: AttentionCall) -> str | None:
-    """The reason of backend `name` for refusing a call; `None` if it accepts."""
+    """Return the reason of backend `name` for refusing a call; `None` if it accepts."""
     return _backends[name].why_not(call)
 
 
 def select(call: AttentionCall, name: str | None = None) -> AttentionBackend:
-    """The backend for this kind of call.
+    """Return the backend for this kind of call.
 
     Args:
         call ([`AttentionCall`]): Device, dtype, sizes and features of the call.
-        name (`str`, *optional*): Take this backend or fail. By default the preferred one that accepts.
+        name (`str`, *optional*): Require this backend. By default, the preferred one that accepts.
 
     Raises:
         ValueError: If no backend accepts the call; the message lists every candidate with its reason.
     """
-    if torch.compiler.is_compiling():  # once per graph, which needs no memory of other calls
+    if torch.compiler.is_compiling():  # once per graph, which needs no cache of other calls
         return _choose(call, name)
     # once per layer and step: a dictionary look-up, 0.3 microseconds
     backend = _selected.get((call, name))

@@ -1,31 +1,66 @@
 """Which prefix entries mattered to a verification: scores collected while the full attention runs.
 
 SpecAttn (Vegas in its later version, https://huggingface.co/papers/2602.07223), Eq. 3: the score of entry i in a layer
-is the mean over some query rows and over all heads of q . k_i. That is linear in q, so the queries of the wanted rows
-are summed first and one product per KV head gives the score; no logits of single heads or rows are written.
+is the mean over some query rows and over all heads of q . k_i. That is linear in q. So the queries of the wanted rows
+are summed first, one product per KV head gives the score, and no logits of single heads or rows are written.
+
+Scores come from one of three places:
+
+- attention itself, while it reads the keys: a backend with `scored_attention` writes the products of node 0 and of the
+  last node with every key, as [`ScoreRows`] describes;
+- a second pass over the keys: [`ScoreCapture`], for all other backends, rows and scores;
+- a pass after the step, once the accepted node is known: [`QueryCapture`] keeps the queries until then.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from .score_rows import ScoreRows, boundary_rows
-
-ROWS = ("two_rows", "all_rows", "each_row")
-SCORES = ("logits", "weights", "quest")
 GRANULARITIES = ("layer", "kv_head")
 QUEST_PAGE = 16
 # Keys cast at a time on a CPU: 4 MB in float32, which stays in its cache.
 CAST_BLOCK = 2**20
 
 
+class ScoreRows(NamedTuple):
+    """Which scores a backend writes while it attends. Hashable, and the same for every step of a drafter.
+
+    Args:
+        weights (`bool`): Attention probabilities; otherwise the sums of `q . k`.
+        per_layer (`bool`): One score for all KV heads of a layer, rather than one each.
+        skipped_layers (`frozenset[int]`): Layers without scores.
+    """
+
+    weights: bool
+    per_layer: bool
+    skipped_layers: frozenset[int]
+
+    def of_entries(self, scores: torch.Tensor, lse: torch.Tensor, last_node: torch.Tensor) -> torch.Tensor:
+        """Reduce to one score per entry and head, or per entry.
+
+        Args:
+            scores (`torch.Tensor` of shape `(B, K, S)`, with `weights` `(B, K, 2, G, S)`): Output of the backend.
+            lse (`torch.Tensor` of shape `(B, H, N)`): Log-sum-exp of all attention.
+            last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
+
+        Returns:
+            `torch.Tensor` of shape `(B, 1 or K, S)`.
+        """
+        if self.weights:
+            grouped = lse.unflatten(1, (scores.shape[1], -1))[..., None]  # [B, K, G, N, 1]
+            # in place: with a copy for every operation these are the largest tensors of a step
+            scores = scores.sub_(boundary_rows(grouped, last_node).transpose(2, 3)).exp_().sum((2, 3))
+        return scores.sum(1, keepdim=True) if self.per_layer else scores
+
+
 @dataclass
 class ScoreCapture:
-    """Collects, per layer, one score for every committed entry.
+    """Collects, per layer, one score for every committed entry: the capture of a [`TreeContext`].
 
-    The capture of a [`TreeContext`]. From a backend that writes scores while it attends it takes those
-    (`score_rows`, `keep_scores`); from others it computes them from queries and keys (`collect`).
+    A backend that writes scores while it attends delivers them (`score_rows`, `keep_scores`). For other backends they
+    are computed from queries and keys (`collect`).
 
     Args:
         last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
@@ -38,7 +73,7 @@ class ScoreCapture:
         sum_ranks (`Callable`, *optional*): Where the heads of a layer are divided among processes: sums a tensor over
             them. Scores per KV head stay where their head is.
         scores (`dict[int, torch.Tensor]`): Filled by the forward: `(B, 1 or K, S)` per layer, with `each_row`
-            `(B, 1 or K, N, S)`; S is the longest prefix, entries beyond a row's own prefix are junk.
+            `(B, 1 or K, N, S)`. S is the longest prefix; entries after a row's own prefix are arbitrary.
     """
 
     last_node: torch.Tensor
@@ -51,7 +86,7 @@ class ScoreCapture:
 
     @property
     def score_rows(self) -> ScoreRows | None:
-        """What a backend may write in place of `collect`; None for scores that take a pass of their own."""
+        """What a backend may write in place of `collect`; None for scores that need a pass of their own."""
         if self.rows != "two_rows" or self.score == "quest":
             return None
         return ScoreRows(self.score == "weights", self.granularity == "layer", self.skipped_layers)
@@ -90,7 +125,7 @@ class ScoreCapture:
         self._keep(layer_idx, scores if self.rows == "each_row" else scores.squeeze(2))
 
     def of_node(self, layer_idx: int, row: int, node: torch.Tensor, length: int) -> torch.Tensor:
-        """With `each_row`: scores `(1 or K, length)` of a row's first entries by one node, given as `(1,)`."""
+        """With `each_row`: return `(1 or K, length)`, scores of a row's first entries by one node, given as `(1,)`."""
         scores = self.scores[layer_idx][row]
         return scores.index_select(1, node.to(scores.device)).squeeze(1)[:, :length]
 
@@ -100,7 +135,7 @@ class ScoreCapture:
         self.scores[layer_idx] = scores
 
     def _sum_of_rows(self, values: torch.Tensor) -> torch.Tensor:
-        """`(B, K, G, N, X)` to `(B, K, G, R, X)`: the rows that count summed up, or all of them apart."""
+        """Reduce `(B, K, G, N, X)` to `(B, K, G, R, X)`: the rows that count are summed, or all of them stay apart."""
         if self.rows == "each_row":
             return values
         if self.rows == "all_rows":
@@ -129,7 +164,7 @@ class ScoreCapture:
         return self._sum_of_rows(weights).sum(2)
 
     def _quest(self, grouped: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-        """Sum over heads and rows of the highest logit that any key inside the page's bounds could have."""
+        """Sum over heads and rows the highest logit that any key inside the page's bounds could have."""
         length = prefix.shape[2]
         pages = torch.arange(length, device=prefix.device) // QUEST_PAGE
         shape = (*prefix.shape[:2], (length + QUEST_PAGE - 1) // QUEST_PAGE, prefix.shape[3])
@@ -142,13 +177,58 @@ class ScoreCapture:
         return bounds.index_select(-1, pages)
 
 
-def _emulated(keys: torch.Tensor) -> bool:
-    """Whether products in the keys' dtype are slower than casts: half types on x86 processors without AVX-512."""
-    return keys.device.type == "cpu" and keys.itemsize < 4 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+@dataclass
+class QueryCapture:
+    """Collects every layer's queries, and views of its keys, until the accepted node is known.
+
+    The capture of a [`TreeContext`], like [`ScoreCapture`]. That one with `each_row` would compute and store N scores
+    per entry, of which one is used. Only for layers that attend to their cache itself: keys that are made for the call,
+    as under MLA, would be kept alive.
+
+    Args:
+        skipped_layers (`frozenset[int]`): Layers without scores.
+        seen (`dict[int, tuple[torch.Tensor, torch.Tensor]]`): Filled by the forward: per layer the queries
+            `(B, H, N, D)` and the keys `(B, K, S, D)`.
+    """
+
+    skipped_layers: frozenset[int] = frozenset()
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def collect(self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, **where: Any) -> None:
+        """Keep the queries and keys of one layer."""
+        if layer_idx not in self.skipped_layers:
+            self.seen[layer_idx] = query, key
+
+    def of_node(self, layer_idx: int, row: int, node: torch.Tensor, length: int) -> torch.Tensor:
+        """Return scores of the first `length` entries of a row by the query of one node.
+
+        The score of an entry is the sum of `q . k` over the query heads that share a KV head: TokenSwift, Eq. 2
+        (https://huggingface.co/papers/2502.18890).
+
+        Args:
+            node (`torch.LongTensor` of shape `(1,)`): On any device.
+
+        Returns:
+            `torch.Tensor` of shape `(K, length)`, float32.
+        """
+        query, key = self.seen[layer_idx]
+        queries = query[row].index_select(1, node.to(query.device)).float()  # [H, 1, D]
+        summed = queries.unflatten(0, (key.shape[1], -1)).sum(1)
+        return key_products(summed[None], key[row : row + 1, :, :length])[0, :, 0]
+
+
+def boundary_rows(values: torch.Tensor, last_node: torch.Tensor) -> torch.Tensor:
+    """Select node 0 and the last node: `(B, K, G, 2, X)` of `(B, K, G, N, X)`.
+
+    A lone node counts twice, which ranks as if it counted once.
+    """
+    batch = torch.arange(values.shape[0], device=values.device)
+    last = values[batch, :, :, last_node.to(values.device)]
+    return torch.stack([values[:, :, :, 0], last], 3)
 
 
 def key_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """`q . k` in float32, of `(B, K, R, D)` and `(B, K, S, D)`: `(B, K, R, S)`."""
+    """Return `q . k` in float32, of `(B, K, R, D)` and `(B, K, S, D)`: `(B, K, R, S)`."""
     queries, length = queries.float(), keys.shape[2]
     if keys.dtype == torch.float32 or keys.device.type != "cpu" or keys.numel() <= CAST_BLOCK:
         return queries @ keys.float().transpose(2, 3)
@@ -160,3 +240,8 @@ def key_products(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         block = slice(start, start + step)
         products[..., block] = queries @ keys[:, :, block].float().transpose(2, 3)
     return products
+
+
+def _emulated(keys: torch.Tensor) -> bool:
+    """Return whether products in the keys' dtype are slower than casts: half types on x86 without AVX-512."""
+    return keys.device.type == "cpu" and keys.itemsize < 4 and torch.backends.cpu.get_cpu_capability() == "AVX2"

@@ -1,8 +1,8 @@
-"""One call of torch's fused attention op, with its log-sum-exp and without its traps.
+"""Torch's fused attention op: its log-sum-exp, its traps, packed heads, and hybrid tree attention in one or two calls.
 
 On CPU the op is `_scaled_dot_product_flash_attention_for_cpu`, on CUDA `_scaled_dot_product_flash_attention`. The CUDA
-call is written from the documented signature and has never been run. What the CPU op does when it is left alone (torch
-2.13, each pinned in tests/attention_backends/test_torch_fused.py):
+call is written from the documented signature and has never been run. Without the guards below, the CPU op does the
+following (torch 2.13; tests/attention_backends/test_torch_fused.py has a test for each line):
 
     no keys or no queries          the process dies of SIGFPE
     last stride other than 1       wrong numbers, no error
@@ -10,12 +10,18 @@ call is written from the documented signature and has never been run. What the C
     boolean mask                   refused
     value size other than D        refused
     is_causal with N < M           top-left aligned: query n sees the first n + 1 keys
+
+Packed heads: the G = H // K query heads that share a key/value head become G * N rows of one head. The op then reads
+every key once instead of G times, and a single query per step is a small matrix instead of G vectors.
 """
+
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from .merge import AttentionState, nothing_visible
+from .masks import PositionMask, additive_mask, shared_length, window_holds_all
+from .merge import AttentionState, merge_attention_states, nothing_visible
 
 # The op itself, not torch.ops.aten: the same function costs 3 microseconds less per call through the C binding.
 _flash_cpu = torch._scaled_dot_product_flash_attention_for_cpu
@@ -28,9 +34,89 @@ FLASH_CUDA_MAX_SIZE = 256
 REARRANGED_QUERIES = 64
 REARRANGED_BYTES = 16 * 2**20
 
+# The CPU op works on 32 rows at a time. A lone row among the last 32 becomes a matrix-vector product, which in bfloat16
+# takes 3 times as long as two rows do (2,154 against 624 microseconds: 4,096 keys, 2 heads, D=128, AMD EPYC with AVX2);
+# three rows take 1.5 times as long as four. A copy of the first row is added then. Index: whether it is float32.
+SLOW_TAILS = ((1, 3), (3,))
+
+# Up to this many keys, hybrid attention is one call with a mask. One masked call against two calls and a merge, 5
+# nodes, H=8, K=2, D=32, float32: 146 against 168 microseconds at 1,024 keys, 456 against 461 at 4,096, 2,151 against
+# 1,985 at 16,384.
+DENSE_KEYS = 4096
+
+
+def hybrid_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    host_lengths: tuple[int, ...] | None,
+    memo: dict[Any, Any],
+) -> AttentionState | None:
+    """Attend N staged nodes to the prefix and to each other, in as few calls as possible.
+
+    On a small model the number of calls is what a step costs. Up to `DENSE_KEYS` keys, prefix and tree are one call
+    with a mask. Beyond, the prefix is a call of its own without a mask. A mask is built once per step.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the nodes.
+        key (`torch.Tensor` of shape `(B, K, S, D)`): Prefix in the slots below `lengths[b]`, nodes from there on.
+        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
+        mask (`torch.BoolTensor` of shape `(B, N, N)`): Tree mask, the window included.
+        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions, at least `lengths`.
+        scaling (`float`): Factor of the scores.
+        sliding_window (`int`, *optional*): Window in positions.
+        softcap (`float`, *optional*): Softcap of the scores.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
+        lengths (`torch.LongTensor` of shape `(B,)`, *optional*): Prefix lengths, for backends that do not read them.
+        host_lengths (`tuple[int, ...]`, *optional*): Prefix lengths.
+        memo (`dict`): Kept for the layers of one step.
+
+    Returns:
+        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`, with the sinks. None if the parts have to be computed
+        one by one: with a softcap, unequal or unknown lengths, another device, or a window that hides part of a long
+        prefix.
+    """
+    if host_lengths is None:
+        return None
+    length, nodes = shared_length(host_lengths), mask.shape[-1]
+    if softcap is not None or length is None or not query.is_cpu:
+        return None
+    start = 0 if sliding_window is None else max(0, length - sliding_window + 1)
+    dense = length + nodes - start <= DENSE_KEYS
+    unmasked = sliding_window is None or window_holds_all(sliding_window, length, nodes)
+    if not dense and not unmasked:
+        return None
+    kv_heads = key.shape[1]
+    name = ("torch_hybrid", start, dense, sliding_window, query.dtype, query.shape[1] // kv_heads)
+    packed_mask = memo.get(name)
+    if packed_mask is None:
+        additive = additive_mask(mask, query.dtype)
+        if dense:
+            edge = PositionMask(positions, start, sliding_window, causal=False, dtype=query.dtype)(0, length - start)
+            additive = torch.cat([edge[:, 0], additive], dim=-1)
+        packed_mask = memo[name] = pack_mask(additive, query, kv_heads)
+    packed = pack(query, kv_heads)
+    first = start if dense else length
+    own = one_head(key, first, length + nodes), one_head(value, first, length + nodes)
+    # a node sees itself: no row of the mask hides everything
+    state = fused_attention(packed, *own, packed_mask, scaling=scaling, hides_all=False)
+    if not dense:
+        before = one_head(key, 0, length), one_head(value, 0, length)
+        state = merge_attention_states([fused_attention(packed, *before, scaling=scaling), state])
+    state = unpack(state, query.shape)
+    return state if sinks is None else merge_attention_states([state], sinks)
+
 
 def can_fuse(query: torch.Tensor, value: torch.Tensor, masked: bool = False) -> bool:
-    """Whether `fused_attention` takes this query and value, with a mask if `masked`."""
+    """Return whether `fused_attention` takes this query and value, with a mask if `masked`."""
     if query.is_cpu:
         return True
     size = max(query.shape[3], value.shape[3])
@@ -48,7 +134,7 @@ def fused_attention(
     is_causal: bool = False,
     hides_all: bool = True,
 ) -> AttentionState:
-    """Attention of all queries to all keys, or to those an additive mask leaves.
+    """Attend all queries to all keys, or to those an additive mask leaves, in one call of the op.
 
     Args:
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
@@ -87,7 +173,7 @@ def _flash_in_parts(
     is_causal: bool,
     scaling: float,
 ) -> AttentionState:
-    """The CPU op over as many batch rows at a time as it can rearrange without fresh memory; mostly all of them."""
+    """Call the CPU op for as many batch rows at a time as it can rearrange without fresh memory; mostly for all."""
     rows = rows_at_once(query, key)
     if rows >= query.shape[0]:
         return _flash_cpu(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scaling)
@@ -100,7 +186,61 @@ def _flash_in_parts(
 
 
 def rows_at_once(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Batch rows of one call of the CPU op."""
+    """Return the number of batch rows of one call of the CPU op."""
     if query.shape[2] < REARRANGED_QUERIES or query.element_size() != 2 or torch.compiler.is_compiling():
         return query.shape[0]
     return max(1, REARRANGED_BYTES // (2 * key.element_size() * key[0].numel()))
+
+
+def pack(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Reshape queries `(B, H, N, D)` to `(B * K, 1, rows, D)`; row g * N + n is query n of head g of its group."""
+    batch, heads, nodes, size = query.shape
+    rows = heads // kv_heads * nodes
+    packed = query.reshape(batch * kv_heads, 1, rows, size)
+    return torch.cat([packed, packed[:, :, :1]], dim=2) if _is_slow(rows, query) else packed
+
+
+def pack_mask(mask: torch.Tensor, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Reshape the additive mask `(B, N, M)` of queries `(B, H, N, D)` to `(B * K or 1, 1, rows, M)`, as `pack` does."""
+    packed = mask.repeat(1, query.shape[1] // kv_heads, 1)[:, None]
+    if _is_slow(packed.shape[2], query):
+        packed = torch.cat([packed, packed[:, :, :1]], dim=2)
+    return packed if packed.shape[0] == 1 else packed.repeat_interleave(kv_heads, dim=0)
+
+
+def one_head(cached: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return slots `start` to `stop` of keys or values `(B, K, S, D)`, as `(B * K, 1, stop - start, D)`.
+
+    The op writes `(batch, rows, heads, D)`. With one head per batch row this is `(B, H, N, D)` in memory, and nothing
+    has to be copied to unpack it.
+
+    Raises:
+        ValueError: If there are fewer slots.
+    """
+    batch, heads, slots, size = cached.shape
+    if stop > slots:
+        raise ValueError(
+            f"slots {start} to {stop} were asked for, but the buffer has {slots}. Pass the whole buffer of the cache."
+        )
+    of_batch, of_head, of_slot, of_number = cached.stride()
+    one_buffer = batch == 1 or of_batch == heads * of_head
+    if not one_buffer or torch.compiler.is_compiling():
+        return cached[:, :, start:stop].reshape(batch * heads, 1, stop - start, size)
+    # One op instead of narrow and reshape: 4 microseconds per layer and buffer
+    shape, strides = (batch * heads, 1, stop - start, size), (of_head, of_head, of_slot, of_number)
+    return cached.as_strided(shape, strides, cached.storage_offset() + start * of_slot)
+
+
+def unpack(state: AttentionState, shape: torch.Size) -> AttentionState:
+    """Undo `pack` for a result: `(B, H, N, Dv)` and `(B, H, N)` for queries of `shape` `(B, H, N, D)`."""
+    out, lse = state
+    batch, heads, nodes, _ = shape
+    rows = batch * heads * nodes // out.shape[0]
+    if rows != out.shape[2]:
+        out, lse = out[:, :, :rows].contiguous(), lse[:, :, :rows]
+    return out.reshape(batch, heads, nodes, out.shape[3]), lse.reshape(batch, heads, nodes)
+
+
+def _is_slow(rows: int, query: torch.Tensor) -> bool:
+    """Return whether one row more is faster."""
+    return rows & 31 in SLOW_TAILS[query.dtype == torch.float32] and query.is_cpu

@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..attention_backends.merge import AttentionState, merge_attention_states
-from ..attention_backends.torch_packed import one_head, pack, unpack
-from ..attention_backends.torch_sdpa import tree_attention
+from ..attention_backends.torch_backend import tree_attention
+from ..attention_backends.torch_fused import one_head, pack, unpack
 from .gpu_device import Skip
 from .gpu_inputs import DeviceAttention
 from .verification_inputs import Layer

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from ..attention_backends.hybrid_tree import TreeContext
+from ..attention_backends.contexts import TreeContext
 from ..attention_backends.merge import AttentionState, merge_attention_states
 from ..attention_backends.reference import prefix_attention, tree_attention
 from ..attention_backends.registry import AttentionBackend

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..attention_backends.hybrid_tree import TreeContext
+from ..attention_backends.contexts import TreeContext
 from ..attention_backends.interface import attention_forward
 from ..attention_backends.merge import merge_attention_states
 from ..attention_backends.reference import prefix_attention, tree_attention

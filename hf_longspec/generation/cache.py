@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
-from ..attention_backends.triton_commit import can_move, move_nodes
+from ..attention_backends.triton.commit import can_move, move_nodes
 from .cache_layer import SpeculativeLayer
 from .row_lengths import RowLengths
 

@@ -3,7 +3,7 @@
 import torch
 from transformers.cache_utils import Cache
 
-from ..attention_backends.sparse import SparseContext
+from ..attention_backends.contexts import SparseContext
 from .cache import SpeculativeCache
 from .cache_layer import SpeculativeLayer
 from .row_lengths import RowLengths

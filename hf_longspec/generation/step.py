@@ -10,10 +10,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from ..attention_backends.hybrid_tree import TreeContext
-from ..attention_backends.score_rows import ScoreRows
-from ..attention_backends.sparse import SparseContext
-from ..attention_backends.step_context import CallCounter
+from ..attention_backends.contexts import CallCounter, SparseContext, TreeContext
+from ..attention_backends.scores import ScoreRows
 from .captured import CapturedRunner
 from .compiled import CompiledRunner, end_of_prefixes, known_lengths
 from .final_norm import with_final_norm_input

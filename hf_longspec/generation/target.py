@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention_backends.beside import name_beside
-from ..attention_backends.hybrid_tree import TreeContext
+from ..attention_backends.contexts import TreeContext
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention_backends.training import shifted_attention, windowed_attention
+from ..attention_backends.differentiable import shifted_attention, windowed_attention
 from ..generation.drafters.base import Binding, Drafter
 from ..generation.drafters.longspec import LongSpecDrafter
 from ..generation.target import TargetView

@@ -1,13 +1,20 @@
-"""What the attention tests compare with, and how wrong a result may be.
+"""Inputs of the attention tests, what their results are compared with, and how wrong a result may be.
 
 `double_loop` shares nothing with the package: Python floats, one query and one key at a time. `plain_attention` is what
-a user would write in torch; its error in the dtype under test is the budget.
+a user would write in torch; its error in the dtype under test is the budget. Unused slots of a cache hold NaN.
 """
 
 import math
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.contexts import TreeContext
+from hf_longspec.attention_backends.merge import merge_attention_states
+
+# Factor of the scores of `tree_case`.
+SCALING = 0.3
 
 # Relative L2 error in float32: a fused op with another order of summation differs by this much from the plain one.
 FLOAT32_ERROR = 2e-6
@@ -108,3 +115,85 @@ def random_tree(batch, nodes, generator, depth=8):
             mask[b, node] |= mask[b, parent]
             depths[b, node] = depths[b, parent] + 1
     return mask, depths
+
+
+def tensors(batch, kv_heads, groups, nodes, slots, size, dtype, value_size=None, seed=0):
+    """Queries, keys and values; the queries come transposed, as from a model."""
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(batch, nodes, kv_heads * groups, size, generator=generator).transpose(1, 2)
+    key = torch.randn(batch, kv_heads, slots, size, generator=generator)
+    value = torch.randn(batch, kv_heads, slots, value_size or size, generator=generator)
+    return tuple(x.to(dtype) for x in (query, key, value))
+
+
+def double(*xs):
+    return tuple(x.double() for x in xs)
+
+
+def prefix_case(nodes, groups, size, lengths, window, dtype, softcap=None, value_size=None):
+    """Queries, keys, values, lengths and options of `prefix_attention`, its exact state, and the plain output."""
+    query, key, value = tensors(len(lengths), 2, groups, nodes, max(lengths) + nodes, size, dtype, value_size)
+    for b, length in enumerate(lengths):
+        key[b, :, length:], value[b, :, length:] = torch.nan, torch.nan
+    lengths = torch.tensor(lengths)
+    ahead = torch.randint(-1, nodes, (len(lengths), nodes), generator=torch.Generator().manual_seed(nodes))
+    positions = lengths[:, None] + ahead
+    options = {"scaling": size**-0.5, "positions": positions, "sliding_window": window, "softcap": softcap}
+    exact = reference.prefix_attention(*double(query, key, value), lengths, **options)
+    visible = torch.arange(key.shape[2]) < lengths[:, None, None]
+    if window is not None:
+        visible = visible & (positions[..., None] - torch.arange(key.shape[2]) < window)
+    visible = visible.expand(-1, nodes, -1)[:, None]
+    plain = plain_attention(query, key, value, visible, scaling=size**-0.5, softcap=softcap)
+    return query, key, value, lengths, options, exact, plain
+
+
+class Capture:
+    """Keeps what a context passes to its capture."""
+
+    def __init__(self):
+        self.collected = []
+
+    def collect(self, layer_idx, query, key, lse, **options):
+        self.collected.append((layer_idx, query, key, lse, options))
+
+
+def tree_case(lengths, nodes, kv_heads=2, groups=3, size=16, value_size=16, dtype=torch.float32, seed=0):
+    """A context, the queries of its nodes, and a cache with NaN after them."""
+    generator = torch.Generator().manual_seed(seed)
+    mask, depths = random_tree(len(lengths), nodes, generator)
+    context = TreeContext(torch.tensor(lengths), lengths, depths, mask)
+    query = torch.randn(len(lengths), nodes, kv_heads * groups, size, generator=generator).transpose(1, 2)
+    # Scores of at most unit variance, as a model's: the lse is held to an absolute error, whatever its size
+    query = query * min(1.0, 1 / (SCALING * size**0.5))
+    slots = max(lengths) + nodes + 5
+    key = torch.randn(len(lengths), kv_heads, slots, size, generator=generator)
+    value = torch.randn(len(lengths), kv_heads, slots, value_size, generator=generator)
+    for b, length in enumerate(lengths):
+        key[b, :, length + nodes :] = torch.nan
+        value[b, :, length + nodes :] = torch.nan
+    return context, query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def visible_slots(context, slots, window):
+    """`(B, 1, N, slots)`: the prefix and the path of every node, as far as the window reaches."""
+    batch, nodes = context.depths.shape
+    visible = torch.zeros(batch, 1, nodes, slots, dtype=torch.bool)
+    for b, length in enumerate(context.host_lengths):
+        for n in range(nodes):
+            position = length + int(context.depths[b, n])
+            seen = [(j, j) for j in range(length)]
+            seen += [(length + m, length + int(context.depths[b, m])) for m in range(nodes) if context.mask[b, n, m]]
+            for slot, key_position in seen:
+                visible[b, 0, n, slot] = window is None or position - key_position < window
+    return visible
+
+
+def expected_tree(context, query, key, value, window, softcap, sinks):
+    """The exact state of a `tree_case`, and the plain output in its dtype."""
+    visible = visible_slots(context, key.shape[2], window)
+    options = {"scaling": SCALING, "softcap": softcap}
+    exact = reference.tree_attention(query.double(), key.double(), value.double(), visible, **options)
+    exact = merge_attention_states([exact], None if sinks is None else sinks.double())
+    plain = plain_attention(query, key, value, visible, **options)
+    return exact, plain

@@ -6,15 +6,15 @@ arguments, other dtypes and layouts. What they return where a row has no keys is
 
 import copy
 import sys
-from itertools import cycle, product
+from itertools import product
 from types import ModuleType
 
 import pytest
 import torch
 
 from hf_longspec.attention_backends import flash, reference, registry
+from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.flash import FLASH_BACKEND, compute_capability
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
 from hf_longspec.attention_backends.interface import register
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.generation.cache import SpeculativeCache
@@ -28,6 +28,7 @@ from tests.attention_backends.oracle import (
     random_tree,
     relative_error,
 )
+from tests.pairwise import pairwise
 
 HALVES = (torch.float16, torch.bfloat16)
 CALL = AttentionCall(torch.device("cpu"), torch.float16, 64, 64)
@@ -183,23 +184,28 @@ def make_tensors(batch, groups, nodes, slots, size, dtype, kv_heads=2):
     return tuple(x.to(dtype) for x in (query, key, value))
 
 
+SIZES = (8, 64, 40)
+LENGTHS = ((33,), (0, 5, 60), (50, 50), (0, 0), (1, 7))
+LAYOUTS = ("buffer", "transposed", "contiguous", "columns")
+SOFTCAPS = (None, 3.0, None)
+# Every node count with every group size; the other axes rotate.
 CASES = [
-    pytest.param(
-        nodes, groups, size, lengths, form, softcap, id=f"N{nodes}-G{groups}-D{size}-L{lengths}-{form}-{softcap}"
-    )
-    for (nodes, groups), size, lengths, form, softcap in zip(
-        product((1, 3, 17), (1, 2, 4, 7)),
-        cycle((8, 64, 40)),
-        cycle(((33,), (0, 5, 60), (50, 50), (0, 0), (1, 7))),
-        cycle(("buffer", "transposed", "contiguous", "columns")),
-        cycle((None, 3.0, None)),
-        strict=False,
+    pytest.param(*case, id="N{}-G{}-D{}-L{}-{}-cap{}-{}".format(*case))
+    for case in (
+        (
+            *shape,
+            SIZES[i % 3],
+            LENGTHS[i % 5],
+            LAYOUTS[(i + i // 4) % 4],
+            SOFTCAPS[i // 2 % 3],
+            HALVES[(i + i // 4) % 2],
+        )
+        for i, shape in enumerate(product((1, 3, 17), (1, 2, 4, 7)))
     )
 ]
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(("nodes", "groups", "size", "lengths", "form", "softcap"), CASES)
+@pytest.mark.parametrize(("nodes", "groups", "size", "lengths", "form", "softcap", "dtype"), CASES)
 def test_prefix(nodes, groups, size, lengths, form, softcap, dtype, calls):
     query, key, value = make_tensors(len(lengths), groups, nodes, 70, size, dtype)
     options = {"scaling": size**-0.5, "softcap": softcap}
@@ -217,11 +223,13 @@ def test_prefix(nodes, groups, size, lengths, form, softcap, dtype, calls):
     assert form == "columns" or seen.data_ptr() == key.data_ptr()  # the cache itself, no copy
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("window", [1, 2, 9, 33, 60])
-@pytest.mark.parametrize(("nodes", "groups", "lengths"), [(1, 4, (60, 8)), (7, 3, (0, 5, 60)), (5, 1, (33,))])
-def test_prefix_behind_a_window(nodes, groups, lengths, window, dtype, calls):
+@pytest.mark.parametrize(
+    ("shape", "window", "dtype"),
+    pairwise(((1, 4, (60, 8)), (7, 3, (0, 5, 60)), (5, 1, (33,))), (1, 2, 9, 33, 60), HALVES),
+)
+def test_prefix_in_a_window(shape, window, dtype, calls):
     """Depths out of order, as in a tree: every node has its own first key, and some see nothing of the prefix."""
+    nodes, groups, lengths = shape
     query, key, value = make_tensors(len(lengths), groups, nodes, 70, 16, dtype)
     depths = torch.randint(0, nodes, (len(lengths), nodes), generator=torch.Generator().manual_seed(window))
     on_host, lengths = lengths, torch.tensor(lengths)
@@ -235,7 +243,7 @@ def test_prefix_behind_a_window(nodes, groups, lengths, window, dtype, calls):
         state = FLASH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=host_lengths, **options)
         assert_within_budget(state, exact, plain)
     one_row_per_node, packed = (len(on_host) * nodes, groups, 2, 16), (len(on_host), groups * nodes, 2, 16)
-    shapes = [shape for _, shape, _ in calls]
+    shapes = [queries for _, queries, _ in calls]
     # a window that hides nothing is none, where the lengths are known
     assert shapes == [one_row_per_node, packed if max(on_host) + nodes <= window else one_row_per_node]
     assert all(seen.data_ptr() == key.data_ptr() for _, _, seen in calls)  # the cache itself, no copy
@@ -250,10 +258,9 @@ def test_a_window_that_just_hides_nothing(calls):
         assert calls[-1][1][0] == rows
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [None, 6, 30])
-@pytest.mark.parametrize("lengths", [(40, 0, 13), (21,)])
+@pytest.mark.parametrize(
+    ("lengths", "window", "softcap", "dtype"), pairwise(((40, 0, 13), (21,)), (None, 6, 30), (None, 3.0), HALVES)
+)
 def test_hybrid_tree_attention(lengths, window, softcap, dtype, calls):
     """Prefix by flash-attn, tree by torch, merged: against one softmax over both in float64."""
     nodes, size, batch = 9, 16, len(lengths)

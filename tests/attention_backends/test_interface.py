@@ -14,11 +14,12 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.interface import attention_forward, register
 from hf_longspec.attention_backends.masks import WindowMask
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.pairwise import pairwise
 
 register()
 NAMES = ("hf_longspec", "hf_longspec_torch", "hf_longspec_reference")
@@ -71,9 +72,7 @@ def tensors(nodes=3, slots=7, batch=2):
     return tuple(torch.randn(shape, generator=generator) for shape in shapes)
 
 
-@pytest.mark.parametrize("implementation", NAMES)
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "padded", "implementation"), pairwise(MODELS, (True, False), NAMES))
 def test_logits_are_those_of_eager(name, padded, implementation, models):
     input_ids, mask = tiny_prompts(128, LENGTHS if padded else (40, 40))
     expected = run(models[name], "eager", input_ids, attention_mask=mask).logits

@@ -6,7 +6,7 @@ import torch
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.reference import REFERENCE_BACKEND
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, register_backend, select
-from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 
 CALL = AttentionCall(torch.device("cpu"), torch.bfloat16, 96, 96)
 

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import scores
-from hf_longspec.attention_backends.scores import QUEST_PAGE, ScoreCapture
+from hf_longspec.attention_backends.scores import QUEST_PAGE, QueryCapture, ScoreCapture
+from tests.pairwise import pairwise
 
 # float32 sums of a few hundred products in another order
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
+# float32 sums of a few products in another order; what is multiplied is the same in every dtype
+FEW_PRODUCTS = {"rtol": 1e-5, "atol": 1e-5}
 # queries are summed, and products rounded, in the type of the model: 2 to 3 digits of scores around 10
 HALF_TOLERANCE = {torch.bfloat16: {"rtol": 2e-2, "atol": 0.3}, torch.float16: {"rtol": 2e-3, "atol": 0.03}}
 LENGTHS = (37, 21)
@@ -79,9 +82,9 @@ def test_weights_are_probabilities_of_single_heads(rows, softcap):
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", HALF_TOLERANCE)
-@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
-@pytest.mark.parametrize("cast_block", [64, 2**20])
+@pytest.mark.parametrize(
+    ("dtype", "capability", "cast_block"), pairwise(tuple(HALF_TOLERANCE), ("AVX2", "AVX512"), (64, 2**20))
+)
 def test_half_types_cast_in_blocks_or_not_at_all(monkeypatch, dtype, capability, cast_block):
     """Whether the processor multiplies half types itself, and however many keys are cast at a time."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
@@ -130,3 +133,46 @@ def test_skipped_layers_are_not_scored():
     lse = torch.zeros(query.shape[:3])
     capture.collect(3, query, key, lse, lengths=lengths, host_lengths=LENGTHS, scaling=1.0)
     assert not capture.scores
+
+
+def collected(capture, dtype=torch.float32):
+    """A capture that has seen one layer, number 3; and what it has seen."""
+    query, key = (values.to(dtype) for values in inputs())
+    where = {"lengths": torch.tensor(LENGTHS), "host_lengths": LENGTHS, "scaling": 0.3, "softcap": None}
+    capture.collect(3, query, key, torch.zeros(2, 6, 5), **where)
+    return query, key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scores_are_sums_over_the_heads_of_a_group(dtype):
+    capture = QueryCapture()
+    query, key = collected(capture, dtype)
+    for row, node, length in ((0, 0, 37), (0, 4, 37), (1, 2, 21), (1, 1, 1), (1, 3, 0)):
+        expected = torch.zeros(2, length)
+        for head in range(6):
+            for slot in range(length):
+                product = query[row, head, node].float() @ key[row, head // 3, slot].float()
+                expected[head // 3, slot] += product
+        found = capture.of_node(3, row, torch.tensor([node]), length)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, **FEW_PRODUCTS)
+
+
+def test_scores_that_were_collected_for_all_nodes_are_the_same():
+    early = ScoreCapture(torch.tensor([4, 4]), rows="each_row", score="logits", granularity="kv_head")
+    late = QueryCapture()
+    collected(early)
+    collected(late)
+    for row, length in enumerate(LENGTHS):
+        for node in range(5):
+            where = 3, row, torch.tensor([node]), length
+            torch.testing.assert_close(early.of_node(*where), late.of_node(*where), **FEW_PRODUCTS)
+
+
+def test_nothing_is_copied_and_skipped_layers_are_not_kept():
+    capture = QueryCapture()
+    query, key = collected(capture)
+    assert [kept.data_ptr() for kept in capture.seen[3]] == [query.data_ptr(), key.data_ptr()]
+    capture = QueryCapture(skipped_layers=frozenset({3}))
+    collected(capture)
+    assert not capture.seen

@@ -9,7 +9,7 @@ import torch
 
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.registry import register_backend
-from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.bench.gpu_device import Device
 from hf_longspec.bench.gpu_plan import PLANS
 from hf_longspec.bench.gpu_report import gpu_report

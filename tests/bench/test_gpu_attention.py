@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.bench.gpu_attention import AttentionSections, errors
 from hf_longspec.bench.gpu_device import poisoned_outputs
 from hf_longspec.bench.gpu_inputs import random_attention

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.attention_backends import torch_sdpa
+from hf_longspec.attention_backends import torch_backend
 from hf_longspec.generation import compiled
 from hf_longspec.generation.compiled import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
@@ -32,7 +32,7 @@ def no_masks(monkeypatch):
     def refuse(*args):
         raise AssertionError("a mask over the whole prefix")
 
-    monkeypatch.setattr(torch_sdpa, "prefix_mask", refuse)
+    monkeypatch.setattr(torch_backend, "prefix_mask", refuse)
 
 
 def filled_cache(model, rows):

@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.generation import forward_check
 from hf_longspec.generation.decoding import Session
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
-from hf_longspec.attention_backends.sparse import SparseContext
+from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.generation.cache_layer import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 from hf_longspec.testing_law import random_tree
+from tests.pairwise import pairwise
 
 # Largest error of a logit, as a share of the largest logit. float32 summed in another order gives up to 4.3e-6; a wrong
 # mask, position or window gives 1e-2 and more (the negative controls below).
@@ -113,12 +113,10 @@ def two_steps(name, lengths):
     return TwoSteps(name, lengths)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", TINY_TARGETS)
-@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_tree_steps_equal_a_forward_of_every_path(name, lengths, implementation):
+@pytest.mark.parametrize(("name", "batch", "implementation"), pairwise(TINY_TARGETS, tuple(BATCHES), IMPLEMENTATIONS))
+def test_tree_steps_equal_a_forward_of_every_path(name, batch, implementation):
     """Two steps with a commit in between. Trees branch, rows are padded, and the committed path is no chain."""
-    case = two_steps(name, lengths)
+    case = two_steps(name, BATCHES[batch])
     assert any(path != list(range(len(path))) for path in case.paths)
     assert not case.trees[0].valid.all()
     assert max(case.run(implementation)) < TOLERANCE

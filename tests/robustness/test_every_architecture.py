@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 
-from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.attention_backends.contexts import TreeContext
 from tests.robustness.architecture_variants import VARIANTS
 from tests.robustness.enumeration import (
     TYPES,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
-from hf_longspec.attention_backends.triton_runtime import INTERPRETED
+from hf_longspec.attention_backends.triton.config import INTERPRETED
 from hf_longspec.generation.target_ends import TargetEnds
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import losses as losses_module

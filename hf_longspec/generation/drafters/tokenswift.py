@@ -17,8 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from ...attention_backends.query_capture import QueryCapture
-from ...attention_backends.scores import ScoreCapture
+from ...attention_backends.scores import QueryCapture, ScoreCapture
 from ..coupling import Coupling
 from ..draft_tree import DraftTree
 from ..partial_kv import PartialCache

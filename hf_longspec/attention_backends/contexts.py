@@ -1,0 +1,285 @@
+"""The contexts of a step: they travel through the model's forward and compute the attention of every layer.
+
+A context is a keyword of the model's forward (`model(..., tree=context)`). It reaches the attention function, which
+calls `context.attend` and needs nothing else: a context of the installed package also works with a copy of this file
+from the Hub, and the other way round.
+
+[`TreeContext`] is hybrid tree attention, which verifies a draft tree. The N nodes see the committed prefix without any
+mask and each other under the N x N tree mask. The two are separate calls, so that no (N, S + N) mask exists and a
+kernel without masks can run over the prefix.
+
+[`SparseContext`] is sparse attention, which drafts on selected keys and values. The layers in `dense_layers` read the
+target's whole cache. Every other layer reads a compact buffer with its own selected entries. Positions have no meaning
+in that buffer: rotary embedding was applied before an entry was stored, and the selection respected the window.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import torch
+
+from .masks import shared_length
+from .merge import AttentionState, merge_attention_states
+from .registry import AttentionBackend
+
+
+class CallCounter:
+    """The number of calls by attention layers, which proves that a model runs on this attention."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def __repr__(self) -> str:
+        return f"CallCounter(total={self.total})"
+
+
+@dataclass
+class StepContext:
+    """One step, as the attention layers see it. Build a new context for every forward.
+
+    Subclasses define `attend(backend, layer_idx, query, key, value, *, scaling, sliding_window, softcap, sinks)`.
+
+    Args:
+        lengths (`torch.LongTensor` of shape `(B,)`): Used slots per row.
+        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they cannot be read.
+        windows (`tuple[int | None, ...]`, *optional*):
+            Sliding window of every layer. By default each layer's own argument decides.
+    """
+
+    lengths: torch.Tensor
+    host_lengths: tuple[int, ...] | None
+    windows: tuple[int | None, ...] | None = field(default=None, kw_only=True)
+    # values that depend on the step but not on the layer; the first layer that needs one computes it
+    _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def to(self, device: torch.device | str | int | None, non_blocking: bool = False) -> Self:
+        """Return this context on another device, or itself if it is there. Only tensors are copied."""
+        if device is None:  # accelerate passes None for a module without a device of its own, as it does for tensors
+            return self
+        device = torch.device(device)
+        if device == self.lengths.device or (device.index is None and device.type == self.lengths.device.type):
+            return self
+        if device not in self._memo:  # accelerate moves the arguments of every layer; one copy per device is enough
+            values = {part.name: getattr(self, part.name) for part in fields(self)}
+            moved: dict[str, Any] = {
+                name: value.to(device, non_blocking=non_blocking)
+                for name, value in values.items()
+                if isinstance(value, torch.Tensor)
+            }
+            self._memo[device] = replace(self, **moved)
+        context: Self = self._memo[device]
+        return context
+
+    def window_of(self, layer_idx: int, passed: int | None) -> int | None:
+        """Return the sliding window of a layer whose own argument is `passed`."""
+        return passed if self.windows is None else self.windows[layer_idx]
+
+
+@dataclass
+class TreeContext(StepContext):
+    """One verification step, as the attention layers see it. Build a new context for every forward.
+
+    Args:
+        lengths (`torch.LongTensor` of shape `(B,)`): Committed prefix per row.
+        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they cannot be read.
+        depths (`torch.LongTensor` of shape `(B, N)`): Depth of each node; node n is at position `lengths + depths`.
+        mask (`torch.BoolTensor` of shape `(B, N, N)`): Ancestor-or-self; a padding node sees only itself.
+        capture (*optional*): Object whose `collect(layer_idx, query, key, lse, *, lengths, host_lengths, scaling,
+            softcap)` receives every layer's queries, keys and log-sum-exp. If it has `score_rows` (a [`ScoreRows`] or
+            None) and `last_node`, a backend with `scored_attention` writes the scores itself, and
+            `keep_scores(layer_idx, scores, host_lengths)` is called instead.
+        calls ([`CallCounter`], *optional*): Counts the layers that called.
+        windows: See [`StepContext`].
+    """
+
+    depths: torch.Tensor
+    mask: torch.Tensor
+    capture: Any = None
+    calls: CallCounter = field(default_factory=CallCounter)
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the attention of the N staged nodes in one layer.
+
+        Args:
+            backend ([`AttentionBackend`]): Backend that computes.
+            layer_idx (`int`): Index of the layer.
+            query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the nodes.
+            key (`torch.Tensor` of shape `(B, K, S, D)`):
+                The cache: the prefix in the slots below `lengths[b]`, the nodes in the N slots from there on.
+            value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
+            scaling (`float`): Factor of the scores.
+            sliding_window (`int`, *optional*): Window that the layer passes, in positions.
+            softcap (`float`, *optional*): Softcap of the scores.
+            sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits of this layer.
+
+        Returns:
+            `torch.Tensor` of shape `(B, H, N, Dv)`.
+        """
+        self.calls.total += 1
+        sliding_window = self.window_of(layer_idx, sliding_window)
+        options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        scored = self._attend_scored(backend, layer_idx, query, key, value, sinks, options)
+        if scored is not None:
+            return scored
+        out, lse = self._attend(backend, query, key, value, sinks, options)
+        if self.capture is not None:
+            where = {"lengths": self.lengths, "host_lengths": self.host_lengths}
+            self.capture.collect(layer_idx, query, key, lse, scaling=scaling, softcap=softcap, **where)
+        return out
+
+    def _attend_scored(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor | None:
+        """Attend and pass the scores to the capture. None if nobody wants scores or the backend writes none."""
+        rows = getattr(self.capture, "score_rows", None)
+        attention = getattr(backend, "scored_attention", None)  # backends of an older copy have no such field
+        if rows is None or attention is None or layer_idx in rows.skipped_layers:
+            return None
+        last_node = self.capture.last_node
+        tree = {"mask": self.windowed_mask(options["sliding_window"]), "positions": self.positions, "sinks": sinks}
+        inputs = (query, key, value, self.lengths, last_node)
+        state = attention(*inputs, **tree, host_lengths=self.host_lengths, per_row=rows.weights, **options)
+        if state is None:
+            return None
+        out, lse, scores = state
+        self.capture.keep_scores(layer_idx, rows.of_entries(scores, lse, last_node), self.host_lengths)
+        attended: torch.Tensor = out
+        return attended
+
+    def _attend(
+        self,
+        backend: AttentionBackend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> AttentionState:
+        if self.mask.shape[-1] == 1:  # a lone root: its own slot is the end of the prefix
+            lengths, host_lengths = self._lengths_with_root()
+            positions = self.positions
+            state = backend.prefix_attention(
+                query, key, value, lengths, positions=positions, host_lengths=host_lengths, **options
+            )
+            return state if sinks is None else merge_attention_states([state], sinks)
+        mask, host_lengths = self.windowed_mask(options["sliding_window"]), self.host_lengths
+        if backend.hybrid_attention is not None:
+            step = {"lengths": self.lengths, "host_lengths": host_lengths, "memo": self._memo}
+            hybrid = backend.hybrid_attention(query, key, value, mask, self.positions, sinks=sinks, **step, **options)
+            if hybrid is not None:
+                return hybrid
+        place = {"positions": self.positions, "host_lengths": host_lengths}
+        prefix = backend.prefix_attention(query, key, value, self.lengths, **place, **options)
+        nodes = self.staged(key), self.staged(value)
+        tree = backend.tree_attention(query, *nodes, mask, scaling=options["scaling"], softcap=options["softcap"])
+        return merge_attention_states([prefix, tree], sinks)
+
+    # not cached_property, which takes a lock that torch.compile cannot trace
+    @property
+    def positions(self) -> torch.Tensor:
+        """Absolute positions of the nodes, `(B, N)`."""
+        if "positions" not in self._memo:
+            self._memo["positions"] = self.lengths[:, None] + self.depths
+        positions: torch.Tensor = self._memo["positions"]
+        return positions
+
+    def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
+        """Return the tree mask `(B, N, N)` without the ancestors that are outside the window."""
+        if sliding_window is None or sliding_window >= self.mask.shape[-1]:  # no path is longer than the tree
+            return self.mask
+        if sliding_window not in self._memo:
+            distance = self.depths[:, :, None] - self.depths[:, None, :]
+            self._memo[sliding_window] = self.mask & (distance < sliding_window)
+        mask: torch.Tensor = self._memo[sliding_window]
+        return mask
+
+    def staged(self, cached: torch.Tensor) -> torch.Tensor:
+        """Return the nodes' part of a key or value buffer, `(B, K, N, D)`: a view if all rows are equally long."""
+        nodes = self.mask.shape[-1]
+        shared = None if self.host_lengths is None else shared_length(self.host_lengths)
+        if shared is not None:
+            return cached.narrow(2, shared, nodes)
+        if "slots" not in self._memo:
+            offsets = torch.arange(nodes, device=self.lengths.device)
+            self._memo["slots"] = (self.lengths[:, None] + offsets)[:, None, :, None]
+        return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
+
+    def _lengths_with_root(self) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+        if "with_root" not in self._memo:
+            host = None if self.host_lengths is None else tuple(length + 1 for length in self.host_lengths)
+            self._memo["with_root"] = self.lengths + 1, host
+        lengths: tuple[torch.Tensor, tuple[int, ...] | None] = self._memo["with_root"]
+        return lengths
+
+
+@dataclass
+class SparseContext(StepContext):
+    """One drafting step, as the attention layers see it. Build a new context for every forward.
+
+    Args:
+        lengths (`torch.LongTensor` of shape `(B,)`): Used entries of the compact buffers, including the query's own.
+        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they cannot be read.
+        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
+        dense_lengths (`torch.LongTensor` of shape `(B,)`): Used slots of the whole cache, including the query's own.
+        dense_host_lengths (`tuple[int, ...]`, *optional*): Likewise on the host.
+        dense_layers (`frozenset[int]`): Layers that read the whole cache.
+        calls ([`CallCounter`], *optional*): Counts the layers that called.
+    """
+
+    positions: torch.Tensor
+    dense_lengths: torch.Tensor
+    dense_host_lengths: tuple[int, ...] | None
+    dense_layers: frozenset[int] = frozenset()
+    calls: CallCounter = field(default_factory=CallCounter)
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the attention of the drafting queries in one layer; arguments as in [`TreeContext.attend`].
+
+        Args:
+            key (`torch.Tensor` of shape `(B, K, S, D)`): The whole cache, or the compact buffer of a sparse layer.
+            value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
+            sliding_window (`int`, *optional*): Window of this layer; it applies to dense layers only.
+
+        Returns:
+            `torch.Tensor` of shape `(B, H, N, Dv)`.
+        """
+        self.calls.total += 1
+        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "host_lengths": self.host_lengths}
+        lengths = self.lengths
+        if layer_idx in self.dense_layers:
+            lengths = self.dense_lengths
+            options |= {"positions": self.positions, "sliding_window": self.window_of(layer_idx, sliding_window)}
+            options["host_lengths"] = self.dense_host_lengths
+        state = backend.prefix_attention(query, key, value, lengths, **options)
+        return state[0] if sinks is None else merge_attention_states([state], sinks)[0]

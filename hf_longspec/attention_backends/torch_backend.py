@@ -1,0 +1,302 @@
+"""The backend that needs only torch: `hf_longspec_torch`. Keys are never repeated, and a prefix gets no mask.
+
+Prefixes of different lengths are cut to size and computed row by row; equal ones in one call on a slice of the cache.
+The fused op (torch_fused.py) has no softcap, and on CUDA no mask. Such calls are plain matrix products over blocks of
+keys, which are merged by log-sum-exp as they come; at most BLOCK_KEYS keys have scores at a time. These products run
+in float32 (float64 for float64 input). On CPU a small bfloat16 product is 15 times slower than the float32 one (250
+against 17 microseconds for 68 x 32 by 32 x 68, torch 2.13, AMD EPYC with AVX2), and scores rounded to bfloat16 would
+cost accuracy.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from .masks import ExplicitMask, KeyMask, PositionMask, additive_mask, prefix_mask, shared_length
+from .merge import AttentionState, concatenate, merge_attention_states, nothing_visible
+from .reference import WINDOW_WITHOUT_POSITIONS
+from .registry import AttentionBackend, AttentionCall, register_backend
+from .torch_fused import can_fuse, fused_attention, hybrid_attention, one_head, pack, pack_mask, unpack
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# No mask and no scores exist for more queries than this. 512 queries against a window of 4,096 compute 12 % more scores
+# than the window has.
+BLOCK_QUERIES = 512
+
+# The scores of 17 nodes x 32 heads are 4 MB. In shorter blocks, calling the ops costs more than they do.
+BLOCK_KEYS = 2048
+
+
+def prefix_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scaling: float,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    host_lengths: tuple[int, ...] | None = None,
+) -> AttentionState:
+    """Attend N queries to the committed prefix; see reference.py.
+
+    Without `host_lengths`, `lengths` is read back. Where that would break a graph, all slots are read under a mask.
+    """
+    if sliding_window is not None and positions is None:
+        raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
+    if host_lengths is None:
+        if torch.compiler.is_compiling():
+            mask = prefix_mask(lengths, key.shape[2], query.shape[2], positions, sliding_window)
+            return _attend_packed(query, key, value, 0, key.shape[2], mask, scaling=scaling, softcap=softcap)
+        host_lengths = tuple(lengths.tolist())
+    window = None if sliding_window is None or positions is None else (positions, sliding_window)
+    shared = shared_length(host_lengths)
+    if shared is not None:
+        return _attend_prefix(query, key, value, shared, window, scaling, softcap)
+    rows = []
+    for b, length in enumerate(host_lengths):
+        row = slice(b, b + 1)
+        own = None if window is None else (window[0][row], window[1])
+        rows.append(_attend_prefix(query[row], key[row], value[row], length, own, scaling, softcap))
+    return concatenate(rows, dim=0)
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend N queries to M keys under an explicit mask; see reference.py."""
+    mask = mask[:, None] if mask.dim() == 3 else mask
+    blocks = []
+    for row in range(0, max(1, query.shape[2]), BLOCK_QUERIES):
+        rows = slice(row, row + BLOCK_QUERIES)
+        visible = ExplicitMask(mask[:, :, rows], query.dtype)
+        blocks.append(_attend_masked(query[:, :, rows], key, value, visible, scaling=scaling, softcap=softcap))
+    return concatenate(blocks, dim=2)
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend the last N of S positions to all S, causally; see reference.py. Memory is linear in S."""
+    nodes, length = query.shape[2], key.shape[2]
+    if sliding_window is not None and sliding_window >= length:
+        sliding_window = None
+    if nodes == 1:  # the last position sees everything, or the last window
+        first = 0 if sliding_window is None else length - sliding_window
+        return _attend_packed(query, key, value, first, length, scaling=scaling, softcap=softcap)
+    if sliding_window is not None or softcap is not None or not can_fuse(query, value):
+        return _attend_query_blocks(query, key, value, sliding_window, scaling, softcap)
+    before = length - nodes
+    own = fused_attention(query, key[:, :, before:], value[:, :, before:], scaling=scaling, is_causal=True)
+    if before == 0:
+        return own
+    return merge_attention_states([_attend_packed(query, key, value, 0, before, scaling=scaling), own])
+
+
+def attention_to_copies(
+    prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Return a `sparse_attention` (see reference.py) that copies the chosen slots and attends to the copies."""
+
+    def sparse_attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        indices: torch.Tensor,
+        counts: torch.Tensor,
+        *,
+        scaling: float,
+        softcap: float | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        slots = indices.expand(-1, key.shape[1], -1)[..., None]  # [B, K, T, 1]
+        chosen = (cached.gather(2, slots.expand(-1, -1, -1, cached.shape[3])) for cached in (key, value))
+        return prefix_attention(query, *chosen, counts, scaling=scaling, softcap=softcap)
+
+    return sparse_attention
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """Return None, or the reason for refusing: the dtype must be an ordinary floating point one."""
+    if call.dtype in DTYPES:
+        return None
+    return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
+
+
+def _attend_prefix(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    length: int,
+    window: tuple[torch.Tensor, int] | None,
+    scaling: float,
+    softcap: float | None,
+) -> AttentionState:
+    """Attend rows of one length. Of a window `(positions, size)`, only keys that some queries do not see get a mask."""
+    if window is None:
+        return _attend_packed(query, key, value, 0, length, scaling=scaling, softcap=softcap)
+    positions, size = window
+    start, inner = _window_bounds(positions, size, length)
+    parts = []
+    if inner < length:
+        parts.append(_attend_packed(query, key, value, inner, length, scaling=scaling, softcap=softcap))
+    if start < inner:
+        mask = PositionMask(positions, start, size, causal=False, dtype=query.dtype)
+        edge = key[:, :, start:inner], value[:, :, start:inner]
+        parts.append(_attend_masked(query, *edge, mask, scaling=scaling, softcap=softcap))
+    return merge_attention_states(parts) if parts else nothing_visible(query, value)
+
+
+def _window_bounds(positions: torch.Tensor, sliding_window: int, length: int) -> tuple[int, int]:
+    """Return the first slot that any query sees, and the first slot that all queries see."""
+    if positions.is_cpu and not torch.compiler.is_compiling():
+        seen = [position for row in positions.tolist() for position in row]
+        first, last = min(seen), max(seen)
+        return min(length, max(0, first - sliding_window + 1)), min(length, max(0, last - sliding_window + 1))
+    # Reading positions would wait for the device in every layer, or break a graph. They are length - 1 at least; how
+    # far they go stays unknown, so the whole window gets a mask.
+    return max(0, length - sliding_window), length
+
+
+def _attend_query_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sliding_window: int | None,
+    scaling: float,
+    softcap: float | None,
+) -> AttentionState:
+    """Attend each block of queries, causally, to the keys that any of them sees."""
+    nodes, length = query.shape[2], key.shape[2]
+    blocks = []
+    for row in range(0, nodes, BLOCK_QUERIES):
+        queries = query[:, :, row : row + BLOCK_QUERIES]
+        first = length - nodes + row  # position of the first query of the block
+        stop = first + queries.shape[2]
+        start = 0 if sliding_window is None else max(0, first - sliding_window + 1)
+        positions = torch.arange(first, stop, device=query.device)[None]
+        mask = PositionMask(positions, start, sliding_window, causal=True, dtype=query.dtype)
+        keys, values = key[:, :, start:stop], value[:, :, start:stop]
+        blocks.append(_attend_masked(queries, keys, values, mask, scaling=scaling, softcap=softcap))
+    return concatenate(blocks, dim=2)
+
+
+def _attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    start: int,
+    stop: int,
+    mask: torch.Tensor | None = None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend few queries, with packed heads, to keys `start` to `stop`, all or under a mask `(B, N, stop - start)`."""
+    if softcap is not None or not can_fuse(query, value, masked=mask is not None):
+        visible = None if mask is None else ExplicitMask(mask[:, None], query.dtype)
+        keys, values = key[:, :, start:stop], value[:, :, start:stop]
+        return blockwise_attention(query, keys, values, visible, scaling=scaling, softcap=softcap)
+    kv_heads = key.shape[1]
+    packed_mask = None if mask is None else pack_mask(additive_mask(mask, query.dtype), query, kv_heads)
+    seen = one_head(key, start, stop), one_head(value, start, stop)
+    return unpack(fused_attention(pack(query, kv_heads), *seen, packed_mask, scaling=scaling), query.shape)
+
+
+def _attend_masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: KeyMask,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend to all keys `(B, K, M, D)` under a mask: `mask(start, stop)` broadcasts to `(B, H, N, stop - start)`."""
+    if softcap is None and can_fuse(query, value, masked=True):
+        return fused_attention(query, key, value, mask(0, key.shape[2]), scaling=scaling)
+    return blockwise_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
+
+
+def blockwise_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: KeyMask | None = None,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend all queries to all keys, or to those a mask leaves, by matrix products over blocks of keys.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
+        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys.
+        value (`torch.Tensor` of shape `(B, K, M, Dv)`): Values.
+        mask (`Callable`, *optional*):
+            `mask(start, stop)` is the additive mask of those keys, `(B or 1, H or 1, N, stop - start)`.
+        scaling (`float`): Factor of the scores.
+        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
+
+    Returns:
+        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`.
+    """
+    length = key.shape[2]
+    state = nothing_visible(query, value)
+    if length == 0 or query.numel() == 0:
+        return state
+    scaled = query.to(state[1].dtype) * scaling
+    if torch.compiler.is_compiling():  # the number of blocks would be compiled in, and with it the length
+        keys, values = key.to(scaled.dtype), value.to(scaled.dtype)
+        out, lse = _attend_block(scaled, keys, values, None if mask is None else mask(0, length), softcap)
+        return out.to(value.dtype), lse
+    for start in range(0, length, BLOCK_KEYS):
+        stop = min(start + BLOCK_KEYS, length)
+        keys, values = (x[:, :, start:stop].to(scaled.dtype) for x in (key, value))
+        part = _attend_block(scaled, keys, values, None if mask is None else mask(start, stop), softcap)
+        state = part if start == 0 else merge_attention_states([state, part])
+    return state[0].to(value.dtype), state[1]
+
+
+def _attend_block(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, softcap: float | None
+) -> AttentionState:
+    (batch, heads, nodes, size), kv_heads = query.shape, key.shape[1]
+    packed = query.reshape(batch, kv_heads, -1, size)  # the query heads of a key head are just more rows
+    scores = (packed @ key.transpose(2, 3)).view(batch, heads, nodes, -1)
+    if softcap is not None:
+        scores = (scores / softcap).tanh_().mul_(softcap)
+    if mask is not None:
+        scores = scores + mask
+    lse = torch.logsumexp(scores, dim=-1)
+    shift = lse if mask is None else lse.masked_fill(lse == -torch.inf, 0.0)
+    weights = (scores - shift[..., None]).exp_()
+    out = weights.view(batch, kv_heads, heads // kv_heads * nodes, -1) @ value
+    return out.view(batch, heads, nodes, -1), lse
+
+
+TORCH_BACKEND = register_backend(
+    AttentionBackend(
+        name="hf_longspec_torch",
+        prefix_attention=prefix_attention,
+        tree_attention=tree_attention,
+        sparse_attention=attention_to_copies(prefix_attention),  # reads `counts` back
+        causal_attention=causal_attention,
+        why_not=why_not,
+        hybrid_attention=hybrid_attention,
+    ),
+    priority=10,
+)

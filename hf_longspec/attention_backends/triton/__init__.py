@@ -1,0 +1,1 @@
+"""The Triton kernels: docs/kernels.md explains them."""

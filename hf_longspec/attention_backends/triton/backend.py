@@ -1,0 +1,196 @@
+"""The backend of Triton kernels for CUDA: `hf_longspec_triton`, installed by `pip install hf_longspec[triton]`.
+
+A step is three launches per layer for any batch size: prefix splits, tree, and one pass that merges them. None of
+them reads a number back from the device.
+"""
+
+from typing import Any
+
+import torch
+
+from ..merge import AttentionState
+from ..reference import WINDOW_WITHOUT_POSITIONS
+from ..registry import AttentionBackend, AttentionCall, register_backend
+from ..torch_backend import causal_attention
+from .config import DTYPES, INTERPRETED, largest_rows, why_not_device
+from .launch import hybrid_op, sparse_op, tree_op
+
+MAX_SIZE = 256
+
+
+def prefix_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scaling: float,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    host_lengths: tuple[int, ...] | None = None,
+) -> AttentionState:
+    """Attend N queries to the committed prefix; see reference.py. `host_lengths` is only checked."""
+    _check_capacity(key, host_lengths, 0)
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    return _attend(query, key, value, lengths, positions, **options)[:2]
+
+
+def hybrid_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    lengths: torch.Tensor,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    host_lengths: tuple[int, ...] | None = None,
+    memo: dict[Any, Any] | None = None,
+) -> AttentionState:
+    """Attend N staged nodes to the prefix and each other; see torch_fused.py. `host_lengths` is only checked."""
+    _check_capacity(key, host_lengths, mask.shape[-1])
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    return _attend(query, key, value, lengths, positions, mask, sinks, **options)[:2]
+
+
+def scored_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    last_node: torch.Tensor,
+    *,
+    scaling: float,
+    mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    host_lengths: tuple[int, ...] | None = None,
+    per_row: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Attend as above, and write the scores that SpecAttn selects by, in the same pass over the keys.
+
+    Args:
+        last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
+        mask (`torch.BoolTensor` of shape `(B, N, N)`, *optional*): With it, the staged nodes are attended to as well.
+        per_row (`bool`, *optional*, defaults to `False`): Scores of single rows instead of their sum.
+
+    Returns:
+        `(out, lse, scores)`; float32 scores for the slots below `lengths[b]`, whether a window hides them or not, and
+        -inf after them. By default `(B, K, S)`, `q . k` summed over node 0, the last node and the group's heads: Eq. 3
+        of the paper, [`ScoreCapture`]'s `score="logits"` per KV head. With `per_row` `(B, K, 2, H // K, S)`, the scaled
+        and capped scores of those two nodes one by one. Attention weights, `score="weights"`, are then
+        `(scores - lse of that row).exp()`.
+
+        None if a group has more than 32 heads (16 with vectors above 128, 8 in float32), because both nodes have to fit
+        in one program.
+    """
+    _check_capacity(key, host_lengths, 0 if mask is None else mask.shape[-1])
+    groups = query.shape[1] // key.shape[1]
+    if 2 * groups > largest_rows(query.shape[3], value.shape[3], query.element_size()):
+        return None
+    last_node = last_node.to(query.device)
+    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+    return _attend(query, key, value, lengths, positions, mask, sinks, last_node, per_row, **options)
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend N queries to M keys under an explicit mask; see reference.py."""
+    query, key, value = (_with_unit_stride(x) for x in (query, key, value))
+    return tree_op(query, key, value, mask, scaling, softcap)
+
+
+def sparse_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+) -> AttentionState:
+    """Attend N queries to chosen key slots; see reference.py.
+
+    Nothing is copied or read back: slots and counts are read on the device, and keys and values are taken from where
+    they are, whatever their strides.
+    """
+    return sparse_op(query, key, value, indices, counts, scaling, softcap)
+
+
+def why_not(call: AttentionCall) -> str | None:
+    """Return None, or the reason for refusing: the dtype, a vector above 256 numbers, or the device."""
+    if call.dtype not in DTYPES:
+        return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
+    if max(call.head_dim, call.value_dim) > MAX_SIZE:
+        return f"head_dim is {call.head_dim} and value_dim {call.value_dim}, expected at most {MAX_SIZE}"
+    return why_not_device(call.device)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    last_node: torch.Tensor | None = None,
+    per_row: bool = False,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if sliding_window is None:
+        positions = None
+    elif positions is None:
+        raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
+    else:
+        positions = positions.contiguous()
+    query, key, value = (_with_unit_stride(x) for x in (query, key, value))
+    tensors = (lengths.contiguous(), positions, mask, sinks, last_node)
+    return hybrid_op(query, key, value, *tensors, scaling, sliding_window, softcap, per_row)
+
+
+def _with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose vectors are contiguous, as kernels expect; all other strides are free."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _check_capacity(key: torch.Tensor, host_lengths: tuple[int, ...] | None, nodes: int) -> None:
+    """Refuse a buffer that is too short. Kernels stop at its end, which would be a wrong result without an error."""
+    if host_lengths and max(host_lengths) + nodes > key.shape[2]:
+        raise ValueError(
+            f"slots 0 to {max(host_lengths) + nodes} were asked for, but the buffer has {key.shape[2]}. "
+            "Pass the whole buffer of the cache."
+        )
+
+
+# Above the torch backend where it runs compiled; interpreted, in tests, only for those who ask for it by name.
+TRITON_BACKEND = register_backend(
+    AttentionBackend(
+        name="hf_longspec_triton",
+        prefix_attention=prefix_attention,
+        tree_attention=tree_attention,
+        sparse_attention=sparse_attention,
+        causal_attention=causal_attention,
+        why_not=why_not,
+        hybrid_attention=hybrid_attention,
+        scored_attention=scored_attention,
+    ),
+    priority=None if INTERPRETED else 20,
+)

@@ -1,0 +1,308 @@
+"""The launches of the Triton kernels, as operators of torch: eager mode, torch.compile and CUDA graphs all see these.
+
+An operator is opaque to torch.compile, which learns the shapes of its results from the fake implementation beside it.
+Lengths and counts stay on the device: nothing here depends on the content of a tensor, only on shapes.
+"""
+
+from typing import Any
+
+import torch
+
+from .config import (
+    LIBRARY,
+    SPLIT_SLOTS,
+    TileConfig,
+    launching_on,
+    output_dtype,
+    power_of_two,
+    prefix_config,
+    shared_memory,
+    sparse_config,
+    tree_config,
+    upcast,
+)
+from .kernels import combine_kernel, prefix_kernel, score_factors, sparse_kernel, tree_kernel
+
+NO_SCORES, SUMMED_SCORES, ROW_SCORES = range(3)
+
+# One result per program: a verification has hundreds of them. The parts of a result are read 16 at a time.
+BLOCK_STATES = 1
+BLOCK_PARTS = 16
+
+
+@torch.library.custom_op(f"{LIBRARY}::triton_hybrid_attention", mutates_args=())
+def hybrid_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    positions: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    last_node: torch.Tensor | None,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    scores_per_row: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend to the prefix, with `mask` to the staged nodes after it, and with `last_node` write the scores.
+
+    Returns:
+        `(out, lse, scores)`; see backend.py for the shapes.
+    """
+    splits = number_of_splits(query, key, value)
+    parts = splits + (mask is not None)
+    out, lse = _partial_results(query, value, max(1, parts))
+    if parts == 0:  # a cache without slots
+        lse.fill_(-torch.inf)
+    scores = _empty_scores(query, key, last_node, scores_per_row).fill_(-torch.inf)
+    window = (positions, sliding_window)
+    _launch_prefix(query, key, value, lengths, out, lse, window, scaling, softcap, last_node, scores)
+    if mask is not None:
+        _launch_tree(query, key, value, mask, out, lse, scaling, softcap, lengths)
+    return *launch_combine(out, lse, value, sinks), scores
+
+
+@hybrid_op.register_fake
+def _(
+    query, key, value, lengths, positions, mask, sinks, last_node, scaling, sliding_window, softcap, scores_per_row
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return *_empty_state(query, value), _empty_scores(query, key, last_node, scores_per_row)
+
+
+@torch.library.custom_op(f"{LIBRARY}::triton_tree_attention", mutates_args=())
+def tree_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to keys under an explicit mask; shapes as in reference.py."""
+    out, lse = _partial_results(query, value, 1)
+    _launch_tree(query, key, value, mask, out, lse, scaling, softcap)
+    return launch_combine(out, lse, value)
+
+
+@tree_op.register_fake
+def _(query, key, value, mask, scaling, softcap) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_state(query, value)
+
+
+@torch.library.custom_op(f"{LIBRARY}::triton_sparse_attention", mutates_args=())
+def sparse_op(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    indices: torch.Tensor,
+    counts: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to chosen slots where they lie; shapes as in reference.py."""
+    kv_heads, nodes, slots = key.shape[1], query.shape[2], indices.shape[2]
+    config = sparse_config(query.shape[3], value.shape[3], query.element_size())
+    parts = max(1, -(-slots // SPLIT_SLOTS))
+    out, lse = _partial_results(query, value, parts)
+    index_strides = (indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0, indices.stride(2))
+    strides = (*query.stride(), *key.stride(), *value.stride(), *index_strides, counts.stride(0))
+    rows = query.shape[1] // kv_heads * nodes
+    grid = (-(-rows // config.block_rows), parts, query.shape[0] * kv_heads)
+    if 0 not in grid:
+        with launching_on(query):
+            sparse_kernel[grid](
+                *(query, key, value, indices, counts, out, lse),
+                *(*strides, kv_heads, nodes, slots, parts),
+                *score_factors(scaling, softcap),
+                SPLIT=SPLIT_SLOTS,
+                **_tile_options(config, query, key, value, softcap),
+            )
+    return launch_combine(out, lse, value)
+
+
+@sparse_op.register_fake
+def _(query, key, value, indices, counts, scaling, softcap) -> tuple[torch.Tensor, torch.Tensor]:
+    return _empty_state(query, value)
+
+
+def number_of_splits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Return the number of splits of the prefix: by the capacity of the cache, not by its content."""
+    return -(-key.shape[2] // _prefix_config(query, key, value).split_keys)
+
+
+def launch_combine(
+    out: torch.Tensor, lse: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge partial results.
+
+    Args:
+        out (`torch.Tensor` of shape `(B, H, N, parts, Dv)`): Partial outputs; not read where `lse` is -inf. float32.
+        lse (`torch.Tensor` of shape `(B, H, N, parts)`): Log-sum-exp in base 2. float32.
+        value (`torch.Tensor`): Its dtype is that of the result.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
+
+    Returns:
+        `(out, lse)` of shapes `(B, H, N, Dv)`, `(B, N, H, Dv)` in memory as a model needs it next, and `(B, H, N)`.
+    """
+    batch, heads, nodes, parts, size = out.shape
+    merged = torch.empty(batch, nodes, heads, size, dtype=output_dtype(value), device=value.device)
+    merged_lse = torch.empty(batch, heads, nodes, dtype=torch.float32, device=value.device)
+    states = batch * heads * nodes
+    if states:
+        with launching_on(out):
+            combine_kernel[(-(-states // BLOCK_STATES),)](
+                *(out, lse, lse if sinks is None else sinks, merged, merged_lse),
+                *(states, heads, nodes, parts),
+                VALUE_SIZE=size,
+                BLOCK_VALUE=power_of_two(size),
+                BLOCK_STATES=BLOCK_STATES,
+                BLOCK_PARTS=BLOCK_PARTS,
+                HAS_SINKS=sinks is not None,
+                num_warps=4,
+            )
+    return merged.to(value.dtype).transpose(1, 2), merged_lse
+
+
+def _launch_prefix(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    window: tuple[torch.Tensor | None, int | None],
+    scaling: float,
+    softcap: float | None,
+    last_node: torch.Tensor | None,
+    scores: torch.Tensor,
+) -> None:
+    """Fill the first `number_of_splits` parts of the partial results; see reference.py for the other arguments.
+
+    Args:
+        out (`torch.Tensor` of shape `(B, H, N, parts, Dv)`): Written where a part sees anything. float32.
+        lse (`torch.Tensor` of shape `(B, H, N, parts)`): Log-sum-exp in base 2, -inf where it sees nothing. float32.
+        window (`tuple` of `positions`, `(B, N)`, and `sliding_window`): Both None without a window.
+        last_node (`torch.LongTensor` of shape `(B,)`, *optional*): Index of every row's last node. Scores are written
+            only with it.
+        scores (`torch.Tensor` of shape `(B, K, S)` or `(B, K, 2, G, S)`):
+            Written in the slots below `lengths[b]`, whether a window hides them or not. The first shape: `q . k` of
+            node 0 and of the last node, summed over the two and over the heads of the group. The second: the scores as
+            they enter the softmax (scaled and capped), one by one. float32.
+    """
+    (kv_heads, slots), nodes = key.shape[1:3], query.shape[2]
+    config, (positions, sliding_window) = _prefix_config(query, key, value), window
+    mode = NO_SCORES if last_node is None else SUMMED_SCORES if scores.dim() == 3 else ROW_SCORES
+    rows = query.shape[1] // kv_heads * nodes
+    grid = (-(-rows // config.block_rows), number_of_splits(query, key, value), query.shape[0] * kv_heads)
+    if 0 in grid:
+        return
+    with launching_on(query):
+        prefix_kernel[grid](
+            *(query, key, value, lengths),
+            lengths if positions is None else positions,
+            lengths if last_node is None else last_node,
+            *(out, lse, lse if last_node is None else scores),
+            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
+            *(kv_heads, nodes, slots, out.shape[3], sliding_window or 0),
+            *score_factors(scaling, softcap),
+            SPLIT_KEYS=config.split_keys,
+            HAS_WINDOW=sliding_window is not None,
+            SCORES=mode,
+            **_tile_options(config, query, key, value, softcap),
+        )
+
+
+def _launch_tree(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    lengths: torch.Tensor | None = None,
+) -> None:
+    """Fill the last part of the partial results; see reference.py for the other arguments.
+
+    Args:
+        out (`torch.Tensor` of shape `(B, H, N, parts, Dv)`): The last part is written. float32.
+        lse (`torch.Tensor` of shape `(B, H, N, parts)`): Likewise; log-sum-exp in base 2. float32.
+        lengths (`torch.LongTensor` of shape `(B,)`, *optional*): The M keys are the slots from `lengths[b]` on.
+    """
+    (batch, heads, nodes, size), (kv_heads, slots) = query.shape, key.shape[1:3]
+    rows = heads // kv_heads * nodes
+    config = tree_config(rows, size, value.shape[3], query.element_size(), shared_memory(query.device))
+    mask, lowest = _readable(mask)
+    mask = (mask[:, None] if mask.dim() == 3 else mask).expand(batch, heads, -1, -1)
+    grid = (-(-rows // config.block_rows), batch * kv_heads)
+    if 0 in grid:
+        return
+    with launching_on(query):
+        tree_kernel[grid](
+            *(query, key, value, mask, mask if lengths is None else lengths, out, lse),
+            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask.stride()),
+            *(kv_heads, nodes, mask.shape[3], slots, out.shape[3], out.shape[3] - 1),
+            *score_factors(scaling, softcap),
+            lowest,
+            IN_CACHE=lengths is not None,
+            ADDITIVE=mask.dtype != torch.uint8,
+            **_tile_options(config, query, key, value, softcap),
+        )
+
+
+def _prefix_config(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> TileConfig:
+    rows = query.shape[1] // key.shape[1] * query.shape[2]
+    return prefix_config(rows, query.shape[3], value.shape[3], query.element_size(), shared_memory(query.device))
+
+
+def _tile_options(
+    config: TileConfig, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None
+) -> dict[str, Any]:
+    """Return the constants that all kernels over keys have in common."""
+    return {
+        "GROUPS": query.shape[1] // key.shape[1],
+        "SIZE": query.shape[3],
+        "VALUE_SIZE": value.shape[3],
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_KEYS": config.block_keys,
+        "BLOCK_SIZE": config.block_size,
+        "BLOCK_VALUE": config.block_value,
+        "HAS_SOFTCAP": softcap is not None,
+        "UPCAST": upcast(query),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return the mask as bytes or floating point, and the number that hides a key: the lowest of its dtype, or -inf."""
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8), 0.0
+    lowest = torch.finfo(mask.dtype).min
+    if mask.dtype == torch.float64:
+        return mask.float(), max(lowest, torch.finfo(torch.float32).min)
+    return mask, lowest
+
+
+def _partial_results(query: torch.Tensor, value: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (*query.shape[:3], parts)
+    return query.new_empty(*shape, value.shape[3], dtype=torch.float32), query.new_empty(shape, dtype=torch.float32)
+
+
+def _empty_state(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `launch_combine` returns, not filled."""
+    batch, heads, nodes, _ = query.shape
+    out = value.new_empty(batch, nodes, heads, value.shape[3]).transpose(1, 2)
+    return out, query.new_empty(batch, heads, nodes, dtype=torch.float32)
+
+
+def _empty_scores(
+    query: torch.Tensor, key: torch.Tensor, last_node: torch.Tensor | None, scores_per_row: bool
+) -> torch.Tensor:
+    if last_node is None:
+        return query.new_empty(0, dtype=torch.float32)
+    batch, kv_heads, slots, _ = key.shape
+    rows = (2, query.shape[1] // kv_heads) if scores_per_row else ()
+    return query.new_empty(batch, kv_heads, *rows, slots, dtype=torch.float32)

@@ -1,0 +1,193 @@
+"""The contexts of a step against one dense attention in float64: hybrid tree attention, and sparse attention."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from hf_longspec.attention_backends import torch_fused
+from hf_longspec.attention_backends.contexts import CallCounter, SparseContext
+from hf_longspec.attention_backends.merge import merge_attention_states
+from hf_longspec.attention_backends.reference import REFERENCE_BACKEND, prefix_attention
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
+from tests.attention_backends.oracle import SCALING, Capture, assert_within_budget, expected_tree, tree_case
+from tests.pairwise import pairwise
+
+BACKENDS = {
+    "reference": REFERENCE_BACKEND,
+    "torch": TORCH_BACKEND,
+    "torch_parts": replace(TORCH_BACKEND, hybrid_attention=None),
+}
+LENGTHS = ((0,), (90,), (50, 50), (0, 90, 33))
+# window, softcap, sinks, size of a value
+OPTIONS = (
+    (None, None, False, 16),
+    (4, None, True, 16),
+    (92, None, False, 16),
+    (40, None, False, 16),
+    (400, 3.0, True, 16),
+    (4, 3.0, False, 12),
+)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "nodes", "backend"), pairwise(LENGTHS, OPTIONS, (1, 5, 33), [*BACKENDS])
+)
+def test_every_node_sees_the_prefix_and_its_path(lengths, options, nodes, backend):
+    window, softcap, sinks, value_size = options
+    context, query, key, value = tree_case(lengths, nodes, value_size=value_size)
+    context.capture = Capture()
+    sinks = torch.linspace(-2.0, 3.0, 6) if sinks else None
+    exact, plain = expected_tree(context, query, key, value, window, softcap, sinks)
+    options = {"scaling": SCALING, "sliding_window": window, "softcap": softcap, "sinks": sinks}
+    out = context.attend(BACKENDS[backend], 7, query, key, value, **options)
+    (layer_idx, captured_query, captured_key, lse, rest), *others = context.capture.collected
+    assert_within_budget((out, lse), exact, plain)
+    assert (layer_idx, captured_query is query, captured_key is key, others) == (7, True, True, [])
+    where = {"lengths": context.lengths, "host_lengths": lengths}
+    assert rest == {"scaling": SCALING, "softcap": softcap, **where}
+    assert context.calls.total == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape", "groups", "dtype", "dense_keys"),
+    pairwise(
+        ((64,), (50, 50)),
+        ((3, 8), (7, 40), (17, 64), (69, 256)),
+        (1, 2, 4, 7),
+        (torch.float32, torch.bfloat16),
+        (0, torch_fused.DENSE_KEYS),
+    ),
+)
+def test_both_ways_of_the_torch_backend(lengths, shape, groups, dtype, dense_keys, monkeypatch):
+    monkeypatch.setattr(torch_fused, "DENSE_KEYS", dense_keys)
+    nodes, size = shape
+    context, query, key, value = tree_case(lengths, nodes, 2, groups, size, size, dtype)
+    exact, plain = expected_tree(context, query, key, value, None, None, None)
+    positions = {"positions": context.positions, "host_lengths": lengths, "memo": {}}
+    options = {"scaling": SCALING, "sliding_window": None, "softcap": None}
+    state = torch_fused.hybrid_attention(query, key, value, context.mask, **positions, **options)
+    assert_within_budget(state, exact, plain)
+
+
+def test_layers_with_different_windows_share_a_context(monkeypatch):
+    context, query, key, value = tree_case((90, 90), 17)
+    for dense_keys in (0, 60, 4096):
+        context = replace(context)
+        monkeypatch.setattr(torch_fused, "DENSE_KEYS", dense_keys)
+        # 92: slot 0 of the 90 is hidden from the deepest nodes only
+        for layer, window in enumerate((None, 3, 40, 92, None, 200, 3)):
+            context.capture = Capture()
+            exact, plain = expected_tree(context, query, key, value, window, None, None)
+            out = context.attend(TORCH_BACKEND, layer, query, key, value, scaling=SCALING, sliding_window=window)
+            assert_within_budget((out, context.capture.collected[0][3]), exact, plain)
+
+
+def test_the_mask_of_a_step_is_built_once(monkeypatch):
+    context, query, key, value = tree_case((90,), 5)
+    built = []
+    monkeypatch.setattr(torch_fused, "pack_mask", lambda *args: built.append(1) or torch.zeros(1, 1, 15, 95))
+    for layer in range(6):
+        context.attend(TORCH_BACKEND, layer, query, key, value, scaling=SCALING)
+    assert (len(built), context.calls.total) == (1, 6)
+
+
+@pytest.mark.parametrize(("backend", "nodes"), [(REFERENCE_BACKEND, 1), (TORCH_BACKEND, 5)], ids=["reference", "torch"])
+def test_a_step_compiles_into_one_graph(backend, nodes):
+    """And into one more when the prefix grows, not into one per length."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(context, query, key, value):
+        return [context.attend(backend, layer, query, key, value, scaling=SCALING) for layer in range(2)]
+
+    with torch.no_grad():
+        for length in (20, 21, 30):
+            context, query, key, value = tree_case((length,), nodes)
+            key, value = key.nan_to_num(), value.nan_to_num()
+            outs = step(replace(context), query, key, value)
+            expected = context.attend(backend, 0, query, key, value, scaling=SCALING)
+            torch.testing.assert_close(outs, [expected, expected])
+    assert counter.frame_count <= 2
+
+
+def test_padding_nodes_see_only_themselves():
+    """And never matter to a real node, whatever they hold."""
+    context, query, key, value = tree_case((20,), 5)
+    context.mask[0, 3:], context.mask[0, :, 3:] = False, False
+    context.mask[0, [3, 4], [3, 4]] = True
+    out = context.attend(TORCH_BACKEND, 0, query, key, value, scaling=SCALING)
+    key[:, :, 23:25] += 1.0
+    value[:, :, 23:25] += 1.0
+    fresh = replace(context)
+    assert torch.equal(fresh.attend(TORCH_BACKEND, 0, query, key, value, scaling=SCALING)[:, :, :3], out[:, :, :3])
+
+
+def test_to_moves_the_tensors_and_shares_the_rest():
+    capture, calls = Capture(), CallCounter()
+    context = replace(tree_case((4,), 3)[0], capture=capture, calls=calls)
+    assert context.to(None) is context.to("cpu") is context
+    assert context.to(torch.device("cpu"), non_blocking=True) is context
+    position = context.positions
+    moved = context.to("meta", non_blocking=True)
+    assert {moved.lengths.device.type, moved.depths.device.type, moved.mask.device.type} == {"meta"}
+    assert (moved.capture, moved.calls, moved.host_lengths) == (capture, calls, (4,))
+    assert context.to("meta") is moved  # one copy per device and step, however many layers ask
+    assert moved.to("meta") is moved
+    assert position.device.type == "cpu" and moved.positions.device.type == "meta"  # what a step keeps is its own
+
+
+def sparse_case(batch=2, slots=40):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, 6, 1, 16, generator=generator)
+    key, value = (torch.randn(batch, 2, slots, 16, generator=generator) for _ in range(2))
+    dense = (slots, slots - 11)[:batch]
+    context = SparseContext(
+        lengths=torch.tensor((9, 6)[:batch]),
+        host_lengths=(9, 6)[:batch],
+        positions=torch.tensor(dense)[:, None] - 1,
+        dense_lengths=torch.tensor(dense),
+        dense_host_lengths=dense,
+        dense_layers=frozenset({0, 3}),
+    )
+    return context, query, key, value
+
+
+@pytest.mark.parametrize(
+    ("layer_idx", "softcap", "sinks", "backend"), pairwise((0, 1), (None, 2.0), (False, True), ("reference", "torch"))
+)
+def test_layers_of_a_drafting_step(layer_idx, softcap, sinks, backend):
+    """A window of 8 binds the dense layer and means nothing in the compact buffer."""
+    context, query, key, value = sparse_case()
+    sinks = torch.linspace(-1.0, 2.0, 6) if sinks else None
+    dense = layer_idx in context.dense_layers
+    lengths = context.dense_lengths if dense else context.lengths
+    key[1, :, lengths[1] :], value[1, :, lengths[1] :] = torch.nan, torch.nan
+    where = {"positions": context.positions, "sliding_window": 8} if dense else {}
+
+    def exact(dtype):
+        inputs = (x.to(dtype) for x in (query, key, value))
+        state = prefix_attention(*inputs, lengths, scaling=0.4, softcap=softcap, **where)
+        return merge_attention_states([state], None if sinks is None else sinks.to(dtype))
+
+    options = {"scaling": 0.4, "sliding_window": 8, "softcap": softcap, "sinks": sinks}
+    out = context.attend(BACKENDS[backend], layer_idx, query, key, value, **options)
+    truth = exact(torch.float64)
+    assert_within_budget((out, truth[1].float()), truth, exact(torch.float32)[0])
+    assert context.calls.total == 1
+
+
+def test_a_drafting_step_moves_likewise():
+    context = sparse_case()[0]
+    assert context.to("cpu") is context
+    moved = context.to("meta")
+    assert {x.device.type for x in (moved.lengths, moved.positions, moved.dense_lengths)} == {"meta"}
+    assert (moved.calls, moved.dense_layers, moved.host_lengths) == (context.calls, frozenset({0, 3}), (9, 6))
+    assert moved.dense_host_lengths == (40, 29)
+    assert context.to("meta") is moved
+
+
+def test_the_counter_shows_its_total():
+    assert repr(CallCounter()) == "CallCounter(total=0)"

@@ -1,0 +1,160 @@
+"""Compile the Triton kernels for a GPU that need not be there; one line of JSON per kernel, with what it uses.
+
+    python aot.py CAPABILITY short|all
+
+Every kernel is compiled with the arguments that its operator launches it with. It has to be a process of its own,
+without TRITON_INTERPRET: where triton was imported for interpretation, its own library of functions is interpreted as
+well, and nothing can be compiled any more. The kernel files are imported as modules of an empty package, because the
+whole package takes several times as long as a kernel.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.modules["kernels"] = ModuleType("kernels")
+sys.modules["kernels"].__path__ = [str(ROOT / "hf_longspec" / "attention_backends" / "triton")]
+commit, config, launch = (import_module(f"kernels.{name}") for name in ("commit", "config", "launch"))
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).
+SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+GROUPS = 4
+# dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
+# one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first three.
+SPARSE = (
+    (torch.bfloat16, 128, 128, None),
+    (torch.bfloat16, 80, 80, 3.0),
+    (torch.float32, 128, 128, None),
+    (torch.float16, 128, 128, None),
+    (torch.bfloat16, 64, 64, None),
+    (torch.bfloat16, 192, 128, None),
+    (torch.bfloat16, 256, 256, 3.0),
+    (torch.float32, 256, 256, 3.0),
+)
+
+
+class AbsentGpu:
+    """What Triton asks its driver before a launch."""
+
+    def __init__(self, capability):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.target.arch
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def hybrid(size, rows, dtype, plain):
+    """Launch the prefix kernel; plain with the tree in the cache, otherwise with a window, a softcap and scores."""
+    nodes = rows // GROUPS
+    query, key = torch.empty(1, 2 * GROUPS, nodes, size, dtype=dtype), torch.empty(1, 2, 2000, size, dtype=dtype)
+    numbers, sinks = torch.zeros(1, nodes, dtype=torch.long), torch.zeros(2 * GROUPS)
+    lengths, mask = numbers[:, 0].contiguous(), torch.ones(1, nodes, nodes, dtype=torch.bool)
+    options = (numbers, None, sinks, lengths, 0.1, 100, 3.0, True)
+    if plain:
+        options = (None, mask, sinks, None, 0.1, None, None, False)
+    launch.hybrid_op._init_fn(query, key, key, lengths, *options)
+
+
+def tree(size, rows, dtype):
+    """Launch the tree kernel with an additive mask and a softcap."""
+    nodes = rows // GROUPS
+    query, key = torch.empty(1, 2 * GROUPS, nodes, size, dtype=dtype), torch.empty(1, 2, 70, size, dtype=dtype)
+    launch.tree_op._init_fn(query, key, key, torch.zeros(1, nodes, 70), 0.1, 3.0)
+
+
+def spilling():
+    """Launch a tile that is too large for the registers of one warp."""
+    chosen, launch.tree_config = launch.tree_config, lambda *args: config.tree_config(*args)._replace(num_warps=1)
+    tree(128, 32, torch.bfloat16)
+    launch.tree_config = chosen
+
+
+def sparse(dtype, size, value_size, softcap):
+    """Launch the kernel over chosen slots."""
+    query = torch.empty(2, 14, 1, size, dtype=dtype)
+    key, value = (torch.empty(2, 2, 40, n, dtype=dtype) for n in (size, value_size))
+    indices, counts = torch.zeros(2, 2, 300, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    launch.sparse_op._init_fn(query, key, value, indices, counts, 0.1, softcap)
+
+
+def move(dtype, size):
+    """Launch the kernel that moves accepted nodes."""
+    buffers = [torch.empty(2, 2, 50, size, dtype=dtype) for _ in range(4)]
+    path, lengths = torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, dtype=torch.long)
+    commit._move_by_table(buffers, path, lengths, lengths)
+
+
+def calls(everything):
+    """`(label, function, arguments)` of every launch."""
+    for size in (64, 128, 256) if everything else (128,):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32) if everything else (torch.bfloat16,):
+            tiles = config.PREFIX_TILES_FLOAT32 if dtype == torch.float32 else config.PREFIX_TILES
+            for rows in tiles[size]:
+                yield "hybrid", hybrid, (size, rows, dtype, False)
+                if everything or rows == max(tiles[size]):
+                    yield "plain hybrid", hybrid, (size, rows, dtype, True)
+            for rows in {min(rows, 32) for rows in tiles[size]}:
+                yield "tree", tree, (size, rows, dtype)
+    for case in SPARSE if everything else SPARSE[:3]:
+        yield "sparse", sparse, case
+    for case in ((torch.bfloat16, 128), (torch.float32, 3), (torch.float16, 5), (torch.int8, 7)):
+        yield "move", move, case  # words of 8, 4, 2 and 1 bytes
+    yield "spilling", spilling, ()
+
+
+def usage(compiled):
+    """Registers, and bytes of stack and local memory (where spilled registers go), per thread; shared memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(compiled.asm["cubin"])
+        report = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", report)}
+    return found | {"SHARED": compiled.metadata.shared}
+
+
+def has_barrier(compiled):
+    """Whether a barrier stands between the last load and the first store after it."""
+    accesses = re.findall(r"\b(ld\.global|bar\.sync|st\.global)", compiled.asm["ptx"])
+    last_load = max((place for place, access in enumerate(accesses) if access == "ld.global"), default=-1)
+    return accesses[last_load + 1 :][:1] == ["bar.sync"]
+
+
+def main(capability, everything):
+    run, compiled = triton.runtime.JITFunction.run, {}
+
+    def compile_only(self, *args, **kwargs):
+        kernel = run(self, *args, **kwargs | {"warmup": True})
+        compiled.setdefault(kernel.hash, (self.__name__, kernel))
+
+    triton.runtime.JITFunction.run = compile_only
+    triton.runtime.driver.set_active(AbsentGpu(capability))
+    launch.shared_memory = lambda device: SHARED_MEMORY[capability]
+    reported = set()
+    for label, function, arguments in calls(everything):
+        function(*arguments)
+        for key in compiled.keys() - reported:
+            name, kernel = compiled[key]
+            line = {"call": label, "arguments": str(arguments), "kernel": name, "BARRIER": has_barrier(kernel)}
+            print(json.dumps(line | usage(kernel)), flush=True)
+        reported |= compiled.keys()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2] == "all")

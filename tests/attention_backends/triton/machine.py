@@ -1,0 +1,34 @@
+"""Where the tests of Triton kernels run, and processes of their own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import torch
+
+from hf_longspec.attention_backends.triton import config
+
+ROOT = Path(__file__).resolve().parents[3]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# 3.6 calls int() on an array of one number, which numpy refuses from 2.4 on.
+BROKEN_INTERPRETER = (
+    config.INTERPRETED
+    and config.triton.__version__.startswith("3.6.")
+    and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
+)
+
+
+def on(device, *values):
+    """Tensors on the device; everything else as it is."""
+    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
+
+
+def python(*arguments, **environment):
+    """Standard output of a Python process of its own, in which Triton compiles."""
+    command = [sys.executable, *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"} | environment
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -1,0 +1,238 @@
+"""Moving accepted nodes by Triton: against a loop over copies, against the torch path, and inside generate()."""
+
+import pytest
+import torch
+
+from hf_longspec.attention_backends.triton import commit
+from hf_longspec.generation import cache as cache_module
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing_drafts import RandomTreeDraftModel
+from tests.attention_backends.triton.machine import DEVICE
+
+pytestmark = pytest.mark.usefixtures("kernel_device")
+
+# Heads and widths of keys and values of every layer: GQA, MLA, odd ones that fit no word of 8 bytes, and more numbers
+# than a program moves at a time.
+LAYERS = (((2, 16), (2, 16)), ((4, 24), (4, 16)), ((1, 5), (1, 3)), ((3, 160), (3, 40)))
+PATHS = {
+    "gaps": ((7, 0, 30), [[0, 1, 4, 5], [0, 2, 3, 9], [0, 3, 7, 8]], [4, 3, 0]),
+    "overlapping": ((5, 11), [[0, 2, 3, 4, 5, 6], [0, 3, 4, 5, 6, 7]], [6, 6]),  # targets are the sources of others
+    "chain": ((5, 11), [[0, 1, 2], [0, 1, 2]], [3, 2]),
+    "root": ((5, 11), [[0], [0]], [1, 1]),
+    "ignored_entries": ((9,), [[0, 2, -7, 10**6]], [2]),
+    "more_counted_than_there_are": ((9,), [[0, 2]], [5]),
+    "long": ((0, 3), [list(range(0, 80, 2)), [0, *range(2, 41)]], [40, 37]),  # several blocks of nodes
+}
+
+
+def make_buffers(batch, dtype, slots=90):
+    """Junk everywhere, NaN included, in buffers of several arrangements."""
+    generator = torch.Generator().manual_seed(0)
+    buffers = []
+    for number, (heads, size) in enumerate(shape for layer in LAYERS for shape in layer):
+        junk = torch.randn(batch, heads, slots, size, generator=generator).to(dtype)
+        junk[:, :, ::7] = torch.nan
+        if number % 3 == 1:  # a slice of something longer
+            junk = torch.cat([junk, junk], dim=2)[:, :, :slots]
+        elif number % 3 == 2:  # (B, S, K, D) in memory
+            junk = junk.transpose(1, 2).contiguous().transpose(1, 2)
+        buffers.append(junk.to(DEVICE))
+    return buffers
+
+
+def moved_by_loop(buffer, lengths, path, counts):
+    """Every node from a copy, one by one."""
+    moved = buffer.clone()
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for place, node in enumerate(path[row][:count]):
+            moved[row, :, length + place] = buffer[row, :, length + node]
+    return moved
+
+
+def same_bits(found, expected):
+    return torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def on_device(*lists):
+    return tuple(torch.tensor(numbers, device=DEVICE) for numbers in lists)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("lengths", "path", "counts"), PATHS.values(), ids=PATHS)
+def test_every_slot_of_every_buffer(lengths, path, counts, dtype):
+    buffers = make_buffers(len(lengths), dtype)
+    expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
+    commit.move_nodes(buffers, *on_device(path, lengths, counts))
+    for found, wanted in zip(buffers, expected, strict=True):
+        assert same_bits(found, wanted)
+
+
+def test_buffers_of_different_dtypes_are_one_launch(monkeypatch):
+    launches, kernel = [], commit._move_kernel
+
+    class Spy:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(commit, "_move_kernel", Spy())
+    lengths, path, counts = PATHS["gaps"]
+    buffers = [*make_buffers(3, torch.float32), *make_buffers(3, torch.bfloat16)]
+    expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
+    commit.move_nodes(buffers, *on_device(path, lengths, counts))
+    assert all(map(same_bits, buffers, expected))
+    assert launches == [(sum(buffer.shape[1] for buffer in buffers), 3)]
+
+
+def test_views_of_path_lengths_and_counts():
+    """As the cache passes them: a slice of a longer path."""
+    lengths, path, counts = PATHS["gaps"]
+    buffers = make_buffers(3, torch.float32)
+    expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
+    wide = torch.full((3, 9), -1, device=DEVICE)
+    wide[:, :4] = torch.tensor(path)
+    apart = [torch.tensor(numbers, device=DEVICE).repeat_interleave(2)[::2] for numbers in (lengths, counts)]
+    commit.move_nodes(buffers, wide[:, :4], *apart)
+    assert all(map(same_bits, buffers, expected))
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_without_autograd(mode):
+    """The buffers of a cache that was filled in inference mode are inference tensors."""
+    lengths, path, counts = PATHS["gaps"]
+    with mode():
+        buffers = make_buffers(3, torch.float32)
+        expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
+        commit.move_nodes(buffers, *on_device(path, lengths, counts))
+        assert all(map(same_bits, buffers, expected))
+
+
+def test_a_second_copy_leaves_the_first_alone(kernel_copy):
+    lengths, path, counts = PATHS["gaps"]
+    copy = kernel_copy("hub_copy", "commit")
+    for module in (copy, commit):
+        buffers = make_buffers(3, torch.float32)
+        expected = [moved_by_loop(buffer, lengths, path, counts) for buffer in buffers]
+        module.move_nodes(buffers, *on_device(path, lengths, counts))
+        assert all(map(same_bits, buffers, expected))
+        copy._move_kernel = None  # whoever runs the copy's code from here on fails
+
+
+def test_columns_are_refused():
+    apart = torch.zeros(1, 2, 8, 9).transpose(2, 3)
+    with pytest.raises(ValueError, match=r"a buffer has strides \(144, 72, 1, 9\), expected 1 in the last"):
+        commit.move_nodes([apart], *on_device([[0, 1]], [3], [2]))
+
+
+def test_custom_op():
+    lengths, path, counts = PATHS["overlapping"]
+    inputs = on_device(path, lengths, counts)
+    torch.library.opcheck(commit._move, (make_buffers(2, torch.float32)[:2], *inputs))
+    buffers, expected = ([buffer.nan_to_num() for buffer in make_buffers(2, torch.float32)] for _ in range(2))
+
+    def move_and_sum(buffers, *inputs):
+        commit.move_nodes(buffers, *inputs)
+        return sum(buffer.sum() for buffer in buffers)
+
+    compiled = torch.compile(move_and_sum, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(buffers, *inputs), move_and_sum(expected, *inputs))
+    assert all(map(same_bits, buffers, expected))
+
+
+class Caches:
+    """Two caches with the same contents, one of which commits by Triton, in layers of different shapes."""
+
+    def __init__(self, batch, patch):
+        config = tiny_target("llama", num_hidden_layers=len(LAYERS)).config
+        self.patch = patch
+        self.ours, self.torch = (SpeculativeCache(config, batch, 200, tree_slots=80) for _ in range(2))
+        self.generator = torch.Generator().manual_seed(1)
+
+    def write(self, count):
+        for layer, shapes in enumerate(LAYERS):
+            states = [
+                torch.randn(self.ours.batch_size, heads, count, size, generator=self.generator).to(DEVICE)
+                for heads, size in shapes
+            ]
+            for cache in (self.ours, self.torch):
+                cache.update(*states, layer)
+
+    def commit(self, path, counts):
+        for cache, triton in ((self.ours, True), (self.torch, False)):
+            self.patch.setattr(cache_module, "can_move", lambda device, triton=triton: triton)
+            cache.commit(torch.tensor(path, device=DEVICE), counts)
+
+    def check(self):
+        assert self.ours.host_lengths == self.torch.host_lengths
+        for ours, theirs in zip(self.ours.layers, self.torch.layers, strict=True):
+            for row, length in enumerate(self.ours.host_lengths):
+                assert same_bits(ours.keys[row, :, :length], theirs.keys[row, :, :length])
+                assert same_bits(ours.values[row, :, :length], theirs.values[row, :, :length])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "path", "counts"), [PATHS[name] for name in ("gaps", "overlapping", "root", "long")]
+)
+def test_the_cache_commits_as_with_torch(lengths, path, counts, monkeypatch):
+    caches = Caches(len(lengths), monkeypatch)
+    caches.write(30)
+    for cache in (caches.ours, caches.torch):
+        cache.set_lengths(lengths)
+    for _ in range(2):  # the second step stages behind what the first has moved
+        for cache in (caches.ours, caches.torch):
+            cache.stage(80)
+        caches.write(80)
+        caches.commit(path, counts)
+        caches.check()
+
+
+def test_generate(monkeypatch):
+    """Random trees, rows of different lengths: the text is that of the model alone, and every commit was a launch."""
+    if DEVICE == "cuda":
+        pytest.skip("on a GPU this is what every call does")
+    launches = []
+    monkeypatch.setattr(cache_module, "can_move", lambda device: True)
+    monkeypatch.setattr(
+        cache_module, "move_nodes", lambda *args: (launches.append(len(args[0])), commit.move_nodes(*args))
+    )
+    model = tiny_target("llama")
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, (11, 4))
+    options = {"attention_mask": attention_mask, "do_sample": False, "max_new_tokens": 9}
+    expected = model.generate(input_ids, **options)
+    draft = RandomTreeDraftModel.from_target(model)
+    draft.hints = expected[:, input_ids.shape[1] :].tolist()
+    assert model.generate(input_ids, assistant_model=draft, **options).tolist() == expected.tolist()
+    assert launches and set(launches) == {2 * model.config.num_hidden_layers}
+
+
+def test_can_move(monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(commit, "_works_on", lambda device: True)
+    assert commit.can_move(gpu) and not commit.can_move(cpu)
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert not commit.can_move(gpu)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(commit, "INSTALLED", False)
+    assert not commit.can_move(gpu)
+
+
+def raises(*args):
+    raise RuntimeError("Failed to find C compiler")
+
+
+@pytest.mark.parametrize(
+    ("move", "problem"),
+    [
+        (commit.move_nodes, None),
+        (raises, "RuntimeError: Failed to find C compiler"),
+        (lambda *args: None, "it moved the wrong slots"),
+    ],
+)
+def test_a_first_move_is_checked(move, problem, monkeypatch):
+    """What does not work is not used, and the user is told."""
+    told = []
+    monkeypatch.setattr(commit, "move_nodes", move)
+    monkeypatch.setattr(commit.logger, "warning", lambda text, *values: told.append(text % values))
+    assert commit._works_on.__wrapped__(torch.device(DEVICE)) is (problem is None)
+    assert not told if problem is None else problem in told[0] and "moved by torch" in told[0]

@@ -1,0 +1,162 @@
+"""Scores that the Triton kernels write while they attend, against a double loop and a second pass over the keys."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.scores import ScoreCapture
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, scored_attention
+from hf_longspec.generation.selection import select_top
+from tests.attention_backends.oracle import SCALING, assert_within_budget, layout, prefix_case, tensors, tree_case
+from tests.attention_backends.triton.machine import on
+from tests.pairwise import pairwise
+
+pytestmark = pytest.mark.usefixtures("small_tiles", "poisoned_memory")
+
+# Sums of 16 products of standard normal numbers, of up to 14 rows: 1e-6 each.
+SCORE_ERROR = 2e-5
+
+SCORED = [
+    # nodes, groups, last nodes, window, dtype; the last node of a row need not be the last of the tensor
+    pytest.param(1, 2, (0, 0), None, torch.float32, id="lone_root"),
+    pytest.param(5, 2, (4, 2), None, torch.bfloat16, id="padded"),
+    pytest.param(9, 4, (8, 0), 40, torch.float32, id="several_tiles"),
+    pytest.param(3, 7, (2, 1), None, torch.bfloat16, id="groups_of_seven"),
+]
+
+
+@pytest.mark.parametrize(("nodes", "groups", "last", "window", "dtype"), SCORED)
+def test_scores_against_a_double_loop(kernel_device, nodes, groups, last, window, dtype):
+    lengths, size, softcap = (100, 37), 16, 2.0
+    case = prefix_case(nodes, groups, size, lengths, window, dtype, softcap)
+    query, key, value, lengths, options, exact, plain = case
+    options = {name: x.to(kernel_device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    inputs = on(kernel_device, query, layout(key, "buffer"), layout(value, "buffer"), lengths, torch.tensor(last))
+    *state, summed = on("cpu", *scored_attention(*inputs, **options))
+    assert_within_budget(state, exact, plain)
+    *state, rows = on("cpu", *scored_attention(*inputs, **options, per_row=True))
+    assert_within_budget(state, exact, plain)
+    assert (summed.shape, rows.shape) == ((2, 2, key.shape[2]), (2, 2, 2, groups, key.shape[2]))
+    q, k = query.double(), key.double()
+    for b, length in enumerate(lengths.tolist()):
+        for head in range(2):
+            for slot in range(length):
+                dots = [
+                    [(q[b, head * groups + g, n] @ k[b, head, slot]).item() for g in range(groups)]
+                    for n in (0, last[b])
+                ]
+                assert summed[b, head, slot].item() == pytest.approx(sum(map(sum, dots)), abs=SCORE_ERROR)
+                capped = softcap * torch.tanh(torch.tensor(dots) * options["scaling"] / softcap)
+                torch.testing.assert_close(rows[b, head, :, :, slot], capped, rtol=0, atol=SCORE_ERROR)
+        assert (summed[b, :, length:] == -torch.inf).all() and (rows[b, ..., length:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("score", ["logits", "weights"])
+def test_scores_are_those_of_specattn(kernel_device, score):
+    query, key, value = tensors(2, 2, 3, 5, 80, 16, torch.float32)
+    lengths, last = torch.tensor([80, 80]), torch.tensor([4, 2])
+    capture = ScoreCapture(last, score=score, granularity="kv_head")
+    lse = reference.prefix_attention(query, key, value, lengths, scaling=0.3)[1]
+    capture.collect(0, query, key, lse, lengths=lengths, host_lengths=(80, 80), scaling=0.3)
+    inputs = on(kernel_device, query, key, value, lengths, last)
+    _, lse, scores = on("cpu", *scored_attention(*inputs, scaling=0.3, per_row=score == "weights"))
+    if score == "weights":
+        of_rows = torch.stack([lse[:, :, 0], lse[torch.arange(2), :, last]], 1).unflatten(2, (2, 3)).transpose(1, 2)
+        scores = (scores - of_rows[..., None]).exp().sum((2, 3))
+    torch.testing.assert_close(scores, capture.scores[0], rtol=0, atol=SCORE_ERROR)
+
+
+def test_scores_of_too_many_heads(kernel_device):
+    query, key, value = tensors(1, 1, 9, 2, 20, 16, torch.float32)
+    inputs = on(kernel_device, query, key, value, torch.tensor([20]), torch.tensor([1]))
+    assert scored_attention(*inputs, scaling=1.0) is None
+    eight = on(kernel_device, *tensors(1, 1, 8, 2, 20, 16, torch.float32))
+    assert scored_attention(*eight, *inputs[3:], scaling=1.0) is not None
+
+
+def test_scores_of_a_buffer_that_is_too_short(kernel_device):
+    query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
+    inputs = on(kernel_device, query, key, value, torch.tensor([60]), torch.tensor([0]))
+    with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
+        scored_attention(*inputs, scaling=1.0, host_lengths=(60,))
+
+
+# nodes, groups, prefix lengths, last nodes, window, softcap, sinks
+CASES = {
+    "lone_root": (1, 2, (100,), (0,), None, None, False),
+    "ragged_padded": (5, 3, (90, 33), (4, 2), None, None, False),
+    "softcap_sinks_and_no_prefix": (7, 4, (64, 65, 0), (6, 0, 3), None, 2.0, True),
+    "window_with_sinks": (9, 1, (130,), (8,), 40, None, True),
+}
+
+
+def attend(backend, capture, case):
+    nodes, groups, lengths, window, softcap, sinks = case
+    context, query, key, value = tree_case(lengths, nodes, groups=groups)
+    context.capture = capture
+    options = {"scaling": SCALING, "sliding_window": window, "softcap": softcap}
+    options["sinks"] = torch.linspace(-1.0, 1.0, query.shape[1]) if sinks else None
+    return context.attend(backend, 0, query, key.nan_to_num(), value.nan_to_num(), **options)
+
+
+def captured(backend, last, case, **options):
+    capture = ScoreCapture(torch.tensor(last), **options)
+    out = attend(backend, capture, case)
+    return out, capture.scores.get(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "score", "granularity"), pairwise(tuple(CASES), ("logits", "weights"), ("layer", "kv_head"))
+)
+def test_the_selection_is_that_of_the_second_pass(kernel_device, monkeypatch, name, score, granularity):
+    if kernel_device.type != "cpu":
+        pytest.skip("compares with a backend on the CPU")
+    nodes, groups, lengths, last, window, softcap, sinks = CASES[name]
+    case, options = (nodes, groups, lengths, window, softcap, sinks), {"score": score, "granularity": granularity}
+    expected_out, expected = captured(TORCH_BACKEND, last, case, **options)
+
+    def collect(self, *args, **more):
+        raise AssertionError("the keys were read a second time")
+
+    monkeypatch.setattr(ScoreCapture, "collect", collect)
+    out, found = captured(TRITON_BACKEND, last, case, **options)
+    torch.testing.assert_close(out, expected_out, rtol=0, atol=SCORE_ERROR)
+    assert found.shape == expected.shape == (len(lengths), 1 if granularity == "layer" else 2, max(lengths))
+    for row, length in enumerate(lengths):
+        # the first is a sum over the heads of both KV heads
+        torch.testing.assert_close(found[row, :, :length], expected[row, :, :length], rtol=0, atol=2 * SCORE_ERROR)
+    prefix, count = torch.tensor(lengths), 20
+    chosen, wanted = (select_top(scores.clone(), prefix, count) for scores in (found, expected))
+    for row, length in enumerate(lengths):
+        own = min(count, length)
+        assert torch.equal(chosen[row, :, :own].sort(-1).values, wanted[row, :, :own].sort(-1).values)
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        ({"rows": "all_rows"}, 3),
+        ({"rows": "each_row"}, 3),
+        ({"score": "quest"}, 3),
+        ({"score": "weights"}, 9),  # 18 rows of two nodes do not fit in one program of 16
+    ],
+    ids=["all_rows", "each_row", "quest", "too_many_heads"],
+)
+def test_other_scores_take_the_second_pass(kernel_device, options, groups):
+    """And give what they give on the torch backend."""
+    case = (5, groups, (90, 33), None, None, False)
+    found, expected = (captured(backend, (4, 2), case, **options)[1] for backend in (TRITON_BACKEND, TORCH_BACKEND))
+    assert found.shape == expected.shape
+    for row, length in enumerate((90, 33)):
+        torch.testing.assert_close(found[row, ..., :length], expected[row, ..., :length], rtol=0, atol=1e-4)
+
+
+def test_a_backend_without_score_rows_takes_the_second_pass(kernel_device):
+    case = (5, 3, (90, 33), None, None, False)
+    backend = replace(TRITON_BACKEND, scored_attention=None)
+    _, found = captured(backend, (4, 2), case, score="weights")
+    _, expected = captured(TRITON_BACKEND, (4, 2), case, score="weights")
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2 * SCORE_ERROR)

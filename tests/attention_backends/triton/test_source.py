@@ -1,0 +1,87 @@
+"""Rules for the source of Triton kernels, read with `ast`: what a tolerant interpreter would let pass."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from hf_longspec.attention_backends.triton import commit, kernels
+
+FILES = [Path(module.__file__) for module in (kernels, commit)]
+ACCESSES = ("tl.load", "tl.store")
+# Not in triton 3.9 any more.
+REMOVED = ("tl.make_block_ptr", "tl.advance")
+# An access of one number at an address that exists for every program: the line says so.
+REASON = "# unmasked: "
+
+
+def is_kernel(function):
+    return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def violations(source):
+    """Memory accesses without a mask, and names that a supported version lacks, in the kernels of a file."""
+    lines, found = source.splitlines(), []
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef) and is_kernel(node)]
+    for function in functions:
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            name = ast.unparse(call.func)
+            if name in REMOVED:
+                found.append(f"{call.lineno}: {name} is gone in triton 3.9")
+            if not (name in ACCESSES or name.startswith("tl.atomic_")):
+                continue
+            mask = [keyword for keyword in call.keywords if keyword.arg == "mask"]
+            excused = REASON in lines[call.end_lineno - 1]
+            if not excused and (not mask or ast.unparse(mask[0].value) in ("None", "True")):
+                found.append(f"{call.lineno}: {name} without a mask")
+            if name == "tl.load" and mask and not any(keyword.arg == "other" for keyword in call.keywords):
+                found.append(f"{call.lineno}: what tl.load yields where the mask is False is undefined without other=")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_every_access_is_masked(file):
+    assert violations(file.read_text(encoding="utf-8")) == []
+
+
+def source_of(kernel):
+    """The text of one kernel of kernels.py."""
+    source = FILES[0].read_text(encoding="utf-8")
+    (function,) = [node for node in ast.parse(source).body if getattr(node, "name", None) == kernel]
+    return "@jit()\n" + ast.get_source_segment(source, function)
+
+
+@pytest.mark.parametrize("kernel", ["prefix_kernel", "tree_kernel", "combine_kernel", "sparse_kernel"])
+def test_the_checker_sees_a_mask_that_is_taken_away(kernel):
+    source = source_of(kernel)
+    assert sum(source.count(f"{name}(") for name in ACCESSES) >= 4
+    assert violations(source) == []
+    start = source.index(", mask=")
+    depth, end = 0, start + 2
+    while depth or source[end] not in ",)":
+        depth += (source[end] in "([") - (source[end] in ")]")
+        end += 1
+    assert any("without a mask" in found for found in violations(source[:start] + source[end:]))
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("x = tl.load(p + i)", "tl.load without a mask"),
+        ("x = tl.load(p + i, other=0.0)", "tl.load without a mask"),
+        ("x = tl.load(p + i, mask=None, other=0.0)", "tl.load without a mask"),
+        ("tl.store(p + i, x)", "tl.store without a mask"),
+        ("tl.atomic_add(p + i, x)", "tl.atomic_add without a mask"),
+        ("x = tl.load(p + i, mask=i < n)", "undefined without other="),
+        ("x = tl.make_block_ptr(p, (n,), (1,), (0,), (16,), (0,))", "gone in triton 3.9"),
+    ],
+)
+def test_the_checker_sees(line, complaint):
+    (found,) = violations(f"@jit()\ndef kernel(p, n):\n    {line}\n")
+    assert complaint in found
+
+
+def test_the_checker_allows():
+    source = "@jit()\ndef kernel(p, b, n):\n    x = tl.load(p + b)  # unmasked: one number\n    return x\n"
+    assert violations(source) == []
+    assert violations("def host(p):\n    tl.load(p)\n") == []
