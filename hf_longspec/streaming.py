@@ -74,7 +74,7 @@ class IncrementalDecoder:
             self._context, self._pending = self._pending, []
             self._given = self._decode(self._context)
         elif self._context or len(self._pending) >= MAX_PENDING:
-            self._pending = []  # skipped special tokens; without context they may be a space that is dropped until text follows
+            self._pending = []  # skipped special tokens; first tokens without text may be a space that appears later
         self._settled = len(self._pending)
         return piece
 

@@ -42,8 +42,9 @@ def flatten(file: Path, root: Path, package: str) -> dict[str, str]:
 
 
 def flat_name(path: Path, root: Path) -> str:
-    """Return the name of a module in the repository: prefixed by its folders, unless it has that prefix or is a
-    configuration.
+    """Return the name of a module in the repository, prefixed by its folders.
+
+    The prefix is left out if the name has it already, and for configurations.
 
     >>> flat_name(Path("/p/generation/drafters/longspec.py"), Path("/p"))
     'generation_drafters_longspec'
