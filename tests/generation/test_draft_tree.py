@@ -162,7 +162,7 @@ def test_merge_trees_compares_paths_to_the_root():
 
 
 GOOD = merge_paths([[[1, 2], [3]]], root=torch.tensor([0]), num_nodes=5)
-LAW = torch.full((1, 5, 4), 0.25)
+UNIFORM = torch.full((1, 5, 4), 0.25)
 
 
 @pytest.mark.parametrize(
@@ -178,15 +178,15 @@ LAW = torch.full((1, 5, 4), 0.25)
         ({"parents": torch.tensor([[-1, 0, 1, -1, 0]])}, r"parents\[0, 3\] is -1, expected an earlier node"),
         ({"max_depth": 1}, r"depths\[0, 2\] is 2, expected at most 1"),
         ({"is_chain": True}, r"parents\[0, 3\] is 0, expected the previous node"),
-        ({"q": LAW[:, :3]}, r"q has shape \(1, 3, 4\)"),
-        ({"q": 2 * LAW}, r"the sum of q\[0, 1\] is 2.0, expected 1"),
+        ({"q": UNIFORM[:, :3]}, r"q has shape \(1, 3, 4\)"),
+        ({"q": 2 * UNIFORM}, r"the sum of q\[0, 1\] is 2.0, expected 1"),
         ({"q": torch.tensor([1.5, -0.5]).expand(1, 5, 2)}, r"the sum of q\[0, 1\] is 1.0, expected 1, of terms >= 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_validate_names_the_broken_rule(changes, message):
     GOOD.validate()
-    replace(GOOD, q=LAW).validate()
+    replace(GOOD, q=UNIFORM).validate()
     with pytest.raises(ValueError, match=message):
         replace(GOOD, **changes).validate()
 
@@ -197,7 +197,7 @@ def test_merging_refuses_bad_input():
     with pytest.raises(ValueError, match="paths has 2 rows, expected 1"):
         merge_paths([[], []], root=torch.tensor([0]), num_nodes=2)
     with pytest.raises(ValueError, match="a tree has q"):
-        merge_trees([replace(GOOD, q=LAW)], num_nodes=3)
+        merge_trees([replace(GOOD, q=UNIFORM)], num_nodes=3)
     with pytest.raises(ValueError, match="cannot merge 0 trees"):
         merge_trees([], num_nodes=3)
 
