@@ -183,8 +183,8 @@ class RestingGate(FlippingGate):
         return self.pause < 0
 
 
-# SpecAttn selects by the queries of the last verification, which differ here, and a partial cache depends on the step it
-# was built in. Both have their own tests.
+# SpecAttn selects by the queries of the last verification, which differ here, and a partial cache depends on the step
+# that it was built in. Both have their own tests.
 @pytest.mark.parametrize("kind", ["longspec", "longspec, n-grams", "tokenswift", "n-grams"])
 @pytest.mark.parametrize("pause", [1, 5, 19])
 def test_after_plain_steps_the_tree_matches_a_fresh_drafter(target, monkeypatch, kind, pause):
