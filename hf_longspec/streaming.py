@@ -1,7 +1,7 @@
-"""Writing a long text while it is generated, in time linear in its length.
+"""Stream a long text while it is generated, in time linear in its length.
 
-Transformers' `TextStreamer` decodes everything since the last line break again for every token. A model that has
-stopped breaking lines then costs more for streaming than for decoding.
+Transformers' `TextStreamer` decodes all tokens since the last line break again for every token. If a model stops
+breaking lines, streaming then takes more time than decoding.
 """
 
 from typing import Any, TextIO
@@ -9,25 +9,26 @@ from typing import Any, TextIO
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-# What decoders put in place of bytes that are no character, or not yet.
+# Decoders return this in place of bytes that are no character, or an incomplete one.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character has at most 4 bytes, so this many tokens may hold a part of one and nothing else.
+# A character has at most 4 bytes, so at most this many tokens hold an incomplete character and nothing else.
 INCOMPLETE_TOKENS = 3
-# Tokens that wait for a complete character before they are taken for what they are: no text.
+# Tokens without a complete character that are kept before they are treated as broken bytes.
 MAX_PENDING = 32
 
 
 class IncrementalDecoder:
-    """The text of a growing sequence of tokens, piece by piece.
+    """Decode a growing sequence of tokens piece by piece.
 
-    What a token adds depends on its neighbours: a character may be spread over several byte-level tokens, and some
-    decoders drop the space of a first token. So a few tokens in front of the new ones are decoded with them, and tokens
-    that end inside a character wait for its rest. The pieces together are `tokenizer.decode(tokens)`, without
-    `clean_up_tokenization_spaces`, for any tokens of a byte-level tokenizer and for valid text with any other.
+    The text of a token depends on its neighbours: a character may be spread over several byte-level tokens, and some
+    decoders drop the space of a first token. New tokens are therefore decoded together with a few earlier ones, and
+    tokens that end inside a character are kept until it is complete. The pieces joined are `tokenizer.decode(tokens)`,
+    without `clean_up_tokenization_spaces`, for any tokens of a byte-level tokenizer and for valid text of any other
+    tokenizer.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Decodes.
-        skip_special_tokens (`bool`, *optional*, defaults to `False`): Leave special tokens out.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the model.
+        skip_special_tokens (`bool`, *optional*, defaults to `False`): Whether to leave special tokens out.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = False):
@@ -36,13 +37,13 @@ class IncrementalDecoder:
         # tokens whose text has been returned
         self._context: list[int] = []
         self._pending: list[int] = []
-        # of the pending tokens, how many have no open character: none, but for textless first ones
+        # number of pending tokens without an incomplete character; 0 unless the first tokens have no text
         self._settled = 0
-        # text of the context, and what has been returned of the pending tokens'
+        # text of the context, and the part of the pending tokens' text that has been returned
         self._given = ""
 
     def feed(self, token: int) -> str:
-        """The text that is certain with one more token, and was not before."""
+        """Add a token, and return the text that is now complete and has not been returned before."""
         self._pending.append(token)
         text = self._decode(self._context + self._pending)
         follows = text.startswith(self._given)
@@ -52,13 +53,13 @@ class IncrementalDecoder:
             return self._shorten(text)
         if not follows or len(self._pending) - self._settled <= INCOMPLETE_TOKENS:
             return ""
-        # more bytes than a character has: all but the last of these replacements stay what they are
+        # more bytes than a character has: all replacement characters but the last are final
         certain = max(len(text) - 1, len(self._given))
         piece, self._given = text[len(self._given) : certain], text[:certain]
         return piece
 
     def end(self) -> str:
-        """What has waited for tokens that do not come; the decoder can be used for another text then."""
+        """Return the remaining text, and reset the decoder for another text."""
         piece = self._rest(self._decode(self._context + self._pending))
         self._reset()
         return piece
@@ -67,18 +68,18 @@ class IncrementalDecoder:
         self._context, self._pending, self._settled, self._given = [], [], 0, ""
 
     def _complete(self, text: str) -> str:
-        """No character is open: the pending tokens become the context of the next ones."""
+        """Return the rest of a `text` without an incomplete character; its tokens become context of the next ones."""
         piece = text[len(self._given) :]
         if piece:
             self._context, self._pending = self._pending, []
             self._given = self._decode(self._context)
         elif self._context or len(self._pending) >= MAX_PENDING:
-            self._pending = []  # special tokens that are left out; first tokens may be a space in waiting
+            self._pending = []  # skipped special tokens; first tokens without text may be a space that appears later
         self._settled = len(self._pending)
         return piece
 
     def _shorten(self, text: str) -> str:
-        """Cut the tokens where they can be decoded apart, so that decoding stays cheap in a text of broken bytes."""
+        """Cut the tokens where both parts can be decoded alone, so that decoding broken bytes stays cheap."""
         for cut in range(len(self._pending) - 1, len(self._pending) - 1 - INCOMPLETE_TOKENS, -1):
             head = self._decode(self._context + self._pending[:cut])
             if text.startswith(self._given) and text == head + self._decode(self._pending[cut:]):
@@ -91,7 +92,7 @@ class IncrementalDecoder:
         return piece
 
     def _rest(self, text: str) -> str:
-        """What of `text` has not been returned."""
+        """Return the part of `text` that has not been returned."""
         return text[len(self._given) :] if text.startswith(self._given) else self._decode(self._pending)
 
     def _decode(self, tokens: list[int]) -> str:
@@ -102,7 +103,7 @@ class IncrementalDecoder:
 
 
 class FileStreamer(BaseStreamer):
-    """Writes the text to a file, character by complete character, as `generate` emits it.
+    """Write the text to a file while `generate` emits it, in complete characters.
 
     ```python
     with open("story.txt", "w", encoding="utf-8") as file:
@@ -110,13 +111,10 @@ class FileStreamer(BaseStreamer):
     ```
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Decodes.
-        file (`TextIO`): Open for writing text, `sys.stdout` for instance. Flushed after every piece, never closed.
-        skip_prompt (`bool`, *optional*, defaults to `True`): Write the continuation only.
-        skip_special_tokens (`bool`, *optional*, defaults to `True`): Leave special tokens out.
-
-    Raises:
-        ValueError: From `put`, if there is more than one row.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the model.
+        file (`TextIO`): File opened for writing text, such as `sys.stdout`. Flushed after every piece, never closed.
+        skip_prompt (`bool`, *optional*, defaults to `True`): Whether to write the continuation only.
+        skip_special_tokens (`bool`, *optional*, defaults to `True`): Whether to leave special tokens out.
     """
 
     def __init__(self, tokenizer: Any, file: TextIO, skip_prompt: bool = True, skip_special_tokens: bool = True):
@@ -126,7 +124,11 @@ class FileStreamer(BaseStreamer):
         self._expects_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by `generate` with the prompt `(1, P)`, then with every token `(1,)`."""
+        """Write the prompt `(1, P)` or a token `(1,)`; called by `generate`.
+
+        Raises:
+            ValueError: If the prompt has more than one row.
+        """
         is_prompt, self._expects_prompt = self._expects_prompt, False
         if is_prompt and value.dim() > 1 and value.shape[0] > 1:
             raise ValueError(f"{value.shape[0]} rows cannot be written to one file: generate one row per call.")
@@ -134,7 +136,7 @@ class FileStreamer(BaseStreamer):
             self._write("".join(map(self._decoder.feed, value.flatten().tolist())))
 
     def end(self) -> None:
-        """Called by `generate` behind the last token; the streamer can be used again."""
+        """Write the remaining text; called by `generate` after the last token. The streamer can be used again."""
         self._write(self._decoder.end())
         self._expects_prompt = True
 

@@ -1,4 +1,4 @@
-"""Pieces of text against the whole text decoded at once: odd characters, and any tokens of a byte-level tokenizer."""
+"""Streamed pieces against the text decoded at once, for odd characters and any tokens of a byte-level tokenizer."""
 
 import io
 from functools import cache
@@ -29,7 +29,7 @@ def byte_level():
 
 @cache
 def byte_fallback():
-    """As a SentencePiece model of the Llama 2 kind: a sign for spaces, bytes for what the vocabulary lacks."""
+    """Return a tokenizer like that of Llama 2: a sign for spaces, and bytes for characters out of vocabulary."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁end", *"abcdehnt,."]
     backend = Tokenizer(
         models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
@@ -56,7 +56,7 @@ def test_odd_characters(tokenizer):
     assert len(tokens) > len(ODD)  # characters are spread over tokens
     given = pieces(tokenizer(), tokens)
     assert "".join(given) == whole(tokenizer(), tokens) == ODD
-    assert sum(map(bool, given)) > 60  # and not only at the end
+    assert sum(map(bool, given)) > 60  # pieces come before the end
 
 
 @given(st.text(max_size=40))
@@ -86,15 +86,15 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_broken_bytes_and_left_out_tokens_for_long(kind):
-    """A model beyond its depth emits them; the text goes on behind them, and nothing waits for ever."""
+def test_long_runs_of_broken_bytes_and_skipped_tokens(kind):
+    """Text after such a run is streamed, and no token is kept for ever."""
     text = byte_level()("before 🙂 and")["input_ids"]
     for tokens in (BROKEN[kind] + text, text + BROKEN[kind] + text):
         options = {"skip_special_tokens": True}
         assert "".join(pieces(byte_level(), tokens, **options)) == whole(byte_level(), tokens, **options)
 
 
-def test_special_tokens_do_not_eat_spaces():
+def test_special_tokens_keep_spaces():
     tokenizer = byte_fallback()
     the, end, space = tokenizer.convert_tokens_to_ids(["▁the", "▁end", "▁"])
     for tokens in ([1, the, 2, end], [the, 1, 2, 1, end], [1] * (2 * MAX_PENDING) + [the, space, space, end]):
@@ -105,7 +105,7 @@ def test_special_tokens_do_not_eat_spaces():
 
 @pytest.mark.parametrize("kind", ["text", *BROKEN])
 def test_work_per_token_does_not_grow(kind):
-    """Counted in tokens handed to the tokenizer: all since the last line break would be half the text per token."""
+    """Counts tokens that are decoded. Decoding all since the last line break would be half the text per token."""
     tokens = byte_level()(ODD.replace("\n", " ") * 8)["input_ids"] if kind == "text" else BROKEN[kind] * 20
     decoded = []
 
@@ -120,7 +120,7 @@ def test_work_per_token_does_not_grow(kind):
 
 
 class Story:
-    """A small model with a real vocabulary, and what it makes of a prompt."""
+    """A small model with a real vocabulary, and its continuation of a prompt."""
 
     @staticmethod
     @cache
@@ -139,18 +139,18 @@ class Story:
 @pytest.mark.parametrize("skip_prompt", [True, False])
 @pytest.mark.parametrize("draft", [None, PlainDraftModel, SpecAttnDraftModel])
 def test_file_streamer_writes_the_text(draft, skip_prompt):
-    """With a draft, and with plain generate."""
+    """Streams with a draft and with plain `generate`, twice through one streamer."""
     file = io.StringIO()
     streamer = FileStreamer(byte_level(), file, skip_prompt=skip_prompt)
     assistant = {} if draft is None else {"assistant_model": draft.from_target(Story.model())}
-    for turn in (1, 2):  # it can be used again
+    for turn in (1, 2):  # the streamer can be used again
         tokens, prompt = Story.generate(streamer=streamer, **assistant)
         kept = tokens[prompt:] if skip_prompt else tokens
         assert file.getvalue() == turn * whole(byte_level(), kept, skip_special_tokens=True)
     assert not file.closed
 
 
-def test_every_piece_is_on_disk_at_once(tmp_path):
+def test_every_piece_is_flushed(tmp_path):
     path, sizes = tmp_path / "story.txt", []
 
     class Watched(FileStreamer):

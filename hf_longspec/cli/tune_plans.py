@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..generation.product_tree import num_product_nodes
+from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from . import CommandError
 
@@ -108,7 +108,7 @@ def tune_tokenswift(draft: Any, target: TargetView, context: int, measure: Measu
     """The fastest of trees over 1, 2, ... heads with one number of children throughout."""
     levels = range(2, draft.config.num_heads + 2)
     trees = [[1] + [branch] * (level - 1) for branch in BRANCHES for level in levels]
-    trees = [tree for tree in trees if num_product_nodes(tree) <= MOST_NODES]
+    trees = [tree for tree in trees if num_static_nodes(tree) <= MOST_NODES]
     return _fastest_tree("tree_branching", trees, draft, target, measure)
 
 

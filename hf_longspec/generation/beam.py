@@ -1,4 +1,4 @@
-"""Beam over draft trees: each level keeps the continuations with the largest cumulative log-probability."""
+"""Beam search over draft trees: each level keeps the continuations with the largest cumulative log-probability."""
 
 import torch
 
@@ -6,20 +6,22 @@ from .draft_tree import DraftTree
 
 
 class Beam:
-    """A draft tree that grows level by level.
+    """Grow a draft tree level by level.
 
-    Nothing is discarded: a node whose continuations do not make it into the next level stays as a leaf. The number of
-    nodes depends on the widths alone, and nothing is read back to the host.
+    No node is discarded: a node without a continuation in the next level stays as a leaf. The number of nodes depends
+    on the widths alone, and there is no host sync.
 
     Args:
         root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
 
     Attributes:
         tokens (`torch.LongTensor` of shape `(B, n)`): The newest level.
-        reach (`torch.BoolTensor` of shape `(B, n, N)`): Which of all N nodes so far each of them descends from or is.
+        reach (`torch.BoolTensor` of shape `(B, n, N)`): Rows of the tree mask for the newest level: each node's
+            ancestors among all N nodes so far, and the node itself.
         levels (`list[torch.LongTensor]`): Tokens of every level, the root's first.
-        parents (`list[torch.LongTensor]`): Index of each one's parent.
-        scores (`torch.Tensor` of shape `(B, n)`): Sum of the draft's log-probabilities along their paths.
+        parents (`list[torch.LongTensor]`): Parents of the nodes of every level, as indices into the tree.
+        scores (`torch.Tensor` of shape `(B, n)`): Sum of the draft's log-probabilities along each path of the newest
+            level.
     """
 
     def __init__(self, root: torch.Tensor):
@@ -32,13 +34,13 @@ class Beam:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes so far."""
+        """Number of nodes so far, root included."""
         return self.reach.shape[2]
 
     def paths(self) -> torch.Tensor:
-        """Drafted tokens `(B, n, depth)` that lead to each node of the newest level, its own the last.
+        """Return the drafted tokens `(B, n, depth)` that lead to each node of the newest level, its own token last.
 
-        A node that a processor forbids has those of the best one: some processors fail behind what they forbade.
+        A node that a processor forbids gets the path of the best node, as some processors fail after a forbidden token.
         """
         node, tokens = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens), []
         node = node.masked_fill(self.scores.isneginf(), 0)
@@ -51,21 +53,21 @@ class Beam:
 
     @property
     def first_node(self) -> int:
-        """Index of the newest level's first node."""
+        """Index of the first node of the newest level."""
         return self.num_nodes - self.tokens.shape[1]
 
     def grow(self, logits: torch.Tensor, width: int) -> None:
-        """Add the best `width` continuations of the newest level as the next one.
+        """Add the best `width` continuations of the newest level as the next level.
 
         Args:
             logits (`torch.Tensor` of shape `(B, n, V)`): The draft's logits after each node of the newest level, or
-                other logarithms of how likely tokens are, up to a constant per node.
-            width (`int`): Nodes of the next level; fewer if there are not so many continuations.
+                other log-probabilities up to a constant per node.
+            width (`int`): Nodes of the next level; fewer if there are fewer continuations.
         """
         each = min(width, logits.shape[-1])
         best, tokens = logits.topk(each, dim=-1)
         scores = best.float() + (self.scores - log_normaliser(logits))[..., None]
-        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # behind a node whose tokens are all forbidden
+        scores = scores.masked_fill(scores.isnan(), -torch.inf)  # after a node whose tokens are all forbidden
         self.scores, chosen = scores.flatten(1).topk(min(width, scores.shape[1] * each), dim=-1)
         parent = chosen // each
         first, size = self.first_node, chosen.shape[1]
@@ -78,7 +80,7 @@ class Beam:
         self._reaches.append(self.reach)
 
     def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens, parents, depths `(B, N)` and tree mask `(B, N, N)` of all levels, in level order."""
+        """Return tokens, parents and depths `(B, N)` and the tree mask `(B, N, N)` of all levels, in level order."""
         tokens = torch.cat(self.levels, 1)
         depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(self.levels)], 1)
         total = tokens.shape[1]
@@ -87,7 +89,12 @@ class Beam:
 
 
 def as_tree(fields: tuple[torch.Tensor, ...], max_depth: int) -> DraftTree:
-    """The tree of [`Beam.fields`]."""
+    """Return the draft tree of the given [`Beam.fields`].
+
+    Args:
+        fields (`tuple[torch.Tensor, ...]`): Tokens, parents, depths and mask.
+        max_depth (`int`): Bound on the depth of any node.
+    """
     tokens, parents, depths, mask = fields
     tree = DraftTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), max_depth=max_depth)
     tree.__dict__.update(depths=depths, mask=mask)  # fills the cached properties
@@ -95,7 +102,7 @@ def as_tree(fields: tuple[torch.Tensor, ...], max_depth: int) -> DraftTree:
 
 
 def log_normaliser(logits: torch.Tensor) -> torch.Tensor:
-    """`logsumexp` over the last dimension in float32, without a float32 copy of bfloat16 logits.
+    """Return `logsumexp` over the last dimension in float32, without a float32 copy of bfloat16 logits.
 
     >>> log_normaliser(torch.zeros(1, 4)).exp().item()
     4.0

@@ -1,9 +1,9 @@
-"""Functions of fixed shapes as CUDA graphs: captured once per cache and bucket of lengths, then replayed.
+"""Capture functions of fixed shapes as CUDA graphs, once per cache and bucket of lengths, and replay them.
 
-A graph holds addresses. Small inputs are therefore copied into tensors of its own; lengths are read on the device only,
-by kernels that take them from there, and buffers are used up to the next power of two.
+A graph holds addresses, so small inputs are copied into its own tensors. Kernels read the lengths on the device, and
+buffers are read up to the next power of two.
 
-The code that talks to CUDA is `capture`; it was written from the documentation and has never run on a GPU.
+`capture` contains all calls of CUDA. It follows the documentation and has never run on a GPU.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from .row_lengths import RowLengths
 SMALLEST_BUCKET = 1024
 WARM_UP = 3
 
-# Graphs are bound to the buffers of one cache or drafter, and are dropped with it.
+# A graph is bound to the buffers of one cache or drafter, and is dropped with it.
 _captured: WeakKeyDictionary[Any, dict[tuple, "CapturedFunction"]] = WeakKeyDictionary()
 
 
 class CapturedRunner:
-    """Runs functions as captured graphs.
+    """Run functions as captured graphs.
 
     Args:
         inner ([`CompiledRunner`], *optional*): Compiles the functions before they are captured.
@@ -32,19 +32,19 @@ class CapturedRunner:
         self.inner = inner
 
     def takes(self, rows: RowLengths) -> bool:
-        """Any prefix."""
+        """Return `True`: any prefix can be captured."""
         return True
 
     def knows(self, rows: RowLengths) -> int:
-        """No length: a captured graph would repeat those it was captured with."""
+        """Return 0: a captured graph would reuse the lengths it was captured with, so none is passed as a size."""
         return 0
 
     def sizes(self, rows: RowLengths, nodes: int, capacity: int) -> list[torch.Tensor]:
-        """An empty tensor whose first size, with the nodes, is the bucket of these lengths."""
+        """Return one empty tensor whose first size plus `nodes` is the bucket of these lengths."""
         return [torch.empty(bucket(rows.longest + nodes, capacity) - nodes, 0)]
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The same buffer."""
+        """Return the buffer unchanged."""
         return buffer
 
     def __call__(
@@ -56,7 +56,7 @@ class CapturedRunner:
         module: torch.nn.Module,
         holder: Any,
     ) -> Any:
-        """`function(changing, *fixed)`; what it returns is overwritten by the next call. See [`CompiledRunner`]."""
+        """Return `function(changing, *fixed)`. The next call overwrites the result. See [`CompiledRunner`]."""
         graphs = _captured.setdefault(holder, {})
         addresses = tuple(x.data_ptr() for x in _tensors(fixed) if x.numel())
         sizes = tuple(x.shape for x in _tensors(fixed))
@@ -73,11 +73,12 @@ class CapturedRunner:
 
 
 class CapturedFunction:
-    """One graph, with tensors of its own for the inputs.
+    """Replay one graph on inputs that are copied into its own tensors.
 
     Args:
-        function (`Callable`): Of a tuple of tensors; running it twice must leave what running it once leaves.
-        inputs (`tuple[torch.Tensor, ...]`): Those of the first call.
+        function (`Callable`): A function of a tuple of tensors. It must be idempotent, as it runs several times before
+            it is captured.
+        inputs (`tuple[torch.Tensor, ...]`): Inputs of the first call, which decide the shapes.
     """
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]):
@@ -92,7 +93,7 @@ class CapturedFunction:
 
 
 def capture(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Capture a function without arguments: its outputs, and what computes them anew."""
+    """Capture a function without arguments; return its outputs and a function that computes them again in place."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -106,7 +107,7 @@ def capture(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
 
 
 def bucket(length: int, capacity: int) -> int:
-    """Slots that a graph for `length` used slots reads: the next power of two, at most the whole buffer.
+    """Return the number of slots that a graph reads for `length` used ones: a power of two, at most `capacity`.
 
     >>> [bucket(length, 5000) for length in (5, 1024, 1025, 4097)]
     [1024, 1024, 2048, 5000]

@@ -1,4 +1,4 @@
-"""The cache a drafting forward of the target runs on: for every layer a short buffer with some of its entries."""
+"""The cache of a drafting forward of the target: for every layer a short buffer with some entries of the full cache."""
 
 import torch
 from transformers.cache_utils import Cache
@@ -11,19 +11,19 @@ from .target import TargetView
 
 
 class CompactCache(Cache):
-    """Copies of some entries of the target's cache, and room behind them for what is drafted.
+    """Hold copies of some entries of the target's cache, and free slots behind them for drafted tokens.
 
-    Subclasses decide which entries a layer holds, write them to `keys` and `values` of its layer, and set `used`.
-    Layers in `dense_layers` keep reading the target's cache; what they draft is written to the slots behind the
-    committed tokens, where the next verification overwrites it.
+    A subclass chooses the entries of each layer, writes them to `keys` and `values` of the layer, and sets `used`.
+    Layers in `dense_layers` read the target's cache. Their drafted tokens are written to the slots behind the committed
+    tokens, where the next verification overwrites them.
 
     Args:
         cache ([`SpeculativeCache`]): The target's cache.
-        dense_layers (`frozenset[int]`): Layers that keep their own attention.
+        dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
 
     Attributes:
-        used (`RowLengths`): Entries of every row in the buffers.
-        dense_used (`RowLengths`): The same for dense layers.
+        used (`RowLengths`): Number of entries of every row in the buffers.
+        dense_used (`RowLengths`): Number of entries of every row in dense layers.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
@@ -41,7 +41,7 @@ class CompactCache(Cache):
 
     @property
     def sparse_layers(self) -> list[int]:
-        """Layers whose entries are selected; layers that share another one's cache hold nothing and are left out."""
+        """Indices of the layers whose entries are selected, without layers that share the cache of another one."""
         return [
             index
             for index, layer in enumerate(self.cache.layers)
@@ -50,12 +50,12 @@ class CompactCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies; layers that keep their own attention have none."""
+        """Size of the copies in bytes. Dense layers have none."""
         own = [self.layers[index] for index in self.sparse_layers if self.layers[index].is_initialized]
         return sum(part.numel() * part.element_size() for layer in own for part in (layer.keys, layer.values))
 
     def share_dense(self) -> None:
-        """Let the dense layers read what the target's cache holds now."""
+        """Let the dense layers read the target's cache at its present length."""
         self.dense_used.set(self.cache.host_lengths)
         for index in self.dense_layers:
             source, layer = self.cache.layers[index], self.layers[index]
@@ -64,12 +64,19 @@ class CompactCache(Cache):
     def step(
         self, target: TargetView, token: torch.Tensor, max_length: int, with_hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the target on one token `(batch,)` per row, which sees the entries and itself.
+        """Run the target on one token per row, which attends to the entries and to itself.
 
-        Its position is the true one, clamped below `max_length`. Its keys and values go behind the used entries.
+        Keys and values of the token are written behind the used entries.
+
+        Args:
+            target ([`TargetView`]): The target.
+            token (`torch.LongTensor` of shape `(batch_size,)`): One token per row.
+            max_length (`int`): Bound on positions; the token's true position is clamped below it.
+            with_hidden (`bool`, *optional*, defaults to `False`): Whether to return the input of the final norm.
 
         Returns:
-            `(batch, vocab)` logits, and `(batch, hidden)`, what the final norm was given, if `with_hidden`.
+            `tuple`: Logits `(batch_size, vocab_size)`, and the input of the final norm `(batch_size, hidden_size)` if
+            `with_hidden`, else `None`.
         """
         device = token.device
         position = (self.dense_used.on(device)[:, None]).clamp_max(max_length - 1)
@@ -88,7 +95,12 @@ class CompactCache(Cache):
 
 
 def gather_entries(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """`buffer[b, h, slots[b, h]]` as one copy of whole rows; `slots` may have one head for all."""
+    """Return `buffer[b, h, slots[b, h]]` as one copy of whole rows, `(B, K, n, D)`.
+
+    Args:
+        buffer (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys or values.
+        slots (`torch.LongTensor` of shape `(B, K, n)` or `(B, 1, n)`): Slots to copy.
+    """
     batch, heads, capacity, width = buffer.shape
     row = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
     flat = (row + slots).flatten()

@@ -1,8 +1,8 @@
-"""Functions of fixed shapes through `torch.compile`, in one graph each, whatever the lengths are.
+"""Compile functions of fixed shapes with `torch.compile`, in one graph each that serves all prefix lengths.
 
-A length is handed over as the size of an empty tensor, which the compiler keeps symbolic: one size for rows that are
-equally long, one for each row otherwise. In large batches lengths that differ stay in a tensor, and attention masks
-what lies beyond them. Nothing else is read on the host, so no graph is built twice.
+A length is passed as the size of an empty tensor, which the compiler keeps symbolic: one size if all rows are equally
+long, one for each row otherwise. In large batches of different lengths, the lengths stay in a tensor, and attention
+masks the slots beyond them. The graph reads nothing else on the host, so no graph is built twice.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,10 @@ from .row_lengths import RowLengths
 
 logger = logging.get_logger(__name__)
 
-# Sizes 0 and 1 are constants to torch.compile; steps behind so short a prefix are not worth a graph of their own.
+# torch.compile treats sizes 0 and 1 as constants, and steps after so short a prefix are not worth a graph of their own.
 SHORTEST_PREFIX = 2
-# Rows of different lengths are told one by one up to here: a graph attends to each on its own, and grows with them.
+# Most rows whose different lengths are passed one by one. The graph attends to each row on its own, so it grows with
+# their number.
 MOST_ROWS = 8
 BACKEND = "inductor"
 _NOT_COMPILED = (
@@ -29,32 +30,32 @@ _NOT_COMPILED = (
 )
 _FAILED = object()
 
-# What was compiled for a target or a draft serves all later calls.
+# Functions that were compiled for a target or a draft serve all later calls.
 _compiled: WeakKeyDictionary[torch.nn.Module, dict[tuple, Any]] = WeakKeyDictionary()
 
 
 class CompiledRunner:
-    """Runs functions compiled, each once per module and shape."""
+    """Run functions compiled. Each is compiled once per module and shape."""
 
     def takes(self, rows: RowLengths) -> bool:
-        """Whether steps behind these prefixes are compiled."""
+        """Return whether steps after prefixes of these lengths are compiled."""
         return rows.longest >= SHORTEST_PREFIX
 
     def knows(self, rows: RowLengths) -> int:
-        """How many lengths the function will be told by sizes: one for all rows, one for each, or none."""
+        """Return how many lengths are passed as sizes: 1 for all rows, the batch size for one each, or 0."""
         if rows.equal_length is not None:
             return 1
         return rows.batch_size if rows.batch_size <= MOST_ROWS and min(rows.host) >= SHORTEST_PREFIX else 0
 
     def sizes(self, rows: RowLengths, nodes: int, capacity: int) -> list[torch.Tensor]:
-        """Empty tensors whose first sizes are these lengths, or the longest, and may be others in the next call."""
+        """Return empty tensors whose first sizes are these lengths, or the longest. The sizes stay symbolic."""
         carriers = [torch.empty(length, 0) for length in (rows.host if self.knows(rows) > 1 else (rows.longest,))]
         for carrier in carriers:
             torch._dynamo.mark_dynamic(carrier, 0)
         return carriers
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The same buffer `(B, K, capacity, D)`, its capacity not compiled in: another call has another."""
+        """Mark the capacity of a buffer `(B, K, capacity, D)` as symbolic, as it differs between calls; return it."""
         if not hasattr(buffer, "_dynamo_dynamic_indices"):
             torch._dynamo.mark_dynamic(buffer, 2)
         return buffer
@@ -68,15 +69,15 @@ class CompiledRunner:
         module: torch.nn.Module,
         holder: Any,
     ) -> Any:
-        """`function(changing, *fixed)`, or None, with nothing done, if it cannot be compiled.
+        """Return `function(changing, *fixed)`, or `None`, with nothing done, if it cannot be compiled.
 
         Args:
             function (`Callable`): A function without a closure.
-            shape (`tuple`): Whatever makes calls differ in more than lengths.
+            shape (`tuple`): Hashable values; calls that differ in more than lengths differ in these.
             changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
             fixed (`tuple`): Modules, constants, and the buffers that are read and written.
-            module (`torch.nn.Module`): Whom the graph belongs to, and with whom it is dropped.
-            holder (`Any`): Whom the buffers belong to; of no account here.
+            module (`torch.nn.Module`): Owner of the graph, which is dropped with it.
+            holder (`Any`): Owner of the buffers. Not used here.
         """
         functions = _compiled.setdefault(module, {})
         key = function, shape
@@ -93,13 +94,20 @@ class CompiledRunner:
 
 
 def _in_one_graph(function: Callable[..., Any], number: int) -> Any:
-    # A code object of its own: torch.compile keeps, limits and searches its graphs by code object.
+    # torch.compile stores, limits and searches its graphs per code object, so each function gets a copy.
     code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
     return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, backend=BACKEND)
 
 
 def known_lengths(sizes: list[torch.Tensor], known: int, rows: int, ahead: int = 0) -> tuple[int, ...] | None:
-    """Inside such a function: the lengths of all rows that sizes tell, `ahead` more each, or None."""
+    """Return inside a compiled function the lengths of all rows plus `ahead`, or `None` if sizes do not hold them.
+
+    Args:
+        sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
+        known (`int`): Result of the runner's `knows`.
+        rows (`int`): Batch size.
+        ahead (`int`, *optional*, defaults to 0): Number that is added to each length.
+    """
     if not known:
         return None
     lengths = tuple(size.shape[0] + ahead for size in sizes)
@@ -107,5 +115,5 @@ def known_lengths(sizes: list[torch.Tensor], known: int, rows: int, ahead: int =
 
 
 def end_of_prefixes(sizes: list[torch.Tensor], known: int) -> int | None:
-    """Inside such a function: where the longest prefix ends; None, for all of a buffer, if each row is cut to size."""
+    """Return inside a compiled function the end of the longest prefix, or `None` if each row is cut on its own."""
     return None if known > 1 else sizes[0].shape[0]

@@ -1,17 +1,22 @@
-"""The draft tree: which tokens a drafter proposes, and after which of the others each one comes.
+"""The draft tree: the tokens that a drafter proposes, and the node that each of them follows.
 
-Node 0 is the root, the last emitted token. Every other node has one parent with a smaller index, so a node's path is
-found by following parents, and the tree is two integer tensors of a fixed size. Rows with fewer candidates are padded.
+Node 0 is the root, the last emitted token. Every other node has one parent with a smaller index. A node's path is found
+by following parents, so a tree is two integer tensors of a fixed size. Rows with fewer candidates are padded.
+
+[`merge_paths`] builds a tree from token lists on the host, [`merge_trees`] joins trees on their device. [`static_tree`]
+and [`sibling_tree`] fill trees whose structure is known in advance.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
 
-from .trie import blank_repeats, build_trie, doublings, first_equal_path, join_below_root, keep_first
+# float16 distributions over a vocabulary of 150,000 sum to 1 within this.
+Q_SUM_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +24,7 @@ class DraftTree:
     """
     Candidate continuations of every batch row, as one tree per row.
 
-    Nothing is checked on construction, since a tree is built in every iteration; see [`DraftTree.validate`].
+    Nothing is checked on construction, since a tree is built in every iteration. [`DraftTree.validate`] checks it.
 
     Args:
         tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`):
@@ -29,12 +34,12 @@ class DraftTree:
         valid (`torch.BoolTensor` of shape `(batch_size, num_nodes)`):
             False marks padding, which attends to itself only and is never accepted.
         q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*):
-            Row i is the law from which the token of node i was really drawn; row 0 is unused. `None` if the
+            Row i is the distribution that the token of node i was drawn from; row 0 is unused. `None` if the
             candidates are not random.
         is_chain (`bool`, *optional*, defaults to `False`):
             Whether node i has parent i - 1 in every row, so that accepted nodes already lie side by side.
         max_depth (`int`, *optional*, defaults to `num_nodes - 1`):
-            Bound on the depth of any node, known without reading the tensors. Nodes below it are never accepted.
+            Bound on the depth of any node, known without reading the tensors. Deeper nodes are never accepted.
 
     >>> tree = DraftTree.chain(torch.tensor([[5, 8, 2]]))
     >>> tree.depths.tolist(), tree.mask.int().tolist()
@@ -54,21 +59,25 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Tensor, valid: Tensor | None = None, q: Tensor | None = None) -> "DraftTree":
-        """A tree without branches: `tokens` of shape `(batch_size, num_nodes)` one after another, root first.
+        """Return a tree without branches: each node follows the one before it, root first.
 
-        Shapes and views of `valid` and `q` are those of the class. In a row of `valid`, padding comes last.
+        Args:
+            tokens (`torch.LongTensor` of shape `(batch_size, num_nodes)`): Token of each node.
+            valid (`torch.BoolTensor` of shape `(batch_size, num_nodes)`, *optional*): False marks padding, which comes
+                last in a row.
+            q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*): As of the class.
         """
         batch_size, num_nodes = tokens.shape
         parents, depths, mask, all_valid = _chain_structure(num_nodes, tokens.device)
         everywhere = all_valid.expand(batch_size, -1)
         tree = cls(tokens, parents.expand(batch_size, -1), everywhere if valid is None else valid, q, is_chain=True)
-        if valid is None:  # fills the cached properties, so that a step launches nothing for them
+        if valid is None:  # fills the cached properties, so that a step launches no kernel for them
             tree.__dict__.update(depths=depths.expand(batch_size, -1), mask=mask.expand(batch_size, -1, -1))
         return tree
 
     @classmethod
     def root_only(cls, root: Tensor) -> "DraftTree":
-        """The tree that proposes nothing after `root`, of shape `(batch_size,)`: plain autoregressive decoding."""
+        """Return the tree of `root` alone, of shape `(batch_size,)`: plain autoregressive decoding."""
         return cls.chain(root[:, None])
 
     @property
@@ -78,16 +87,16 @@ class DraftTree:
 
     @cached_property
     def mask(self) -> Tensor:
-        """`(batch_size, num_nodes, num_nodes)`, see [`tree_mask`]. Possibly an expanded view: do not write to it."""
+        """Tree mask `(batch_size, num_nodes, num_nodes)`, see [`tree_mask`]. It may be an expanded view: read only."""
         return tree_mask(self.parents, self.valid, self.max_depth)
 
     @cached_property
     def depths(self) -> Tensor:
-        """`(batch_size, num_nodes)`: distance of each node from the root, 0 for padding."""
+        """Distance of each node from the root, `(batch_size, num_nodes)`; 0 for padding."""
         return tree_depths(self.mask)
 
     def best_chain(self, row: int = 0) -> Tensor:
-        """Tokens of the longest path of one batch row, root excluded; of equally long ones, that listed first.
+        """Return the tokens of the longest path of one batch row, without the root; the first of equally long paths.
 
         >>> merge_paths([[[4], [7, 9], [7, 3]]], root=torch.tensor([5]), num_nodes=6).best_chain().tolist()
         [7, 9]
@@ -98,10 +107,10 @@ class DraftTree:
         return self.tokens[row][path]
 
     def validate(self) -> None:
-        """Check everything the fast path takes for granted; for tests and new drafters. Reads the tensors.
+        """Check the rules that the decoding loop relies on. Reads the tensors, so it is for tests and new drafters.
 
         Raises:
-            ValueError: Names the first entry that breaks a rule.
+            ValueError: If an entry breaks a rule; the message gives the first such entry.
         """
         self._validate_shapes()
         nodes = torch.arange(self.num_nodes, device=self.tokens.device)
@@ -135,22 +144,18 @@ class DraftTree:
             raise ValueError(f"valid has dtype {valid.dtype}, expected torch.bool. Convert it with .bool().")
 
 
-# float16 laws over a vocabulary of 150,000 sum to 1 within this
-Q_SUM_TOLERANCE = 1e-2
-
-
 def tree_mask(parents: Tensor, valid: Tensor | None = None, max_depth: int | None = None) -> Tensor:
-    """Which nodes of a draft tree each node attends to: itself and its ancestors.
+    """Return which nodes of a draft tree each node attends to: itself and its ancestors.
 
-    The prefix is left out, as all of it is visible to every node.
+    The prefix is not part of the mask, as all of it is visible to every node.
 
     Args:
         parents (`torch.LongTensor` of shape `(batch_size, num_nodes)`):
             Index of each node's parent, -1 for the root.
         valid (`torch.BoolTensor` of shape `(batch_size, num_nodes)`, *optional*):
-            False marks padding, which sees only itself.
+            False marks padding, which attends to itself only.
         max_depth (`int`, *optional*, defaults to `num_nodes - 1`):
-            Bound on the depth of any node; a small one saves work.
+            Bound on the depth of any node. A smaller bound saves matrix products.
 
     Returns:
         `torch.BoolTensor` of shape `(batch_size, num_nodes, num_nodes)`, query node first.
@@ -164,28 +169,28 @@ def tree_mask(parents: Tensor, valid: Tensor | None = None, max_depth: int | Non
         edges = edges & valid[..., None]
     reach = edges | (nodes[:, None] == nodes)
     # each squaring doubles the number of steps towards the root that are covered
-    for _ in range(doublings(parents.shape[1] - 1 if max_depth is None else max_depth)):
+    for _ in range(_doublings(parents.shape[1] - 1 if max_depth is None else max_depth)):
         steps = reach.float()
         reach = torch.bmm(steps, steps) > 0
     return reach
 
 
 def tree_depths(mask: Tensor) -> Tensor:
-    """Depth of each node, `(batch_size, num_nodes)`, from the mask of [`tree_mask`]: 0 for root and padding."""
+    """Return the depth of each node, `(batch_size, num_nodes)`, from a [`tree_mask`]: 0 for root and padding."""
     return mask.sum(-1) - 1
 
 
 def merge_paths(
     paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes: int, max_depth: int | None = None
 ) -> DraftTree:
-    """Trie of candidate paths: a prefix shared by several paths becomes one node. Runs on the host.
+    """Merge candidate paths into a trie, in which paths with a common beginning share its nodes. Runs on the host.
 
     Args:
         paths (`list[list[list[int]]]`):
-            For each batch row its candidate continuations, root excluded, best first.
+            For each batch row its candidate continuations, without the root, best first.
         root (`torch.LongTensor` of shape `(batch_size,)`):
-            Last emitted tokens; also decides the device of the tree.
-        num_nodes (`int`): Size of the tree, root included. When it is full, what is left of later paths is dropped.
+            Last emitted tokens. The tree is built on their device.
+        num_nodes (`int`): Size of the tree, root included. Tokens that do not fit are dropped, later paths first.
         max_depth (`int`, *optional*, defaults to `num_nodes - 1`):
             Longer paths are cut to this length.
 
@@ -201,20 +206,23 @@ def merge_paths(
     if len(paths) != root.shape[0]:
         raise ValueError(f"paths has {len(paths)} rows, expected {root.shape[0]} as root. Pass [] for an empty row.")
     max_depth = num_nodes - 1 if max_depth is None else max_depth
-    rows = [build_trie([path[:max_depth] for path in row], num_nodes) for row in paths]
+    rows = [_build_trie([path[:max_depth] for path in row], num_nodes) for row in paths]
     tokens, parents, valid = torch.tensor(rows, device=root.device).reshape(-1, 3, num_nodes).unbind(1)
     tokens = torch.cat([root[:, None], tokens[:, 1:]], dim=1)
     return DraftTree(tokens, parents, valid.bool(), max_depth=max_depth)
 
 
 def merge_trees(trees: Sequence[DraftTree], num_nodes: int | None = None) -> DraftTree:
-    """One trie out of several deterministic trees over the same roots, on their device and without reading it.
+    """Merge deterministic trees over the same roots into one trie, on their device and without a host sync.
 
-    Nodes keep their order, earlier trees first; what does not fit into `num_nodes` is dropped. By default each node
-    keeps its place, node i of the first tree being node i, and repeated paths become padding.
+    Args:
+        trees (sequence of [`DraftTree`]): Trees without `q`. Their nodes keep their order, earlier trees first.
+        num_nodes (`int`, *optional*):
+            Size of the merged tree, root included; nodes that do not fit are dropped. By default every node keeps its
+            place, so that node i of the first tree is node i, and repeated paths become padding.
 
     Raises:
-        ValueError: If there is no tree, `num_nodes` is below 1, or a tree carries draft laws `q`.
+        ValueError: If there is no tree, `num_nodes` is below 1, or a tree has `q`.
 
     >>> beams = merge_paths([[[7, 9]]], root=torch.tensor([5]), num_nodes=3)
     >>> merge_trees([beams, DraftTree.chain(torch.tensor([[5, 7, 3]]))], num_nodes=4).tokens.tolist()
@@ -225,21 +233,183 @@ def merge_trees(trees: Sequence[DraftTree], num_nodes: int | None = None) -> Dra
     if any(tree.q is not None for tree in trees):
         raise ValueError("a tree has q, expected None. Only deterministic candidates can share a trie.")
     max_depth = max(tree.max_depth for tree in trees)
-    fields = join_below_root([(tree.tokens, tree.parents, tree.valid) for tree in trees])
+    fields = _join_below_root([(tree.tokens, tree.parents, tree.valid) for tree in trees])
     depths = torch.cat([trees[0].depths[:, :1], *(tree.depths[:, 1:] for tree in trees)], dim=1)
-    first = first_equal_path(fields[0], fields[1], depths, max_depth)
+    first = _first_equal_path(fields[0], fields[1], depths, max_depth)
     if num_nodes is None:
-        return DraftTree(*blank_repeats(*fields, first), max_depth=max_depth)
-    return DraftTree(*keep_first(*fields, first, num_nodes), max_depth=min(max_depth, num_nodes - 1))
+        return DraftTree(*_blank_repeats(*fields, first), max_depth=max_depth)
+    return DraftTree(*_keep_first(*fields, first, num_nodes), max_depth=min(max_depth, num_nodes - 1))
+
+
+def static_tree(root: Tensor, levels: Sequence[Tensor]) -> DraftTree:
+    """Return the static tree whose paths are all combinations of one token per level.
+
+    Its structure depends on the widths of the levels alone and is built once; a step only gathers the tokens. The tree
+    is that of Medusa (https://huggingface.co/papers/2401.10774, section "Tree Attention").
+
+    Args:
+        root (`torch.LongTensor` of shape `(batch_size,)`): Last emitted tokens.
+        levels (sequence of `torch.LongTensor` of shape `(batch_size, k)`): The k children of every node of the level
+            before.
+
+    >>> tree = static_tree(torch.tensor([5]), [torch.tensor([[7]]), torch.tensor([[8, 9]])])
+    >>> tree.tokens.tolist(), tree.parents.tolist()
+    ([[5, 7, 8, 9]], [[-1, 0, 1, 1]])
+    """
+    branching = tuple(level.shape[1] for level in levels)
+    columns = _static_structure(branching, root.device)[0]
+    candidates = torch.cat([root[:, None], *levels], dim=1)
+    return _with_tokens(candidates.index_select(1, columns), branching)
+
+
+def sibling_tree(root: Tensor, levels: Sequence[Tensor], branching: Sequence[int]) -> DraftTree:
+    """Return the static tree in which every node has children of its own, equally many within a level.
+
+    Args:
+        root (`torch.LongTensor` of shape `(batch_size,)`): Last emitted tokens.
+        levels (sequence of `torch.LongTensor` of shape `(batch_size, n)`): The n nodes of each level, children of one
+            parent side by side.
+        branching (sequence of `int`): Number of children of a node, level by level.
+
+    >>> tree = sibling_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[1, 2]])], [2, 1])
+    >>> tree.tokens.tolist(), tree.parents.tolist()
+    ([[5, 7, 8, 1, 2]], [[-1, 0, 0, 1, 2]])
+    """
+    return _with_tokens(torch.cat([root[:, None], *levels], dim=1), tuple(branching))
+
+
+def num_static_nodes(branching: Sequence[int]) -> int:
+    """Return the number of nodes of a static tree, root included.
+
+    >>> num_static_nodes([1, 3, 3, 3])
+    41
+    """
+    return 1 + sum(prod(branching[: depth + 1]) for depth in range(len(branching)))
 
 
 @lru_cache(maxsize=64)
 def _chain_structure(num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Parents, depths, mask and validity of a chain, each with a batch dimension of 1 to expand."""
-    with torch.inference_mode(False):  # they outlive the call, which may run under inference mode
+    """Return parents, depths, mask and validity of a chain, each with a batch dimension of 1 to expand."""
+    with torch.inference_mode(False):  # the cached tensors outlive the call, which may run under inference mode
         depths = torch.arange(num_nodes, device=device)[None]
         mask = depths[:, :, None] >= depths[:, None, :]
         return depths - 1, depths, mask, torch.ones_like(depths, dtype=torch.bool)
+
+
+@lru_cache(maxsize=64)
+def _static_structure(branching: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Return columns `(N,)`, parents, depths, mask and validity of a static tree, the last four for a batch of 1.
+
+    The column of a node is the place of its token in the root and all levels, one after another.
+    """
+    columns, parents, depths, level, first = [0], [-1], [0], [0], 1
+    for depth, children in enumerate(branching, start=1):
+        above, level = level, []
+        for parent in above:
+            for rank in range(children):
+                level.append(len(columns))
+                columns.append(first + rank)
+                parents.append(parent)
+                depths.append(depth)
+        first += children
+    with torch.inference_mode(False):  # the cached tensors outlive the call, which may run under inference mode
+        places = torch.tensor([columns, parents, depths], device=device)
+        valid = torch.ones_like(places[:1], dtype=torch.bool)
+        mask = DraftTree(places[:1], places[1:2], valid, max_depth=len(branching)).mask
+        return places[0], places[1:2], places[2:], mask, valid
+
+
+def _with_tokens(tokens: Tensor, branching: tuple[int, ...]) -> DraftTree:
+    _, parents, depths, mask, valid = _static_structure(branching, tokens.device)
+    tree = DraftTree(
+        tokens,
+        parents.expand_as(tokens),
+        valid.expand_as(tokens),
+        is_chain=max(branching, default=1) == 1,
+        max_depth=len(branching),
+    )
+    # fills the cached properties, so that a step launches no kernel for them
+    tree.__dict__.update(depths=depths.expand_as(tokens), mask=mask.expand(len(tokens), -1, -1))
+    return tree
+
+
+def _build_trie(paths: Sequence[Sequence[int]], num_nodes: int) -> list[list[int]]:
+    """Return tokens, parents and validity of the trie of one row's paths, padded; the root gets token 0.
+
+    >>> _build_trie([[7, 9], [7, 3]], num_nodes=5)
+    [[0, 7, 9, 3, 0], [-1, 0, 1, 1, 0], [1, 1, 1, 1, 0]]
+    """
+    tokens, parents = [0], [-1]
+    children: dict[tuple[int, int], int] = {}
+    for path in paths:
+        node = 0
+        for token in path:
+            if (node, token) not in children:
+                if len(tokens) == num_nodes:
+                    break  # a later path may still lie inside the trie, but adds nothing
+                children[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+            node = children[node, token]
+    padding = [0] * (num_nodes - len(tokens))
+    return [tokens + padding, parents + padding, [1] * len(tokens) + padding]
+
+
+def _join_below_root(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Concatenate trees, given as tokens, parents and valid, with all nodes below the root of the first tree."""
+    tokens, parents, valid = ([field] for field in trees[0])
+    for more_tokens, more_parents, more_valid in trees[1:]:
+        shift = sum(field.shape[1] for field in tokens) - 1
+        below = more_parents[:, 1:]
+        tokens.append(more_tokens[:, 1:])
+        parents.append(torch.where(below > 0, below + shift, 0))
+        valid.append(more_valid[:, 1:])
+    return torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(valid, dim=1)
+
+
+def _first_equal_path(tokens: Tensor, parents: Tensor, depths: Tensor, max_depth: int) -> Tensor:
+    """Return for each node, `[B, N]`, the first node whose path has the same tokens; arbitrary for padding."""
+    ancestors = parents.clamp_min(0)  # 2^k steps up, the root being its own parent
+    # equal[i, j]: same depth, and the last 2^k tokens on the paths to i and j agree
+    equal = (tokens[:, :, None] == tokens[:, None, :]) & (depths[:, :, None] == depths[:, None, :])
+    for _ in range(_doublings(max_depth)):
+        above = equal.gather(1, ancestors[:, :, None].expand_as(equal))
+        equal = equal & above.gather(2, ancestors[:, None, :].expand_as(equal))
+        ancestors = ancestors.gather(1, ancestors)
+    # argmax returns the first of equal values; padding, at depth 0, equals no node below the root
+    return equal.int().argmax(-1)
+
+
+def _keep_first(
+    tokens: Tensor, parents: Tensor, valid: Tensor, first: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Drop repeated nodes, and fit the others into `num_nodes` in order; `first` is of [`_first_equal_path`]."""
+    keep = valid & (first == torch.arange(first.shape[1], device=first.device))
+    order = (~keep).long().argsort(dim=1, stable=True)
+    place = order.argsort(dim=1)
+    kept_parents = place.gather(1, first.gather(1, parents.clamp_min(0))).gather(1, order)
+    kept_parents[:, 0] = -1
+    kept = tokens.gather(1, order), kept_parents, keep.gather(1, order)
+    tokens, parents, valid = (_fit_length(field, num_nodes) for field in kept)
+    return tokens, parents, valid
+
+
+def _blank_repeats(tokens: Tensor, parents: Tensor, valid: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn repeated nodes into padding, every node in its place; `first` is of [`_first_equal_path`]."""
+    adopted = first.gather(1, parents.clamp_min(0))
+    adopted[:, 0] = -1
+    return tokens, adopted, valid & (first == torch.arange(first.shape[1], device=first.device))
+
+
+def _fit_length(field: Tensor, num_nodes: int) -> Tensor:
+    """Pad with 0 or cut to `num_nodes`. A cut leaves a tree, as descendants come after their ancestors."""
+    missing = num_nodes - field.shape[1]
+    return torch.nn.functional.pad(field, (0, missing)) if missing > 0 else field[:, :num_nodes]
+
+
+def _doublings(steps: int) -> int:
+    """Return how often 1 must be doubled to reach `steps`."""
+    return max(steps - 1, 0).bit_length()
 
 
 def _refuse_any(bad: Tensor, values: Tensor, name: str, rule: str) -> None:

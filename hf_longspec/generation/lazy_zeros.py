@@ -1,19 +1,20 @@
-"""Zeros that take no memory before they are written to."""
+"""Zeros that take no memory before they are written."""
 
 import math
 
 import numpy as np
 import torch
 
-# Bytes; what torch's own allocations begin at a multiple of.
+# Bytes. Addresses of torch's own allocations are multiples of this.
 ALIGNMENT = 64
 
 
 def lazy_zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Zeros of a shape, with dtype and device of `like`; on a CPU, a page takes memory when it is first written to.
+    """Return zeros of the given shape, with dtype and device of `like`.
 
-    `torch.zeros` writes every zero, so that a text of 100 tokens would pay for a buffer of 100,000. Numpy asks the
-    system for pages of zeros instead. On other devices the whole buffer is taken at once.
+    On a CPU, a page takes memory when it is first written. `torch.zeros` writes every zero, so a text of 100 tokens
+    would pay for a buffer of 100,000; numpy gets pages of zeros from the system instead. On other devices the whole
+    buffer is allocated at once.
 
     >>> lazy_zeros(torch.ones(1, dtype=torch.bfloat16), 2, 3).tolist()
     [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]

@@ -1,18 +1,18 @@
-"""Which continuations the last tokens of a text had before, by how often."""
+"""An n-gram pool: earlier continuations of the last tokens of a text, ranked by frequency."""
 
 from collections import Counter
 
 from .text_index import TextIndex
 
-# Occurrences of one key that are counted, the most recent ones: bounds the time of a query.
+# The most recent occurrences of one key that are counted. This bounds the time of a query.
 MAX_OCCURRENCES = 32
 
 
 class NgramPool:
-    """The n-grams of one row: keys are its last confirmed tokens, values what followed them, with counts.
+    """Propose the most frequent continuations of the last committed tokens of one row.
 
     Args:
-        index ([`TextIndex`]): The row's text.
+        index ([`TextIndex`]): The text of the row.
 
     >>> index = TextIndex(longest_key=2, capacity=64)
     >>> index.extend([1, 2, 3, 9, 2, 3, 8, 2, 3, 9, 2])
@@ -24,15 +24,15 @@ class NgramPool:
         self.index = index
 
     def paths(self, length: int, count: int) -> list[tuple[int, ...]]:
-        """At least `count` different continuations of `length` tokens, as far as there are any, best first.
+        """Return at least `count` different continuations of `length` tokens, or all if there are fewer, best first.
 
-        Those of longer keys come first; of one key, the more frequent ones, and of equally frequent ones the later.
+        Continuations are ordered by the length of their key, then by frequency, then by recency.
         """
         found: dict[tuple[int, ...], None] = {}
         for key_length in range(self.index.longest_key, 0, -1):
             positions = self.index.occurrences(key_length, MAX_OCCURRENCES)
             counts = Counter(self.index.after(position, length) for position in positions)
-            # most_common keeps the order of equal counts: the most recent first
+            # most_common keeps the order of equal counts, so the most recent comes first
             found.update(dict.fromkeys(path for path, _ in counts.most_common()))
             if len(found) >= count:
                 break

@@ -1,4 +1,4 @@
-"""The committed keys and values of one of the target's layers, for a draft to attend to."""
+"""The committed keys and values of one layer of the target, which a draft attends to."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,16 @@ from .compiled import end_of_prefixes, known_lengths
 
 @dataclass
 class Prefix:
-    """What is committed in one layer, for a block that is not part of the target.
+    """
+    The prefix in one layer of the target, for a block that is not part of the target.
 
     Args:
-        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Of the target.
-        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Likewise.
-        lengths (`torch.LongTensor` of shape `(B,)`): Committed tokens per row.
-        host_lengths (`tuple[int, ...]`, *optional*): The same on the host; None where they are not to be read.
-        end (`int`, *optional*): Where the longest of them ends; None for all of the buffer.
+        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys of the target's cache.
+        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Values of the target's cache.
+        lengths (`torch.LongTensor` of shape `(B,)`): Number of committed tokens per row.
+        host_lengths (`tuple[int, ...]`, *optional*): `lengths` on the host. `None` inside graphs that must not depend
+            on them.
+        end (`int`, *optional*): End of the longest row in the buffer; `None` for the whole buffer.
     """
 
     keys: torch.Tensor
@@ -27,7 +29,7 @@ class Prefix:
     end: int | None
 
     def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Attention of queries `(B, H, N, D)` to all of it."""
+        """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the whole prefix."""
         used = self.keys[:, :, : self.end], self.values[:, :, : self.end]
         where = {"host_lengths": self.host_lengths}
         return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling, **where)[0]
@@ -36,5 +38,13 @@ class Prefix:
 def prefix_in_graph(
     keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, known: int, sizes: list[torch.Tensor]
 ) -> Prefix:
-    """The same inside a function that is compiled or captured, from what its runner says of the lengths."""
+    """Return the prefix inside a compiled or captured function.
+
+    Args:
+        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys of the target's cache.
+        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Values of the target's cache.
+        lengths (`torch.LongTensor` of shape `(B,)`): Number of committed tokens per row.
+        known (`int`): Result of the runner's `knows`.
+        sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
+    """
     return Prefix(keys, values, lengths, known_lengths(sizes, known, len(lengths)), end_of_prefixes(sizes, known))

@@ -1,22 +1,22 @@
-"""What followed where the text ended as it ends now: prompt lookup by the longest suffix, not by the first match."""
+"""Prompt lookup by the longest matching suffix instead of the first match."""
 
 from collections.abc import Sequence
 
 from .text_index import TextIndex
 
-# Occurrences of the longest key that are compared, and tokens to which a match is followed back: bound a query's time.
+# Occurrences of a key that are compared, and tokens to which a match is followed back. Both bound the time of a query.
 MAX_OCCURRENCES = 32
 MAX_SUFFIX = 32
 
 
 class SuffixLookup:
-    """Looks for the longest suffix of one row's text that occurred before.
+    """Propose the tokens that followed earlier occurrences of the longest suffix of one row's text.
 
-    Prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding) copies what follows the first place
-    that matches a few tokens; the longest match, and of equally long ones the most recent, tells more.
+    Prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding) copies the tokens after the first
+    match of a few tokens. Here the longest match comes first, and the most recent of equally long matches.
 
     Args:
-        index ([`TextIndex`]): The row's text.
+        index ([`TextIndex`]): The text of the row.
 
     >>> index = TextIndex(longest_key=1, capacity=64)
     >>> index.extend([1, 2, 7, 7, 5, 2, 8, 8, 1, 2])
@@ -28,18 +28,18 @@ class SuffixLookup:
         self.index = index
 
     def paths(self, length: int) -> list[tuple[int, ...]]:
-        """Different continuations of `length` tokens, that of the longest suffix first."""
+        """Return different continuations of `length` tokens, the one of the longest suffix first."""
         for key_length in range(self.index.longest_key, 0, -1):
             positions = self.index.occurrences(key_length, MAX_OCCURRENCES)
             if positions:
                 end = self.index.text[-MAX_SUFFIX:]
-                # sorting is stable also in reverse: of equally long matches, the most recent first
+                # sorting is stable also in reverse, so the most recent of equally long matches comes first
                 positions.sort(key=lambda position: self._suffix_length(position, end), reverse=True)
                 return list(dict.fromkeys(self.index.after(position, length) for position in positions))
         return []
 
     def _suffix_length(self, position: int, end: Sequence[int]) -> int:
-        """How many of the tokens before `position` are those at the `end` of the text."""
+        """Return the number of tokens before `position` that match the `end` of the text."""
         before = self.index.text[max(0, position - len(end)) : position]
         if before == end:
             return len(end)

@@ -1,8 +1,7 @@
-"""Where the last tokens of a text occurred before: hash chains over the confirmed tokens of one batch row.
+"""Hash chains over the committed tokens of one batch row, which find earlier occurrences of its last tokens.
 
-The way zlib finds matches (https://www.rfc-editor.org/rfc/rfc1951, section 4), with tokens for bytes and one chain per
-length of the key. A key is made of confirmed tokens only. Tables have a fixed size: the oldest position leaves when a
-new one needs its place.
+This is how zlib finds matches (https://www.rfc-editor.org/rfc/rfc1951, section 4), with tokens instead of bytes and one
+chain per key length. Keys contain committed tokens only. Tables have a fixed size: a new position replaces the oldest.
 """
 
 from array import array
@@ -12,14 +11,14 @@ BYTES_PER_ENTRY = array("i").itemsize
 
 
 class TextIndex:
-    """The text of one row, and for each key length the earlier positions behind the same key.
+    """Keep the text of one row, and for each key length the positions that follow each key.
 
-    Appending a token takes constant time per key length, and the tables keep their size. The text itself takes 4 bytes
-    per token.
+    Appending a token takes constant time per key length, and the tables do not grow. The text itself takes 4 bytes per
+    token.
 
     Args:
-        longest_key (`int`): Tokens of the longest key; shorter ones are indexed too.
-        capacity (`int`): Positions that are remembered, rounded up to a power of two.
+        longest_key (`int`): Tokens of the longest key. Keys of 1 to `longest_key` tokens are indexed.
+        capacity (`int`): Number of positions that are kept, rounded up to a power of two.
 
     >>> index = TextIndex(longest_key=2, capacity=8)
     >>> index.extend([5, 7, 5, 8, 5])
@@ -31,24 +30,31 @@ class TextIndex:
         self.longest_key = longest_key
         self.text = array("i")
         self.size = 1 << (capacity - 1).bit_length()
-        # of each length - 1: the last position behind a key by its hash, and before each position the one before it
+        # for key length i + 1: _heads[i] maps the hash of a key to the last position after it, _previous[i] maps each
+        # position to the one before it in the chain
         self._heads = [self._table() for _ in range(longest_key)]
         self._previous = [self._table() for _ in range(longest_key)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tables and text."""
+        """Size of tables and text in bytes."""
         return BYTES_PER_ENTRY * (2 * self.longest_key * self.size + len(self.text))
 
     def extend(self, tokens: Iterable[int], indexed: bool = True) -> None:
-        """Append confirmed tokens; those that are not `indexed` serve as keys for what follows and are never found."""
+        """Append committed tokens.
+
+        Args:
+            tokens (iterable of `int`): Tokens in order.
+            indexed (`bool`, *optional*, defaults to `True`): Whether their positions can be found. Other tokens are
+                only part of the keys of later positions.
+        """
         for token in tokens:
             if indexed:
                 self._remember(len(self.text))
             self.text.append(token)
 
     def occurrences(self, length: int, limit: int) -> list[int]:
-        """Positions behind earlier occurrences of the last `length` tokens, at most `limit`, the most recent first."""
+        """Return at most `limit` positions after earlier occurrences of the last `length` tokens, latest first."""
         end, found = len(self.text), list[int]()
         if length > end:
             return found
@@ -62,7 +68,7 @@ class TextIndex:
         return found
 
     def after(self, position: int, count: int) -> tuple[int, ...]:
-        """The `count` tokens from an earlier `position` on; where the text ends, the copy goes on with itself."""
+        """Return `count` tokens from `position` on. If the text ends earlier, the copied tokens are repeated."""
         copied = tuple(self.text[position : position + count])
         if len(copied) == count:
             return copied
@@ -75,7 +81,7 @@ class TextIndex:
             heads[slot] = position
 
     def _slots(self, end: int, longest: int) -> list[int]:
-        """Where the keys of 1, 2, ... tokens before `end` are kept."""
+        """Return the slots of the keys of 1, 2, ..., `longest` tokens before `end`."""
         code, slots = 0, []
         for length in range(1, longest + 1):
             code = hash((code, self.text[end - length]))
@@ -83,4 +89,4 @@ class TextIndex:
         return slots
 
     def _table(self) -> array:
-        return array("i", bytes(BYTES_PER_ENTRY * self.size))  # zeros: nothing is found at position 0
+        return array("i", bytes(BYTES_PER_ENTRY * self.size))  # position 0 follows no key, so 0 marks an empty slot

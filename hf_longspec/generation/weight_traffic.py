@@ -1,10 +1,11 @@
-"""What a target that drafts for itself can gain at most, from the bytes that a step reads.
+"""An upper bound on the speed-up of self-speculation, from the bytes that a step reads.
 
-gamma drafting steps read all weights and a share of the keys and values each; the verification reads all of both once,
-and gives gamma + 1 tokens if everything is accepted, for which plain steps would read all of both gamma + 1 times. What
-can be saved is keys and values, so little of them, or a share of one, leaves nothing to gain.
+Each of gamma drafting steps reads all weights and a share of the keys and values. The verification reads all weights,
+keys and values once, and emits gamma + 1 tokens if every draft is accepted. Plain steps would read all of them once for
+each of these tokens. Speculation only saves reads of keys and values, so the bound approaches 1 as the cache gets small
+or the share approaches 1.
 
-All estimates err on the side of speculation: what is called impossible here must not be possible.
+Every estimate errs in favour of speculation, so that no measured speed-up exceeds the bound.
 """
 
 from collections.abc import Sequence
@@ -14,19 +15,19 @@ from torch import nn
 
 from .target import TargetView
 
-# Time per byte of keys and values over that of weights, at most: an attention kernel may reach a small part of the
-# bandwidth that matrix products do, and weights may come from a cache.
+# Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
+# small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
 KV_FACTOR = 16
 
 
 def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
-    """Bound on tokens per second over those of plain steps.
+    """Return an upper bound on the tokens per second of speculation, relative to plain steps.
 
     Args:
-        gamma (`int`): Drafted tokens.
-        share (`float`): Of the keys and values that drafting reads.
-        weights (`float`): Bytes of weights that a step reads.
-        kv (`float`): Bytes of keys and values that it reads, all rows together.
+        gamma (`int`): Number of drafted tokens.
+        share (`float`): Share of the keys and values that a drafting step reads, from 0 to 1.
+        weights (`float`): Bytes of weights that a plain step reads.
+        kv (`float`): Bytes of keys and values that a plain step reads, all rows together.
 
     >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0), speedup_bound(4, 1.0, 1.0, 1e9)
     (1.0, 1.0)
@@ -40,7 +41,10 @@ def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
 
 
 def weight_bytes(target: TargetView) -> int:
-    """Bytes of weights that every step reads, or less: linear layers outside of experts, on this process."""
+    """Return a lower bound on the bytes of weights that every step reads in this process.
+
+    Only linear layers outside of experts count, since a step reads some of the experts only.
+    """
     total = sum(
         module.weight.numel() * module.weight.element_size()
         for name, module in target.model.named_modules()
@@ -50,6 +54,6 @@ def weight_bytes(target: TargetView) -> int:
 
 
 def entry_bytes(layers: Sequence[Any]) -> int:
-    """Bytes of one token's keys and values in some layers of a cache."""
+    """Return the bytes of the keys and values of one token in the given layers of a cache."""
     parts = [part for layer in layers for part in (layer.keys, layer.values)]
     return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)

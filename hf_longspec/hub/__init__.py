@@ -1,6 +1,6 @@
-"""Publishing: a draft as a Hub repository that transformers loads without this package.
+"""Publish a draft as a Hub repository that transformers loads without this package.
 
-Knows drafts as objects and their source as text; imports no other room of the package.
+Drafts are handled as objects and their source as text, so this room imports no other room of the package.
 """
 
 from .cards import Card

@@ -1,4 +1,4 @@
-"""Model cards: what a published draft says about itself, from templates beside this file."""
+"""Model cards of published drafts, rendered from the templates beside this file."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -11,26 +11,31 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 NOT_MEASURED = "Not measured."
-LISTS = ("datasets", "language")  # what the Hub lets a card have several of
+LISTS = ("datasets", "language")  # fields that may hold several values on the Hub
 
 
 @dataclass(frozen=True)
 class Card:
-    """What a card says that cannot be read off the draft. What is left out is left out of the card, or said to be so.
+    """
+    Facts on a model card that do not follow from the draft. The card omits missing facts, or states that they are
+    missing.
 
     Args:
-        repo (`str`, *optional*): Where readers load the draft from. Defaults to the repository it is pushed to.
+        repo (`str`, *optional*): Id or folder from which the usage example loads the draft. Defaults to the repository
+            that it is pushed to.
         base_model (`str`, *optional*): Hub id of the target. Defaults to the `target_name_or_path` of the draft.
-        target (`str`, *optional*): Where the usage loads the target from, if not from `base_model`.
-        license (`str`, *optional*): Of the weights, as the Hub spells it. Drafts without any have that of the code.
-        language (`str` or `list[str]`, *optional*): Of the training text.
+        target (`str`, *optional*): Id or folder from which the usage example loads the target. Defaults to
+            `base_model`.
+        license (`str`, *optional*): License of the weights, as the Hub spells it. Defaults to that of the code for
+            drafts without weights.
+        language (`str` or `list[str]`, *optional*): Language of the training text.
         datasets (`list[str]`): Hub ids of the training data.
-        settings (`str`): Why the draft's `generation_config` is what it is.
-        acceptance (`str`): Markdown table of tau by context length, and how it was measured.
+        settings (`str`): Reasons for the values in the draft's `generation_config`.
+        acceptance (`str`): Markdown table of tau by context length, with the method of measurement.
         training (`str`): Steps, tokens, loss.
         command (`str`): The training command.
-        commit (`str`, *optional*): Commit of the code that was trained with.
-        limits (`str`): What else readers should know.
+        commit (`str`, *optional*): Commit of the training code.
+        limits (`str`): Further limits of the draft.
     """
 
     repo: str | None = None
@@ -48,10 +53,10 @@ class Card:
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> "Card":
-        """A card of these fields.
+        """Build a card from facts by name.
 
         Raises:
-            ValueError: If there is no such field, or one holds no text.
+            ValueError: If a name is unknown, or a value has a wrong type.
         """
         known = {field.name: field.default for field in dataclasses.fields(cls)}
         if unknown := sorted(set(facts) - set(known)):
@@ -65,10 +70,14 @@ class Card:
         return cls(**facts)
 
     def complete(self, draft: Any, repo: str) -> "Card":
-        """With what follows from the draft and from where it is published.
+        """Return the card with missing facts filled in from the draft and the repository.
+
+        Args:
+            draft ([`DraftModel`]): The draft to publish.
+            repo (`str`): Id of its repository, or name of its folder.
 
         Raises:
-            ValueError: If the target has no name that others could load it by.
+            ValueError: If the target has no Hub id.
         """
         base_model = self.base_model or draft.config.target_name_or_path
         if not is_hub_id(base_model) or (not self.base_model and Path(str(base_model)).is_dir()):
@@ -81,7 +90,7 @@ class Card:
 
 
 def render(draft: Any, card: Card) -> str:
-    """README.md of a draft; `card` is complete."""
+    """Return the README.md of a draft; `card` is a result of [`Card.complete`]."""
     kind = draft.config.model_type
     tags = ["speculative-decoding", kind.replace("_", "-"), "draft-model", "long-context", "custom_code"]
     data = ModelCardData(
@@ -142,7 +151,7 @@ def _license(card: Card) -> str:
 
 
 def is_hub_id(name: str | None) -> bool:
-    """Whether the Hub could have a repository of that name."""
+    """Return whether a name is valid for a repository on the Hub."""
     try:
         validate_repo_id(name or "")
     except HFValidationError:

@@ -1,8 +1,8 @@
-"""The modules that a draft imports, as files beside each other: transformers publishes and loads no other form.
+"""Copy the modules that a draft imports into one folder, the only form that transformers publishes and loads.
 
 `from ..generation.route import install` becomes `from .generation_route import install`. Imports are followed from the
-file of the draft's class on, so a draft ships what it needs and nothing else. Those inside `try` are followed like all
-others: transformers insists on every sibling that a file names. Packages are left as they are.
+file of the draft's class on, so that a draft contains the modules that it needs and no others. Relative imports inside
+`try` are followed too, as transformers requires every sibling that a file names. Imports of packages are not changed.
 """
 
 import ast
@@ -10,21 +10,21 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-# What transformers looks for to find the siblings of a file, wherever it stands, in strings too.
+# The pattern by which transformers finds the siblings of a file. It also matches inside strings.
 SIBLING = re.compile(r"^\s*(?:from\s+\.(\S+)\s+import|import\s+\.(\S+)\s*$)", re.MULTILINE)
 _MODULE = re.compile(r"from\s+\.[\w.]*\s+import\b")
 
 
 def flatten(file: Path, root: Path, package: str) -> dict[str, str]:
-    """The module `file`, and all that it imports relatively, as sources by file name.
+    """Return the sources of a module and of all modules that it imports relatively, by file name.
 
     Args:
-        file (`Path`): Where to begin.
-        root (`Path`): Folder that names are relative to: folders below it become prefixes of file names.
-        package (`str`): Name of the package that the files are to do without.
+        file (`Path`): File of the module.
+        root (`Path`): Root of the package. Folders below it become prefixes of file names.
+        package (`str`): Name of the package. The files must not import it by this name, except inside `try`.
 
     Raises:
-        ValueError: If an import cannot be followed, or two modules would get one name.
+        ValueError: If an import cannot be followed, or two modules would get the same name.
     """
     sources: dict[str, str] = {}
     origins: dict[str, Path] = {}
@@ -42,7 +42,9 @@ def flatten(file: Path, root: Path, package: str) -> dict[str, str]:
 
 
 def flat_name(path: Path, root: Path) -> str:
-    """Name of a module in the repository: its folders as a prefix, unless it has that prefix or is a configuration.
+    """Return the name of a module in the repository, prefixed by its folders.
+
+    The prefix is left out if the name has it already, and for configurations.
 
     >>> flat_name(Path("/p/generation/drafters/longspec.py"), Path("/p"))
     'generation_drafters_longspec'
@@ -56,7 +58,7 @@ def flat_name(path: Path, root: Path) -> str:
 
 
 def _rewrite(path: Path, root: Path, package: str) -> tuple[str, list[Path]]:
-    """The source with its relative imports renamed, and the modules that it names."""
+    """Return the source with its relative imports renamed, and the files of the modules that it imports."""
     lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines: ast counts line feeds only
     needed, names = [], set()
     for node in _imports(path, package, ast.parse("\n".join(lines))):
@@ -76,10 +78,10 @@ def _rewrite(path: Path, root: Path, package: str) -> tuple[str, list[Path]]:
 
 
 def _imports(path: Path, package: str, tree: ast.Module) -> Iterator[ast.ImportFrom]:
-    """The relative imports of a file.
+    """Yield the relative imports of a file.
 
     Raises:
-        ValueError: For imports of the package that cannot be followed.
+        ValueError: If another form of import needs a module of the package.
     """
     guarded = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
     for node in ast.walk(tree):

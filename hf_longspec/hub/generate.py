@@ -1,24 +1,25 @@
-"""Decoding with a draft, without the route that its own files install.
+"""Decode with a draft through `custom_generate`, without the route that the draft's own files install.
 
     target.generate(**inputs, assistant_model=draft, custom_generate="org/longspec-draft", trust_remote_code=True)
 
-Published as custom_generate/generate.py. Transformers does not let this file import the others of its repository, so
-the loop comes with the draft.
+This file is published as custom_generate/generate.py. Transformers does not let it import other files of the
+repository, so it calls the decoding loop as a method of the draft.
 """
 
 from typing import Any
 
 
 def generate(model: Any, assistant_model: Any = None, streamer: Any = None, **kwargs: Any) -> Any:
-    """What `model.generate(assistant_model=draft)` does.
+    """Generate like `model.generate(assistant_model=draft)` with the route installed.
 
     Args:
         model (`PreTrainedModel`): The target.
         assistant_model (`PreTrainedModel`): The draft.
-        streamer (`BaseStreamer`, *optional*): Gets the prompt, then every token.
+        streamer (`BaseStreamer`, *optional*): Receives the prompt, then every token.
+        kwargs (`Any`): Further arguments of `model.generate`.
 
     Raises:
-        ValueError: If `assistant_model` is no draft of this kind.
+        ValueError: If `assistant_model` is not a draft of this package.
     """
     if not getattr(assistant_model, "_is_longspec_draft", False):
         raise ValueError(
@@ -26,7 +27,7 @@ def generate(model: Any, assistant_model: Any = None, streamer: Any = None, **kw
             "AutoModel.from_pretrained(..., trust_remote_code=True) and pass it as assistant_model."
         )
 
-    # Transformers hands a callable neither streamer nor assistant, so this one brings both.
+    # transformers passes neither streamer nor assistant to a callable, so this closure holds both
     def decode(target: Any, input_ids: Any, **arguments: Any) -> Any:
         if streamer is not None:
             streamer.put(input_ids.cpu())

@@ -1,4 +1,4 @@
-"""The files of a published draft: weights, settings, code, card. Written to a folder, or uploaded."""
+"""Write or upload the repository of a draft: weights, settings, code and model card."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from .flatten import flatten
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CARD_FACTS = "card.json"
-# First line of every file of code, by which a file that is no longer needed is known.
+# Beginning of every file of code. Files with this mark that are no longer needed are removed.
 MARK = "# Published with a draft by hf_longspec, "
 
 
@@ -34,20 +34,22 @@ def push(
     """Upload the complete repository of a draft.
 
     Args:
-        draft ([`DraftModel`]): What to publish.
+        draft ([`DraftModel`]): The draft to publish.
         repo_id (`str`): `"owner/name"`; created if it does not exist.
-        card ([`Card`], *optional*): Facts for the model card; or single ones by name, `license="apache-2.0"`.
+        card ([`Card`], *optional*): Facts for the model card.
         private (`bool`, *optional*): Whether a new repository is private.
-        token (`str` or `bool`, *optional*): Access token; by default the one that `hf auth login` stored.
+        token (`str` or `bool`, *optional*): Access token. Defaults to the one that `hf auth login` stored.
         revision (`str`, *optional*): Branch to commit to.
-        create_pr (`bool`, *optional*, defaults to `False`): Open a pull request instead of committing.
-        commit_message (`str`, *optional*): Title of the commit.
+        create_pr (`bool`, *optional*, defaults to `False`): Whether to open a pull request instead of committing.
+        commit_message (`str`, *optional*, defaults to `"Upload draft"`): Title of the commit.
+        facts (`Any`): Facts for the model card by name, such as `license="apache-2.0"`, instead of `card`.
 
     Returns:
         `huggingface_hub.CommitInfo`: The commit.
 
     Raises:
-        ValueError: If the name is incomplete, or the draft cannot be published. Nothing is uploaded then.
+        ValueError: If `repo_id` has no owner, if both `card` and `facts` are given, or if the draft cannot be
+            published. Nothing is uploaded then.
     """
     check_repo_id(repo_id)
     if card is not None and facts:
@@ -66,10 +68,10 @@ def push(
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Refuse what is no name of a repository with its owner, so that nothing goes where nobody said it should.
+    """Check that a repository is named with its owner, so that nothing is uploaded to a default owner.
 
     Raises:
-        ValueError: With the name.
+        ValueError: If `repo_id` is not a valid `"owner/name"`.
     """
     if "/" not in repo_id or not is_hub_id(repo_id):
         raise ValueError(
@@ -78,13 +80,22 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def write_repository(draft: Any, folder: Path, card: Card, repo_id: str | None = None) -> list[Path]:
-    """Write the complete repository of a draft into `folder`, and return its files, relative to it.
+    """Write the complete repository of a draft into `folder`.
 
-    Files of the same names are replaced, each at once, and code that an earlier call left there and that is no longer
-    needed is removed; everything else in the folder stays. The folder may be the one that the draft was loaded from.
+    Existing files of the same names are replaced atomically. Code that an earlier call wrote and that is no longer
+    needed is removed. All other files in the folder stay. The folder may be the one that the draft was loaded from.
+
+    Args:
+        draft ([`DraftModel`]): The draft to publish.
+        folder (`Path`): Folder to write to; created if it does not exist.
+        card ([`Card`]): Facts for the model card.
+        repo_id (`str`, *optional*): `"owner/name"` for the card. Defaults to the name of the folder.
+
+    Returns:
+        `list[Path]`: The files, relative to `folder`.
 
     Raises:
-        ValueError: If the draft cannot be published. Nothing has been written then.
+        ValueError: If the draft cannot be published. Nothing is written then.
     """
     _check(draft)
     full = card.complete(draft, repo_id or folder.name)
@@ -108,10 +119,10 @@ def write_repository(draft: Any, folder: Path, card: Card, repo_id: str | None =
 
 
 def draft_code(draft: Any) -> dict[str, str]:
-    """Sources by file name: the modules of the draft's class and configuration, and custom_generate/generate.py.
+    """Return the sources of the draft's class and configuration and custom_generate/generate.py, by file name.
 
     Raises:
-        ValueError: If the class was defined where it cannot be published from, or imports what cannot be followed.
+        ValueError: If a class is not defined in a file of a package, or an import cannot be followed.
     """
     sources: dict[str, str] = {}
     for cls in (type(draft), type(draft.config)):
@@ -142,7 +153,7 @@ def _check(draft: Any) -> None:
 
 
 def _complete_config(path: Path, draft: Any, base_model: str) -> None:
-    """What a configuration says in a repository: where its classes are, and the target's name on the Hub."""
+    """Add the files of the draft's classes and the target's Hub id to a config.json."""
     config = json.loads(path.read_text(encoding="utf-8"))
     names = {"AutoConfig": type(draft.config), "AutoModel": type(draft)}
     config["auto_map"] = {name: f"{_file_of(cls).stem}.{cls.__name__}" for name, cls in names.items()}
@@ -151,7 +162,7 @@ def _complete_config(path: Path, draft: Any, base_model: str) -> None:
 
 
 def _facts(card: Card) -> str:
-    """The facts that were given, without the table, which comes from a results file each time."""
+    """Return the given facts as JSON, without the acceptance table, which is made from a results file each time."""
     given = {name: value for name, value in asdict(card).items() if value and name != "acceptance"}
     return json.dumps(given, indent=2) + "\n"
 

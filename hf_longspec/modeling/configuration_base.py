@@ -1,4 +1,4 @@
-"""What every draft's configuration records of its target."""
+"""Base of all draft configurations, with the fields that describe the target."""
 
 from inspect import get_annotations
 from types import NoneType, UnionType
@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-# What a draft copies from its target's text config, and refuses to differ in.
+# Fields that a draft copies from the target's text config. A target that differs in one of them is refused.
 TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -26,12 +26,14 @@ MOST = {
 
 
 class DraftConfig(PreTrainedConfig):
-    """Configuration of a draft: which target it belongs to.
+    """
+    Configuration of a draft.
 
     Args:
-        vocab_size (`int`): The target's vocabulary size; transformers compares it before assisted decoding.
-        target (`dict[str, Any]`, *optional*): Shapes of the target and its `model_type`.
-        target_name_or_path (`str`, *optional*): Where the target came from.
+        vocab_size (`int`, *optional*, defaults to 0): Vocabulary size of the target, which transformers compares before
+            assisted decoding.
+        target (`dict[str, Any]`, *optional*): Shapes and `model_type` of the target.
+        target_name_or_path (`str`, *optional*): Id or folder that the target was loaded from.
     """
 
     model_type = "longspec_draft"
@@ -43,22 +45,27 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "DraftConfig":
-        """The configuration of a draft for `target`, a model or its configuration."""
+        """Return the configuration of a draft for `target`.
+
+        Args:
+            target (`PreTrainedModel` or `PreTrainedConfig`): The target or its configuration.
+            overrides (`Any`): Fields of the configuration by name.
+        """
         text = text_config(target)
         values: dict[str, Any] = {
             "vocab_size": text.vocab_size,
             "target": cls.describe(target),
             "target_name_or_path": getattr(target, "config", target)._name_or_path or None,
         }
-        # pipelines read them off the assistant's config
+        # pipelines read these from the assistant's config
         values |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return cls(**(values | overrides))
 
     def check_types(self) -> None:
-        """Refuse values that a config.json may hold and a draft cannot be built from.
+        """Check the types of all fields, as a config.json may hold values of any type.
 
         Raises:
-            ValueError: With the field, its value and what was expected.
+            ValueError: If a field has a wrong type or a negative value.
         """
         for kind in type(self).__mro__:
             if not issubclass(kind, DraftConfig):
@@ -70,7 +77,7 @@ class DraftConfig(PreTrainedConfig):
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
-        """What a draft is made for: model type and shapes of a target. Recorded, and compared before drafting."""
+        """Return model type and shapes of a target, which a draft records and compares before drafting."""
         text = text_config(target)
         return {"model_type": text.model_type} | {name: shape_of(text, name) for name in TARGET_SHAPES}
 
@@ -96,7 +103,7 @@ def _check_size(name: str, value: Any) -> None:
 
 
 def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:
-    """The part of a model's configuration that describes its language model."""
+    """Return the part of a model's configuration that describes its language model."""
     return getattr(target, "config", target).get_text_config(decoder=True)
 
 

@@ -1,4 +1,4 @@
-"""Drafts that the authors of a method published, in the format of this package."""
+"""Conversion of drafts that the authors of a method published into the format of this package."""
 
 from transformers import AutoConfig
 
@@ -12,15 +12,19 @@ PUBLISHED = LONGSPEC_TARGETS | TOKENSWIFT_TARGETS
 
 
 def convert(source: str, target: str | None = None) -> DraftModel:
-    """A LongSpec or TokenSwift draft from one of the authors' checkpoints; its tensors' names say which.
+    """Convert a checkpoint of the authors of LongSpec or TokenSwift; the names of its tensors decide which.
 
     Args:
-        source (`str`): One of the published ids, a folder, or a weight file.
+        source (`str`): One of the ids in `PUBLISHED`, a folder, or a weight file.
         target (`str`, *optional*):
-            Id, folder or config.json of the target. Known for the published ids.
+            Id, folder or config.json of the target. Defaults to the target in `PUBLISHED`.
+
+    Returns:
+        [`DraftModel`]: The draft, in the dtype of the checkpoint.
 
     Raises:
-        ValueError: If there are no weights, tensors are missing or unknown, or their shapes are not the target's.
+        ValueError: If `source` is not published and has no target, if there are no weights, if tensors are missing or
+            unknown, or if their shapes are not the target's.
     """
     if target is None and source not in PUBLISHED:
         raise ValueError(

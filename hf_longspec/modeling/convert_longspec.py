@@ -1,7 +1,7 @@
-"""Drafts out of the checkpoints that the authors of LongSpec published.
+"""Conversion of the checkpoints that the authors of LongSpec published.
 
-Their checkpoints hold one block of 20 tensors; the six published ones lie in an ordinary Hugging Face repository, their
-trainer writes the same tensors to `draft_model_weights.pth`. Shapes are the target's, so its configuration decides.
+A checkpoint holds one block of 20 tensors. The six published ones are ordinary Hugging Face repositories; the authors'
+trainer writes the same tensors to `draft_model_weights.pth`. Shapes follow from the target's configuration.
 """
 
 from collections.abc import Mapping
@@ -23,21 +23,22 @@ LONGSPEC_TARGETS = {
     "sail/longspec-Llama-3-8B-Instruct-262k": "gradientai/Llama-3-8B-Instruct-262k",
     "sail/longspec-QwQ-32B-Preview": "Qwen/QwQ-32B-Preview",
 }
-# Wrappers that may stand before a name.
+# Prefixes that wrappers of the model may have added to a name.
 PREFIXES = ("module.", "model.", "glide.", "draft_model.")
-# The target's own keys and values are attended; these projections are in the files and were never used.
+# Projections that are in the files and are never used, as the block attends to the target's own keys and values.
 UNUSED = ("cross_attn.k_proj.", "cross_attn.v_proj.", "self_attn.rotary_emb.", "cross_attn.rotary_emb.")
-# How the authors ran them: a query saw itself and 512 tokens before it; in training its newest target key was 1 to 4
-# places behind; 68 nodes in five levels.
+# The authors' settings. A query attended to itself and 512 tokens before it; in training, its newest target key was 1
+# to 4 positions before it. Drafting used 68 nodes in five levels.
 AS_TRAINED: dict[str, Any] = {"qkv_bias": True, "window": 513, "noise_range": [1, 4]}
 TREE_WIDTHS = [4, 16, 16, 16, 16]
 
 
 def longspec_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> LongSpecDraftModel:
-    """The draft in `checkpoint`, of the type that it has there.
+    """Return the draft of a checkpoint, in the dtype of the checkpoint.
 
     Args:
-        target (`PreTrainedConfig`): The target's configuration.
+        checkpoint ([`Checkpoint`]): Weights of the draft.
+        target (`PreTrainedConfig`): Configuration of the target.
 
     Raises:
         ValueError: If tensors are missing or unknown, or their shapes are not the target's.
@@ -53,7 +54,7 @@ def longspec_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> LongSpec
 
 
 def renamed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without wrappers before their names, and without those that were never used.
+    """Remove wrappers' prefixes from the names, and tensors that are never used.
 
     >>> list(renamed({"module.glide.mlp.up_proj.weight": torch.ones(1), "cross_attn.k_proj.bias": torch.ones(1)}))
     ['mlp.up_proj.weight']

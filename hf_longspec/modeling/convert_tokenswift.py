@@ -1,6 +1,6 @@
-"""Heads out of the checkpoints that the authors of TokenSwift published.
+"""Conversion of the checkpoints that the authors of TokenSwift published.
 
-Their training saves heads and target together; the target is not needed and not read.
+A checkpoint holds heads and target together. The target's weights are not read.
 """
 
 import torch
@@ -20,15 +20,16 @@ TOKENSWIFT_TARGETS = {
     "TokenSwift/TokenSwift-DeepSeek-R1-Distill-Qwen-32B": "deepseek-ai/DeepSeek-R1-Distill-Qwen-32B",
     "TokenSwift/TokenSwift-QwQ-32B": "Qwen/QwQ-32B",
 }
-# How the names of all heads begin; what follows is the head's number and the names of this package.
+# Prefix of the names of all heads. The head's number and the names of this package follow.
 HEADS = "model.medusa_layers."
 
 
 def tokenswift_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> TokenSwiftDraftModel:
-    """The heads in `checkpoint`, of the type that they have there.
+    """Return the heads of a checkpoint, in the dtype of the checkpoint.
 
     Args:
-        target (`PreTrainedConfig`): The target's configuration.
+        checkpoint ([`Checkpoint`]): Weights of heads and target.
+        target (`PreTrainedConfig`): Configuration of the target.
 
     Raises:
         ValueError: If tensors are missing or unknown, or their shapes are not the target's.
@@ -43,5 +44,5 @@ def tokenswift_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> TokenS
 
 
 def _as_published(draft: TokenSwiftDraftModel) -> dict[str, torch.Tensor]:
-    """A draft's tensors by the names that the authors give them."""
+    """Return the tensors of a draft by the authors' names."""
     return {HEADS + name: value for name, value in draft.heads.layers.state_dict().items()}

@@ -9,11 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..generation.attention_layers import refuse_repeated_layers
+from ..generation.draft_tree import num_static_nodes
 from ..generation.drafters.base import Binding, Drafter
 from ..generation.drafters.tokenswift import SELF_DRAFTS, TokenSwiftDrafter, TokenSwiftSettings
 from ..generation.final_norm import final_norm_of, refuse_compiled_forward
 from ..generation.partial_policy import POLICIES
-from ..generation.product_tree import num_product_nodes
 from ..generation.selection import SINK_TOKENS
 from ..generation.target import TargetView
 from ..generation.target_ends import TargetEnds, device_of
@@ -99,7 +99,7 @@ class TokenSwiftDraftModel(DraftModel):
     def max_nodes(self, target: TargetView) -> int:
         """All combinations of candidates, and the root, of the largest tree."""
         drafting, others = self._drafting_with_others()
-        return max(num_product_nodes(tree.widths) for tree in (drafting, *others))
+        return max(num_static_nodes(tree.widths) for tree in (drafting, *others))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets without a final norm, no heads, unknown choices, and trees and budgets that do not fit."""

@@ -1,4 +1,4 @@
-"""The setting `tree_choices`: further trees, of which the gate takes the fastest."""
+"""The setting `tree_choices`: further trees from which the gate chooses the fastest."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ MOST_CHOICES = 3
 
 
 def other_trees(configured: Any, choices: Any, name: str) -> list[Any]:
-    """Those of `choices` that are not the configured tree, each once.
+    """Return the `choices` that differ from the configured tree, without duplicates.
 
     Args:
-        configured: Value of the settings that make up the tree.
-        choices: The setting `tree_choices`: None or a list of such values.
-        name (`str`): What those settings are called.
+        configured (`Any`): Value of the settings that make up the tree.
+        choices (`list[Any]`, *optional*): The setting `tree_choices`, a list of such values.
+        name (`str`): Name of these settings, for the message.
 
     Raises:
-        ValueError: If it is no list, or too long.
+        ValueError: If `choices` is not a list, or has more than `MOST_CHOICES` entries.
 
     >>> other_trees([4, 2], [[1, 1], [4, 2], [1, 1]], "tree_widths"), other_trees(4, None, "num_assistant_tokens")
     ([[1, 1]], [])

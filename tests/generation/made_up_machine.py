@@ -1,4 +1,4 @@
-"""A machine whose costs are made up and whose clock is a number, for tests of the gate."""
+"""A simulated machine with given costs and a simulated clock, for tests of the gate."""
 
 import random
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ PROMPT = 1024
 
 @dataclass
 class Tree:
-    """One way to speculate.
+    """
+    A draft tree with simulated cost and acceptance.
 
     Args:
-        cost: Seconds of a step, given the tokens emitted so far.
-        accepted: Tokens that it emits per row, given the machine.
-        depth: Most of them but one.
+        cost (`Callable`): Seconds of a step, given the number of tokens emitted so far.
+        accepted (`Callable`): Tokens that a step emits per row, given the machine.
+        depth (`int`): Depth of the tree, one less than the most tokens of a step.
     """
 
     cost: Any
@@ -35,12 +36,14 @@ class Tree:
 
 
 class Machine:
-    """Runs steps that take a made-up time and emit made-up numbers of tokens.
+    """Run steps of simulated time and simulated numbers of tokens.
 
     Args:
-        cost, accepted, depth: Of the only tree, unless there are `trees`; plain steps take `plain` seconds.
-        noise: Times are multiplied by 1 to 1 + `noise`; one in 20 is ten times as long, if there is noise at all.
-        proposal: Seconds of a proposal beside a plain step, if there shall be any.
+        cost, accepted, depth: Fields of the only tree, unless there are `trees`.
+        plain (`Callable`): Seconds of a plain step, given the number of tokens emitted so far.
+        noise (`float`): Times are multiplied by a factor from 1 to 1 + `noise`. If it is not 0, one time in 20 is ten
+            times as long.
+        proposal (`float`, *optional*): Seconds of a shadow draft beside a plain step. By default there are none.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Machine:
         self.choices, self.decisions = [], []
 
     def step(self):
-        """As the loop does: speculation begins with a plain step for the drafter to see."""
+        """Run one step as the loop does: speculation begins with a plain step that brings the drafter up to date."""
         speculates = self.gate.speculates()
         proposes = speculates and not self.resting
         self.resting = not speculates
@@ -97,7 +100,7 @@ class Machine:
         return seconds
 
     def propose(self, tree):
-        """Chains of which as much is right as speculation would emit now, less one; every text says 1, 1, 1 ..."""
+        """Propose chains with as many right tokens as speculation would accept now. Every text is 1, 1, 1, ..."""
         self.now += self.proposal
         self.proposals += 1
         right = [tree.accepted(self) - 1 for _ in range(self.rows)]
@@ -114,7 +117,7 @@ def always(value):
 
 
 def geometric(rate, depth=4):
-    """Acceptance of a draft each of whose tokens is right with probability `rate`."""
+    """Return the acceptance of a draft whose tokens are right with probability `rate` each."""
 
     def draw(machine):
         tokens = 1

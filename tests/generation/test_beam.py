@@ -1,4 +1,4 @@
-"""The beam against a double loop over all continuations."""
+"""Beam search over draft trees against a double loop over all continuations."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ def random_logits(batch, nodes, seed, vocab=VOCAB):
 
 
 def looped_beam(root, tables, widths):
-    """One row: `tables[level]` holds the logits of the nodes of that level, in float64."""
+    """Return tokens and parents of one row in float64; `tables[level]` holds the logits of the nodes of that level."""
     tokens, parents, newest, scores = [root], [-1], [0], {0: 0.0}
     for table, width in zip(tables, widths, strict=True):
         candidates = []
         for place, node in enumerate(newest):
-            law = table[place].double().log_softmax(-1)
-            candidates += [(scores[node] + float(law[token]), node, token) for token in range(len(law))]
+            log_probs = table[place].double().log_softmax(-1)
+            candidates += [(scores[node] + float(log_probs[token]), node, token) for token in range(len(log_probs))]
         candidates.sort(key=lambda candidate: -candidate[0])
         newest = []
         for score, node, token in candidates[:width]:
@@ -45,24 +45,24 @@ def test_against_the_double_loop(widths):
     for row in range(3):
         expected = looped_beam(5 + row, [table[row] for table in tables], widths)
         assert (tree.tokens[row].tolist(), tree.parents[row].tolist()) == expected
-    # mask and depths were carried along while growing; a tree without them makes its own
+    # the beam maintains mask and depths while it grows; a fresh tree computes them from the parents
     fresh = DraftTree(tree.tokens, tree.parents, tree.valid)
     assert torch.equal(tree.mask, fresh.mask) and torch.equal(tree.depths, fresh.depths)
 
 
-def test_a_node_with_nothing_allowed_behind_it_is_the_last_choice():
-    """Its scores are all -inf, and what is computed from them is not a number."""
+def test_a_node_without_allowed_continuations_is_the_last_choice():
+    """Its scores are all -inf, so its cumulative scores are NaN."""
     beam = Beam(torch.tensor([1]))
     beam.grow(random_logits(1, 1, 0), 2)
     logits = random_logits(1, 2, 1)
     logits[:, 0] = -torch.inf
     beam.grow(logits, 3)
     assert (beam.parents[-1] == 2).all() and beam.scores.isfinite().all()
-    beam.grow(torch.full((1, 3, VOCAB), -torch.inf), 2)  # and where nothing is allowed at all, a tree of its size
+    beam.grow(torch.full((1, 3, VOCAB), -torch.inf), 2)  # a level without any allowed token keeps its size
     as_tree(beam.fields(), len(beam.levels) - 1).validate()
 
 
-def test_a_level_cannot_be_wider_than_what_there_is():
+def test_a_level_has_no_more_nodes_than_continuations():
     beam = Beam(torch.tensor([1]))
     beam.grow(random_logits(1, 1, 0, vocab=3), 8)
     beam.grow(random_logits(1, 3, 1, vocab=3), 8)
@@ -70,7 +70,7 @@ def test_a_level_cannot_be_wider_than_what_there_is():
     as_tree(beam.fields(), len(beam.levels) - 1).validate()
 
 
-def test_siblings_differ():
+def test_siblings_have_different_tokens():
     beam = Beam(torch.tensor([1, 2]))
     for level, width in enumerate([4, 6, 6]):
         beam.grow(random_logits(2, beam.tokens.shape[1], level), width)
@@ -82,7 +82,7 @@ def test_siblings_differ():
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_log_normaliser(dtype, tolerance):
-    """bfloat16: each of 5,001 terms is rounded by up to 0.4 %, the mean of the rounding far less."""
+    """In bfloat16 each of 5,001 terms is rounded by up to 0.4 %; the mean of the errors is far smaller."""
     logits = (torch.randn(3, 5001, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
     expected = logits.double().logsumexp(-1)
     assert (log_normaliser(logits).double() - expected).abs().max() < tolerance
@@ -90,7 +90,7 @@ def test_log_normaliser(dtype, tolerance):
 
 
 class LargeFloat32(TorchDispatchMode):
-    """Notes every operation that makes a float32 tensor of at least `size` numbers."""
+    """Record every operation that returns a float32 tensor of at least `size` numbers."""
 
     def __init__(self, size):
         super().__init__()
@@ -108,10 +108,10 @@ def test_bfloat16_logits_are_never_copied_to_float32():
     vocab, width = 5001, 7
     beam = Beam(torch.tensor([3, 4]))
     logits = [random_logits(2, nodes, nodes, vocab).bfloat16() for nodes in (1, width)]
-    with LargeFloat32(vocab) as noted:
+    with LargeFloat32(vocab) as recorded:
         beam.grow(logits[0], width)
         beam.grow(logits[1], width)
-    assert noted.found == []
-    with LargeFloat32(vocab) as noted:
+    assert recorded.found == []
+    with LargeFloat32(vocab) as recorded:
         logits[1].log_softmax(-1, dtype=torch.float32)
-    assert noted.found != []  # the notes do notice one
+    assert recorded.found != []  # the recorder finds a copy if there is one

@@ -1,4 +1,4 @@
-"""One graph for rows of all lengths: which of them are equal, and in which order they come, is not compiled in."""
+"""Compiled steps: one graph serves rows of all lengths, in any order, against eager steps."""
 
 import random
 from itertools import cycle
@@ -18,16 +18,16 @@ from hf_longspec.testing import tiny_target
 from hf_longspec.testing_drafts import random_longspec_draft
 
 CAPACITY = 80
-# float32 in another order; logits have a standard deviation of 3
+# Rounding of float32 sums in another order; logits have a standard deviation of 3.
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
-# Rows 0 and 1, 1 and 2, 0 and 2 are equal in turn, then none is; 1 and 2 are the shortest lengths there are.
+# Rows 0 and 1, 1 and 2, 0 and 2 are equally long in turn, then none are. 2 is the shortest compiled length.
 RAGGED = [(33, 5, 19), (33, 33, 19), (34, 19, 19), (20, 6, 20), (5, 35, 20), (2, 36, 3), (36, 2, 2), (37, 38, 21)]
 EQUAL = [(40, 40, 40), (7, 7, 7)]
 
 
 @pytest.fixture
 def no_masks(monkeypatch):
-    """Masks over the prefix are refused."""
+    """Make masks over the prefix an error."""
 
     def refuse(*args):
         raise AssertionError("a mask over the whole prefix")
@@ -36,7 +36,7 @@ def no_masks(monkeypatch):
 
 
 def filled_cache(model, rows):
-    """A cache full of random numbers, whatever its lengths are said to be."""
+    """Return a cache whose whole buffers hold random numbers, so that its lengths can be set at will."""
     cache = SpeculativeCache(model.config, rows, CAPACITY - 12, tree_slots=12)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def filled_cache(model, rows):
 
 @torch.no_grad()
 def compare_verifications(model, sequence, nodes):
-    """Compiled against eager, one verification behind every tuple of lengths."""
+    """Compare compiled with eager logits, one verification after prefixes of each tuple of lengths."""
     rows = len(sequence[0])
     cache = filled_cache(model, rows)
     eager, fixed = TargetView(model), TargetView(model, CompiledRunner())
@@ -77,7 +77,7 @@ def compare_verifications(model, sequence, nodes):
     ],
 )
 def test_rows_of_any_lengths_share_one_graph(name, nodes, graphs, no_masks):
-    """Full attention, softcaps, windows shorter and longer than the rows."""
+    """Covers full attention, softcaps, and windows shorter and longer than the rows."""
     model = tiny_target(name)
     compare_verifications(model, RAGGED, nodes)
     assert graphs.frame_count == 1
@@ -88,7 +88,7 @@ def test_rows_of_any_lengths_share_one_graph(name, nodes, graphs, no_masks):
     assert graphs.frame_count == 1
 
 
-def test_rows_that_become_equal_and_unequal_again(graphs, no_masks):
+def test_rows_of_equal_and_different_lengths_in_turn(graphs, no_masks):
     model = tiny_target("llama")
     turns = cycle(RAGGED)
     sequence = [lengths for equal in EQUAL * 13 for lengths in (next(turns), equal)]
@@ -99,15 +99,15 @@ def test_rows_that_become_equal_and_unequal_again(graphs, no_masks):
 
 
 @pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3", marks=pytest.mark.soak)])
-def test_a_window_over_rows_of_one_length(name, graphs):
-    """A lone root and a chain, through the edge of the window; that a graph is built at all was once not so."""
+def test_a_sliding_window_over_rows_of_equal_length(name, graphs):
+    """A lone root and a chain, with lengths on both sides of the window's edge."""
     model = tiny_target(name)
     for nodes in (1, 4):
         compare_verifications(model, [(length,) for length in (3, 9, 15, 16, 17, 40)], nodes)
     assert graphs.frame_count >= 2
 
 
-def test_large_batches_and_rows_that_hold_nothing_keep_the_mask(graphs):
+def test_large_batches_and_empty_rows_use_the_mask(graphs):
     model = tiny_target("llama")
     many = [tuple(range(first, first + MOST_ROWS + 1)) for first in (3, 20, 41)]
     compare_verifications(model, many, 3)
@@ -116,7 +116,7 @@ def test_large_batches_and_rows_that_hold_nothing_keep_the_mask(graphs):
     assert graphs.frame_count == 2
 
 
-def test_what_a_runner_knows():
+def test_number_of_lengths_passed_as_sizes():
     runner, known = CompiledRunner(), {}
     for lengths in [(5,), (5, 5), (5, 7), (5, 1), (9,) * MOST_ROWS + (10,), (9,) * (MOST_ROWS - 1) + (10,)]:
         rows = RowLengths(len(lengths))

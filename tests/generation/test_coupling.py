@@ -1,4 +1,4 @@
-"""Candidates ranked by the target's rule: against a loop over nodes, and against what the target then takes."""
+"""Candidates ranked by the target's token rule: against a loop over nodes, and against the target's choices."""
 
 from itertools import pairwise
 
@@ -24,7 +24,7 @@ WARPERS = [TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.05)]
 
 
 def make_rule(processors, do_sample, emitted=((4,), (5, 9, 2))):
-    """A rule of two rows behind what they emitted: one is longer than the other."""
+    """Return a token rule of two rows that have emitted different numbers of tokens."""
     prompts = torch.randint(VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     sequences = Sequences(prompts, StoppingCriteriaList(), pad_token_id=0, max_length=40, reach=20)
     sequences.append([list(row) for row in emitted])
@@ -34,7 +34,7 @@ def make_rule(processors, do_sample, emitted=((4,), (5, 9, 2))):
 
 
 def looped(rule, logits, depth, paths):
-    """One node of one row at a time: processors behind its own text, then the noise of its position."""
+    """Return scores of one node of one row at a time: processors on its own text, then noise of its position."""
     scores = torch.empty_like(logits)
     for row, emitted in enumerate(rule.sequences.generated):
         prompt = rule.sequences.tokens[row, :PROMPT].tolist()
@@ -55,13 +55,13 @@ def looped(rule, logits, depth, paths):
     [
         WARPERS,
         [RepetitionPenaltyLogitsProcessor(1.7), *WARPERS],
-        [ContextualPenaltyLogitsProcessor(3.0, 2)],  # less than the path
+        [ContextualPenaltyLogitsProcessor(3.0, 2)],  # shorter than the path
         [*WARPERS, ContextualPenaltyLogitsProcessor(3.0, 5)],
-        [ContextualPenaltyLogitsProcessor(3.0, 9)],  # more than one row has
+        [ContextualPenaltyLogitsProcessor(3.0, 9)],  # longer than the text of one row
     ],
     ids=["warped", "penalised", "windowed", "wide", "short"],
 )
-def test_the_order_is_that_of_the_loop(processors, do_sample):
+def test_scores_match_the_loop(processors, do_sample):
     rule = make_rule(processors, do_sample)
     random = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 5, VOCAB, generator=random) * 2
@@ -87,8 +87,8 @@ def test_an_idle_rule_leaves_the_logits_as_they_are():
     assert coupling.scores(logits, coupling.known(1), 0, pytest.fail) is not logits
 
 
-def test_what_fits_graphs():
-    """Nothing that looks at more than the last tokens, and nothing that is not known."""
+def test_which_rules_fit_graphs():
+    """Only known processors that read at most the last tokens fit."""
 
     class Temperature(TemperatureLogitsWarper):
         pass
@@ -110,8 +110,8 @@ def test_what_fits_graphs():
     assert Coupling(make_rule([MinPLogitsWarper(0.1)], True)).key == keys[0]
 
 
-def test_laws_that_differ_agree_as_often_as_the_bound_says():
-    """At least (1 - TV) / (1 + TV), https://huggingface.co/papers/2408.07978: more than the largest probability."""
+def test_different_distributions_agree_as_often_as_the_bound():
+    """Draws agree with probability at least (1 - TV) / (1 + TV), see https://huggingface.co/papers/2408.07978."""
     random = torch.Generator().manual_seed(0)
     draft, target = torch.randn(2, 40, generator=random).unbind()
     target = draft + 0.5 * target
@@ -122,7 +122,7 @@ def test_laws_that_differ_agree_as_often_as_the_bound_says():
         .mean()
     )
     distance = (draft.softmax(0) - target.softmax(0)).abs().sum() / 2
-    # 4000 draws: 0.02 are more than 2.5 standard errors
+    # 0.02 is more than 2.5 standard errors of 4000 draws
     assert agreed >= (1 - distance) / (1 + distance) - 0.02
     assert agreed > 2 * target.softmax(0).max()
 
@@ -136,8 +136,8 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("options", SAMPLED, ids=lambda options: "-".join(options))
-def test_a_draft_that_knows_the_law_is_always_right(target, options):
-    """The target over its whole cache drafts one token: all are accepted, though no law has a likely token."""
+def test_a_draft_with_the_target_distribution_is_always_right(target, options):
+    """The target drafts one token over its whole cache, and all are accepted, though no token is likely."""
     model = target("llama")
     draft = random_tokenswift_draft(model, self_draft="partial_kv", tree_branching=[1], partial_kv_policy="full")
     draft.generation_config.gate = False
@@ -147,19 +147,19 @@ def test_a_draft_that_knows_the_law_is_always_right(target, options):
     model.generate(input_ids, assistant_model=draft, do_sample=True, **inputs, **options)
     stats = draft.last_speculation
     assert stats.num_draft_tokens == stats.num_spec_steps >= 30
-    # the last token of a row may be one more than there is room for
+    # the last drafted token of a row may be beyond the end of the text
     assert stats.num_accepted_draft_tokens >= stats.num_draft_tokens - 3
 
 
 def test_a_draft_without_the_noise_is_seldom_right(target, monkeypatch):
-    """The test above, broken."""
+    """The test above fails if candidates are ranked without noise."""
     monkeypatch.setattr(Coupling, "scores", lambda self, logits, *others: logits)
     with pytest.raises(AssertionError):
-        test_a_draft_that_knows_the_law_is_always_right(target, SAMPLED[0])
+        test_a_draft_with_the_target_distribution_is_always_right(target, SAMPLED[0])
 
 
 class Strict(LogitsProcessor):
-    """Allows the two tokens that continue the last one, and fails behind a token that it did not allow."""
+    """Allow two successors of the last token, and fail after a token that was not allowed."""
 
     def __init__(self, vocab_size):
         self.vocab_size = vocab_size
@@ -179,8 +179,8 @@ class Strict(LogitsProcessor):
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-def test_a_processor_that_fails_behind_what_it_forbids(target, do_sample):
-    """Trees are wider than what is allowed, so some of their nodes are forbidden ones."""
+def test_a_processor_that_fails_after_forbidden_tokens(target, do_sample):
+    """Levels are wider than the number of allowed tokens, so some nodes hold forbidden tokens."""
     model = target("llama")
     draft = random_longspec_draft(model, window=8, tree_widths=[3, 5, 4])
     draft.generation_config.gate = False

@@ -1,6 +1,8 @@
-"""Draft trees against definitions that share no code: double loops over parents, sets of paths."""
+"""Draft trees against double loops over parents, sets of paths and `itertools.product`."""
 
 from dataclasses import replace
+from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -8,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longspec.generation import draft_tree
-from hf_longspec.generation.draft_tree import DraftTree, merge_paths, merge_trees, tree_mask
+from hf_longspec.generation.draft_tree import (
+    DraftTree,
+    merge_paths,
+    merge_trees,
+    num_static_nodes,
+    sibling_tree,
+    static_tree,
+    tree_depths,
+    tree_mask,
+)
 from hf_longspec.testing_law import random_tree
 
 trees = st.builds(
@@ -22,7 +33,7 @@ candidates = st.lists(st.lists(st.lists(st.integers(0, 3), max_size=5), max_size
 
 
 def ancestors(tree: DraftTree, row: int, node: int) -> set[int]:
-    """The node and what lies between it and the root, by following parents."""
+    """Return the node and its ancestors, found by following parents."""
     found = {node}
     while tree.valid[row, node] and node > 0:
         node = int(tree.parents[row, node])
@@ -31,7 +42,7 @@ def ancestors(tree: DraftTree, row: int, node: int) -> set[int]:
 
 
 def spelled_paths(tree: DraftTree, row: int) -> list[tuple[int, ...]]:
-    """For every valid node except the root, the tokens that lead to it."""
+    """Return for every valid node except the root the tokens that lead to it."""
     spelled = []
     for node in range(1, tree.num_nodes):
         if tree.valid[row, node]:
@@ -103,7 +114,7 @@ def test_merge_paths_is_the_set_of_prefixes(rows, num_nodes, max_depth):
     for row, paths in enumerate(rows):
         spelled, wanted = spelled_paths(tree, row), prefixes(paths, tree.max_depth)
         assert len(spelled) == len(set(spelled)) == min(len(wanted), num_nodes - 1)
-        # earlier paths are served first: what is kept is a beginning of the order of first appearance
+        # earlier paths come first, so the kept nodes are the first ones in the order of first appearance
         order = dict.fromkeys(p for path in paths for p in sorted(prefixes([path], tree.max_depth), key=len))
         assert spelled == list(order)[: num_nodes - 1]
 
@@ -131,7 +142,7 @@ def test_merge_trees_removes_duplicates_within_a_tree(tree, num_nodes):
 
 @given(first=trees, second=trees)
 def test_merge_trees_in_place(first, second):
-    """Every node stays where it is, and of equal paths only the first is valid."""
+    """Every node keeps its place, and only the first of equal paths is valid."""
     rows = min(first.tokens.shape[0], second.tokens.shape[0])
     parts = [DraftTree(*(field[:rows] for field in (t.tokens, t.parents, t.valid))) for t in (first, second)]
     parts[1].tokens[:, 0] = parts[0].tokens[:, 0]
@@ -144,14 +155,14 @@ def test_merge_trees_in_place(first, second):
 
 
 def test_merge_trees_compares_paths_to_the_root():
-    """Long paths that differ in their first token only share nothing."""
+    """Long paths that differ in their first token only share no node."""
     tails = [[first, *[1] * 12] for first in (2, 3)]
     chains = [DraftTree.chain(torch.tensor([[0, *tail]])) for tail in tails]
     assert spelled_paths(merge_trees(chains, 30), 0) == [tuple(t[:n]) for t in tails for n in range(1, 14)]
 
 
 GOOD = merge_paths([[[1, 2], [3]]], root=torch.tensor([0]), num_nodes=5)
-LAW = torch.full((1, 5, 4), 0.25)
+UNIFORM = torch.full((1, 5, 4), 0.25)
 
 
 @pytest.mark.parametrize(
@@ -167,25 +178,94 @@ LAW = torch.full((1, 5, 4), 0.25)
         ({"parents": torch.tensor([[-1, 0, 1, -1, 0]])}, r"parents\[0, 3\] is -1, expected an earlier node"),
         ({"max_depth": 1}, r"depths\[0, 2\] is 2, expected at most 1"),
         ({"is_chain": True}, r"parents\[0, 3\] is 0, expected the previous node"),
-        ({"q": LAW[:, :3]}, r"q has shape \(1, 3, 4\)"),
-        ({"q": 2 * LAW}, r"the sum of q\[0, 1\] is 2.0, expected 1"),
+        ({"q": UNIFORM[:, :3]}, r"q has shape \(1, 3, 4\)"),
+        ({"q": 2 * UNIFORM}, r"the sum of q\[0, 1\] is 2.0, expected 1"),
         ({"q": torch.tensor([1.5, -0.5]).expand(1, 5, 2)}, r"the sum of q\[0, 1\] is 1.0, expected 1, of terms >= 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_validate_names_the_broken_rule(changes, message):
     GOOD.validate()
-    replace(GOOD, q=LAW).validate()
+    replace(GOOD, q=UNIFORM).validate()
     with pytest.raises(ValueError, match=message):
         replace(GOOD, **changes).validate()
 
 
-def test_merging_refuses_what_it_cannot_do():
+def test_merging_refuses_bad_input():
     with pytest.raises(ValueError, match="num_nodes is 0, expected at least 1"):
         merge_paths([[]], root=torch.tensor([0]), num_nodes=0)
     with pytest.raises(ValueError, match="paths has 2 rows, expected 1"):
         merge_paths([[], []], root=torch.tensor([0]), num_nodes=2)
     with pytest.raises(ValueError, match="a tree has q"):
-        merge_trees([replace(GOOD, q=LAW)], num_nodes=3)
+        merge_trees([replace(GOOD, q=UNIFORM)], num_nodes=3)
     with pytest.raises(ValueError, match="cannot merge 0 trees"):
         merge_trees([], num_nodes=3)
+
+
+WIDTHS = [(1, 3, 3, 3), (3, 3, 3), (2, 1, 4), (5,), (1, 1, 1), (1,), (7, 2)]
+
+
+def levels_of(widths, batch=2):
+    """Return levels of these widths in which every token is different."""
+    numbers = iter(range(10, 1000))
+    return [torch.tensor([[next(numbers) for _ in range(width)] for _ in range(batch)]) for width in widths]
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_static_tree_paths_are_all_combinations_best_first(widths):
+    levels, root = levels_of(widths), torch.tensor([5, 6])
+    tree = static_tree(root, levels)
+    tree.validate()
+    assert tree.num_nodes == num_static_nodes(widths)
+    assert tree.is_chain == (max(widths) == 1)
+    assert tree.max_depth == len(widths)
+    for row in range(2):
+        expected = [[int(root[row])]]
+        for depth in range(1, len(widths) + 1):
+            tokens = [level[row].tolist() for level in levels[:depth]]
+            expected += [[int(root[row]), *path] for path in product(*tokens)]
+        assert [tree.tokens[row][seen].tolist() for seen in tree.mask[row]] == expected
+        assert tree.best_chain(row).tolist() == [int(level[row, 0]) for level in levels]
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_sibling_tree_gives_each_node_its_own_children(widths):
+    levels = levels_of([prod(widths[: depth + 1]) for depth in range(len(widths))])
+    tree = sibling_tree(torch.tensor([5, 6]), levels, widths)
+    tree.validate()
+    assert tree.num_nodes == num_static_nodes(widths) and tree.is_chain == (max(widths) == 1)
+    for row in range(2):
+        above, parents = [row + 5], {row + 5: -1}
+        for level, width in zip(levels, widths, strict=True):
+            tokens = level[row].tolist()
+            parents |= {token: above[place // width] for place, token in enumerate(tokens)}
+            above = tokens
+        nodes = tree.tokens[row].tolist()
+        assert nodes == list(parents)
+        assert [-1 if parent < 0 else nodes[parent] for parent in tree.parents[row]] == list(parents.values())
+
+
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_static_tree_mask_and_depths_match_the_parents(widths):
+    tree = static_tree(torch.tensor([5, 6]), levels_of(widths))
+    mask = tree_mask(tree.parents, tree.valid)
+    assert torch.equal(tree.mask, mask)
+    assert torch.equal(tree.depths, tree_depths(mask))
+
+
+def test_static_structure_is_built_once_and_survives_inference_mode():
+    with torch.inference_mode():
+        first = static_tree(torch.tensor([5, 6]), levels_of((3, 1, 2)))
+    second = static_tree(torch.tensor([7, 8]), levels_of((3, 1, 2)))
+    assert first.parents.data_ptr() == second.parents.data_ptr()
+    assert first.mask.data_ptr() == second.mask.data_ptr()
+    assert not second.mask.is_inference()
+
+
+def test_equal_candidates_at_two_levels_are_no_duplicate_path():
+    """Merging with a chain that is one of the paths adds and removes no node."""
+    tree = static_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[7, 8]])])
+    chain = static_tree(torch.tensor([5]), [torch.tensor([[8]]), torch.tensor([[7]])])
+    merged = merge_trees([tree, chain], num_nodes=9)
+    assert merged.valid.sum() == 7
+    assert torch.equal(merged.tokens[:, :7], tree.tokens)

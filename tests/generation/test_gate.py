@@ -1,4 +1,4 @@
-"""The gate's choices, on a machine whose costs are made up and whose clock is a number."""
+"""Decisions of the gate on a simulated machine with given costs and a simulated clock."""
 
 import pytest
 
@@ -21,11 +21,11 @@ class TestUselessDraft:
     def test_a_thousand_tokens_take_at_most_three_percent_longer_than_plain(self, cost, depth):
         machine = Machine(always(cost), always(1), depth).run(1000)
         assert machine.now <= 1.03 * machine.emitted
-        assert machine.choices.count(DRAFT) >= 3  # it was tried
+        assert machine.choices.count(DRAFT) >= 3  # speculation was tried
 
     @pytest.mark.parametrize(("cost", "depth", "most"), [(3.0, 4, 4), (1.5, 4, 16), (6.0, 8, 4)])
     def test_off_within_a_bounded_number_of_steps(self, cost, depth, most):
-        """Nothing is accepted: hope for OPTIMISM x depth tokens is used up at cost - 1 per step."""
+        """Nothing is accepted: the optimistic prior of OPTIMISM x depth tokens is used up at cost - 1 per step."""
         machine = Machine(always(cost), always(1), depth).run(200)
         assert longest_run(machine.choices, DRAFT) <= most
         assert machine.choices[-100:] == [PLAIN] * 100
@@ -35,12 +35,12 @@ class TestUselessDraft:
         assert first.draft_tokens_per_second == pytest.approx(1 / cost)
         assert PROMPT < first.length <= PROMPT + 40
 
-    def test_long_texts_pay_for_what_is_tried_again(self):
+    def test_repeated_trials_in_long_texts_cost_a_bounded_share(self):
         machine = Machine(always(2.0), always(1)).run(20_000)
         assert machine.choices.count(DRAFT) > 20  # tried again several times
         assert machine.now <= (1 + 2 * TRIAL_SHARE) * machine.emitted
 
-    def test_noise_does_not_open_it_for_good(self):
+    def test_noise_does_not_keep_the_gate_open(self):
         machine = Machine(always(2.5), geometric(0.2), noise=0.3).run(5000)
         assert machine.choices.count(DRAFT) < 0.05 * len(machine.choices)
         assert {decision.choice for decision in machine.decisions} == {PLAIN}
@@ -59,15 +59,15 @@ class TestGoodDraft:
         assert machine.decisions[0].choice == DRAFT and len(machine.decisions) == 1
         assert PLAIN in machine.choices
 
-    def test_noise_does_not_shut_it(self):
-        """1.3 times as fast as plain steps, with outliers; 20 texts."""
+    def test_noise_does_not_shut_the_gate(self):
+        """Speculation is 1.3 times as fast as plain steps, with outliers, in 20 texts."""
         for seed in range(20):
             machine = Machine(always(1.6), geometric(0.6), noise=0.3, seed=seed).run(3000)
             assert [decision.choice for decision in machine.decisions] == [DRAFT]
             assert machine.choices.count(PLAIN) < 0.03 * len(machine.choices)
 
     def test_a_slow_first_step_does_not_count(self):
-        """One compiles for a minute, at the first step of each kind."""
+        """The first speculating step takes a minute, as when it compiles."""
         seen = set()
 
         def cost(_):
@@ -80,40 +80,40 @@ class TestGoodDraft:
         assert machine.decisions[0].draft_tokens_per_second == pytest.approx(2.0)
         measured = Machine(cost, always(3))
         seen.clear()
-        for _ in range(12):  # four plain, one for the drafter to see, the slow one, six that count
+        for _ in range(12):  # four plain, one that updates the drafter, the slow one, six that count
             measured.step()
         assert list(measured.gate.tuner.steps._seconds) == [1.5] * 6
 
 
 class TestCostsThatChange:
     def test_a_draft_that_begins_to_pay_is_found(self):
-        """As when reading the cache comes to dominate a plain step."""
+        """Plain steps become slower, as when reads of the cache dominate them."""
         plain = lambda tokens: 1.0 if tokens < 2000 else 3.0  # noqa: E731
         machine = Machine(always(2.0), always(1.5), plain=plain).run(8000)
         assert [decision.choice for decision in machine.decisions] == [PLAIN, DRAFT]
         assert machine.choices[-200:].count(DRAFT) >= 190
 
-    def test_a_draft_that_fails_from_some_place_on_is_shut(self):
+    def test_the_gate_shuts_when_a_draft_stops_being_accepted(self):
         accepted = lambda machine: 4 if machine.emitted < 2000 else 1  # noqa: E731
         machine = Machine(always(2.0), accepted).run(6000)
         assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
         assert machine.choices[-500:].count(DRAFT) < 25
 
-    def test_a_machine_that_becomes_slower_for_both_does_not_shut_it(self):
+    def test_a_machine_that_becomes_slower_does_not_shut_the_gate(self):
         slower = lambda cost: lambda tokens: cost if tokens < 1000 else 5 * cost  # noqa: E731
         machine = Machine(slower(1.5), always(3), plain=slower(1.0)).run(4000)
         assert [decision.choice for decision in machine.decisions] == [DRAFT]
         assert machine.choices[-500:].count(PLAIN) < 25
 
-    def test_costs_that_grow_together_do_not_shut_it(self):
-        """Each speculating step is dearer than the last plain one that was measured."""
+    def test_costs_that_grow_together_do_not_shut_the_gate(self):
+        """Each speculating step takes longer than the last measured plain one."""
         growing = lambda base: lambda tokens: base * (1 + tokens / 500)  # noqa: E731
         machine = Machine(growing(1.5), always(2), plain=growing(1.0)).run(6000)
         assert [decision.choice for decision in machine.decisions] == [DRAFT]
         assert machine.choices[-500:].count(PLAIN) < 25
 
     def test_a_plain_step_is_measured_anew_as_the_prefix_grows(self):
-        """Nothing about speculation itself tells that plain steps have become cheap."""
+        """Speculating steps do not show that plain steps have become cheap."""
         plain = lambda tokens: 1.0 if tokens < 500 else 0.3  # noqa: E731
         machine = Machine(always(1.5), always(3), plain=plain).run(4000)
         assert [decision.choice for decision in machine.decisions] == [DRAFT, PLAIN]
@@ -121,16 +121,16 @@ class TestCostsThatChange:
 
 
 class TestBound:
-    """What speculation could gain at most is told to the gate."""
+    """The gate uses an upper bound on the speed-up of speculation."""
 
-    def test_nothing_is_tried_that_cannot_pay(self):
+    def test_speculation_that_cannot_pay_is_not_tried(self):
         machine = Machine(always(1.0), always(5), speedup_bound=always(1 + TRIAL_SHARE)).run(5000)
         assert set(machine.choices) == {PLAIN} and machine.now == machine.emitted
         (decision,) = machine.decisions
         assert (decision.choice, decision.tau, decision.plain_tokens_per_second) == (PLAIN, 0.0, 1.0)
         assert decision.draft_tokens_per_second == 1 + TRIAL_SHARE
 
-    def test_it_is_tried_when_it_can(self):
+    def test_speculation_is_tried_once_it_can_pay(self):
         growing = lambda machine: 1.0 if machine.length < PROMPT + 300 else 1.02  # noqa: E731
         machine = Machine(always(1.0), always(2), speedup_bound=growing).run(2000)
         assert machine.choices[:299] == [PLAIN] * 299
@@ -139,7 +139,7 @@ class TestBound:
 
 
 def test_time_between_steps_does_not_count():
-    """Somebody else's turn, as in benchmarks/gate.py: it must not bring the next attempt nearer."""
+    """Calls that take turns, as in benchmarks/gate.py, do not bring the next trial nearer."""
 
     def run(pause):
         machine = Machine(always(2.0), geometric(0.2), noise=0.3)
@@ -151,7 +151,7 @@ def test_time_between_steps_does_not_count():
     assert run(50.0) == run(0.0)
 
 
-def test_clock_that_stands_still():
+def test_a_clock_without_progress():
     """A clock may be coarser than a step."""
     machine = Machine(always(0.0), always(2), plain=always(0.0)).run(200)
     assert machine.choices.count(DRAFT) > 50

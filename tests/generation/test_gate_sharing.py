@@ -1,4 +1,4 @@
-"""Ranks of one sharded target take the same steps: two gloo processes whose clocks disagree."""
+"""Ranks of one sharded target take the same steps, in two gloo processes with different clocks."""
 
 import random
 from datetime import timedelta
@@ -20,7 +20,7 @@ class Chain(Drafter):
 
 
 def choices(gate):
-    """What a gate says; the costs are those of its process's clock."""
+    """Return the decisions of a gate with the costs of its process's clock."""
     found = []
     for _ in range(STEPS):
         found.append((gate.speculates(), gate.tree))
@@ -29,7 +29,7 @@ def choices(gate):
 
 
 def noisy_gate(seed):
-    """Steps of random length: on another clock it says something else."""
+    """Return a gate with a clock of random steps, so that other seeds give other decisions."""
     numbers = random.Random(seed)
     now = 0.0
 
@@ -53,7 +53,7 @@ def work(rank, path, answers):
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="torch without distributed")
-def test_all_ranks_do_what_rank_0_says(tmp_path):
+def test_all_ranks_follow_the_decisions_of_rank_0(tmp_path):
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     ranks = [context.Process(target=work, args=(rank, str(tmp_path), answers)) for rank in range(2)]
@@ -64,16 +64,16 @@ def test_all_ranks_do_what_rank_0_says(tmp_path):
         process.join(60)
     assert [kind for _, kind, _ in found] == ["SharedGate", "SharedGate"]
     assert found[0][2] == found[1][2] == choices(noisy_gate(0))
-    assert choices(noisy_gate(1)) != found[1][2]  # what rank 1 would have done by itself
+    assert choices(noisy_gate(1)) != found[1][2]  # decisions of rank 1 alone
 
 
-def test_processes_that_share_nothing_decide_for_themselves(monkeypatch):
+def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_rank", lambda group: 0)
     monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 2)
     pair = Ranks("pair", torch.device("cpu"))
     assert type(gate_of(True, Chain(None), None)) is SpeculationGate
     assert type(gate_of(True, Chain(None), pair)) is SharedGate
-    # two pairs side by side
+    # two groups of two ranks
     monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 4 if group is None else 2)
     assert gate_of(True, Chain(None), pair) is None

@@ -1,7 +1,7 @@
-"""The text of a call whose gate opens and shuts many times is that of one whose gate is open: every drafter, seeds too.
+"""Text and trees of every drafter under a gate that opens and shuts many times.
 
-A drafter that lost its state while it rested would still give that text, so its trees are compared as well: behind a
-rest it proposes what it proposes when it begins there.
+The text equals that without speculation, greedy and sampled. A drafter that lost its state during plain steps would
+still give this text. Its trees are therefore compared with those of a drafter that begins after the plain steps.
 """
 
 import json
@@ -58,7 +58,7 @@ EVERY_DRAFT = pytest.mark.parametrize("kind", DRAFTS)
 
 @pytest.fixture
 def flipping(monkeypatch):
-    """The gates that were made: they open and shut at random."""
+    """Replace all gates by gates that open and shut at random, and return a list of them."""
     gates = []
 
     def make(wanted, drafter, model):
@@ -79,7 +79,7 @@ def generate(model, draft, lengths=LENGTHS, **options):
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 @EVERY_DRAFT
-def test_the_text_does_not_show_the_gate(target, flipping, kind, name, sampled):
+def test_the_text_does_not_depend_on_the_gate(target, flipping, kind, name, sampled):
     model = target(name)
     expected = generate(model, PlainDraftModel.from_target(model), do_sample=sampled)
     draft = DRAFTS[kind](model)
@@ -101,7 +101,7 @@ def test_rows_that_end_at_different_times(target, flipping):
     assert any(0 in row[-NEW:] for row in expected)  # some row ended before the others
 
 
-def test_processors_that_look_back(target, flipping):
+def test_processors_that_read_the_text(target, flipping):
     model = target("qwen3")
     options = {"do_sample": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     expected = generate(model, PlainDraftModel.from_target(model), **options)
@@ -131,48 +131,48 @@ def test_compiled_steps(target, flipping, monkeypatch, kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DRAFTS if "trees" in kind and "random" not in kind])
-def test_every_tree_is_proposed_in_its_own_size_and_fits(target, flipping, monkeypatch, kind):
-    """Capacity is that of the largest tree; n-grams and what a row accepted are told apart in each."""
+def test_every_tree_has_its_own_size_and_fits_the_cache(target, flipping, monkeypatch, kind):
+    """The cache has room for the largest tree, and n-gram nodes follow the draft's nodes in every tree."""
     model = target("llama")
     draft = DRAFTS[kind](model)
-    noted = Noted(draft, monkeypatch)
+    recorded = Recorded(draft, monkeypatch)
     generate(model, draft)
-    shapes = {(tree.num_nodes, tree.max_depth) for _, tree in noted.trees}
+    shapes = {(tree.num_nodes, tree.max_depth) for _, tree in recorded.trees}
     assert len(shapes) == 3
     assert max(nodes for nodes, _ in shapes) == draft.num_tree_nodes(TargetView(model))
-    for _, tree in noted.trees:
+    for _, tree in recorded.trees:
         tree.validate()
     if "n-grams" in kind and kind != "n-grams, trees":
         ngrams = draft.setting("ngram_candidates") * draft.setting("ngram_num_tokens")
-        for first, (_, tree) in zip(noted.first_ngram_nodes, noted.trees, strict=True):
+        for first, (_, tree) in zip(recorded.first_ngram_nodes, recorded.trees, strict=True):
             assert first + ngrams == tree.num_nodes
 
 
-class Noted:
-    """A draft whose drafters note, for every tree, the tokens committed before it and the tree."""
+class Recorded:
+    """Record every tree of a draft, and the number of tokens that are committed before it."""
 
     def __init__(self, draft, monkeypatch):
         self.trees, self.first_ngram_nodes = [], []
         make = draft.drafter
 
-        def noting_drafter(binding):
+        def recording_drafter(binding):
             drafter = make(binding)
             propose = drafter.propose
 
-            def noting_propose(root):
+            def recording_propose(root):
                 tree = propose(root)
                 self.trees.append((binding.cache.host_lengths, tree))
                 self.first_ngram_nodes.append(drafter.first_ngram_node)
                 return tree
 
-            drafter.propose = noting_propose
+            drafter.propose = recording_propose
             return drafter
 
-        monkeypatch.setattr(draft, "drafter", noting_drafter)
+        monkeypatch.setattr(draft, "drafter", recording_drafter)
 
 
 class RestingGate(FlippingGate):
-    """Shut for `pause` steps, then open."""
+    """A gate that is shut for `pause` steps and open afterwards."""
 
     def __init__(self, pause):
         super().__init__()
@@ -183,63 +183,63 @@ class RestingGate(FlippingGate):
         return self.pause < 0
 
 
-# SpecAttn selects by the queries of the last verification, one here and four there; partial caches remember when they
-# were built: these two have tests of their own.
+# SpecAttn selects by the queries of the last verification, which differ here, and a partial cache depends on the step
+# that it was built in. Both have their own tests.
 @pytest.mark.parametrize("kind", ["longspec", "longspec, n-grams", "tokenswift", "n-grams"])
 @pytest.mark.parametrize("pause", [1, 5, 19])
-def test_behind_a_rest_the_tree_is_that_of_a_drafter_that_begins_there(target, monkeypatch, kind, pause):
+def test_after_plain_steps_the_tree_matches_a_fresh_drafter(target, monkeypatch, kind, pause):
     model = target("llama")
     draft = DRAFTS[kind](model)
-    noted = Noted(draft, monkeypatch)
+    recorded = Recorded(draft, monkeypatch)
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: RestingGate(pause))
     text = generate(model, draft, lengths=(21,))
-    committed, rested = noted.trees[0]
-    # the prompt, one token from the prefill, the rest, and the step that shows it to the drafter
+    committed, tree = recorded.trees[0]
+    # the prompt, one token from the prefill, the plain steps of the gate, and one that updates the drafter
     assert committed == (21 + pause + 1,)
-    noted.trees.clear()
+    recorded.trees.clear()
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", ungated)
     model.generate(torch.tensor([text[0][: committed[0]]]), assistant_model=draft, max_new_tokens=3, do_sample=False)
-    fresh = noted.trees[0][1]
-    assert fresh.tokens.tolist() == rested.tokens.tolist() and fresh.parents.tolist() == rested.parents.tolist()
+    fresh = recorded.trees[0][1]
+    assert fresh.tokens.tolist() == tree.tokens.tolist() and fresh.parents.tolist() == tree.parents.tolist()
     assert fresh.valid[:, 1:].any() or (kind == "n-grams" and pause < 19)  # the text has not repeated itself yet
 
 
-def test_specattn_behind_a_rest_reads_what_its_last_verification_selected(target, monkeypatch):
-    """With everything selected the drafts are the target's own tokens: a tail that misses some would spoil that."""
+def test_specattn_after_plain_steps_attends_to_all_of_them(target, monkeypatch):
+    """With every entry selected the drafts are the target's own tokens, unless some of the last entries are missing."""
     model = target("llama")
     draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0)
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: RestingGate(8))
     generate(model, draft)
     stats = draft.last_speculation
     assert stats.num_plain_steps == 3 * 9
-    # 30 tokens are left to each row: seven times three drafts and the bonus token, and then two
+    # 30 tokens are left in each row: seven times three drafts and the bonus token, and then two tokens
     assert stats.acceptance_histogram == [0, 3, 0, 21]
 
 
-def test_a_partial_cache_is_built_anew_if_the_rest_was_longer_than_its_room(target, monkeypatch):
-    """A budget that holds everything drafts the target's own first token, before and behind any rest."""
+def test_a_partial_cache_is_rebuilt_after_more_plain_steps_than_it_has_room(target, monkeypatch):
+    """A budget for all entries drafts the target's own first token, before and after plain steps."""
     model = target("llama")
     draft = random_tokenswift_draft(model, **(PARTIAL | {"partial_kv_budget": 200, "tree_branching": [1, 1, 1, 1]}))
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: FlippingGate(3))
     generate(model, draft)
     histogram = draft.last_speculation.acceptance_histogram
-    assert histogram[0] <= 1 * len(LENGTHS) and sum(histogram) > 20  # the end of the text refuses some
+    assert histogram[0] <= 1 * len(LENGTHS) and sum(histogram) > 20  # some drafts are refused at the end of the text
     built = []
     small = random_tokenswift_draft(model, **PARTIAL)
-    noted = Noted(small, monkeypatch)
+    recorded = Recorded(small, monkeypatch)
     make = small.drafter
     monkeypatch.setattr(small, "drafter", lambda binding: built.append(make(binding)) or built[-1])
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: RestingGate(19))
     generate(model, small)
     partial = built[0].partial
-    assert noted.trees and all(
+    assert recorded.trees and all(
         length - start <= partial.policy.room(start) for start, length in zip(partial.built, partial.held, strict=True)
     )
-    assert min(partial.built) > max(LENGTHS)  # behind the prompts
+    assert min(partial.built) > max(LENGTHS)  # after the prompts
 
 
 class Script:
-    """A clock by which a step that drafts takes 6 seconds, and a plain one 1 second at first and 100 later."""
+    """A clock on which a step that drafts takes 6 seconds, and a plain one 1 second at first and 100 later."""
 
     def __init__(self):
         self.now, self.calls, self.gate = 0.0, 0, None
@@ -272,7 +272,7 @@ def test_decisions_are_reported_and_the_first_warns_once(plain_run, monkeypatch,
         out = run.again(draft, return_dict_in_generate=True)
         assert out.sequences.tolist() == run.sequences.tolist()
         run.again(draft)
-        assert draft.last_speculation.gate_decisions[0].choice == PLAIN  # once more, and nothing is said
+        assert draft.last_speculation.gate_decisions[0].choice == PLAIN  # the second call does not warn
     warned = [record.getMessage() for record in caplog.records if "does not pay" in record.getMessage()]
     assert len(warned) == 1
     stats = out.speculation
@@ -293,7 +293,7 @@ def test_decisions_are_reported_and_the_first_warns_once(plain_run, monkeypatch,
     assert len([record for record in caplog.records if "does not pay" in record.getMessage()]) == 2  # another draft
 
 
-def test_the_setting_decides(plain_run, monkeypatch):
+def test_the_setting_gate(plain_run, monkeypatch):
     run = plain_run("llama", (21,), max_new_tokens=30, eos_token_id=None)
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
     assert run.draft("tree").setting("gate") is True
@@ -307,8 +307,8 @@ def test_the_setting_decides(plain_run, monkeypatch):
         run.again(draft)
 
 
-def test_every_step_is_noted_plain_ones_too(flipping):
-    """What `hf-longspec generate --show-drafts` colours: a step that is missing would shift all behind it."""
+def test_plain_steps_are_part_of_the_statistics_per_step(flipping):
+    """`hf-longspec generate --show-drafts` colours by these; a missing step would shift all later ones."""
     model = tiny_target("llama")
     draft = NgramDraftModel.from_target(model)
     generate(model, draft)
@@ -320,7 +320,7 @@ def test_every_step_is_noted_plain_ones_too(flipping):
 
 
 class TurningGate(FlippingGate):
-    """Always open; takes the trees in turn."""
+    """A gate that is always open and takes the trees in turn."""
 
     def speculates(self):
         self.tree = (self.tree + 1) % 3
@@ -328,16 +328,16 @@ class TurningGate(FlippingGate):
 
 
 @pytest.mark.parametrize("kind", ["longspec, trees", "longspec, n-grams, trees", "tokenswift, trees", "n-grams, trees"])
-def test_behind_another_tree_a_tree_is_that_of_a_drafter_that_begins_there(target, monkeypatch, kind):
-    """What a drafter keeps per node of one tree must not be taken for that of another."""
+def test_after_another_tree_the_tree_matches_a_fresh_drafter(target, monkeypatch, kind):
+    """State that a drafter keeps per node of one tree is not used for another tree."""
     model = target("llama")
     draft = DRAFTS[kind](model)
-    noted = Noted(draft, monkeypatch)
+    recorded = Recorded(draft, monkeypatch)
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: TurningGate())
     text = generate(model, draft, lengths=(21,))
-    turns = list(noted.trees)
+    turns = list(recorded.trees)
     for place, (committed, tree) in enumerate(turns[3:9], start=4):
-        noted.trees.clear()
+        recorded.trees.clear()
 
         class Same(TurningGate):
             def speculates(self, place=place):
@@ -348,11 +348,11 @@ def test_behind_another_tree_a_tree_is_that_of_a_drafter_that_begins_there(targe
         model.generate(
             torch.tensor([text[0][: committed[0]]]), assistant_model=draft, max_new_tokens=2, do_sample=False
         )
-        fresh = noted.trees[0][1]
+        fresh = recorded.trees[0][1]
         assert fresh.tokens.tolist() == tree.tokens.tolist() and fresh.parents.tolist() == tree.parents.tolist()
 
 
-def test_specattn_accepts_everything_in_chains_of_any_length_if_it_reads_everything(target, monkeypatch):
+def test_specattn_with_every_entry_accepts_chains_of_any_length(target, monkeypatch):
     model = target("llama")
     draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0, tree_choices=[1, 5])
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: TurningGate())
@@ -360,8 +360,8 @@ def test_specattn_accepts_everything_in_chains_of_any_length_if_it_reads_everyth
     assert draft.last_speculation.acceptance_histogram == [0, 9, 0, 9, 0, 9]
 
 
-def test_the_fastest_tree_is_named(plain_run, monkeypatch):
-    """By a clock that says what each tree costs: nothing pays but short paths."""
+def test_the_decision_names_the_fastest_tree(plain_run, monkeypatch):
+    """On a clock with one cost per tree, on which only short paths pay."""
     run = plain_run("llama", (21,), max_new_tokens=300, eos_token_id=None)
     draft = NgramDraftModel.from_target(run.model, tree_choices=[[2, 1], [5, 3]])
 

@@ -1,4 +1,4 @@
-"""The pool's ranking against counting by hand."""
+"""The ranking of an n-gram pool against a count in a double loop."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +14,10 @@ def pool_of(text, longest=3, capacity=256):
 
 
 def ranked(text, longest, length):
-    """Every continuation with its key length, count and last place, sorted by these three."""
+    """Return every continuation, sorted by key length, count and last place."""
     best = {}
     end = len(text)
-    for size in range(1, longest + 1):  # longer keys overwrite what shorter ones found
+    for size in range(1, longest + 1):  # longer keys overwrite the entries of shorter ones
         seen = {}
         for place in range(size, end):
             if text[place - size : place] == text[end - size :]:
@@ -31,7 +31,7 @@ def ranked(text, longest, length):
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=MAX_OCCURRENCES), st.integers(1, 4), st.integers(1, 5))
 def test_longest_key_then_count_then_recency(text, longest, length):
-    """Texts this short have no key whose occurrences are not all counted."""
+    """In texts this short all occurrences of a key are counted."""
     assert pool_of(text, longest).paths(length, count=1000) == ranked(text, longest, length)
 
 
@@ -44,7 +44,7 @@ def test_fewer_paths_are_the_first_of_all(text, count):
 
 
 def test_only_recent_occurrences_are_counted():
-    """A continuation that was frequent long ago does not stay for ever."""
+    """A continuation that was frequent long ago is dropped."""
     old, new = [5, 1] * 100, [5, 2] * MAX_OCCURRENCES
     assert pool_of([*old, 9, *new, 5], longest=1).paths(1, count=9) == [(2,)]
     assert pool_of([*old, 9, *new[2:], 5], longest=1).paths(1, count=9) == [(2,), (1,)]

@@ -1,4 +1,4 @@
-"""Noise rows: one per batch row and position, whatever a step asks for."""
+"""Noise rows: one per batch row and position, independent of the steps that read them."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ def seeded(batch_size, seed=0):
     return NoiseRows(batch_size, VOCAB, CPU)
 
 
-# One step: how many rows it asks for, and how many tokens each batch row then emits out of those.
+# Steps, each with the number of noise rows that it reads and the number of tokens that each batch row then emits.
 steps = st.lists(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.tuples(*[st.integers(0, n)] * 3))))
 
 
 @given(steps=steps)
-def test_a_position_has_one_noise_row_however_the_text_advances(steps):
+def test_the_noise_of_a_position_does_not_depend_on_steps(steps):
     straight = seeded(3).rows(sum(count for count, _ in steps) + 1)
     noise, emitted = seeded(3), [0, 0, 0]
     for count, accepted in steps:
@@ -38,7 +38,7 @@ def test_a_position_has_one_noise_row_however_the_text_advances(steps):
 @pytest.mark.parametrize("vocab_size", [5, 48, 1001])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_rows_are_single_draws_of_a_generator_per_batch_row(batch_size, vocab_size):
-    """The numbers that a seed gives stay those of the first release."""
+    """A seed gives the same numbers as in the first release."""
     torch.manual_seed(7)
     noise = NoiseRows(batch_size, vocab_size, CPU)
     torch.manual_seed(7)
@@ -50,7 +50,7 @@ def test_rows_are_single_draws_of_a_generator_per_batch_row(batch_size, vocab_si
 
 
 class DrawSizes(TorchDispatchMode):
-    """Collects how many numbers each draw takes from a generator."""
+    """Record how many numbers each draw takes from a generator."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class DrawSizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_no_draw_spans_two_rows_and_none_is_repeated(batch_size):
-    """On a GPU the numbers depend on the size of the draw, which must not depend on what a step asks for."""
+    """On a GPU the numbers depend on the size of the draw, so it must not depend on the step."""
     noise = seeded(batch_size)
     with DrawSizes() as draws:
         for count in (3, 1, 5):
@@ -74,15 +74,15 @@ def test_no_draw_spans_two_rows_and_none_is_repeated(batch_size):
     assert draws.sizes == [VOCAB] * 6 * batch_size
 
 
-def test_emitted_tokens_without_noise_take_none():
-    """Rejection sampling emits tokens that no noise row decided: later draws go on where the last one ended."""
+def test_tokens_emitted_without_noise_use_no_noise_row():
+    """Rejection sampling emits tokens without a noise row, and later draws continue after the last drawn row."""
     noise, expected = seeded(2), seeded(2).rows(4)
     noise.rows(2)
     noise.advance([5, 1])
     assert torch.equal(noise.rows(2)[0], expected[0, 2:]) and torch.equal(noise.rows(2)[1], expected[1, 1:3])
 
 
-def test_rows_and_positions_differ_and_the_seed_decides():
+def test_noise_differs_between_rows_positions_and_seeds():
     rows = seeded(3).rows(4).reshape(12, VOCAB)
     assert len({tuple(row.tolist()) for row in rows}) == 12
     assert torch.equal(seeded(3).rows(4), seeded(3).rows(4))
@@ -94,7 +94,7 @@ def test_a_row_does_not_depend_on_the_size_of_the_batch(batch_size):
     assert torch.equal(seeded(batch_size).rows(3)[0], seeded(2).rows(3)[0])
 
 
-def test_free_draws_do_not_touch_the_noise_rows():
+def test_other_draws_do_not_change_the_noise_rows():
     disturbed = seeded(2)
     torch.rand(7, generator=disturbed.generator)
     torch.rand(7)
@@ -104,6 +104,6 @@ def test_free_draws_do_not_touch_the_noise_rows():
 def test_noise_is_standard_exponential():
     draws = seeded(1).rows(40_000 // VOCAB).double().flatten()
     assert draws.min() > 0
-    for power, mean, variance in ((1, 1, 1), (2, 2, 20)):  # moments of the exponential law: E x^k = k!
+    for power, mean, variance in ((1, 1, 1), (2, 2, 20)):  # moments of the exponential distribution: E x^k = k!
         z = (draws.pow(power).mean() - mean) / (variance / draws.numel()) ** 0.5
         assert z.abs() < MAX_SIGMA

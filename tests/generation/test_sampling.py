@@ -1,5 +1,7 @@
-"""Sampling through the whole loop: the same seed gives the same text with and without speculation, where the rule
-promises it; where it does not (rejection), the text follows the bare model's law.
+"""Sampling through the whole loop.
+
+With the coupled rule, the same seed gives the same text with and without speculation. With rejection sampling, the text
+follows the distribution of the bare model.
 """
 
 import pytest
@@ -21,14 +23,14 @@ from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_dra
 from hf_longspec.testing_law import MAX_SIGMA, max_z_score
 
 RAGGED = (33, 3, 13)
-NEVER = 1  # no end token, so that all rows stay in play
+NEVER = 1  # a token that is not emitted, so that no row ends early
 WARPED = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.1}
 FREE = {"temperature": 1.3, "top_k": 0}
 PENALISED = {"logits_processor": [ContextualPenaltyLogitsProcessor(1.5, 2)]}
 
 
 def sample(model, draft, lengths=RAGGED, seed=0, new=12, **options):
-    """Prompts and sampled continuations, as lists."""
+    """Return the sampled continuations as lists."""
     input_ids, attention_mask = tiny_prompts(model.config.vocab_size, lengths)
     torch.manual_seed(seed)
     out = model.generate(
@@ -87,8 +89,8 @@ class TestSameSeedSameText:
         assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
-def test_the_text_is_the_race_of_the_bare_model_under_documented_noise(target):
-    """An independent replay: seeds as documented, a forward of the bare model per token, one noise row per token."""
+def test_the_text_is_an_exponential_race_of_the_bare_model(target):
+    """Replays the text with the documented seeds, a forward of the bare model and a noise row per token."""
     model = target("qwen3")
     drawn = sample(model, random_draft(model, []), seed=7, new=6, **WARPED)
     torch.manual_seed(7)
@@ -113,7 +115,7 @@ def test_the_text_is_the_race_of_the_bare_model_under_documented_noise(target):
             text, padded = torch.cat([text, new], 1), torch.cat([padded, new], 1)
 
 
-def test_seeds_matter_and_rows_do_not(target):
+def test_text_depends_on_the_seed_and_not_on_other_rows(target):
     model = target("llama")
     plain = PlainDraftModel.from_target(model)
     texts = [sample(model, plain, seed=seed, **FREE) for seed in range(3)]
@@ -140,11 +142,11 @@ def test_temperature_near_zero_is_greedy(plain_run):
         assert run.again(run.draft(kind), do_sample=True, temperature=1e-4).tolist() == run.sequences.tolist()
 
 
-class TestLaw:
-    """Frequencies of the first three tokens of many equal prompts, against the law of the bare model.
+class TestDistribution:
+    """Frequencies of the first three tokens of many equal prompts, against the distribution of the bare model.
 
-    The first token comes from the prompt alone; the second and the third come from speculation. With these rows the
-    right rules stay below 3.3 sigma, the wrong ones are at 18 and 20.
+    The first token comes from the prompt alone, the second and the third come from speculation. With these rows the
+    right rules stay below 3.3 sigma, and the wrong ones are at 18 and 20.
     """
 
     ROWS, RUNS, VOCAB, PROMPT = 256, 6, 7, 40
@@ -157,7 +159,7 @@ class TestLaw:
         return tiny_prompts(self.VOCAB, (self.PROMPT,))[0]
 
     def exact(self, model, options):
-        """Joint law `(V, V, V)` of three tokens by forwards of the bare model on every continuation."""
+        """Return the joint distribution `(V, V, V)` of three tokens by forwards of the bare model."""
         processors = []
         if "repetition_penalty" in options:
             processors.append(RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
@@ -172,16 +174,16 @@ class TestLaw:
         if "eta_cutoff" in options:
             processors.append(EtaLogitsWarper(options["eta_cutoff"]))
 
-        def law(ids):
+        def next_token(ids):
             with torch.no_grad():
                 logits = model(ids).logits[:, -1]
             return LogitsProcessorList(processors)(ids, logits).double().softmax(-1)
 
         tokens = torch.arange(self.VOCAB)
         pairs = torch.cartesian_prod(tokens, tokens)
-        first = law(self.prompt())
-        second = law(torch.cat([self.prompt().expand(self.VOCAB, -1), tokens[:, None]], 1))
-        third = law(torch.cat([self.prompt().expand(len(pairs), -1), pairs], 1))
+        first = next_token(self.prompt())
+        second = next_token(torch.cat([self.prompt().expand(self.VOCAB, -1), tokens[:, None]], 1))
+        third = next_token(torch.cat([self.prompt().expand(len(pairs), -1), pairs], 1))
         joint = first[0][:, None] * second
         return joint[:, :, None] * third.view(self.VOCAB, self.VOCAB, -1)
 
@@ -214,52 +216,52 @@ class TestLaw:
         ],
         ids=["rejection", "rejection-warped", "coupled", "rejection-min_p-penalised", "rejection-eta-penalised"],
     )
-    def test_specattn_follows_the_law_of_the_target(self, model, acceptance, options):
+    def test_specattn_follows_the_target_distribution(self, model, acceptance, options):
         samples = self.draws(model, self.specattn(model, acceptance), options)
         assert max_z_score(samples, self.exact(model, options)) < MAX_SIGMA
 
     @pytest.mark.parametrize(
         "options", [FREE, {"temperature": 1.0, "top_k": 0, "min_p": 0.1} | PENALISED], ids=["free", "min_p-penalised"]
     )
-    def test_drafts_that_look_at_the_noise_follow_the_law_of_the_target(self, model, options):
-        """LongSpec and TokenSwift rank their candidates by the noise that decides about them."""
+    def test_drafts_that_use_the_noise_follow_the_target_distribution(self, model, options):
+        """LongSpec and TokenSwift rank their candidates by the noise of the target's draws."""
         longspec = random_longspec_draft(model, window=8, tree_widths=[2, 2])
         heads = random_tokenswift_draft(model, tree_branching=[1, 2])
         for draft in (longspec, heads):
             draft.generation_config.gate = False
             assert max_z_score(self.draws(model, draft, options), self.exact(model, options)) < MAX_SIGMA
 
-    def test_random_trees_follow_the_law_of_the_target(self, model):
-        law = self.exact(model, FREE)
-        likely = torch.cartesian_prod(*[torch.arange(self.VOCAB)] * 3)[law.argmax()]
+    def test_random_trees_follow_the_target_distribution(self, model):
+        expected = self.exact(model, FREE)
+        likely = torch.cartesian_prod(*[torch.arange(self.VOCAB)] * 3)[expected.argmax()]
         draft = random_draft(model, [likely.tolist()] * self.ROWS, num_nodes=6, luck=1.0)
-        assert max_z_score(self.draws(model, draft, FREE), law) < MAX_SIGMA
+        assert max_z_score(self.draws(model, draft, FREE), expected) < MAX_SIGMA
 
-    def test_a_misdeclared_draft_law_is_noticed(self, model, monkeypatch):
+    def test_a_wrong_draft_distribution_is_detected(self, model, monkeypatch):
         choose = SpecAttnDrafter._choose
 
         def uniform(self, logits, depth):
-            token, law = choose(self, logits, depth)
-            return token, torch.full_like(law, 1 / law.shape[-1])
+            token, q = choose(self, logits, depth)
+            return token, torch.full_like(q, 1 / q.shape[-1])
 
         monkeypatch.setattr(SpecAttnDrafter, "_choose", uniform)
         samples = self.draws(model, self.specattn(model), FREE)
         assert max_z_score(samples, self.exact(model, FREE)) > 2 * MAX_SIGMA
 
-    def test_a_stale_window_is_noticed(self, model, monkeypatch):
-        """The penalty of the root for every node of a step: what a step accepts is missing from the windows."""
+    def test_a_stale_penalty_window_is_detected(self, model, monkeypatch):
+        """Every node gets the penalty of the root, so the accepted tokens of a step are missing from the windows."""
         warped = logits.warped
 
-        def stale(processors, scores, behind):
-            return warped(processors, scores, behind[:, :1].expand_as(behind))
+        def stale(processors, scores, text):
+            return warped(processors, scores, text[:, :1].expand_as(text))
 
         monkeypatch.setattr(logits, "warped", stale)
         options = {"temperature": 0.7, "top_k": 0, "logits_processor": [ContextualPenaltyLogitsProcessor(4.0, 2)]}
         samples = self.draws(model, self.specattn(model), options)
         assert max_z_score(samples, self.exact(model, options)) > 2 * MAX_SIGMA
 
-    def test_a_lenient_rule_is_noticed(self, model, monkeypatch):
-        """The check again, with a rule that accepts too much: the law of the draft is another one."""
+    def test_a_lenient_rule_is_detected(self, model, monkeypatch):
+        """A rule that accepts too often moves the text towards the draft's distribution."""
         rule = logits.accept_rejection
 
         def lenient(tree, scores, uniforms, noise):
@@ -271,7 +273,7 @@ class TestLaw:
 
 
 def test_noise_is_not_drawn_when_nothing_is_sampled(plain_run, monkeypatch):
-    """Greedy decoding must leave the user's random state alone."""
+    """Greedy decoding does not change the user's random state."""
     monkeypatch.setattr(decoding, "NoiseRows", None)
     run = plain_run("llama", RAGGED, max_new_tokens=4)
     before = torch.get_rng_state()

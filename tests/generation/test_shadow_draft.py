@@ -1,4 +1,4 @@
-"""Drafts compared with plain steps: what is counted, when it counts, and what a call does with it."""
+"""Shadow drafts: how accepted tokens are counted, when a trial is suggested, and their use in the gate and in calls."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ from hf_longspec.generation.gate import (
 )
 from tests.generation.made_up_machine import Machine, always, geometric
 
-PROPOSAL = 0.06  # of a plain step: n-grams of a text of 16K tokens beside a step of 8 ms
-LATE = 16384  # prompt: nothing is tried anew because the text has grown
+PROPOSAL = 0.06  # in plain steps: n-grams of a text of 16K tokens beside a step of 8 ms
+LATE = 16384  # length of a prompt so long that the growth of the text causes no new trial
 
 
 def accepted_by_hand(paths, text):
-    """Tokens that a step would emit: the longest beginning of the text that is a path's too, and one more."""
+    """Return the tokens that a step would emit: the longest prefix that the text shares with a path, plus one."""
     longest = 0
     for path in paths:
         same = 0
@@ -36,7 +36,7 @@ def accepted_by_hand(paths, text):
 
 class TestCounting:
     @pytest.mark.parametrize("text", [[4, 7, 9, 1], [4, 7, 3, 3], [4, 8, 1, 1], [5, 5, 5, 5], [6, 4, 4, 4]])
-    def test_as_the_verification_of_the_tree_would(self, text):
+    def test_counts_match_a_verification(self, text):
         paths = [[4, 7, 9], [4, 7, 3], [5, 5]]
         shadow = ShadowDraft()
         shadow.begin(merge_paths([paths], root=torch.tensor([2]), num_nodes=9), 0.0)
@@ -44,7 +44,7 @@ class TestCounting:
             shadow.follow([[token]])
         assert shadow.recent == [accepted_by_hand(paths, text)]
 
-    def test_rows_are_averaged_when_the_last_one_has_left_its_tree(self):
+    def test_the_mean_over_rows_is_taken_when_all_have_left_their_trees(self):
         paths, texts = [[[1, 2, 3]], [[1, 2, 3]], [[9]]], [[1, 2, 8, 8], [7, 7, 7, 7], [9, 9, 9, 9]]
         shadow = ShadowDraft()
         shadow.begin(merge_paths(paths, root=torch.tensor([5, 5, 5]), num_nodes=5), 0.0)
@@ -53,7 +53,7 @@ class TestCounting:
             shadow.follow([[text[step]] for text in texts])
         assert shadow.recent == [(3 + 1 + 2) / 3] and shadow.is_due(100.0)
 
-    def test_rows_that_end_on_the_way_do_not_count(self):
+    def test_rows_that_end_early_do_not_count(self):
         shadow = ShadowDraft()
         shadow.begin(merge_paths([[[1, 2]]] * 2, root=torch.tensor([5, 5]), num_nodes=3), 0.0)
         shadow.follow([[1], [1]])
@@ -64,7 +64,7 @@ class TestCounting:
         shadow.follow([[], []])
         assert shadow.recent == [3] and shadow.is_due(100.0)
 
-    def test_proposals_take_their_share_of_the_time(self):
+    def test_proposals_take_a_bounded_share_of_the_time(self):
         shadow = ShadowDraft()
         assert shadow.is_due(0.0)
         shadow.begin(merge_paths([[[1]]], root=torch.tensor([5]), num_nodes=2), 2.0)
@@ -82,7 +82,7 @@ class TestSuggestion:
 
     @staticmethod
     def fails_and_waits(shadow):
-        """Time until the next suggestion after a suggested trial that failed at time 0 and cost one second."""
+        """Return the time until the next suggestion after a suggested trial that failed at time 0 and cost 1 second."""
         shadow.begin_trial()
         shadow.fail(lost=1.0, now=0.0)
         assert not shadow.recent
@@ -90,26 +90,26 @@ class TestSuggestion:
             shadow.count(5)
         return next(time for time in range(2 * MOST_PATIENCE) if shadow.suggests(1.0, time))
 
-    def test_few_say_nothing(self):
+    def test_too_few_results_suggest_nothing(self):
         assert not self.made_of([5] * (SHADOW_FEWEST - 1)).suggests(1.0, 0.0)
         assert self.made_of([5] * SHADOW_FEWEST).suggests(1.0, 0.0)
 
-    def test_a_clear_gain_is_asked_for(self):
+    def test_only_a_clear_gain_is_suggested(self):
         assert self.made_of([3] * SHADOW_RECENT).suggests(0.99 * 3 / SHADOW_MARGIN, 0.0)
         assert not self.made_of([3] * SHADOW_RECENT).suggests(1.01 * 3 / SHADOW_MARGIN, 0.0)
         assert not self.made_of([1, 5] * (SHADOW_RECENT // 2)).suggests(0.99 * 3 / SHADOW_MARGIN, 0.0)
 
-    def test_the_old_is_forgotten(self):
+    def test_old_results_are_dropped(self):
         assert self.made_of([1] * 100 + [5] * SHADOW_RECENT).suggests(4.0, 0.0)
 
-    def test_what_is_not_kept_makes_the_next_one_wait(self):
+    def test_failed_suggestions_delay_the_next_one(self):
         shadow = self.made_of([])
         for times in range(8):
             assert self.fails_and_waits(shadow) == min(MOST_PATIENCE, PATIENCE * 2**times)
         shadow.confirm()
         assert self.fails_and_waits(shadow) == PATIENCE
 
-    def test_a_regular_attempt_that_fails_is_no_broken_promise(self):
+    def test_a_failed_regular_trial_delays_no_suggestion(self):
         shadow = self.made_of([])
         shadow.fail(lost=50.0, now=10.0)
         for _ in range(SHADOW_RECENT):
@@ -121,7 +121,7 @@ class TestGate:
     @pytest.mark.parametrize("cost", [1.5, 3.3])
     @pytest.mark.parametrize("late", [100, 300, 600])
     def test_a_draft_that_becomes_good_late_is_found_at_once(self, cost, late):
-        """Against an ideal that knows where; without shadows it is 1.14 to 2.5 times as long."""
+        """Takes at most 1.12 times as long as an ideal gate; without shadow drafts it is 1.14 to 2.5 times."""
         accepted = lambda machine: 5 if machine.emitted >= late else 1  # noqa: E731
         ideal = late + (1000 - late) * cost / 5
         machine, without = (
@@ -139,8 +139,8 @@ class TestGate:
 
     @pytest.mark.parametrize("cost", [2.0, 3.3])
     @pytest.mark.parametrize("period", [30, 60, 100, 200])
-    def test_a_draft_that_is_good_by_turns_costs_little(self, cost, period):
-        """Promises that are broken again and again: seven per cent is the worst of these."""
+    def test_a_draft_that_alternates_between_good_and_bad_costs_little(self, cost, period):
+        """Suggestions fail again and again. The worst of these cases loses seven per cent."""
         accepted = lambda machine: 5 if machine.emitted // period % 2 else 1  # noqa: E731
         machine = Machine(always(cost), accepted, proposal=PROPOSAL, prompt=LATE).run(4000)
         assert machine.now <= 1.08 * machine.emitted
@@ -157,35 +157,35 @@ class TestGate:
 
 
 class TestCalls:
-    """A clock by which verifying a draft takes ten plain steps, and proposing nothing."""
+    """Calls on a clock on which verifying a draft takes ten plain steps, and proposing takes no time."""
 
     @pytest.fixture
     def shadows(self, monkeypatch):
-        """Made by the calls of a test."""
+        """Return the shadow drafts of all calls of a test."""
         made = []
 
         def make(wanted, drafter, ranks):
             gate = gate_of(wanted, drafter, ranks)
             slow_drafts(gate)
             if gate.shadow is not None:
-                gate.shadow = Noted(drafter)
+                gate.shadow = Recorded(drafter)
             made.append(gate.shadow)
             return gate
 
         monkeypatch.setattr("hf_longspec.generation.gate.gate_of", make)
         return made
 
-    def test_what_is_counted_is_what_the_text_says(self, plain_run, shadows):
+    def test_counts_match_the_text(self, plain_run, shadows):
         run = plain_run("llama", (23,), max_new_tokens=250, eos_token_id=None)
         draft = NgramDraftModel.from_target(run.model)
         out = run.again(draft, return_dict_in_generate=True)
         assert out.sequences.tolist() == run.sequences.tolist()
         (shadow,), (text,) = shadows, run.generated
-        assert len(shadow.noted) > 10 and max(found for *_, found in shadow.noted) > 1
+        assert len(shadow.recorded) > 10 and max(found for *_, found in shadow.recorded) > 1
         at = 0
-        for tree, known, found in shadow.noted:
+        for tree, known, found in shadow.recorded:
             paths = [tree.tokens[0][line].tolist()[1:] for line in tree.mask[0]]
-            # the drafter had read up to the root, and what was counted ends before the next one begins
+            # the drafter had read up to the root, and the counted tokens end before the next tree begins
             begin = known - run.prompt_length
             assert begin >= at and text[begin - 1] == tree.tokens[0, 0]
             assert accepted_by_hand(paths, text[begin:]) == found
@@ -196,7 +196,7 @@ class TestCalls:
         draft = NgramDraftModel.from_target(run.model)
         assert run.again(draft).tolist() == run.sequences.tolist()
         (shadow,) = shadows
-        assert len(shadow.noted) > 3
+        assert len(shadow.recorded) > 3
 
     def test_only_drafts_without_a_forward_are_followed(self, plain_run, shadows):
         run = plain_run("llama", (23,), max_new_tokens=20, eos_token_id=None)
@@ -205,12 +205,12 @@ class TestCalls:
         assert [shadow is not None for shadow in shadows] == [False, False, True]
 
 
-class Noted(ShadowDraft):
-    """Notes every tree, how many tokens its drafter had read, and what was counted of it."""
+class Recorded(ShadowDraft):
+    """Record every tree, the number of tokens that its drafter had read, and the counted tokens."""
 
     def __init__(self, drafter):
         super().__init__()
-        self.noted = []
+        self.recorded = []
         self._drafter = drafter
 
     def begin(self, tree, seconds):
@@ -221,7 +221,7 @@ class Noted(ShadowDraft):
         ran = any(self._rows)
         super().follow(emitted)
         if ran and not any(self._rows):
-            self.noted.append((self._tree, self._known, *self._results))
+            self.recorded.append((self._tree, self._known, *self._results))
 
 
 def slow_drafts(gate):

@@ -1,4 +1,4 @@
-"""The longest suffix that occurred before, against comparing every position with the end, token by token."""
+"""Suffix lookup against a comparison of every position with the end of the text, token by token."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ def lookup_of(text, longest=3):
 
 
 def suffix_lengths(text):
-    """For each earlier position, how many tokens before it are those at the end: a double loop."""
+    """Return for each earlier position how many tokens before it match the end of the text, by a double loop."""
     found = {}
     for place in range(1, len(text)):
         length = 0
@@ -26,7 +26,7 @@ def suffix_lengths(text):
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=MAX_SUFFIX), st.integers(1, 4), st.integers(1, 6))
 def test_the_best_path_follows_the_longest_suffix(text, longest, length):
-    """On texts too short for the bounds of a query; of equally long suffixes, the one that occurred last counts."""
+    """Texts are too short for the bounds of a query. The most recent of equally long suffixes comes first."""
     lengths = suffix_lengths(text)
     best = max(lengths, key=lambda place: (lengths[place], place), default=None)
     paths = lookup_of(text, longest).paths(length)
@@ -37,20 +37,20 @@ def test_the_best_path_follows_the_longest_suffix(text, longest, length):
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=MAX_SUFFIX), st.integers(1, 5))
-def test_the_other_paths_follow_shorter_ones(text, length):
+def test_the_other_paths_follow_shorter_suffixes(text, length):
     lengths = {place: found for place, found in suffix_lengths(text).items() if found}
     order = sorted(lengths, key=lambda place: (lengths[place], place), reverse=True)
     expected = list(dict.fromkeys(tuple((text[place:] * length)[:length]) for place in order))
     assert lookup_of(text, longest=1).paths(length) == expected
 
 
-def test_an_older_but_longer_match_wins_over_prompt_lookups_first_and_the_last_one():
+def test_the_longest_match_comes_before_the_first_and_the_last():
     text = [1, 2, 50, 7, 8, 9, 1, 2, 60, 4, 9, 1, 2, 70, 6, 8, 9, 1, 2]
     assert lookup_of(text).paths(1) == [(60,), (70,)]
 
 
-def test_a_query_is_bounded():
-    """Only so many occurrences are compared, and no match is followed back for ever."""
+def test_the_time_of_a_query_is_bounded():
+    """The number of compared occurrences and the length of a match are bounded."""
     looks = []
 
     class Counting(SuffixLookup):

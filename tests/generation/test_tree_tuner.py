@@ -1,4 +1,4 @@
-"""Which of several trees the gate takes, on a machine whose costs are made up."""
+"""The gate's choice among several trees, on a simulated machine with given costs."""
 
 import pytest
 
@@ -10,7 +10,7 @@ BIG, SMALL, WIDE = "[4, 4, 4, 3]", "[1, 1]", "[8, 8]"
 
 
 def trees(*rows):
-    """From `(cost, tokens, depth, nodes, name)`."""
+    """Return trees from rows of `(cost, tokens, depth, nodes, name)`."""
     return [
         Tree(
             cost if callable(cost) else always(cost), tokens if callable(tokens) else always(tokens), depth, name, nodes
@@ -28,7 +28,7 @@ class TestUselessDraft:
     @pytest.mark.parametrize("others", [0.5, 1.0, 2.0])
     @pytest.mark.parametrize("cost", [1.02, 1.1, 1.5, 3.0, 6.0, 10.0])
     def test_a_thousand_tokens_take_at_most_three_percent_longer_than_plain(self, cost, others, depth):
-        """The other trees cost half as much more than a plain step, as much, or twice as much."""
+        """Over a plain step, the other trees cost half as much more, as much more, or twice as much more."""
         over = 1 + (cost - 1) * others
         nodes = 1 + int(15 * others)
         useless = trees((cost, 1, depth, 16, BIG), (over, 1, depth, nodes, SMALL), (over, 1, depth, nodes, WIDE))
@@ -37,7 +37,7 @@ class TestUselessDraft:
         assert machine.choices.count(BIG) >= 3
         assert {decision.choice for decision in machine.decisions} <= {PLAIN}
 
-    def test_long_texts_pay_for_what_is_tried_again_and_every_tree_is(self):
+    def test_repeated_trials_of_every_tree_cost_a_bounded_share(self):
         useless = trees((4.0, 1, 4, 16, BIG), (1.7, 1, 2, 3, SMALL), (8.0, 1, 2, 17, WIDE))
         machine = Machine(trees=useless).run(20_000)
         assert all(machine.choices.count(name) >= 3 for name in (BIG, SMALL, WIDE))
@@ -48,15 +48,15 @@ class TestGoodDraft:
     @pytest.mark.parametrize(("cost", "tokens"), [(1.5, 3), (1.2, 2), (1.1, 4), (1.5, 5)])
     @pytest.mark.parametrize(("others", "accepted"), [(2.0, 1), (1.0, 1), (1.0, 0.5), (1.1, 1.0), (4.0, 1.2)])
     def test_a_thousand_tokens_lose_at_most_two_percent(self, cost, tokens, others, accepted):
-        """Other trees cost `others` times as much and have `accepted` times the tokens, or 1."""
+        """Other trees cost `others` times as much and emit `accepted` times as many tokens, but at least 1."""
         much = max(1, round(tokens * accepted))
         worse = [(cost * others, min(much, 5), 4, int(16 * others), name) for name in (SMALL, WIDE)]
         machine = Machine(trees=trees((cost, tokens, 4, 16, BIG), *worse)).run(1000)
         assert machine.now <= 1.02 * machine.emitted * cost / tokens
         assert machine.decisions[0].choice == BIG and len(machine.decisions) == 1
 
-    def test_noise_does_not_replace_it(self):
-        """By trees that are a quarter slower; 20 texts."""
+    def test_noise_does_not_replace_the_best_tree(self):
+        """Trees that emit fewer tokens at the same cost are not taken, in 20 texts."""
         for seed in range(20):
             worse = trees((1.6, geometric(0.6), 4, 16, BIG), (1.6, geometric(0.45), 4, 16, SMALL))
             machine = Machine(trees=worse, noise=0.3, seed=seed).run(5000)
@@ -65,8 +65,8 @@ class TestGoodDraft:
 
 
 class TestBetterTree:
-    def test_it_is_found_where_the_configured_one_does_not_pay(self):
-        """As on a CPU: sixteen nodes cost too much, three do not."""
+    def test_it_is_found_if_the_configured_tree_does_not_pay(self):
+        """Sixteen nodes cost too much and three do not, as on a CPU."""
         machine = Machine(trees=trees((4.0, 2, 4, 16, BIG), (1.4, 1.8, 2, 3, SMALL))).run(400)
         assert [decision.choice for decision in machine.decisions] == [SMALL]
         assert machine.decisions[0].tau == pytest.approx(1.8)
@@ -74,7 +74,7 @@ class TestBetterTree:
         assert share(machine, SMALL, 100) >= 0.99
         assert machine.choices.index(SMALL) < 30
 
-    def test_it_is_found_where_the_configured_one_pays(self):
+    def test_it_is_found_if_the_configured_tree_pays(self):
         machine = Machine(trees=trees((1.5, 2, 4, 16, BIG), (1.5, 2.6, 4, 16, WIDE))).run(2000)
         assert [decision.choice for decision in machine.decisions] == [BIG, WIDE]
         assert share(machine, WIDE, 200) > 0.9
@@ -88,7 +88,7 @@ class TestBetterTree:
             found += share(machine, WIDE, 300) > 0.4
         assert found == 20
 
-    def test_the_best_of_three(self):
+    def test_the_best_of_three_trees_is_found(self):
         three = trees((1.6, 2, 4, 16, BIG), (1.3, 1.8, 2, 3, SMALL), (1.7, 3, 2, 17, WIDE))
         machine = Machine(trees=three).run(4000)
         assert machine.decisions[-1].choice == WIDE and share(machine, WIDE, 300) > 0.9
@@ -96,7 +96,7 @@ class TestBetterTree:
 
 class TestCostsThatChange:
     def test_the_best_tree_changes_with_the_length(self):
-        """Wide trees become cheap beside the cache: twice, and back."""
+        """A wide tree becomes cheap at one length and expensive again at a longer one."""
         wide = lambda emitted: 3.0 if not 3000 < emitted < 9000 else 1.6  # noqa: E731
         machine = Machine(trees=trees((1.4, 2, 4, 16, BIG), (wide, 3.2, 4, 20, WIDE)), prompt=1000).run(16_000)
         assert [decision.choice for decision in machine.decisions] == [BIG, WIDE, BIG]
@@ -110,7 +110,7 @@ class TestCostsThatChange:
         assert [decision.choice for decision in machine.decisions] == [PLAIN, SMALL]
         assert share(machine, SMALL, 300) > 0.9
 
-    def test_both_fail(self):
+    def test_plain_steps_replace_two_trees_that_stop_paying(self):
         accepted = lambda machine: 4 if machine.emitted < 2000 else 1  # noqa: E731
         machine = Machine(trees=trees((2.0, accepted, 4, 16, BIG), (2.0, accepted, 4, 16, WIDE))).run(6000)
         assert [decision.choice for decision in machine.decisions][-1] == PLAIN
@@ -118,7 +118,7 @@ class TestCostsThatChange:
 
 
 def test_batches_and_contexts_decide():
-    """Nodes cost what they compute and plain steps what they read: wide batches leave no room for many nodes."""
+    """Nodes cost arithmetic and plain steps cost reads, so that large batches at short context favour few nodes."""
     taken = {}
     for rows, context in ((1, 1000), (32, 1000), (32, 60_000)):
         reading = 10.0 + rows * context / 16_000
@@ -136,7 +136,7 @@ def test_batches_and_contexts_decide():
     assert taken == {(1, 1000): BIG, (32, 1000): SMALL, (32, 60_000): BIG}
 
 
-def test_equal_trees_do_not_take_turns():
+def test_equal_trees_do_not_alternate():
     for noise in (0.0, 0.3):
         same = trees((1.5, geometric(0.6), 4, 16, BIG), (1.5, geometric(0.6), 4, 16, WIDE))
         machine = Machine(trees=same, noise=noise).run(20_000)
@@ -145,7 +145,7 @@ def test_equal_trees_do_not_take_turns():
 
 
 def test_a_slow_first_step_of_a_tree_does_not_count():
-    """It compiles, for a minute."""
+    """The first step takes a minute, as when it compiles."""
     seen = set()
 
     def cost(_):

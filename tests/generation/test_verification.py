@@ -1,6 +1,6 @@
-"""Acceptance: walks against a walk over dictionaries, text with drafts against text without, edges of each rule.
+"""Acceptance rules: walks against a walk over dictionaries, text with drafts against text without, edge cases.
 
-The law of sampled text is tested in test_verification_law.py.
+The distribution of sampled text is tested in test_verification_distribution.py.
 """
 
 import pytest
@@ -30,7 +30,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def dictionary_walk(tree: DraftTree, choice: torch.Tensor, row: int) -> tuple[list[int], list[int]]:
-    """Path and tokens of one row: children in a dictionary, the first sibling of a token wins."""
+    """Return path and tokens of one row by a walk over a dictionary; the first of siblings with one token is taken."""
     children: dict[tuple[int, int], int] = {}
     for node in range(1, tree.num_nodes):
         if tree.valid[row, node]:
@@ -44,7 +44,7 @@ def dictionary_walk(tree: DraftTree, choice: torch.Tensor, row: int) -> tuple[li
 
 
 def assert_is(acceptance, row, path, tokens):
-    """`path` and `tokens` are those of the row, with the padding that `Acceptance` promises."""
+    """Check that a row has this path and these tokens, padded as documented in [`Acceptance`]."""
     missing = acceptance.path.shape[1] - len(path)
     assert acceptance.num_nodes[row] == len(path) == len(tokens)
     assert acceptance.path[row].tolist() == path + path[-1:] * missing
@@ -69,7 +69,7 @@ def test_walk_matches_a_walk_over_dictionaries(seed, batch_size, num_nodes, voca
 
 @given(seed=st.integers(0, 2**32), num_nodes=st.sampled_from([1, 2, 5, 16]))
 def test_walk_of_a_chain_matches_a_walk_over_dictionaries(seed, num_nodes):
-    """Chains take a shortcut; in ragged ones it must stop at the padding even if that carries the choice."""
+    """Chains take a shortcut. It must stop at padding, even at padding that carries the target's choice."""
     tokens = torch.randint(2, (8, num_nodes), generator=seeded(seed))
     lengths = torch.randint(1, num_nodes + 1, (8, 1), generator=seeded(seed + 1))
     chain = DraftTree.chain(tokens, valid=torch.arange(num_nodes) < lengths)
@@ -82,7 +82,7 @@ def test_walk_of_a_chain_matches_a_walk_over_dictionaries(seed, num_nodes):
 
 
 def test_walk_stops_at_a_depth_bound():
-    """A bound below the true depth accepts less, and emits nothing else."""
+    """A bound below the true depth accepts fewer of the same tokens."""
     tree = merge_paths([[[1, 2, 3]]], root=torch.tensor([0]), num_nodes=4)
     short = DraftTree(tree.tokens, tree.parents, tree.valid, max_depth=2)
     choice = torch.tensor([[1, 2, 3, 4]])
@@ -92,8 +92,8 @@ def test_walk_stops_at_a_depth_bound():
 
 @pytest.mark.parametrize("num_nodes", [1, 9])
 @pytest.mark.parametrize("chain", [False, True])
-def test_a_lone_root_takes_what_the_general_walk_takes(num_nodes, chain):
-    """Plain decoding, and a tree of which the root alone may be used, take a shortcut."""
+def test_a_lone_root_matches_the_general_walk(num_nodes, chain):
+    """Plain decoding and a tree with `max_depth=0` take a shortcut."""
     drawn, noise = random_tree(3, 4, num_nodes, V), draw_noise(4, 3, V, generator=seeded(1))
     bounded = DraftTree(drawn.tokens, drawn.parents, drawn.valid, max_depth=0)
     tree = DraftTree.root_only(drawn.tokens[:, 0]) if chain else bounded
@@ -113,7 +113,7 @@ def markov(history: bool) -> MarkovTarget:
 
 
 def decode(target, starts, noise, accept, num_nodes):
-    """Text of every row, one tree per row and iteration; also how many drafted tokens were accepted."""
+    """Return the text of every row and the number of accepted drafts, with one tree per row and iteration."""
     texts, accepted = [[start] for start in starts], 0
     for iteration in range(noise.shape[1]):
         trees = random_tree(1000 * num_nodes + iteration, len(starts), num_nodes, V)
@@ -133,7 +133,7 @@ def decode(target, starts, noise, accept, num_nodes):
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("num_nodes", [4, 13])
 def test_text_with_random_trees_is_the_text_without(num_nodes, sample, history):
-    """Token by token, for the same noise, whatever was drafted."""
+    """For the same noise the text is equal token by token, whatever was drafted."""
     target, starts = markov(history), [0, 3, 4]
     noise = draw_noise(len(starts), 40, V, generator=seeded(6))
     accept = accept_sampled if sample else lambda tree, scores, noise: accept_greedy(tree, scores)
@@ -146,7 +146,7 @@ def test_text_with_random_trees_is_the_text_without(num_nodes, sample, history):
 
 
 def test_wrong_noise_row_changes_the_text():
-    """The identity above does depend on which noise row a node takes."""
+    """The identity above depends on the noise row of each node."""
     target, noise = markov(False), draw_noise(3, 40, V, generator=seeded(6))
     plain, _ = decode(target, [0, 3, 4], noise, accept_sampled, num_nodes=1)
     shifted, _ = decode(target, [0, 3, 4], noise, lambda t, s, n: accept_sampled(t, s, n.roll(1, dims=1)), num_nodes=4)
@@ -154,7 +154,7 @@ def test_wrong_noise_row_changes_the_text():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_race_never_draws_the_impossible(dtype):
+def test_race_never_draws_tokens_of_probability_zero(dtype):
     scores = torch.tensor([-torch.inf, 2.0, -torch.inf, -60.0], dtype=dtype).expand(1000, -1)
     noise = draw_noise(1000, 4, generator=seeded())
     noise[:500, 0] = 0.0
@@ -168,22 +168,22 @@ def test_draw_noise_is_reproducible_and_positive():
     assert abs(draws[0].mean() - 1) < 0.02 and draws[0].min() < 1e-4
 
 
-def chain_with_laws(batch_size=4, num_nodes=4, seed=0):
+def chain_with_q(batch_size=4, num_nodes=4, seed=0):
     q = torch.randn(batch_size, num_nodes, V, generator=seeded(seed)).softmax(-1)
     tokens = exponential_race(q.log(), draw_noise(batch_size, num_nodes, V, generator=seeded(seed + 1)))
     return DraftTree.chain(tokens, q=q)
 
 
-def test_equal_laws_accept_everything_and_stay_finite():
-    tree = chain_with_laws(batch_size=500)
+def test_equal_distributions_accept_every_token():
+    tree = chain_with_q(batch_size=500)
     scores = torch.cat([tree.q[:, 1:].log(), torch.zeros(500, 1, V)], dim=1)  # p after node i - 1 is q of node i
     uniforms = torch.rand(500, 3, generator=seeded(3)) * (1 - 1e-5)  # rounding in softmax
     acceptance = accept_rejection(tree, scores, uniforms, draw_noise(500, V, generator=seeded(4)))
     assert (acceptance.num_nodes == 4).all() and torch.equal(acceptance.tokens[:, :3], tree.tokens[:, 1:])
 
 
-def test_equal_laws_that_refuse_by_rounding_fall_back_to_p():
-    """A uniform draw beyond 1 stands for rounding against the draft; (p - q)+ is zero everywhere then."""
+def test_equal_distributions_that_refuse_by_rounding_fall_back_to_p():
+    """A uniform draw above 1 imitates rounding against the draft. (p - q)+ is zero everywhere then."""
     q = torch.tensor([0.0, 0.5, 0.5, 0.0, 0.0, 0.0]).expand(64, 2, V)  # halves, which softmax returns exactly
     tree = DraftTree.chain(torch.tensor([[0, 1]]).repeat(64, 1), q=q)
     noise = draw_noise(64, V, generator=seeded())
@@ -194,7 +194,7 @@ def test_equal_laws_that_refuse_by_rounding_fall_back_to_p():
 
 
 def test_zero_probabilities_at_the_drafted_token():
-    """p = 0 refuses even u = 0; q = 0, which a rounded law may say of a token that was drawn, accepts what p allows."""
+    """p = 0 refuses even u = 0. A drawn token with q = 0, by rounding, is accepted if p > 0."""
     p = torch.tensor([[0.5, 0.5, 0.0, 0.0, 0.0, 0.0]])
     q = torch.tensor([[0.0, 0.0, 0.5, 0.5, 0.0, 0.0]])
     tree = DraftTree.chain(torch.tensor([[0, 2], [0, 0]]), q=torch.stack([q, q], dim=1).expand(2, -1, -1))
@@ -204,8 +204,8 @@ def test_zero_probabilities_at_the_drafted_token():
 
 
 def test_rejection_takes_ragged_chains_and_one_noise_row_per_node():
-    """Where padding begins, nothing was refused: the bonus token comes from p, with the noise of its node."""
-    tree, lengths = chain_with_laws(batch_size=60), [1, 2, 4] * 20
+    """Padding is not a refusal: the bonus token before it comes from p, with the noise of its node."""
+    tree, lengths = chain_with_q(batch_size=60), [1, 2, 4] * 20
     tree = DraftTree.chain(tree.tokens, valid=torch.arange(4) < torch.tensor(lengths)[:, None], q=tree.q)
     scores = torch.randn(60, 4, V, generator=seeded(7))
     noise = draw_noise(60, 4, V, generator=seeded(8))
@@ -231,7 +231,7 @@ def test_refusals_name_the_rule():
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what makes the host wait for the device."""
+    """Count operations that make the host wait for the device."""
 
     def __init__(self):
         super().__init__()
@@ -244,7 +244,7 @@ class HostReads(TorchDispatchMode):
 
 
 def test_acceptance_never_reads_a_tensor():
-    tree, chain = random_tree(3, 2, 9, V), chain_with_laws()
+    tree, chain = random_tree(3, 2, 9, V), chain_with_q()
     with HostReads() as reads:
         assert tree.mask.shape == (2, 9, 9) and tree.depths.shape == (2, 9)
         assert accept_greedy(tree, torch.zeros(2, 9, V)).next_root.shape == (2,)

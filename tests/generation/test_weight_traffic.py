@@ -1,4 +1,4 @@
-"""What SpecAttn can gain at most: a bound, and of use where it cannot gain anything."""
+"""The speed-up bound of self-speculation against sums over steps, the roofline model and calls."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from hf_longspec.testing import tiny_target
 
 
 def seconds_added_up(gamma, share, weights, kv, factor):
-    """Speed-up with every draft accepted, step by step, where keys and values are read `factor` times slower."""
+    """Return the speed-up with every draft accepted, summed over steps; a byte of keys and values takes `factor`."""
     plain = drafted = 0.0
     for step in range(gamma + 1):
         plain += weights + factor * kv
@@ -35,8 +35,8 @@ def test_no_machine_exceeds_the_bound(gamma, share, weights, kv):
 
 @pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("context", [1, 64, 512, 4096, 131_072, 2**20])
-def test_the_roofline_is_below_it(batch, context):
-    """Which also counts arithmetic."""
+def test_the_roofline_is_below_the_bound(batch, context):
+    """The roofline also counts arithmetic, so its speed-up is smaller."""
     shape = shape_of("Llama-3.1-8B")
     roofline = Roofline(shape, Machine("made up", 3.0, 800.0), batch, context)
     kv, weights = batch * context * roofline.kv_bytes_per_token, shape.weights_read(batch) * 2
@@ -44,16 +44,16 @@ def test_the_roofline_is_below_it(batch, context):
     assert roofline.specattn(4, 0.07).max_speedup <= bound
 
 
-def test_extremes():
-    """Nothing to gain without a cache, or if all of it is read; everything if the cache is all there is to read."""
+def test_the_bound_without_a_cache_and_without_weights():
+    """The bound is 1 without a cache or if drafting reads all of it, and gamma + 1 without weights."""
     assert speedup_bound(4, 0.07, 16e9, 0.0) == speedup_bound(4, 1.0, 1.0, 1e12) == 1.0
     assert speedup_bound(4, 0.0, 0.0, 1.0) == speedup_bound(4, 0.3, 0.0, 0.0) == 5.0
-    # 8 billion bfloat16 weights and 128 KiB per token: a token is too little, a thousand may pay, whatever the machine
+    # 8 billion bfloat16 weights and 128 KiB per token: one token of context is too little, a thousand may pay
     one = 2 * 32 * 8 * 128 * 2
     assert speedup_bound(4, 0.07, 16e9, one) < 1 + TRIAL_SHARE < speedup_bound(4, 0.07, 16e9, 1000 * one)
 
 
-def test_bytes_are_those_of_a_model():
+def test_bytes_match_the_shapes_of_a_model():
     target = TargetView(tiny_target("llama", num_hidden_layers=1))
     model, config = target.model, target.config
     size, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
@@ -66,8 +66,8 @@ def test_bytes_are_those_of_a_model():
     assert entry_bytes(cache.layers) == 4 * 2 * kv
 
 
-def test_experts_are_left_out():
-    """A step reads some of them, so counting all would claim too much."""
+def test_experts_do_not_count():
+    """A step reads only some of them, so with all of them the bound would be too low."""
     target = TargetView(tiny_target("qwen3_moe"))
     experts = [name for name, _ in target.model.named_parameters() if "expert" in name]
     others = sum(parameter.numel() for name, parameter in target.model.named_parameters() if "expert" not in name)
@@ -79,8 +79,8 @@ def gated(monkeypatch):
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
 
 
-def test_a_context_that_is_read_whole_is_not_tried(plain_run, gated):
-    """Below `sparse_min_tokens` a drafting step reads everything."""
+def test_speculation_that_reads_the_whole_context_is_not_tried(plain_run, gated):
+    """Below `sparse_min_tokens` a drafting step reads the whole context."""
     run = plain_run("llama", (21, 30), max_new_tokens=40, eos_token_id=None)
     out = run.again(run.draft("specattn", sparse_min_tokens=256), return_dict_in_generate=True)
     assert out.sequences.tolist() == run.sequences.tolist()
@@ -93,7 +93,7 @@ def test_a_context_that_is_read_whole_is_not_tried(plain_run, gated):
     assert again.last_speculation.num_spec_steps > 0
 
 
-def test_it_is_tried_when_the_text_has_grown(plain_run, gated):
+def test_speculation_is_tried_when_the_text_has_grown(plain_run, gated):
     run = plain_run("llama", (21,), max_new_tokens=60, eos_token_id=None)
     draft = run.draft("specattn", sparse_min_tokens=40, sparse_ratio=0.1)
     assert isinstance(draft, SpecAttnDraftModel)

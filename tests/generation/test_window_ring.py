@@ -1,4 +1,4 @@
-"""The ring against a dictionary from position to key."""
+"""`WindowRing` against a dictionary from position to key."""
 
 import pytest
 import torch
@@ -13,19 +13,19 @@ def make_ring(batch=2, window=WINDOW):
 
 
 def entries(batch, count, start=0.0):
-    """Keys that differ in every number; values are their negatives."""
+    """Return keys in which every number is different, and their negatives as values."""
     keys = torch.arange(batch * HEADS * count * SIZE, dtype=torch.float32).view(batch, HEADS, count, SIZE) + start
     return keys, -keys
 
 
 def stored(ring, row):
-    """Position -> key `(heads, size)` of one row."""
+    """Return a dictionary from position to key `(heads, size)` of one row."""
     slots = ring.positions[row, : ring.window]
     assert torch.equal(ring.values[:, :, : ring.window], -ring.keys[:, :, : ring.window])
     return {int(p): ring.keys[row, :, slot] for slot, p in enumerate(slots) if p >= 0}
 
 
-def test_filling_keeps_rows_apart_and_leaves_padding_out():
+def test_fill_separates_rows_and_drops_padding():
     ring = make_ring()
     keys, values = entries(2, 5)
     ring.fill(keys, values, torch.tensor([[7, 8, 9, 10, 11], [-3, -2, -1, 0, 1]]))
@@ -35,7 +35,7 @@ def test_filling_keeps_rows_apart_and_leaves_padding_out():
     assert torch.equal(second[0], keys[1, :, 3]) and torch.equal(second[1], keys[1, :, 4])
 
 
-def test_kept_nodes_replace_the_oldest():
+def test_accepted_nodes_replace_the_oldest_tokens():
     ring = make_ring()
     ring.fill(*entries(2, 5), torch.tensor([[7, 8, 9, 10, 11], [-3, -2, -1, 0, 1]]))
     before = stored(ring, 0)
@@ -52,7 +52,7 @@ def test_kept_nodes_replace_the_oldest():
 
 
 @pytest.mark.parametrize("position", [12, 14])
-def test_a_query_sees_the_window_with_itself(position):
+def test_the_window_includes_the_query(position):
     ring = make_ring(batch=1)
     ring.fill(*entries(1, 5), torch.tensor([[7, 8, 9, 10, 11]]))
     seen = ring.positions[:, :WINDOW][ring.visible(torch.tensor([[position]]))]
@@ -60,7 +60,7 @@ def test_a_query_sees_the_window_with_itself(position):
     assert sorted(seen.tolist()) == [p for p in range(position - WINDOW + 1, position) if p <= 11]
 
 
-def test_an_empty_ring_shows_nothing():
+def test_no_slot_of_an_empty_ring_is_visible():
     assert not make_ring().visible(torch.tensor([[0], [3]])).any()
 
 

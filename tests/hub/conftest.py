@@ -1,4 +1,4 @@
-"""Drafts of every kind for a tiny target, published to folders and to a Hub cache made by hand."""
+"""Drafts of every kind for a tiny target, published to folders and to a hand-made Hub cache."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def hub_target():
 
 @pytest.fixture(scope="session")
 def make_draft(hub_target):
-    """`make_draft(kind)`: a draft with settings that are not the defaults."""
+    """Return `make_draft(kind)`, which makes a draft with settings other than the defaults."""
 
     def make(kind):
         cls, settings = DRAFTS[kind]
@@ -40,7 +40,7 @@ def make_draft(hub_target):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, hub_target, make_draft):
-    """A folder with `target`, `drafts/<kind>` and `hub`, a cache that holds `org/<kind>`."""
+    """Return a folder with `target`, `drafts/<kind>`, and `hub`, a Hub cache with `org/<kind>`."""
     folder = tmp_path_factory.mktemp("published")
     hub_target.save_pretrained(folder / "target")
     for number, kind in enumerate(DRAFTS):
@@ -53,7 +53,7 @@ def published(tmp_path_factory, hub_target, make_draft):
 
 
 def run_offline(script, *arguments, folder, package=False):
-    """Run a script without network, with its own caches, and with the package on the path or not; returns its JSON."""
+    """Run a script without network and with its own caches, and return its JSON; `package` is about the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
     settings = {
         "HF_HUB_OFFLINE": "1",

@@ -1,9 +1,9 @@
-"""Loads published drafts in a process of its own and prints what came of it, as JSON.
+"""Load published drafts in a separate process, and print the results as JSON.
 
     python loading.py absent|remote-first|package-first FOLDER
 
-FOLDER holds `target`, `drafts/<kind>`, and a Hub cache with `org/<kind>`. `absent`: hf_longspec cannot be imported.
-`remote-first`: it can, and is imported after the copies were loaded. `package-first`: it is imported before.
+FOLDER holds `target`, `drafts/<kind>`, and a Hub cache with `org/<kind>`. With `absent`, hf_longspec cannot be
+imported. With `remote-first` it is imported after the copies are loaded, with `package-first` before.
 """
 
 import importlib
@@ -28,7 +28,7 @@ KINDS = tuple(CLASSES)
 
 
 class Absent:
-    """As if hf_longspec were not installed."""
+    """An import hook that makes hf_longspec look uninstalled."""
 
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] == PACKAGE:
@@ -47,7 +47,7 @@ class Collected(BaseStreamer):
 
 
 class Target:
-    """The target and what it says by itself to a ragged, left-padded batch in float32."""
+    """The target and its own continuation of a left-padded batch of different lengths, in float32."""
 
     def __init__(self, folder):
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -61,7 +61,7 @@ class Target:
         self.text = self.model.generate(**self.batch, **self.options)
 
     def agrees(self, draft, **options):
-        """Whether generating with the draft gives the same text, by our loop."""
+        """Return whether the draft gives the same text, and this package's loop made it."""
         draft.last_speculation = None
         out = self.model.generate(**self.batch, **self.options, assistant_model=draft, **options)
         ran = draft.last_speculation is not None and draft.last_speculation.num_forwards > 0
@@ -75,7 +75,7 @@ class Target:
 
 
 def stock():
-    """Transformers' own function, found by unwrapping; and how many wrappers were around it."""
+    """Return transformers' own function, found by unwrapping, and the number of wrappers around it."""
     function, layers = GenerationMixin._assisted_decoding, 0
     while hasattr(function, "__wrapped__"):
         function, layers = function.__wrapped__, layers + 1
@@ -91,7 +91,7 @@ def came_from(draft):
 
 
 def without_the_route(target, draft, name):
-    """Decoding by custom_generate alone: the patch is taken off for it."""
+    """Return whether `custom_generate` decodes correctly while the route is removed."""
     patched = GenerationMixin._assisted_decoding
     GenerationMixin._assisted_decoding = stock()[0]
     try:
@@ -102,7 +102,7 @@ def without_the_route(target, draft, name):
 
 
 def brings_its_code(folder):
-    """Whether a saved draft names classes in files beside it, not in the repository that it once came from."""
+    """Return whether a saved draft refers to classes in its own folder, not in the repository it was loaded from."""
     named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["auto_map"]
     return set(named) == {"AutoConfig", "AutoModel"} and all(
         (folder / f"{name.split('.')[0]}.py").is_file() for name in named.values()
@@ -110,7 +110,7 @@ def brings_its_code(folder):
 
 
 def load_everywhere(folder, target):
-    """Every kind from the Hub cache and from a folder; saved and loaded again; and without the route."""
+    """Check every kind loaded from the Hub cache and from a folder, saved and loaded again, and without the route."""
     found = {}
     for kind in KINDS:
         hub, local = remote(f"org/{kind}"), remote(folder / "drafts" / kind)
@@ -136,7 +136,7 @@ def load_everywhere(folder, target):
 
 
 def copies_of_the_code(target, first):
-    """The published classes of every kind, after the package was imported or before."""
+    """Return drafts of the published classes of every kind, loaded before or after the import of the package."""
     if first == "remote":
         copies = {kind: remote(f"org/{kind}") for kind in KINDS}
         return copies, {"alone": all(map(target.agrees, copies.values())), "alone_imported": PACKAGE in sys.modules}
@@ -149,7 +149,7 @@ def copies_of_the_code(target, first):
 
 
 def both_copies(folder, target, first):
-    """The installed package and a copy of its code, both generating."""
+    """Check that the installed package and the published copies generate in one process."""
     copies, found = copies_of_the_code(target, first)
     package = importlib.import_module(PACKAGE)
     for kind, copied in copies.items():
@@ -170,7 +170,7 @@ def both_copies(folder, target, first):
 
 
 def published_again(copied, kind, folder):
-    """Whether the installed package makes the same repository of the copy as of the draft itself."""
+    """Return whether the installed package writes the same repository for the copy as for the original draft."""
     hub = importlib.import_module(f"{PACKAGE}.hub")
     again, first = folder / "again" / sys.argv[1] / kind, folder / "drafts" / kind
     files = hub.write_repository(copied, again, hub.Card(base_model="org/tiny-target"), f"org/{kind}")

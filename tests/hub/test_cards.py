@@ -1,4 +1,4 @@
-"""Model cards: what they take from the draft, what they are told, and what they admit not to know."""
+"""Model cards: facts from the draft, given facts, and missing facts."""
 
 import pytest
 from huggingface_hub import ModelCard
@@ -26,7 +26,7 @@ def card_of(draft, **facts):
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_the_metadata_is_what_the_hub_reads(make_draft, kind):
+def test_the_hub_reads_the_metadata(make_draft, kind):
     data = ModelCard(card_of(make_draft(kind), **FACTS)).data
     assert data.library_name == "transformers" and data.base_model == "org/tiny-target"
     assert data.license == "mit" and data.language == "en" and data.datasets == ["org/books"]
@@ -47,7 +47,7 @@ def test_every_fact_is_on_the_card_once(make_draft, kind):
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_a_card_admits_what_it_was_not_told(make_draft, kind):
+def test_a_card_states_missing_facts(make_draft, kind):
     draft = make_draft(kind)
     text = card_of(draft, base_model="org/tiny-target")
     assert "Not measured." in text and "tau at" not in text
@@ -87,12 +87,12 @@ def test_unknown_facts_are_refused_with_those_that_exist():
     ],
     ids=str,
 )
-def test_facts_that_are_no_texts_are_refused(facts, complaint):
+def test_facts_of_a_wrong_type_are_refused(facts, complaint):
     with pytest.raises(ValueError, match=complaint):
         Card.read(facts)
 
 
-def test_what_is_not_known_may_be_null_and_languages_may_be_several(make_draft):
+def test_facts_may_be_null_and_languages_may_be_several(make_draft):
     card = Card.read({"license": None, "commit": None, "language": ["en", "de"], "base_model": "org/t"})
     draft = make_draft("longspec_plain")
     assert ModelCard(render(draft, card.complete(draft, "org/x"))).data.language == ["en", "de"]

@@ -1,4 +1,4 @@
-"""Flattening: small packages of every form of import, and what can be seen of the real ones."""
+"""Flattening small packages with every form of import, and the published drafts."""
 
 import ast
 import re
@@ -12,13 +12,13 @@ from hf_longspec.hub.repository import PACKAGE
 
 from .conftest import DRAFTS
 
-# What kinds of drafts have in common.
+# Modules that all kinds of drafts share.
 SHARED = ("modeling_base", "modeling_loading", "modeling_tree_choices")
 
 
 @pytest.fixture
 def package(tmp_path):
-    """`package({"room/a.py": "..."})`: a package in which b.c and d exist besides; returns its folder."""
+    """Return `package(files)`, which writes files such as `{"room/a.py": "..."}` beside b.c and d; returns a folder."""
 
     def write(files):
         for name, text in {"b/c.py": "value = 1\n", "b/unused.py": "", "d.py": "value = 2\n", **files}.items():
@@ -54,7 +54,7 @@ def flat(package, source):
         ('é = "…"  # from ..b.c import is only mentioned here\n', None, set()),
     ],
 )
-def test_forms(package, source, rewritten, shipped):
+def test_forms_of_import(package, source, rewritten, shipped):
     sources = flat(package, source)
     assert set(sources) == {"room_a.py"} | shipped
     if rewritten != "":
@@ -89,7 +89,7 @@ def test_imports_are_followed_to_their_end_and_in_circles(package):
         ("from importlib import import_module\ndef f(n):\n    import_module(n)\n", "cannot be followed"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(package, source, complaint):
+def test_imports_that_cannot_be_followed_are_refused(package, source, complaint):
     with pytest.raises(ValueError, match=complaint):
         flat(package, source)
 
@@ -111,8 +111,8 @@ def test_a_flat_folder_stays_as_it_is(package):
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_transformers_finds_all_of_a_draft_and_nothing_it_lacks(kind, published):
-    """Its own functions read the files: what they would download, and what they demand to be installed."""
+def test_transformers_finds_every_file_and_no_missing_package(kind, published):
+    """Transformers' own functions list the files to download and check the required packages."""
     folder = published / "drafts" / kind
     (model,) = [path for path in folder.glob("modeling_*.py") if path.stem not in SHARED]
     (config,) = [path for path in folder.glob("configuration_*.py") if path.stem != "configuration_base"]
@@ -120,11 +120,11 @@ def test_transformers_finds_all_of_a_draft_and_nothing_it_lacks(kind, published)
     found = {*map(str, entries), *(name for entry in entries for name in get_relative_import_files(entry))}
     assert found == set(map(str, folder.glob("*.py")))
     for path in folder.rglob("*.py"):
-        check_imports(path)  # raises for what is not installed
+        check_imports(path)  # raises for packages that are not installed
         assert not re.search(r"^\s*(from|import) hf_longspec", path.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_a_draft_ships_its_own_drafter_only(published):
+def test_a_published_draft_contains_only_its_own_drafter(published):
     shipped = {kind: {path.stem for path in (published / "drafts" / kind).glob("*.py")} for kind in DRAFTS}
     for kind, name in {"longspec": "longspec", "tokenswift": "tokenswift", "specattn": "specattn"}.items():
         own = f"generation_drafters_{name}"

@@ -1,4 +1,4 @@
-"""Published drafts, loaded by transformers alone and beside the installed package, in processes of their own."""
+"""Published drafts, loaded by transformers alone and beside the installed package, in separate processes."""
 
 from pathlib import Path
 
@@ -43,16 +43,16 @@ def both(request):
 class TestWithoutThePackage:
     @KINDS
     @pytest.mark.parametrize("what", TEXTS)
-    def test_generates_what_the_target_does(self, absent, kind, what):
+    def test_generates_the_text_of_the_target(self, absent, kind, what):
         assert absent[kind][what] is True
 
     @KINDS
-    def test_by_the_code_of_the_repository(self, absent, kind):
+    def test_the_code_of_the_repository_is_used(self, absent, kind):
         assert absent[kind]["modules"] == ["transformers_modules"] * 3
         assert not absent["imported"]
 
     @KINDS
-    def test_the_route_is_one_layer_though_every_copy_installs_it(self, absent, kind):
+    def test_the_route_is_one_wrapper_though_every_copy_installs_it(self, absent, kind):
         assert absent[kind]["route_layers"] == 1
         assert absent["stock"] == "transformers.generation.utils"
 
@@ -62,16 +62,16 @@ class TestBesideThePackage:
     @pytest.mark.parametrize(
         "what", ["installed", "copied", "installed_again", "cache_of_the_other", "custom_generate"]
     )
-    def test_both_copies_generate_what_the_target_does(self, both, kind, what):
+    def test_both_copies_generate_the_text_of_the_target(self, both, kind, what):
         assert both[kind][what] is True
 
     @KINDS
-    def test_the_installed_classes_win_once_they_are_imported(self, both, kind):
+    def test_the_installed_classes_are_used_once_they_are_imported(self, both, kind):
         assert both[kind]["modules"] == ["hf_longspec", "transformers_modules"]
         assert both[kind]["wins"] == ["hf_longspec"] * 2  # with the flag and without
 
     @KINDS
-    def test_the_route_is_one_layer(self, both, kind):
+    def test_the_route_is_one_wrapper(self, both, kind):
         assert both[kind]["route_layers"] == 1
         assert both["stock"] == "transformers.generation.utils"
 
@@ -79,5 +79,5 @@ class TestBesideThePackage:
     def test_a_copy_is_published_like_the_draft_itself(self, both, kind):
         assert both[kind]["published_again"] is True
 
-    def test_installed_and_not_imported_the_copy_is_used(self, remote_first):
+    def test_the_copy_is_used_if_the_package_is_installed_and_not_imported(self, remote_first):
         assert remote_first["alone"] is True and remote_first["alone_imported"] is False

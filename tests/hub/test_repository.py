@@ -1,4 +1,4 @@
-"""Folders and uploads: which files, from which draft, and what happens when something cannot be published."""
+"""Folders and uploads of published drafts: their files, and refusals."""
 
 import json
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def contents(folder):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A stand-in for the Hub: records calls, and what was uploaded."""
+    """Replace the Hub by a record of calls and uploaded files."""
     record = SimpleNamespace(calls=[], uploaded={}, tokens=[])
 
     class Api:
@@ -69,20 +69,20 @@ def test_publishing_changes_nothing_in_the_draft(make_draft, tmp_path, kind):
     before = draft.config.to_dict(), draft.generation_config.to_dict()
     write_repository(draft, tmp_path / "repo", CARD)
     after = draft.config.to_dict(), draft.generation_config.to_dict()
-    recorded = dict.fromkeys(("architectures", "dtype"))  # what any saving notes in a config
+    recorded = dict.fromkeys(("architectures", "dtype"))  # fields that every saving records
     for old, new in zip(before, after, strict=True):
         assert old | recorded == new | recorded
     assert not any(str(tmp_path).encode() in text for text in contents(tmp_path / "repo").values())
 
 
 @KINDS
-def test_the_installed_class_reads_it_without_the_flag_and_writes_the_same_again(make_draft, tmp_path, kind):
+def test_the_installed_class_loads_without_trust_and_writes_the_same_files(make_draft, tmp_path, kind):
     write_repository(make_draft(kind), tmp_path / "one", CARD, "org/x")
     draft = AutoModel.from_pretrained(tmp_path / "one")
     assert type(draft) is DRAFTS[kind][0]
     write_repository(draft, tmp_path / "two", CARD, "org/x")
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
-    # and over itself, from the very files that are replaced
+    # the folder that the draft was loaded from is overwritten too
     write_repository(draft, tmp_path / "one", CARD, "org/x")
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
     if not draft.weightless:
@@ -91,14 +91,14 @@ def test_the_installed_class_reads_it_without_the_flag_and_writes_the_same_again
 
 
 @KINDS
-def test_saved_by_the_installed_class_no_code_is_promised(make_draft, tmp_path, kind):
+def test_a_draft_saved_by_the_installed_class_refers_to_no_code(make_draft, tmp_path, kind):
     write_repository(make_draft(kind), tmp_path / "repo", CARD)
     AutoModel.from_pretrained(tmp_path / "repo").save_pretrained(tmp_path / "saved")
     assert "auto_map" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert type(AutoModel.from_pretrained(tmp_path / "saved")) is DRAFTS[kind][0]
 
 
-def test_what_is_in_the_folder_stays_but_for_code_that_is_not_needed_any_more(make_draft, tmp_path):
+def test_other_files_stay_and_code_that_is_not_needed_is_removed(make_draft, tmp_path):
     (tmp_path / "generation_old.py").write_text(f"{MARK}Apache-2.0.\n")
     (tmp_path / "mine.py").write_text("x = 1\n")
     (tmp_path / "notes.txt").write_text("mine")
@@ -128,7 +128,7 @@ class TestUpload:
         assert SECRET not in str(hub.calls) + "".join(capfd.readouterr())
 
     @pytest.mark.parametrize("name", ["name", "", "a/b/c", "org/", "org/a b", "../x"])
-    def test_nothing_is_uploaded_without_a_whole_name(self, make_draft, hub, name):
+    def test_nothing_is_uploaded_without_an_owner_and_a_name(self, make_draft, hub, name):
         with pytest.raises(ValueError, match="expected owner/name"):
             make_draft("longspec_plain").push_to_hub(name, base_model="org/tiny-target")
         assert hub.calls == hub.tokens == []
@@ -173,7 +173,7 @@ class TestRefusals:
         draft.add_adapter(LoraConfig(target_modules=["q_proj"]))
         self.refused(draft, tmp_path / "repo", "merge it first")
 
-    def test_classes_that_are_in_no_file(self, hub_target, hub, tmp_path):
+    def test_classes_without_a_file(self, hub_target, hub, tmp_path):
         cls = type("MyDraft", (hf_longspec.PlainDraftModel,), {"__module__": "__main__"})
         self.refused(cls.from_target(hub_target), tmp_path / "repo", "MyDraft is defined in __main__")
 

@@ -1,4 +1,4 @@
-"""LongSpec's checkpoints: names, layouts and refusals on files of their structure, and the numbers they give."""
+"""Conversion of LongSpec's checkpoints: names, layouts, refusals, and logits against a restated block."""
 
 import json
 
@@ -17,7 +17,7 @@ D, Q, K, INNER = 64, 64, 32, 96
 
 
 def published_tensors(dtype=torch.float16):
-    """The 20 tensors of a published draft, scaled down."""
+    """Return the 20 tensors of a published draft, in tiny shapes."""
     shapes = {"self_attn.o_proj.weight": (D, Q), "cross_attn.o_proj.weight": (D, Q)}
     for attention in ("self_attn", "cross_attn"):
         for name, width in (("q_proj", Q), ("k_proj", K), ("v_proj", K)):
@@ -76,8 +76,8 @@ def test_every_layout(layout, target_config, tmp_path, llama):
     assert (draft.config.window, draft.config.kv_layer, draft.setting("tree_widths")) == (513, 2, [4, 16, 16, 16, 16])
 
 
-def test_the_numbers_are_those_of_the_restated_block(target_config, tmp_path, llama):
-    """Saved, loaded through AutoModel and run by `generate`; the restated block reads the authors' own tensors."""
+def test_the_tree_matches_the_restated_block(target_config, tmp_path, llama):
+    """The draft is saved, loaded by AutoModel and run by `generate`; the restated block has the authors' tensors."""
     tensors = published_tensors(torch.float32)
     convert(str(as_safetensors(tensors, tmp_path)), target_config).save_pretrained(tmp_path / "converted")
     draft = AutoModel.from_pretrained(tmp_path / "converted")

@@ -1,4 +1,4 @@
-"""TokenSwift's merged checkpoints: the heads come out as they went in, and the target is left unread."""
+"""Conversion of TokenSwift's merged checkpoints: heads keep their tensors, and the target's are not read."""
 
 import json
 
@@ -17,7 +17,7 @@ WIDTH = 64
 
 
 def published_heads(num_heads=3, width=WIDTH):
-    """The tensors of published heads, by the authors' names."""
+    """Return the tensors of published heads by the authors' names."""
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for head in range(num_heads):
@@ -30,7 +30,7 @@ def published_heads(num_heads=3, width=WIDTH):
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny_target("qwen2", rms_norm_eps=1e-3)  # large enough to show
+    return tiny_target("qwen2", rms_norm_eps=1e-3)  # large enough to change the result
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def config(target, tmp_path):
 
 @pytest.fixture
 def merged(target, tmp_path):
-    """`merged(heads)`: a folder as the authors' trainer writes it, the target's shard unreadable."""
+    """Return `merged(heads)`, which writes a folder like the authors' trainer, with an unreadable target shard."""
 
     def write(heads):
         save_file(heads, tmp_path / "model-2.safetensors")
@@ -54,8 +54,8 @@ def merged(target, tmp_path):
 
 
 @pytest.mark.parametrize("num_heads", [3, 2])
-def test_heads_give_the_numbers_of_their_tensors(merged, config, tmp_path, num_heads):
-    """On a fixed hidden state, after conversion, saving and loading; the restatement reads the authors' tensors."""
+def test_heads_match_the_restated_heads(merged, config, tmp_path, num_heads):
+    """Compares outputs on a fixed hidden state after conversion, saving and loading."""
     heads = published_heads(num_heads)
     convert(merged(heads), config).save_pretrained(tmp_path / "converted")
     draft = AutoModel.from_pretrained(tmp_path / "converted")
@@ -68,7 +68,7 @@ def test_heads_give_the_numbers_of_their_tensors(merged, config, tmp_path, num_h
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # float32 against float64
 
 
-def test_the_type_of_the_tensors_stays(merged, config):
+def test_the_dtype_is_kept(merged, config):
     heads = {name: value.bfloat16() for name, value in published_heads().items()}
     draft = convert(merged(heads), config)
     assert draft.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""The setting `tree_choices`: what is refused, how large the largest tree is, and that it is saved."""
+"""The setting `tree_choices`: refusals, size of the largest tree, saving and loading."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def model():
         (TokenSwiftDraftModel, {"tree_choices": [[1] * 9]}, r"tree_choices: tree_branching=\[1, 1, .*has 9 entries"),
     ],
 )
-def test_what_is_no_tree_is_refused(model, kind, settings, message):
+def test_invalid_trees_are_refused(model, kind, settings, message):
     with pytest.raises(ValueError, match=message):
         kind.from_target(model, **settings)
     draft = kind.from_target(model)
@@ -73,7 +73,7 @@ def test_what_is_no_tree_is_refused(model, kind, settings, message):
         (LongSpecDraftModel, {"tree_widths": [2], "tree_choices": [[3]], "ngram_candidates": 2}, 4 + 2 * 8),
     ],
 )
-def test_there_is_room_for_the_largest_and_it_is_saved(model, kind, settings, nodes, tmp_path):
+def test_the_largest_tree_fits_and_the_setting_is_saved(model, kind, settings, nodes, tmp_path):
     draft = kind.from_target(model, **settings)
     assert draft.num_tree_nodes(TargetView(model)) == nodes
     draft.save_pretrained(tmp_path)
@@ -84,7 +84,7 @@ def test_there_is_room_for_the_largest_and_it_is_saved(model, kind, settings, no
     assert again.num_tree_nodes(TargetView(model)) == nodes
 
 
-def test_drafts_that_propose_nothing_have_no_choices(model):
+def test_a_draft_without_a_tree_has_no_choices(model):
     assert "tree_choices" not in PlainDraftModel.settings
     with pytest.raises(ValueError, match="unknown settings"):
         PlainDraftModel.from_target(model, tree_choices=[[1]])

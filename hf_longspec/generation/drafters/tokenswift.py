@@ -19,10 +19,9 @@ import torch
 
 from ...attention_backends.scores import QueryCapture, ScoreCapture
 from ..coupling import Coupling
-from ..draft_tree import DraftTree
+from ..draft_tree import DraftTree, num_static_nodes, sibling_tree, static_tree
 from ..partial_kv import PartialCache
 from ..partial_policy import PartialKVPolicy
-from ..product_tree import num_product_nodes, product_tree, sibling_tree
 from ..target_ends import TargetEnds
 from .base import Binding, Drafter, TreeShape, Verification, named
 
@@ -86,7 +85,7 @@ class TokenSwiftDrafter(Drafter):
         self.settings = settings
         self._trees = [settings, *others]
         self.widths = settings.widths
-        self.num_nodes = max(num_product_nodes(tree.widths) for tree in self._trees)
+        self.num_nodes = max(num_static_nodes(tree.widths) for tree in self._trees)
         self.max_depth = max(len(tree.widths) for tree in self._trees)
         self.wants_hidden = settings.self_draft == "verify_hidden"
         self.partial = None if self.wants_hidden else self._partial_cache()
@@ -95,7 +94,7 @@ class TokenSwiftDrafter(Drafter):
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """One for each branching."""
-        sizes = [(tree.tree_branching, num_product_nodes(tree.widths), len(tree.widths)) for tree in self._trees]
+        sizes = [(tree.tree_branching, num_static_nodes(tree.widths), len(tree.widths)) for tree in self._trees]
         return named(sizes)
 
     def choose(self, tree: int) -> None:
@@ -115,7 +114,7 @@ class TokenSwiftDrafter(Drafter):
             logits, hidden = self.partial.step(self.binding.target, root, self.binding.max_length, with_hidden=True)
             assert hidden is not None
             levels = self._rank(root, hidden, logits)
-        return sibling_tree(root, levels, self.widths) if self.heads.sequential else product_tree(root, levels)
+        return sibling_tree(root, levels, self.widths) if self.heads.sequential else static_tree(root, levels)
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
         """The queries that entries are scored by, if a build is due behind this verification."""

@@ -1,4 +1,4 @@
-"""Law tests: sampled text follows the target's law for every rule of acceptance, and not when a rule is broken.
+"""Distribution of sampled text: the target's for every acceptance rule, and another one if a rule is broken.
 
 `pytest -m soak`, or HF_LONGSPEC_SOAK=1 in the environment, runs them over 200,000 rows instead of 20,000.
 """
@@ -54,7 +54,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 class Speculation:
-    """Emits the first two tokens after PREFIX in many rows at once, in one or two iterations of one scheme."""
+    """Emit the first two tokens after PREFIX in many rows at once, in one or two iterations of one scheme."""
 
     def __init__(self, processors="plain", rows=SHORT_ROWS, depth=DEPTH):
         self.target = MarkovTarget(V, seeded(1), PROCESSORS[processors])
@@ -69,16 +69,16 @@ class Speculation:
         return draw_noise(*shape, generator=self.generator)
 
     def draft_chain(self, ids, noise):
-        """A chain drawn from the draft's law along itself, and the law of every token."""
-        laws, length = [torch.zeros(len(ids), V)], ids.shape[1]
+        """Return a chain drawn from the draft, with the distribution of every token."""
+        q, length = [torch.zeros(len(ids), V)], ids.shape[1]
         for depth in range(self.depth):
             scores = self.draft.scores(ids)
-            laws.append(scores.softmax(-1))
+            q.append(scores.softmax(-1))
             ids = torch.cat([ids, exponential_race(scores, noise[:, depth])[:, None]], dim=1)
-        return DraftTree.chain(ids[:, length - 1 :], q=torch.stack(laws, dim=1))
+        return DraftTree.chain(ids[:, length - 1 :], q=torch.stack(q, dim=1))
 
     def tree(self, ids, noise):
-        """The draft's likeliest tokens, random branches with duplicates, padding; one target draw per node."""
+        """Verify a tree of the draft's likeliest tokens, random branches with duplicates, and padding."""
         shape = (len(ids), len(BRANCHING))
         tokens = torch.randint(V, shape, generator=self.generator)
         tokens[:, LEFTMOST] = self.draft_chain(ids, torch.ones(len(ids), self.depth, V)).tokens
@@ -88,14 +88,14 @@ class Speculation:
         return accept_sampled(tree, self.target.node_scores(ids, tree), noise)
 
     def rejection(self, ids, noise):
-        """Drafts drawn from q with their own noise, accepted with min(1, p / q)."""
+        """Verify a chain drawn from q with its own noise, accepted with probability min(1, p / q)."""
         tree = self.draft_chain(ids, self.fresh(len(ids), self.depth, V))
         uniforms = torch.rand(len(ids), self.depth, generator=self.generator)
         scores = self.target.node_scores(ids, tree)
         return accept_rejection(tree, scores, uniforms, self.fresh(len(ids), V))
 
     def coupled(self, ids, noise):
-        """Draft and target take the winners of races over the same noise."""
+        """Verify a chain drawn by exponential races over the same noise as the target's draws."""
         tree = self.draft_chain(ids, noise)
         return accept_sampled(tree, self.target.node_scores(ids, tree), noise)
 
@@ -105,7 +105,7 @@ class Speculation:
         return acceptance
 
     def sample(self, scheme):
-        """`(rows, 2)`; where the first iteration emits one token only, the second comes from the next iteration."""
+        """Return two tokens per row, `(rows, 2)`, the second from the next iteration if the first emits only one."""
         ids = PREFIX.expand(len(self.noise), -1)
         first = self.step(scheme, ids, place=0)
         second = self.step(scheme, torch.cat([ids, first.tokens[:, :1]], dim=1), place=1)
@@ -119,8 +119,8 @@ class Speculation:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("processors", PROCESSORS)
 @pytest.mark.parametrize(("scheme", "depth"), [("tree", 3), ("rejection", 3), ("rejection", 1), ("coupled", 3)])
-def test_sampled_text_follows_the_law_of_the_target(scheme, depth, processors, rows):
-    """The joint law of the first two tokens, while drafts come from another law.
+def test_sampled_text_follows_the_target_distribution(scheme, depth, processors, rows):
+    """Tests the joint distribution of the first two tokens, with drafts from another distribution.
 
     In chains of depth 1, the second token is often the bonus token after a chain accepted whole.
     """
@@ -149,7 +149,7 @@ def draft_greedily_and_declare_softmax(run, monkeypatch):
     return run.rejection
 
 
-def declare_the_law_before_processing(run, monkeypatch):
+def declare_the_distribution_before_processing(run, monkeypatch):
     draft_chain, table = run.draft_chain, run.draft.table
 
     def misdeclare(ids, noise):
@@ -199,7 +199,7 @@ WRONG_RULES = [
     resample_from_p,
     resample_from_p_minus_q_after_a_whole_chain,
     draft_greedily_and_declare_softmax,
-    declare_the_law_before_processing,
+    declare_the_distribution_before_processing,
     draw_again_for_every_sibling,
     draw_again_after_a_mismatch,
     use_one_noise_row_at_every_depth,
@@ -208,13 +208,13 @@ WRONG_RULES = [
 
 @pytest.mark.parametrize("break_rule", WRONG_RULES, ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("processors", ["temperature", "top_p", "min_p", "eta", "contextual"])
-def test_the_law_test_notices(break_rule, processors, monkeypatch):
+def test_a_broken_rule_is_detected(break_rule, processors, monkeypatch):
     run = Speculation(processors)
     assert run.z_score(break_rule(run, monkeypatch)) > CLEARLY_WRONG
 
 
 def penalise_by_the_window_of_the_root(run, monkeypatch):
-    """What a step accepts is missing from the windows of the nodes behind it."""
+    """Compute all penalties of a step from the window of the root, without the accepted tokens of the step."""
 
     def node_scores(prefix, tree):
         scores = run.target.table[tree.tokens]
@@ -244,15 +244,15 @@ def penalise_the_root_alone(run, monkeypatch):
 @pytest.mark.parametrize(
     "break_rule", [penalise_by_the_window_of_the_root, penalise_the_root_alone], ids=lambda rule: rule.__name__
 )
-def test_the_law_test_notices_a_wrong_window(break_rule, monkeypatch):
-    """The two mistakes of a penalty that is not computed for each node."""
+def test_a_wrong_penalty_window_is_detected(break_rule, monkeypatch):
+    """Penalties that are not computed for each node change the distribution."""
     run = Speculation("contextual")
     assert run.z_score(break_rule(run, monkeypatch)) > CLEARLY_WRONG
 
 
 @pytest.mark.parametrize("processors", PROCESSORS)
-def test_rejection_accepts_as_often_as_the_theory_says(processors):
-    """The first drafted token with probability sum(min(p, q)), which no rule for drawn tokens exceeds."""
+def test_rejection_accepts_with_the_theoretical_rate(processors):
+    """The first drafted token is accepted with probability sum(min(p, q)), the maximum for drawn tokens."""
     run = Speculation(processors)
     ids = PREFIX.expand(len(run.noise), -1)
     accepted = run.rejection(ids, run.noise).num_nodes > 1
@@ -262,9 +262,9 @@ def test_rejection_accepts_as_often_as_the_theory_says(processors):
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_race_has_the_law_of_multinomial(rows):
-    law = torch.tensor([0.55, 0.2, 0.0, 0.12, 0.1, 0.03])
-    drawn = exponential_race(law.log() + 3.0, draw_noise(rows, 6, generator=seeded()))
-    assert max_z_score(drawn, law) < MAX_SIGMA
-    assert max_z_score(torch.multinomial(law.expand(rows, -1), 1, generator=seeded())[:, 0], law) < MAX_SIGMA
+def test_exponential_race_matches_multinomial(rows):
+    p = torch.tensor([0.55, 0.2, 0.0, 0.12, 0.1, 0.03])
+    drawn = exponential_race(p.log() + 3.0, draw_noise(rows, 6, generator=seeded()))
+    assert max_z_score(drawn, p) < MAX_SIGMA
+    assert max_z_score(torch.multinomial(p.expand(rows, -1), 1, generator=seeded())[:, 0], p) < MAX_SIGMA
     assert max_z_score(drawn, torch.tensor([0.5, 0.25, 0.0, 0.12, 0.1, 0.03])) > CLEARLY_WRONG
