@@ -19,7 +19,7 @@ Point = tuple[tuple[str, Any], ...]
 
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Values, not read yet, by key.
+    """Split the texts into the values of each key, which are still texts.
 
     Raises:
         ValueError: If one is not of the form `key=v1,v2`, or a key comes twice.

@@ -11,12 +11,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..attention_backends.merge import AttentionState, merge_attention_states
-from ..attention_backends.torch_packed import one_head, pack, unpack
-from ..attention_backends.torch_sdpa import tree_attention
-from .gpu_device import Skip
-from .gpu_inputs import DeviceAttention
-from .verification_inputs import Layer
+from benchmarks.gpu_device import Skip
+from benchmarks.random_inputs import DeviceAttention, Layer
+from hf_longspec.attention_backends.merge import AttentionState, merge_attention_states
+from hf_longspec.attention_backends.torch_packed import one_head, pack, unpack
+from hf_longspec.attention_backends.torch_sdpa import tree_attention
 
 FLEX_NODES = 17
 

@@ -1,13 +1,110 @@
-"""The results of `engine.py` in a few lines, for README: one compact table, one figure."""
+"""Write the tables of result files into a page, between `<!-- bench:start -->` and `<!-- bench:end -->`.
 
-from collections.abc import Sequence
+python -m benchmarks.tables benchmarks/results/longspec.jsonl --page docs/longspec.md
+python -m benchmarks.tables benchmarks/results/engine.jsonl --summary README.md --figure docs/images/speed.svg
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .engine import COMPILED, HF, PLAIN
-from .engine_best import best_of_cells, kinds_of
-from .report_parts import environment_line, markdown_table, of_kind
-from .results import Record
+from benchmarks import (
+    acceptance,
+    draft_state,
+    engine,
+    gpu_report,
+    long_generation,
+    memory,
+    ngram,
+    offsets,
+    verification,
+)
+from benchmarks.engine import COMPILED, best_of_cells, kinds_of
+from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.markdown import (
+    ACCEPTANCE_NOTE,
+    acceptance_table,
+    environment_line,
+    markdown_table,
+    with_defaults,
+)
+from hf_longspec.bench.results import Record, of_kind, read_records
+
+# What documents quote of each benchmark: title, table, how to read it.
+HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str], str]] = {
+    "engine": (engine.HEADLINE, engine.engine_headline, engine.NOTE),
+    "verification": (verification.HEADLINE, verification.verification_headline, verification.NOTE),
+    "draft_state": (draft_state.HEADLINE, draft_state.draft_state_headline, draft_state.NOTE),
+    "offsets": (offsets.HEADLINE, offsets.offsets_headline, offsets.NOTE),
+    "long": (long_generation.HEADLINE, long_generation.long_headline, long_generation.NOTE),
+    "ngram": (ngram.HEADLINE, ngram.ngram_headline, ngram.NOTE),
+    "gpu": (gpu_report.HEADLINE, gpu_report.gpu_headline, gpu_report.NOTE),
+    "memory": (memory.HEADLINE, memory.memory_headline, memory.NOTE),
+    "acceptance": (acceptance.HEADLINE, acceptance_table, ACCEPTANCE_NOTE),
+}
+START, END = "<!-- bench:start -->", "<!-- bench:end -->"
+
+
+def section(records: Sequence[Record]) -> tuple[str, str]:
+    """Name of the benchmark, and its headline table with a note and the environment below it.
+
+    Raises:
+        ValueError: If the records are of no known benchmark.
+    """
+    found = of_kind(records, "environment")
+    name = found[0].get("benchmark") if found else None
+    if name not in HEADLINES:
+        raise ValueError(f"benchmark {name!r}: expected one of {', '.join(HEADLINES)}. Is this a result file?")
+    title, table, note = HEADLINES[name]
+    parts = [f"### {title}", table(records), with_defaults(note, records), environment_line(records)]
+    return name, "\n\n".join(parts)
+
+
+def replace_between(text: str, content: str) -> str:
+    """`text` with everything between the two markers replaced.
+
+    Raises:
+        ValueError: If a marker is missing or they are in the wrong order.
+
+    >>> print(replace_between("a <!-- bench:start --> old <!-- bench:end --> z", "new"))
+    a <!-- bench:start -->
+    <BLANKLINE>
+    new
+    <BLANKLINE>
+    <!-- bench:end --> z
+    """
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not start or not end:
+        raise ValueError(f"the text has no {START} followed by {END}. Put both on lines of their own.")
+    return f"{before}{START}\n\n{content}\n\n{END}{after}"
+
+
+def write_between(page: Path, content: str) -> None:
+    """Replace what stands between the markers of a file."""
+    page.write_text(replace_between(page.read_text(encoding="utf-8"), content), encoding="utf-8")
+
+
+def write_tables(results: Sequence[Path], page: Path) -> list[str]:
+    """Put the tables of the result files into `page`, in the order of `HEADLINES`; returns what was written."""
+    order = list(HEADLINES)
+    sections = sorted((section(read_records(path)) for path in results), key=lambda found: order.index(found[0]))
+    write_between(page, "\n\n".join(text for _, text in sections))
+    return [name for name, _ in sections]
+
+
+def engine_records(results: Sequence[Path]) -> list[Record]:
+    """The records of the one file of decoding speeds among `results`.
+
+    Raises:
+        ValueError: If there is none, or more than one.
+    """
+    found = [records for records in map(read_records, results) if section(records)[0] == "engine"]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} results of engine.py: expected one for --summary and --figure. Pass its file.")
+    return found[0]
+
 
 CONTEXTS = 2  # of the table: the longest
 MODES = {"greedy": "greedy", "sample": "sampled"}
@@ -119,3 +216,30 @@ def _panel(panel: Any, by_context: dict[int, dict[str, Record]]) -> None:
 
 def _legend(panel: Any) -> list[tuple[Any, str]]:
     return list(zip(*panel.get_legend_handles_labels(), strict=True))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="result files, .jsonl")
+    parser.add_argument("--page", "--readme", type=Path, help="Markdown file that gets the tables of all results")
+    parser.add_argument("--summary", type=Path, help="Markdown file that gets a compact table of decoding speeds")
+    parser.add_argument("--figure", type=Path, help="picture of decoding speeds, .svg or .png; needs matplotlib")
+    args = parser.parse_args(arguments)
+    if not (args.page or args.summary or args.figure):
+        parser.error("nothing to write. Pass --page, --summary or --figure.")
+    try:
+        if args.page:
+            print(f"{args.page}: {', '.join(write_tables(args.results, args.page))}")
+        if args.summary:
+            write_between(args.summary, summary(engine_records(args.results)))
+            print(f"{args.summary}: summary")
+        if args.figure:
+            speed_figure(engine_records(args.results), args.figure)
+            print(args.figure)
+    except (ImportError, OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

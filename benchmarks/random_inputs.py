@@ -1,24 +1,112 @@
-"""Random inputs of the GPU benchmark, drawn on the device: a target, a full cache, trees, and attention cases.
+"""Random targets, caches, trees and attention cases for the verification, memory and GPU benchmarks.
 
-Nothing is prefilled and nothing is downloaded. What a step costs does not depend on the values, as long as they are
-random: zeros draw less power and run faster.
+Nothing is prefilled and nothing is downloaded. The cost of a step does not depend on the values, as long as they are
+random: zeros draw less power and run faster. Weights, keys and values of the verification benchmark are bfloat16
+numbers, also in its float32 section, so that both sections compute the same thing.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..attention_backends.hybrid_tree import TreeContext
-from ..attention_backends.merge import AttentionState, merge_attention_states
-from ..attention_backends.reference import prefix_attention, tree_attention
-from ..attention_backends.registry import AttentionBackend
-from ..generation.cache import SpeculativeCache
-from ..generation.draft_tree import DraftTree
-from .verification_cases import NODE_KEY_GAIN
-from .verification_inputs import Layer, Shape, random_tree
+from hf_longspec.attention_backends.hybrid_tree import TreeContext
+from hf_longspec.attention_backends.merge import AttentionState, merge_attention_states
+from hf_longspec.attention_backends.reference import prefix_attention, tree_attention
+from hf_longspec.attention_backends.registry import AttentionBackend
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.draft_tree import DraftTree
+
+# Keys of the nodes are this much longer than those of the prefix. Their share of the attention is then large, and a
+# wrong tree mask shows in the output, which a few keys among thousands would not.
+NODE_KEY_GAIN = 6.0
+# Relative difference between the logits of the two forwards. In bfloat16 each is off by about 1e-2 by itself.
+LOGIT_BUDGET = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# A prime, so that the rows of no matrix repeat each other.
+NOISE_POOL = 16_777_213
+
+Layer = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the random model; the defaults are those of four layers of an 8B Llama with a small vocabulary."""
+
+    layers: int = 4
+    hidden: int = 4096
+    intermediate: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 256
+
+    def config(self, max_length: int) -> LlamaConfig:
+        """As a Llama configuration."""
+        return LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=max_length,
+            attn_implementation="sdpa",
+        )
+
+
+def random_model(shape: Shape, max_length: int) -> LlamaForCausalLM:
+    """A random model in bfloat16: norms at 1, everything else normal with standard deviation 0.02."""
+    config = shape.config(max_length)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).eval()
+    cast(model, torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer is not a parameter
+    # numbers from a pool: to draw a billion of them takes longer than what is measured
+    pool = torch.randn(NOISE_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    start = 0
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+            continue
+        start = (start + 12345) % NOISE_POOL  # two matrices of one size differ
+        _fill(parameter.data.view(-1), pool.roll(start))
+    return model
+
+
+def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
+    """Give all parameters a dtype, one after another. The rotary frequencies stay float32, as in a loaded model."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _fill(target: torch.Tensor, pool: torch.Tensor) -> None:
+    for begin in range(0, len(target), len(pool)):
+        part = target[begin : begin + len(pool)]
+        part.copy_(pool[: len(part)])
+
+
+def random_layers(shape: Shape, length: int) -> list[Layer]:
+    """Random keys and values of every layer in bfloat16, `(1, K, length, D)` each."""
+    generator = torch.Generator().manual_seed(1)
+    size = (1, shape.kv_heads, length, shape.head_dim)
+    return [
+        (torch.randn(size, generator=generator).bfloat16(), torch.randn(size, generator=generator).bfloat16())
+        for _ in range(shape.layers)
+    ]
+
+
+def random_tree(num_nodes: int, vocab: int, seed: int = 0) -> DraftTree:
+    """A tree in which every node hangs below a random earlier one."""
+    draw = random.Random(seed)
+    tokens = [draw.randrange(vocab) for _ in range(num_nodes)]
+    parents = [-1] + [draw.randrange(node) for node in range(1, num_nodes)]
+    valid = torch.ones(1, num_nodes, dtype=torch.bool)
+    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), valid)
 
 
 def random_target(shape: Shape, max_length: int, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
@@ -97,7 +185,7 @@ class DeviceAttention:
         for keys, values in self.layers:
             for row, length in enumerate(self.lengths):
                 place = slice(length, length + nodes)
-                # long keys: a wrong tree mask then shows in the output, see verification_cases.py
+                # long keys: a wrong tree mask then shows in the output, see NODE_KEY_GAIN
                 keys[row, :, place].normal_().mul_(NODE_KEY_GAIN)
                 values[row, :, place].normal_()
 
@@ -160,3 +248,8 @@ def random_attention(
                 part[row, :, length + nodes :] = torch.nan
     tree = device_tree(nodes, shape.vocab, len(lengths), device)
     return DeviceAttention(lengths, [(keys, values) for keys, values in drawn], tree, shape.heads)
+
+
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative L2 distance; not a number stays one, and fails every budget."""
+    return ((actual.double() - exact).norm() / exact.norm()).item()

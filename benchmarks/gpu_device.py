@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from .ceilings import READ_BYTES
-from .summaries import summarize
+from hf_longspec.bench.machine import READ_BYTES
+from hf_longspec.bench.summaries import summarize
 
 WARM_UP = 3  # calls before a measurement: compilation, autotuning, the allocator
 FEWEST = 5  # a median of fewer repeats is not one
@@ -45,7 +46,7 @@ class Timing:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found: dict[str, Any] = {"ms": summarize(self.milliseconds).to_dict(), "how": self.how}
+        found: dict[str, Any] = {"ms": summarize(self.milliseconds), "how": self.how}
         return found if self.note is None else found | {"note": self.note}
 
 
@@ -184,3 +185,18 @@ def poisoned_outputs() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn)
         settings.fill_uninitialized_memory = filled
+
+
+def gpu_environment(device: torch.device) -> dict[str, Any]:
+    """The GPU with its memory and the versions that its kernels depend on; on a CPU the versions only."""
+    found: dict[str, Any] = {"device": device.type, "cuda": torch.version.cuda}
+    for package in ("triton", "flash_attn", "flashinfer-python", "xformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"], found["memory_gb"] = properties.name, round(properties.total_memory / 1e9, 1)
+        found["capability"] = f"{properties.major}.{properties.minor}"
+    return found

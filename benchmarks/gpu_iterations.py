@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
-from ..generation.cache import SpeculativeCache
-from ..generation.target import TargetView
-from .engine import PLAIN
-from .gpu_device import Skip, Timing
-from .gpu_forward import ForwardSections
-from .gpu_run import GpuRun
-from .roofline import Iteration as DraftFloor
-from .roofline import Roofline
-from .summaries import summarize
+from benchmarks.floors import Iteration as DraftFloor
+from benchmarks.floors import Roofline
+from benchmarks.gpu_device import Skip, Timing
+from benchmarks.gpu_forward import ForwardSections
+from benchmarks.gpu_run import GpuRun
+from hf_longspec.bench.calls import PLAIN
+from hf_longspec.bench.summaries import summarize
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.target import TargetView
 
 RUNS = 3
 COMPILED_STEP = "hf_longspec.generation.step"
@@ -89,7 +89,7 @@ class IterationSection:
             if (expected := RUNS * (self.run.guard.elapsed - started)) > self.run.left:
                 raise Skip(f"it would take {expected:.0f} s and {self.run.left:.0f} s are left")
             milliseconds = [self.iterate(draft, cache, what["context"]) for _ in range(RUNS)]
-        found = summarize(milliseconds).median
+        found = summarize(milliseconds)["median"]
         if what["draft"] == PLAIN:
             steps[PLAIN] = found
         c = steps[PLAIN] / found if PLAIN in steps else None

@@ -1,4 +1,4 @@
-"""What all sections of the GPU benchmark share: the time that is left, the lines, the measured ceilings."""
+"""One run of the GPU benchmark: its sizes, the seconds of each section, the time that is left, and the result lines."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,15 +6,105 @@ from typing import Any
 
 import torch
 
-from ..attention_backends.registry import AttentionBackend, AttentionCall, select
-from .gpu_device import Device, Skip, Timing
-from .gpu_plan import Plan
-from .progress import Progress
-from .results import ResultFile
-from .roofline import Roofline
-from .roofline_shapes import Machine, dense_shape
-from .summaries import significant
-from .timing import TimeGuard
+from benchmarks.floors import Machine, Roofline, dense_shape
+from benchmarks.gpu_device import Device, Skip, Timing
+from benchmarks.random_inputs import Shape
+from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
+from hf_longspec.bench.progress import Progress
+from hf_longspec.bench.results import ResultFile, TimeGuard
+from hf_longspec.bench.summaries import significant
+
+LLAMA_8B = Shape(layers=32, vocab=128256)
+TINY = Shape(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab=64)
+
+# In the order in which they run. What a section leaves over, the later ones may use; the sum is within 9 minutes.
+SECONDS = {
+    "ceilings": 10.0,
+    "correctness": 40.0,
+    "kernels": 90.0,
+    "baselines": 70.0,
+    "forwards": 80.0,
+    "iterations": 70.0,
+    "profile": 15.0,
+    "batches": 35.0,
+    "quantised": 20.0,
+    "long": 90.0,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run.
+
+    Args:
+        shape ([`Shape`]): Of the random target.
+        lengths (`tuple[int, ...]`): Prefix lengths that are checked for correctness.
+        points (`tuple[tuple[int, int], ...]`): Batch and context of the attention cases, most telling first.
+        contexts (`tuple[int, ...]`): Contexts of whole forwards and iterations.
+        long_context (`int`): What comes last, and only if there is time.
+        nodes (`tuple[int, ...]`): Nodes of a verification.
+        rotating (`int`): Layers that a timed pass goes through, so that no cache level holds what is read.
+        matrix (`int`): Rows and columns of the matrix product whose rate is the ceiling.
+        batches (`tuple[int, ...]`): Batch sizes at `batch_context` tokens.
+        batch_context (`int`): Tokens per row in them.
+        tokens (`int`): Iterations of a drafter that are timed at a time.
+        gamma (`int`): Drafted tokens of SpecAttn.
+        trees (`tuple[tuple[int, ...], ...]`): Widths of LongSpec's trees.
+        prompt_seed (`int`): Tokens of the random prompts.
+        repeats (`int`): Of every timing.
+        seconds (`dict[str, float]`): Of every section.
+    """
+
+    shape: Shape
+    lengths: tuple[int, ...]
+    points: tuple[tuple[int, int], ...]
+    contexts: tuple[int, ...]
+    long_context: int
+    nodes: tuple[int, ...]
+    rotating: int
+    matrix: int
+    batches: tuple[int, ...]
+    batch_context: int
+    tokens: int
+    gamma: int = 7
+    trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 16), (4, 4, 4, 4))
+    prompt_seed: int = 0
+    repeats: int = 20
+    seconds: dict[str, float] = field(default_factory=lambda: dict(SECONDS))
+
+
+PLANS = {
+    "llama-3.1-8b": Plan(
+        shape=LLAMA_8B,
+        lengths=(1, 17, 4095, 5000, 33000),
+        points=((1, 32768), (1, 8192), (4, 32768)),
+        contexts=(8192, 32768),
+        long_context=131072,
+        nodes=(1, 7, 17, 69),
+        rotating=8,
+        matrix=8192,
+        batches=(4, 16, 32, 64, 128),
+        batch_context=2048,
+        tokens=16,
+    ),
+    # every path of the above in seconds on a CPU; its numbers say nothing
+    "tiny": Plan(
+        shape=TINY,
+        lengths=(1, 17, 65),
+        points=((1, 64), (2, 48)),
+        contexts=(48, 96),
+        long_context=160,
+        nodes=(1, 5, 9),
+        rotating=2,
+        matrix=64,
+        batches=(2, 3),
+        batch_context=24,
+        tokens=3,
+        gamma=2,
+        trees=((2, 2),),
+        repeats=5,
+    ),
+}
 
 # Relative error against float64. In bfloat16 the rounding of inputs and output alone gives about 3e-3; in float32 a GPU
 # that uses TF32 gives 3e-4, which is a bug here.
