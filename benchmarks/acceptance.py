@@ -30,7 +30,7 @@ from benchmarks.harness import (
     set_threads,
     show,
 )
-from hf_longspec.bench.calls import MODES, Call, HfMethod, changed
+from hf_longspec.bench.calls import MODES, Call, HfMethod, changed, watched_drafters
 from hf_longspec.bench.markdown import (
     ACCEPTANCE_NOTE,
     acceptance_table,
@@ -68,37 +68,30 @@ Planned = tuple[str | None, Setting, int]
 
 
 class RowSteps:
-    """Counts the verifications of every row of a batch while a draft is used; the loop's statistics sum over rows."""
+    """Count the verifications of every row of a batch while a draft is used; the loop's statistics sum over rows."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
 
     @contextmanager
     def of(self, draft: Any) -> Iterator["RowSteps"]:
-        """Count while the context is open: `draft` makes drafters that note which rows still grow when they propose."""
-        make = draft.drafter
-
-        def counting_drafter(binding: Any) -> Any:
-            drafter = make(binding)
-            propose, sequences = drafter.propose, binding.rule.sequences
-            self.counts = [0] * sequences.batch_size
-
-            def counting_propose(root: torch.Tensor) -> Any:
-                self.counts = [n + (not done) for n, done in zip(self.counts, sequences.done, strict=True)]
-                return propose(root)
-
-            drafter.propose = counting_propose
-            return drafter
-
-        draft.drafter = counting_drafter
-        try:
+        """Count while the context is open: drafters note which rows still grow when they propose."""
+        with watched_drafters(draft, self._watch):
             yield self
-        finally:
-            del draft.drafter
+
+    def _watch(self, drafter: Any, binding: Any) -> None:
+        propose, sequences = drafter.propose, binding.rule.sequences
+        self.counts = [0] * sequences.batch_size
+
+        def counting_propose(root: torch.Tensor) -> Any:
+            self.counts = [n + (not done) for n, done in zip(self.counts, sequences.done, strict=True)]
+            return propose(root)
+
+        drafter.propose = counting_propose
 
 
 class AcceptanceBenchmark:
-    """Measures settings of one or several drafts on the same prompts with the same random numbers.
+    """Measure settings of one or several drafts on the same prompts with the same random numbers.
 
     Args:
         model (`PreTrainedModel`): The target, in float32.
@@ -256,7 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plan(names: Sequence[str | None], kind: str, lengths: Sequence[int]) -> list[Planned]:
-    """What is measured, the most telling first: trained drafts are compared with one tree, the first has others."""
+    """Plan the runs, the most telling first: trained drafts are compared with one tree, the first has others."""
     first, middle = names[0], sorted(lengths)[len(lengths) // 2]
     if first is None:
         runs: list[Planned] = [(first, setting, length) for setting in SETTINGS for length in lengths]

@@ -27,6 +27,7 @@ from benchmarks.harness import (
     load_target,
     names,
     parser,
+    prefilled,
     set_threads,
     show,
     trees,
@@ -39,7 +40,7 @@ from hf_longspec.bench.markdown import (
     report_page,
 )
 from hf_longspec.bench.matrix import Cell
-from hf_longspec.bench.prefill import Decoder, PrefilledPrompts, prefill, row_windows
+from hf_longspec.bench.prefill import Decoder, PrefilledPrompts, row_windows
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import in_turns, ratios, significant, summarize
@@ -62,12 +63,12 @@ WARM_UP_TOKENS = 8
 # A loop without a draft takes equally long for every token: a part of the tokens tells as much as all of them.
 SHORTER = 3
 
-# What makes drafts for a target, by name. It is handed in, as this room does not know the room of the drafts.
+# Makes drafts for a target, by name.
 MakeDrafts = Callable[[PreTrainedModel], Mapping[str, Any]]
 
 
 class EngineBenchmark:
-    """Measures cells one after another.
+    """Measure cells one after another.
 
     Args:
         models (`Mapping[str, PreTrainedModel]`): The target by name of its dtype; "float32" is required.
@@ -287,7 +288,7 @@ def speed_tables(records: Sequence[Record]) -> list[str]:
     parts: list[str] = []
     header = ["dtype", "context", "batch", "method", "tokens/s", "x `generate`", "x plain loop", "tau"]
     header += ["drafting / verifying / rest", "draft state", "share of floor", "x eager"]
-    for mode, title in MODES.items():
+    for mode, title in TITLES.items():
         rows = [
             [
                 row["dtype"],
@@ -329,9 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
         bandwidth = read_gb_per_second()
         results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
         models = {name: load_target(args.target, getattr(torch, name)) for name in {"float32", *args.dtypes}}
-        prompts = prefill(
-            models["float32"], tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}")
-        )
+        prompts = prefilled(models["float32"], tokens, progress)
         benchmark = EngineBenchmark(
             models,
             lambda model: make_methods(model, args),

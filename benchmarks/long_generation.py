@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModel, DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 import hf_longspec
 from benchmarks.harness import (
@@ -80,8 +79,8 @@ class LongRow:
     penalised: bool = True
 
 
-class MarkClock(BaseStreamer):
-    """A streamer that notes, at each of some numbers of tokens, the time and the counts so far.
+class Marks:
+    """Note, at each of some numbers of tokens, the time and the statistics so far; see `on_arrival` of [`TokenClock`].
 
     Args:
         marks (`Sequence[int]`): Numbers of tokens, ascending.
@@ -100,20 +99,12 @@ class MarkClock(BaseStreamer):
         self._pending = list(marks)
         self._counts = counts
         self._now = now
-        self._tokens: int | None = None
 
-    def put(self, value: torch.Tensor) -> None:
-        """Count the tokens of one row; what comes first is the prompt."""
-        if self._tokens is None:
-            self._tokens = 0
-            return
-        self._tokens += value.numel()
-        if self._pending and self._tokens >= self._pending[0]:
+    def __call__(self, tokens: int) -> None:
+        """Check whether `tokens` tokens reach the next mark."""
+        if self._pending and tokens >= self._pending[0]:
             mark = self._pending.pop(0)
             self.times[mark], self.stats[mark] = self._now(), replace(self._counts())
-
-    def end(self) -> None:
-        """Nothing to close."""
 
     def speed(self, first: int, last: int) -> float:
         """Tokens per second from one mark to another."""
@@ -121,7 +112,7 @@ class MarkClock(BaseStreamer):
 
 
 class LongBenchmark:
-    """Runs methods one after another behind one prompt, and plain `generate` for a while at every mark.
+    """Run methods one after another behind one prompt, and plain `generate` for a while at every mark.
 
     Args:
         model (`PreTrainedModel`): The target, without an end-of-text token.
@@ -169,10 +160,10 @@ class LongBenchmark:
     def run(self, row: LongRow, results: ResultFile) -> tuple[torch.Tensor, SpeculativeCache]:
         """Decode one row, write a record per mark; returns the text, prompt included, and the cache."""
         marks = [mark for mark in self.marks if mark <= row.tokens]
-        clock = MarkClock(
+        reached = Marks(
             sorted({1, *marks, *(max(1, mark - NEAR) for mark in marks)}), lambda: row.draft.last_speculation
         )
-        output = self._generate(row.draft, row, row.tokens, streamer=clock)
+        output = self._generate(row.draft, row, row.tokens, streamer=TokenClock(on_arrival=reached))
         text = output.sequences[0, self.prompt.shape[1] :].tolist()
         for mark in marks:
             results.write(
@@ -181,9 +172,9 @@ class LongBenchmark:
                 mode=row.mode,
                 penalised=row.penalised,
                 mark=mark,
-                tokens_per_second=clock.speed(1, mark),
-                tokens_per_second_near=clock.speed(max(1, mark - NEAR), mark),
-                **self._ratios(clock.stats[mark]),
+                tokens_per_second=reached.speed(1, mark),
+                tokens_per_second_near=reached.speed(max(1, mark - NEAR), mark),
+                **self._ratios(reached.stats[mark]),
                 distinct=[list(distinct(text[:mark], n).values()) for n in ORDERS],
             )
         return output.sequences, output.past_key_values
@@ -220,7 +211,7 @@ class LongBenchmark:
         return significant(clock.num_tokens / clock.decode_seconds)
 
     def _options(self, mode: str, penalised: bool) -> dict[str, Any]:
-        options = dict(MODES[mode]) | (self.sampling if mode == "sample" else {})
+        options = MODES[mode].options() | (self.sampling if mode == "sample" else {})
         if penalised:
             options["logits_processor"] = LogitsProcessorList(self.processors)
         return options

@@ -77,14 +77,14 @@ class Decoder:
             method (`DraftModel` or [`HfMethod`]): How to decode.
             mode (`str`): `sample` (temperature 1, nothing cut off) or `greedy`.
         """
-        tokens, cache = tokens or self.tokens, None
+        tokens = tokens or self.tokens
         if isinstance(method, HfMethod):
-            cache = self.prompts.dynamic_cache(rows, context - 1)
+            cache: Any = self.prompts.dynamic_cache(rows, context - 1)
         else:
             method.generation_config.gate = False  # speculation itself is measured
             cache = self._speculative_cache(method, rows, context, tokens)
         prompt = self.prompts.prompt(rows, context)
-        how = {"decoding": MODES[mode], "tokens": tokens, "seed": seed, "cache": cache}
+        how: dict[str, Any] = {"decoding": MODES[mode], "tokens": tokens, "seed": seed, "cache": cache}
         return run_call(self.model, method, (prompt, torch.ones_like(prompt)), **how)
 
     def _speculative_cache(self, draft: Any, rows: slice, context: int, tokens: int) -> SpeculativeCache:

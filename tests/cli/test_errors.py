@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longspec import LongSpecDraftModel
-from hf_longspec.cli import app, audit_run, generating, tune_run
+from hf_longspec import LongSpecDraftModel, __version__
+from hf_longspec.cli import app, audit, generate, tune
 from hf_longspec.testing import tiny_target
 
 COMMANDS = ["generate", "audit", "tune"]
@@ -197,9 +197,7 @@ def test_debug_shows_where_it_came_from(command, tiny, name):
     assert result.exit_code == 1 and "there is no such folder" in str(result.exception)
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("generate", generating), ("audit", audit_run), ("tune", tune_run)], ids=COMMANDS
-)
+@pytest.mark.parametrize(("name", "module"), [("generate", generate), ("audit", audit), ("tune", tune)], ids=COMMANDS)
 def test_ctrl_c_and_full_memory(command, tiny, monkeypatch, name, module):
     def stop(error):
         def raise_error(*_, **__):
@@ -250,6 +248,11 @@ def test_wrong_options_take_one_line(monkeypatch, capsys, arguments, complaint):
     assert exit_of.value.code == 2 and output.out == ""
     (line,) = output.err.strip().splitlines()
     assert line.startswith("error: ") and complaint in line
+
+
+def test_the_version(command):
+    result = command("--version")
+    assert result.exit_code == 0 and result.stdout == f"hf-longspec {__version__}\n"
 
 
 def test_without_a_command_there_is_help(monkeypatch, capsys):

@@ -2,12 +2,11 @@ import json
 
 import pytest
 
-from hf_longspec.bench.environment import environment
-from hf_longspec.bench.report_parts import environment_line, markdown_table
-from hf_longspec.bench.reports import HEADLINES, engine_report
-from hf_longspec.bench.results import ResultFile, read_records
-from hf_longspec.bench.tables import main, replace_between
-from hf_longspec.bench.timing import TimeGuard
+from benchmarks.engine import engine_report
+from benchmarks.tables import HEADLINES, main, replace_between
+from hf_longspec.bench.machine import environment
+from hf_longspec.bench.markdown import environment_line, markdown_table
+from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
 
 README = "# Title\n\nbefore\n\n<!-- bench:start -->\nold table\n<!-- bench:end -->\n\nafter\n"
 
@@ -130,8 +129,8 @@ def test_readme_gets_all_tables_and_keeps_the_rest(results, tmp_path, capsys):
     assert "Defaults: num_assistant_tokens=4." in text
     assert "20.5 GB/s" in text
     assert text.count("The run was not finished.") == 1
-    assert [text.index(f"### {title}") for title, _ in HEADLINES.values()] == sorted(
-        text.index(f"### {title}") for title, _ in HEADLINES.values()
+    assert [text.index(f"### {title}") for title, *_ in HEADLINES.values()] == sorted(
+        text.index(f"### {title}") for title, *_ in HEADLINES.values()
     )
     assert "engine, verification, draft_state, offsets, long, ngram, gpu, memory, acceptance" in capsys.readouterr().out
 

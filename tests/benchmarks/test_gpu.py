@@ -7,13 +7,14 @@ import json
 import pytest
 import torch
 
-from hf_longspec.bench.engine import PLAIN
-from hf_longspec.bench.gpu import GpuBenchmark
-from hf_longspec.bench.gpu_baselines import BASELINES, LOWER_BOUND
-from hf_longspec.bench.gpu_plan import PLANS, SECONDS
-from hf_longspec.bench.gpu_predictions import PREDICTIONS
+from benchmarks import gpu
+from benchmarks.gpu import GpuBenchmark
+from benchmarks.gpu_baselines import BASELINES, LOWER_BOUND
+from benchmarks.gpu_report import PREDICTIONS
+from benchmarks.gpu_run import PLANS, SECONDS
+from hf_longspec.bench.calls import PLAIN
 from hf_longspec.bench.results import read_records
-from tests.bench.gpu_runs import PLAN, of, runs_in, script
+from tests.benchmarks.gpu_runs import PLAN, of, runs_in
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,7 @@ def records(tmp_path_factory):
     """One run over everything, as on the command line."""
     output = tmp_path_factory.mktemp("gpu") / "gpu.jsonl"
     arguments = ["--device", "cpu", "--shape", "tiny", "--quiet", "--threads", "1", "--output", str(output)]
-    script().main([*arguments, "--backends", "hf_longspec_torch,hf_longspec_reference,not_there"])
+    gpu.main([*arguments, "--backends", "hf_longspec_torch,hf_longspec_reference,not_there"])
     return read_records(output)
 
 
@@ -111,7 +112,7 @@ def test_lines_are_json_without_nan(records):
 
 def test_no_time_left_is_said_and_the_run_ends(make_run):
     run = make_run(minutes=0)
-    GpuBenchmark(run, script().make_drafts).execute()
+    GpuBenchmark(run, gpu.make_drafts).execute()
     lines = run.results.records
     assert {r["kind"] for r in lines} == {"environment", "prediction", "skipped", "section", "outcome"}
     assert {r["reason"] for r in of(lines, "skipped")} == {"no time left"}
@@ -120,7 +121,7 @@ def test_no_time_left_is_said_and_the_run_ends(make_run):
 
 def test_a_section_ends_with_its_own_seconds(make_run):
     run = make_run(plan=dataclasses.replace(PLAN, seconds={**SECONDS, "kernels": 0.0}))
-    benchmark = GpuBenchmark(run, script().make_drafts)
+    benchmark = GpuBenchmark(run, gpu.make_drafts)
     run.section("kernels", lambda: benchmark.attention.kernels(PLAN.points))
     assert not of(run.results.records, "kernel")
     assert {r["reason"] for r in of(run.results.records, "skipped")} == {"no time left"}
@@ -138,6 +139,6 @@ def test_a_cuda_run_without_a_gpu_is_refused(capsys, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(SystemExit):
-        script().main(["--output", str(tmp_path / "gpu.jsonl")])
+        gpu.main(["--output", str(tmp_path / "gpu.jsonl")])
     assert "there is no CUDA device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -6,17 +6,8 @@ import pytest
 import torch
 
 import hf_longspec
-from hf_longspec.bench.decoding import MODES
-from hf_longspec.bench.interleaved import (
-    CATCH_UP,
-    PLAIN_STEP,
-    SPECULATION,
-    TURN,
-    SteppedRun,
-    TimedStep,
-    accounted,
-    interleave,
-)
+from benchmarks.gate import CATCH_UP, PLAIN_STEP, SPECULATION, TURN, SteppedRun, TimedStep, accounted, interleave
+from hf_longspec.bench.calls import MODES
 from hf_longspec.generation import decoding
 from hf_longspec.generation.gating import OpenGate
 from hf_longspec.testing_drafts import FlippingGate
@@ -48,7 +39,7 @@ def test_texts_are_those_of_generate(target, prompts, flipping, mode):
     torch.manual_seed(5)
     prompt = prompts.tokens[1:2, :CONTEXT]
     draft = hf_longspec.PlainDraftModel.from_target(target)
-    whole = target.generate(prompt, assistant_model=draft, max_new_tokens=TOKENS + 1, **MODES[mode])
+    whole = target.generate(prompt, assistant_model=draft, max_new_tokens=TOKENS + 1, **MODES[mode].options())
     assert runs["plain"].text == runs["draft"].text == whole[0, CONTEXT:].tolist()
     assert target.config._attn_implementation == "sdpa"
 

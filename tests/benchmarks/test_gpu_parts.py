@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_longspec.bench.gpu_device import Device, Skip
-from hf_longspec.bench.gpu_forward import ForwardSections, HfForward
-from hf_longspec.bench.gpu_iterations import TimedDraft, compiled_step, iteration_floor
-from hf_longspec.bench.gpu_predictions import PREDICTIONS
-from hf_longspec.bench.gpu_variants import Fp8Linear, quantise
-from tests.bench.gpu_runs import CPU, PLAN, of, runs_in
+from benchmarks.gpu_device import Device, Skip
+from benchmarks.gpu_forward import ForwardSections, Fp8Linear, HfForward, quantise
+from benchmarks.gpu_iterations import TimedDraft, compiled_step, iteration_floor
+from benchmarks.gpu_report import PREDICTIONS
+from tests.benchmarks.gpu_runs import CPU, PLAN, of, runs_in
 
 
 @pytest.fixture

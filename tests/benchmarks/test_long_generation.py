@@ -5,23 +5,19 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_longspec
-from hf_longspec.bench.decoding import HfMethod
-from hf_longspec.bench.engine import HF, PLAIN
-from hf_longspec.bench.long_run import LongBenchmark, LongRow, MarkClock
-from hf_longspec.bench.reports import long_report
-from hf_longspec.bench.results import ResultFile, read_records
-from hf_longspec.bench.timing import TimeGuard
+from benchmarks.long_generation import LongBenchmark, LongRow, Marks, long_report
+from hf_longspec.bench.calls import HF, PLAIN, HfMethod
+from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
 from hf_longspec.generation import compiled
 from hf_longspec.generation.stats import SpeculationStats
 
 
 def test_a_clock_notes_time_and_counts_at_its_marks():
     stats, times = SpeculationStats(), iter([10.0, 12.0, 20.0])
-    clock = MarkClock([1, 3, 5], lambda: stats, now=lambda: next(times))
-    clock.put(torch.zeros(1, 9))  # the prompt
+    clock = Marks([1, 3, 5], lambda: stats, now=lambda: next(times))
     for number in range(6):
         stats.num_spec_steps = number
-        clock.put(torch.tensor([7]))
+        clock(number + 1)
     assert clock.times == {1: 10.0, 3: 12.0, 5: 20.0}
     assert [clock.stats[mark].num_spec_steps for mark in (1, 3, 5)] == [0, 2, 4]  # copies of that moment
     assert clock.speed(1, 3) == 1.0 and clock.speed(3, 5) == 0.25

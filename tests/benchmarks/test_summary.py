@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_longspec.bench.engine_best import best_of_cells, kind_of
-from hf_longspec.bench.report_parts import environment_line
+from benchmarks.engine import best_of_cells, kind_of
+from benchmarks.tables import main, replace_between, section, speed_figure, summary
+from hf_longspec.bench.markdown import environment_line
 from hf_longspec.bench.results import read_records
-from hf_longspec.bench.summary import speed_figure, summary
-from hf_longspec.bench.tables import main, replace_between, section
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"

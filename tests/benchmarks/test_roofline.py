@@ -4,11 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longspec.bench.roofline import Roofline
-from hf_longspec.bench.roofline_report import Drafting, roofline_rows
-from hf_longspec.bench.roofline_shapes import MACHINES, SHAPES, Machine, dense_shape, shape_from_config, shape_of
+from benchmarks import roofline
+from benchmarks.floors import MACHINES, SHAPES, Machine, Roofline, dense_shape, shape_from_config, shape_of
+from benchmarks.roofline import Drafting, roofline_rows
 from hf_longspec.testing import tiny_target
-from tests.bench.gpu_runs import script
 
 H200 = Machine("H200", 4.3, 790, 141)
 # The expected figures below were computed by hand with two decimals and taken over rounded: half of the last one.
@@ -157,7 +156,7 @@ def test_refusals(tmp_path):
 
 def test_command_line(tmp_path, capsys):
     tiny_target("llama").save_pretrained(tmp_path)
-    main = script("roofline").main
+    main = roofline.main
     main(
         ["--target", str(tmp_path), "--contexts", "64", "--batches", "1", "--nodes", "5", "--tbs", "1", "--tflops", "1"]
     )

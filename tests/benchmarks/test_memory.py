@@ -4,17 +4,22 @@ import numpy as np
 import pytest
 import torch
 
-from hf_longspec.bench.allocations import Peak, highest_sum, peak_memory
-from hf_longspec.bench.engine import HF, PLAIN
-from hf_longspec.bench.gpu_inputs import cache_bytes, full_cache, random_target
-from hf_longspec.bench.memory import SCORE_SHARE, TEXT_BYTES, MeasuredDraft, MemoryBenchmark
-from hf_longspec.bench.memory_report import memory_report
+from benchmarks import memory
+from benchmarks.memory import (
+    SCORE_SHARE,
+    TEXT_BYTES,
+    MeasuredDraft,
+    MemoryBenchmark,
+    Peak,
+    highest_sum,
+    memory_report,
+    peak_memory,
+)
+from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
+from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import ResultFile, read_records
-from hf_longspec.bench.timing import TimeGuard
-from hf_longspec.bench.verification_inputs import Shape
+from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
 from hf_longspec.generation.cache_layer import SpeculativeLayer
-from tests.bench.gpu_runs import script
 
 SMALL = Shape(layers=12, hidden=32, intermediate=48, heads=8, kv_heads=4, head_dim=32, vocab=64)
 # longer than what the torch backend computes in one masked call, whose mask grows up to there
@@ -33,7 +38,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def drafts(model):
-    return script("memory").make_drafts(model, script("memory").parse(["--budget", "256"]))
+    return memory.make_drafts(model, memory.parse(["--budget", "256"]))
 
 
 def measure(model, drafts, output, contexts=CONTEXTS):
@@ -78,13 +83,13 @@ def test_what_was_there_before_does_not_count_and_replacing_it_counts_once():
 
 
 def test_buffers_inside_an_operation_are_seen():
-    # keys in 16 bits and 64 queries: the CPU op rearranges all keys and values before it begins
+    # the CPU op keeps partial results of every thread, and on some processors a rearranged copy of the keys
     query = torch.randn(1, 1, 64, 64).bfloat16()
     keys = torch.randn(1, 1, 8192, 64).bfloat16()
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     output = flash(query, keys, keys)[0].nbytes
     peak, _ = peak_memory(lambda: flash(query, keys, keys))
-    assert peak.torch_bytes > output + keys.nbytes
+    assert peak.torch_bytes > 4 * output
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

@@ -3,11 +3,10 @@
 import pytest
 
 import hf_longspec
-from hf_longspec.bench import gated
-from hf_longspec.bench.engine import PLAIN
-from hf_longspec.bench.gated import GateBenchmark, gate_report
-from hf_longspec.bench.results import ResultFile, read_records
-from hf_longspec.bench.timing import TimeGuard
+from benchmarks import gate
+from benchmarks.gate import GateBenchmark, gate_report
+from hf_longspec.bench.calls import PLAIN
+from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
 from hf_longspec.generation import decoding
 from hf_longspec.generation.gating import gate_of
 
@@ -51,7 +50,7 @@ def test_a_gated_way_is_compared_with_the_faster_one(target, prompts, tmp_path, 
         named.append(len(steps))
         return times[WAYS[(len(named) - 1) // 3]]
 
-    monkeypatch.setattr(gated, "_seconds", seconds)
+    monkeypatch.setattr(gate, "_seconds", seconds)
     rows = measured(target, prompts, tmp_path)
     assert [rows[name]["faster"] for name in WAYS] == [PLAIN, PLAIN, "draft, ungated", PLAIN]
     assert [rows[name]["time_over_faster"]["mean"] for name in WAYS] == pytest.approx([1, 1.5, 5 / 3, 0.75], rel=1e-3)

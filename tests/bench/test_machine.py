@@ -4,8 +4,7 @@ import sys
 
 import torch
 
-from hf_longspec.bench.ceilings import step_bytes
-from hf_longspec.bench.environment import command, environment, git_commit
+from hf_longspec.bench.machine import command, environment, git_commit, step_bytes
 from hf_longspec.testing import tiny_target
 
 

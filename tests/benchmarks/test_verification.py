@@ -1,13 +1,10 @@
 import pytest
 import torch
 
+from benchmarks.random_inputs import Shape, cast, random_layers, random_model, random_tree
+from benchmarks.verification import AttentionCase, ForwardCase, VerificationBenchmark, block_mask, verification_report
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.reports import verification_report
-from hf_longspec.bench.results import ResultFile, read_records
-from hf_longspec.bench.timing import TimeGuard
-from hf_longspec.bench.verification import VerificationBenchmark
-from hf_longspec.bench.verification_cases import AttentionCase, ForwardCase, block_mask
-from hf_longspec.bench.verification_inputs import Shape, cast, random_layers, random_model, random_tree
+from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 

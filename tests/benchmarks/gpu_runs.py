@@ -1,35 +1,22 @@
-"""What the tests of the GPU benchmark share: the script, the tiny plan, backends and runs that last for one test."""
+"""For the tests of the GPU benchmark: the tiny plan, backends and runs that last for one test."""
 
 import dataclasses
-import importlib.util
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
+from benchmarks.floors import Machine
+from benchmarks.gpu_device import Device
+from benchmarks.gpu_report import gpu_report
+from benchmarks.gpu_run import PLANS, GpuRun
 from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.registry import register_backend
 from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
-from hf_longspec.bench.gpu_device import Device
-from hf_longspec.bench.gpu_plan import PLANS
-from hf_longspec.bench.gpu_report import gpu_report
-from hf_longspec.bench.gpu_run import GpuRun
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.roofline_shapes import Machine
-from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.results import ResultFile, TimeGuard
 
 CPU = torch.device("cpu")
 PLAN = PLANS["tiny"]
-
-
-def script(name="gpu"):
-    """A script of `benchmarks/` as a module."""
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def of(records, kind, **where):

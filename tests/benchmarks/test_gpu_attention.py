@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
+from benchmarks.gpu_attention import AttentionSections, errors
+from benchmarks.gpu_device import poisoned_outputs
+from benchmarks.gpu_report import gpu_report
+from benchmarks.gpu_run import TINY
+from benchmarks.random_inputs import random_attention
 from hf_longspec.attention_backends.torch_sdpa import TORCH_BACKEND
-from hf_longspec.bench.gpu_attention import AttentionSections, errors
-from hf_longspec.bench.gpu_device import poisoned_outputs
-from hf_longspec.bench.gpu_inputs import random_attention
-from hf_longspec.bench.gpu_plan import TINY
-from hf_longspec.bench.gpu_report import gpu_report
-from tests.bench.gpu_runs import CPU, PLAN, of, registered_backends, runs_in
+from tests.benchmarks.gpu_runs import CPU, PLAN, of, registered_backends, runs_in
 
 
 @pytest.fixture

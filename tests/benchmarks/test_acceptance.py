@@ -2,12 +2,12 @@ import pytest
 import torch
 
 import hf_longspec
-from hf_longspec.bench.acceptance import AcceptanceBenchmark, RowSteps, Setting, changed
-from hf_longspec.bench.decoding import Decoder, HfMethod
+from benchmarks.acceptance import AcceptanceBenchmark, RowSteps, Setting, acceptance_report
+from benchmarks.ngram import ngram_report
+from hf_longspec.bench.calls import HfMethod, changed
+from hf_longspec.bench.prefill import Decoder
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.reports import acceptance_report, ngram_report
-from hf_longspec.bench.results import ResultFile, read_records
-from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.auditing_law import DEVIATES, FOLLOWS, _Counts, audit_sampling
+from hf_longspec.auditing import DEVIATES, FOLLOWS, _Counts, audit_sampling
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_law import MAX_SIGMA
 
