@@ -1,4 +1,4 @@
-"""What a LongSpec draft keeps, and what one draft costs, from 1K to 64K tokens of context.
+"""The state of a LongSpec draft, and the time of one draft, from 1K to 64K tokens of context.
 
 A random Llama with 65,536 positions and a cache filled with random numbers: neither bytes nor times depend on their
 values, and prefilling 64K tokens would take most of the run.

@@ -60,7 +60,7 @@ NOTE = (
 # Behind the name of a method: the same with compiled steps.
 COMPILED = ", compiled"
 WARM_UP_TOKENS = 8
-# A loop without a draft takes equally long for every token: a part of the tokens tells as much as all of them.
+# A loop without a draft takes equally long for every token: a part of the tokens is enough.
 SHORTER = 3
 
 # Makes drafts for a target, by name.
@@ -140,7 +140,7 @@ class EngineBenchmark:
         return self._checked[key]
 
     def compile_steps(self, cell: Cell, windows: Sequence[slice], progress: Progress) -> None:
-        """Run what will be timed once, where it compiles: behind every prompt, as rows grow apart differently."""
+        """Run what will be timed once, where it compiles: after every prompt, as rows grow apart differently."""
         for name, method in self._methods(cell.dtype, cell.batch).items():
             if name.endswith(COMPILED):
                 progress.say(f"{cell.place}: compiling {name.removesuffix(COMPILED)}")
@@ -197,7 +197,7 @@ class EngineBenchmark:
 
 
 def _baseline(name: str) -> str:
-    """What a method is compared with: the loop without a draft, compiled if the method is."""
+    """The baseline of a method: the loop without a draft, compiled if the method is."""
     return PLAIN + COMPILED if name.endswith(COMPILED) and name != PLAIN + COMPILED else PLAIN
 
 

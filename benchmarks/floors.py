@@ -17,14 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longspec.bench.summaries import significant
 
-# What a long read and a large matrix product reach of the figures in a data sheet, as a rule of thumb. Measured rates
-# replace them: `--tbs` and `--tflops`, or the ceilings that benchmarks/gpu.py writes.
+# Share of the rates in a data sheet that a long read and a large matrix product reach, as a rule of thumb. Measured
+# rates replace them: `--tbs` and `--tflops`, or the ceilings that benchmarks/gpu.py writes.
 SUSTAINED_BANDWIDTH, SUSTAINED_FLOPS = 0.9, 0.8
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the floors divide by.
+    """The rates that floors divide by.
 
     Args:
         name (`str`): For the title of the table.

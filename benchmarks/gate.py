@@ -1,6 +1,6 @@
 """The gate on held-out text: the plain loop, and drafts with the gate and without it.
 
-The useless draft has random weights; the others are a trained chain, a trained draft that is asked for a wide tree
+The useless draft has random weights; the others are a trained chain, a trained draft that drafts a wide tree
 first and may choose the chain, and n-grams. Every prompt is prefilled once, and all ways to decode continue copies of
 its cache by the same tokens, in turns of a few tokens each. With the gate a draft should be about as fast as the
 faster of the plain loop and itself without the gate, whichever of the two that is.
@@ -60,7 +60,7 @@ NOTE = (
 
 # Tokens of a turn: enough that a cold cache at its beginning is little, few enough that it is a fraction of a second.
 TURN = 32
-# Kinds of steps; a catch-up is a plain one that is shown to a drafter behind its rest.
+# Kinds of steps; a catch-up is a plain one that a drafter sees after its rest.
 PLAIN_STEP, CATCH_UP, SPECULATION = "plain", "catch-up", "speculation"
 
 Clocks = tuple[Callable[[], float], Callable[[], float]]
@@ -85,7 +85,7 @@ class TimedStep:
 
 
 class SteppedRun:
-    """One decoding behind a prefilled prompt, advanced from outside; the prompt is done, the first token is out.
+    """One decoding after a prefilled prompt, advanced from outside; the prompt is done, the first token is out.
 
     Args:
         model (`PreTrainedModel`): From [`load_target`].
@@ -95,7 +95,7 @@ class SteppedRun:
         context (`int`): How much of it.
         mode (`str`): `sample` or `greedy`.
         seed (`int`): Of the sampling.
-        tokens (`int`): Tokens behind the first one.
+        tokens (`int`): Tokens after the first one.
     """
 
     @torch.no_grad()
@@ -148,7 +148,7 @@ class SteppedRun:
             self.steps.append(TimedStep(turn, self._kind(speculated), wall, cpu))
 
     def _kind(self, speculated: int) -> str:
-        """Of the last step, behind `speculated` that speculated."""
+        """Of the last step, after `speculated` that speculated."""
         if self.session.stats.num_spec_steps > speculated:
             return SPECULATION if self.session.drafter.num_nodes > 1 else PLAIN_STEP
         return PLAIN_STEP if self.session.rests else CATCH_UP
@@ -203,7 +203,7 @@ WARM_UP_TOKENS = 24
 
 
 class GateBenchmark:
-    """Measures contexts one after another, one prompt at a time.
+    """Measure contexts one after another, one prompt at a time.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -288,7 +288,7 @@ class GateBenchmark:
         return runs
 
     def _faster_without_gate(self, name: str, wall: Mapping[str, Sequence[float]]) -> str:
-        """What a gate that knows everything would always take, as measured: the plain loop, or one of the trees."""
+        """The choice of a perfect gate, as measured: the plain loop, or one of the trees."""
         if not name.endswith(GATED):
             return PLAIN
         method = name.removesuffix(GATED)

@@ -1,6 +1,6 @@
-"""Everything a GPU has to show, in one command that ends within nine minutes.
+"""All measurements on a GPU, in one command that ends within nine minutes.
 
-A random target of the sizes of Llama-3.1-8B is drawn on the device, behind random keys and values: nothing is
+A random target of the sizes of Llama-3.1-8B is drawn on the device, after random keys and values: nothing is
 downloaded and nothing is prefilled. Measured ceilings, correctness against float64, kernels and baselines, whole
 forwards eager and captured, iterations of every drafter, larger batches, FP8, 128K tokens. Each line is written as soon
 as it is known; what is wrong is not timed, what is missing or does not fit is a line with the reason.
@@ -48,7 +48,7 @@ class GpuBenchmark:
         self.variants = VariantSections(run, self.forwards)
 
     def sections(self) -> dict[str, Callable[[], None]]:
-        """What runs, in order. FP8 changes the target and comes last but for what needs no target of ours."""
+        """The sections in their order. FP8 changes the target, so it comes last."""
         plan = self.run.plan
         return {
             "ceilings": self.ceilings,

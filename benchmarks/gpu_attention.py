@@ -130,7 +130,7 @@ def _number(value: float) -> float | str:
 
 
 class BaselineSection:
-    """Times the baselines at the points of the kernels.
+    """Time the baselines at the points of the kernels.
 
     Args:
         run ([`GpuRun`]): The run.

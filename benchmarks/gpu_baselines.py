@@ -26,7 +26,7 @@ class NotInstalled(Skip):
     """The package of a baseline is missing: said once."""
 
 
-# Computes less than what is asked for, and so is a bound instead of a competitor.
+# Computes less than the others, and so is a bound instead of a competitor.
 LOWER_BOUND = "flash, no mask (lower bound)"
 
 

@@ -52,7 +52,7 @@ class Timing:
 
 @dataclass
 class Device:
-    """What the GPU benchmark runs on.
+    """The device of the GPU benchmark.
 
     Args:
         device (`torch.device`): `cpu` or `cuda`.

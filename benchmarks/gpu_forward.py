@@ -114,7 +114,7 @@ class ForwardSections:
         return verify
 
     def commit(self, cache: SpeculativeCache) -> None:
-        """Moving accepted nodes of every layer behind the prefix."""
+        """Moving accepted nodes of every layer after the prefix."""
         run, before = self.run, cache.host_lengths
         moved = min(COMMITTED, cache.tree_slots)
         path = torch.arange(moved, device=run.device.device).mul(cache.tree_slots // moved).expand(len(before), -1)

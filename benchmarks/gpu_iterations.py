@@ -105,7 +105,7 @@ class IterationSection:
         self.run.write_timing("iteration", Timing(milliseconds, "wall"), floor_ms, **what, nodes=nodes, **values)
 
     def iterate(self, draft: Any, cache: SpeculativeCache, context: int) -> float:
-        """Milliseconds per iteration of one call of `generate` behind `context` random tokens."""
+        """Milliseconds per iteration of one call of `generate` after `context` random tokens."""
         model, plan = self.forwards.model, self.run.plan
         batch, nodes = cache.batch_size, draft.num_tree_nodes(TargetView(model))
         generator = torch.Generator().manual_seed(plan.prompt_seed)
@@ -127,7 +127,7 @@ class IterationSection:
 
 
 def can_compile(run: GpuRun, drafts: Mapping[str, TimedDraft]) -> bool:
-    """Whether this version has compiled steps; one line says so if not."""
+    """Whether this version has compiled steps; a line notes it if not."""
     if any("compile" in timed.draft.settings for timed in drafts.values()):
         return True
     missing = find_spec(COMPILED_STEP) is None
@@ -160,7 +160,7 @@ def compiled_step(draft: Any, compiled: bool) -> Iterator[None]:
 
 
 def iteration_floor(timed: TimedDraft, at: Roofline) -> DraftFloor | None:
-    """The floor of a draft with its present settings, for those the roofline knows."""
+    """The floor of a draft with its present settings, for kinds that have one."""
     setting = timed.draft.setting
     if timed.kind == "longspec":
         return at.longspec(list(setting("tree_widths")), timed.draft.config.window)

@@ -138,7 +138,7 @@ class Prediction:
     judge: Callable[[Sequence[Record]], Iterator[Judgement]]
 
     def outcome(self, records: Sequence[Record]) -> Record:
-        """What became of it: measured values, and whether all of them are as expected."""
+        """The outcome: measured values, and whether all of them are as expected."""
         found = list(self.judge(records))
         values = [float(f"{value:.3g}") for value, _ in found]
         return {

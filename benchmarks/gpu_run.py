@@ -123,7 +123,7 @@ class GpuRun:
         dtype (`torch.dtype`): Weights, keys and values.
         backends (`list[str]`): Attention backends by name.
         results ([`ResultFile`]): Where the lines go.
-        progress ([`Progress`]): Told what is being done.
+        progress ([`Progress`]): Shows what is being done.
         machine ([`Machine`], *optional*): The measured ceilings.
         refused (`dict[str, str]`): Backends that are not run, and why: missing, unfit for the device, or wrong.
     """

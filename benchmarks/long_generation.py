@@ -1,8 +1,8 @@
 """A text of 100,000 tokens: our loop without a draft, TokenSwift in several settings, plain `generate` at the marks.
 
-All texts begin behind the same prompt with the same seed. Sampled rows use temperature 1, min_p and the contextual
+All texts begin after the same prompt with the same seed. Sampled rows use temperature 1, min_p and the contextual
 penalty of the paper. Speed at a mark is from the first token to that one; plain `generate` and our loop without a draft
-also run for a few hundred tokens behind every mark, on the keys and values of a row's text.
+also run for a few hundred tokens after every mark, on the keys and values of a row's text.
 
     python -m benchmarks.long_generation --draft hub_cards/tiny-tokenswift --rows all --tokens 20000
     python -m benchmarks.long_generation --draft hub_cards/tiny-tokenswift --rows both --tokens 100000
@@ -56,7 +56,7 @@ NOTE = (
 NEAR = 1000
 # Tokens of a call that compiles what a row will run, before its clock starts.
 WARM_UP = 24
-# Slots behind the last mark, for baselines that go on there.
+# Slots after the last mark, for baselines that go on there.
 ROOM = 2048
 
 
@@ -112,7 +112,7 @@ class Marks:
 
 
 class LongBenchmark:
-    """Run methods one after another behind one prompt, and plain `generate` for a while at every mark.
+    """Run methods one after another after one prompt, and plain `generate` for a while at every mark.
 
     Args:
         model (`PreTrainedModel`): The target, without an end-of-text token.
@@ -150,7 +150,7 @@ class LongBenchmark:
             if not isinstance(method, HfMethod) and method.setting("compile") == "compile":
                 self._generate(method, row, WARM_UP)
         text, cache = self.run(row, results)
-        for mark in reversed([mark for mark in self.marks if mark <= row.tokens]):  # each writes behind its mark
+        for mark in reversed([mark for mark in self.marks if mark <= row.tokens]):  # each writes after its mark
             for name, method in baselines.items():
                 speed = self.speed_at(mark, method, row, text, cache, tokens)
                 what = {"mode": row.mode, "penalised": row.penalised, "mark": mark}
@@ -180,7 +180,7 @@ class LongBenchmark:
         return output.sequences, output.past_key_values
 
     def _generate(self, draft: Any, row: LongRow, tokens: int, **options: Any) -> Any:
-        """So many tokens behind the prompt, with the row's rule and a cache of its own."""
+        """So many tokens after the prompt, with the row's rule and a cache of its own."""
         nodes = draft.num_tree_nodes(TargetView(self.model))
         room = self.prompt.shape[1] + row.tokens + ROOM
         draft.generation_config.gate = False  # speculation itself is measured
@@ -198,7 +198,7 @@ class LongBenchmark:
     def speed_at(
         self, mark: int, method: Any, row: LongRow, text: torch.Tensor, cache: SpeculativeCache, tokens: int
     ) -> float:
-        """Tokens per second of a method that goes on behind a mark of a row's text, whose keys the cache holds."""
+        """Tokens per second of a method that goes on after a mark of a row's text, whose keys the cache holds."""
         length, clock = self.prompt.shape[1] + mark, TokenClock()
         options = self._options(row.mode, row.penalised) | {"max_new_tokens": tokens, "streamer": clock}
         if isinstance(method, HfMethod):
@@ -312,7 +312,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]:
-    """The rows asked for; sampled with the penalty unless they say otherwise."""
+    """The rows of `--rows`; sampled with the penalty unless named otherwise."""
     plain = hf_longspec.PlainDraftModel.from_target(model)
 
     def draft(options: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Extra memory of `generate`: the peak beyond the target's weights, keys and values, for every kind of draft.
 
-Decoding is measured behind a full cache, the prefill in its last chunk, on a small random model on the CPU; what counts
+Decoding is measured after a full cache, the prefill in its last chunk, on a small random model on the CPU; what counts
 is not the size but what grows with the context. Nothing is timed, so other work may go on beside it.
 
     python -m benchmarks.memory
@@ -167,7 +167,7 @@ class MeasuredDraft:
 
 
 class MemoryBenchmark:
-    """Measures every draft at every context, then the prefill.
+    """Measure every draft at every context, then the prefill.
 
     Args:
         model (`LlamaForCausalLM`): On the CPU, never ending by itself.
@@ -175,7 +175,7 @@ class MemoryBenchmark:
         drafts (`Mapping[str, MeasuredDraft]`): By name; one of them is `PLAIN`.
         chunk (`int`): Tokens per forward of the prefill.
         results ([`ResultFile`]): Where the lines go.
-        progress ([`Progress`]): Told what is being done.
+        progress ([`Progress`]): Shows what is being done.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class MemoryBenchmark:
         self.progress.step()
 
     def decoding(self, name: str, context: int) -> None:
-        """Decode behind a full cache, and compare with what the method may take."""
+        """Decode after a full cache, and compare with what the method may take."""
         if name == HF:
             peak = self._hf(context, context - 1, {"max_new_tokens": TOKENS})
             self._write("decode", name, context, peak)
@@ -229,7 +229,7 @@ class MemoryBenchmark:
         self._write("decode", name, context, peak, bound_bytes=self.bound(name, context, nodes), **values)
 
     def bound(self, name: str, context: int, nodes: int) -> int | None:
-        """What a draft may take: what it took at the smallest context, and what may grow from there on.
+        """Bytes that a draft may take: those at the smallest context, and what may grow from there on.
 
         SpecAttn, whose copies grow by design, is held to what the loop without a draft took, its copies and its scores.
         Nothing is known at the smallest context of the others.
@@ -243,7 +243,7 @@ class MemoryBenchmark:
         return None if context == first else extra + growth
 
     def prefilling(self, name: str, context: int) -> None:
-        """Run the last chunk of a prompt behind a cache that holds the rest of it."""
+        """Run the last chunk of a prompt after a cache that holds the rest of it."""
         stored, options = context - self.chunk - 1, {"max_new_tokens": 1, "prefill_chunk_size": self.chunk}
         if name == HF:
             peak = self._hf(context, stored, options)

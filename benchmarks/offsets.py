@@ -1,4 +1,4 @@
-"""What Anchor-Offset Indices cost the target: its loss on held-out windows whose positions are moved.
+"""The cost of Anchor-Offset Indices for the target: its loss on held-out windows whose positions are moved.
 
 The draft can only learn long positions from short rows if the target itself understands such rows. Every window is run
 at every offset, with and without anchored first positions, and compared with its own loss at offset 0.

@@ -138,7 +138,7 @@ def full_cache(model: LlamaForCausalLM, batch: int, context: int, room: int, slo
     Args:
         batch (`int`): Rows.
         context (`int`): Committed tokens of each.
-        room (`int`): Tokens that can be committed behind them.
+        room (`int`): Tokens that can be committed after them.
         slots (`int`): Nodes that can be staged.
     """
     cache = SpeculativeCache(model.config, batch, context + room, tree_slots=slots)
@@ -161,7 +161,7 @@ def device_tree(nodes: int, vocab: int, batch: int, device: torch.device) -> Dra
 
 @dataclass
 class DeviceAttention:
-    """Attention of N nodes behind prefixes of possibly different lengths, on one device.
+    """Attention of N nodes after prefixes of possibly different lengths, on one device.
 
     Args:
         lengths (`tuple[int, ...]`): Prefix of each row.
@@ -195,7 +195,7 @@ class DeviceAttention:
         return max(self.lengths) + self.tree.num_nodes
 
     def context(self, capture: Any = None) -> TreeContext:
-        """What a backend is told about one forward."""
+        """The context of one forward for a backend."""
         lengths = torch.tensor(self.lengths, device=self.query.device)
         return TreeContext(lengths, self.lengths, self.tree.depths, self.tree.mask, capture)
 
@@ -238,7 +238,7 @@ class _LogSumExp:
 def random_attention(
     shape: Shape, lengths: tuple[int, ...], nodes: int, layers: int, device: torch.device, dtype: torch.dtype
 ) -> DeviceAttention:
-    """A case with cache slots of NaN behind the nodes, as nobody may read there."""
+    """A case with cache slots of NaN after the nodes, which no backend may read."""
     room, spare = max(lengths) + nodes, 16
     size = (len(lengths), shape.kv_heads, room + spare, shape.head_dim)
     drawn = [tuple(torch.randn(size, device=device, dtype=dtype) for _ in range(2)) for _ in range(layers)]

@@ -31,7 +31,7 @@ from hf_longspec.bench.markdown import (
 )
 from hf_longspec.bench.results import Record, of_kind, read_records
 
-# What documents quote of each benchmark: title, table, how to read it.
+# The part of each benchmark that documents quote: title, table, how to read it.
 HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str], str]] = {
     "engine": (engine.HEADLINE, engine.engine_headline, engine.NOTE),
     "verification": (verification.HEADLINE, verification.verification_headline, verification.NOTE),

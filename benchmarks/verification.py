@@ -1,4 +1,4 @@
-"""One verification behind 16K tokens: our backend against the masked block of transformers' `sdpa`.
+"""One verification after 16K tokens: our backend against the masked block of transformers' `sdpa`.
 
 Attention alone, and the whole forward of a random model with four layers of an 8B Llama, over 1, 8, 17 and 64 nodes. A
 single node is what plain decoding runs: there transformers needs no mask. Needs about 8 GiB of memory.
@@ -54,7 +54,7 @@ NOTE = (
 
 
 class VerificationBenchmark:
-    """Measures both parts in one dtype after another, so that only one copy of the weights exists.
+    """Measure both parts in one dtype after another, so that only one copy of the weights exists.
 
     Args:
         shape ([`Shape`]): Of the random model.
@@ -63,7 +63,7 @@ class VerificationBenchmark:
         repeats (`int`): Turns.
         bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the floor.
         results ([`ResultFile`]): Where the records go.
-        progress ([`Progress`]): Told what is being done.
+        progress ([`Progress`]): Shows what is being done.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ FLOAT32_FLOOR, FLOAT32_FACTOR, BFLOAT16_FACTOR = 2e-6, 1.5, 2.0
 
 
 def block_mask(tree: DraftTree, prefix: int) -> torch.Tensor | None:
-    """What transformers' `sdpa` needs: `(1, 1, N, prefix + N)`, or nothing for a lone root, which sees everything."""
+    """The mask for transformers' `sdpa`: `(1, 1, N, prefix + N)`; none for a lone root, which sees everything."""
     if tree.num_nodes == 1:
         return None
     seen = torch.ones(1, tree.num_nodes, prefix, dtype=torch.bool)
@@ -186,7 +186,7 @@ def block_mask(tree: DraftTree, prefix: int) -> torch.Tensor | None:
 
 @dataclass
 class AttentionCase:
-    """Attention alone: N nodes behind `prefix` entries, layer after layer so that no cache level holds what is read.
+    """Attention alone: N nodes after `prefix` entries, layer after layer so that no cache level holds what is read.
 
     Args:
         attention (`torch.nn.Module`): Attention layer of the model; both functions read their settings off it.
@@ -257,7 +257,7 @@ class AttentionCase:
         return {"hf": lambda: seconds_of(hf) / len(self.layers), "ours": lambda: seconds_of(ours) / len(self.layers)}
 
     def context(self) -> TreeContext:
-        """What our backend is told about one forward."""
+        """The context of one forward for our backend."""
         lengths = torch.tensor([self.prefix])
         return TreeContext(lengths, (self.prefix,), self.tree.depths, self.tree.mask)
 

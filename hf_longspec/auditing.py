@@ -3,9 +3,9 @@
 The model reads the finished sequences in one teacher-forced pass, under its own attention and a stock cache. No code of
 the decoding loop takes part, so a mistake there cannot hide here.
 
-Sampled text is audited by frequencies: over many samples, an outcome occurs as often as the sum of the probabilities that
-the model gives it under the prefixes that were really sampled, give or take a few standard deviations. The deviations
-are martingale differences, whatever the prefixes are.
+Sampled text is audited by frequencies: over many samples, an outcome occurs as often as the sum of the probabilities
+that the model gives it under the prefixes that were really sampled, give or take a few standard deviations. The
+deviations are martingale differences, whatever the prefixes are.
 """
 
 import copy
@@ -188,7 +188,7 @@ def _rows(
 
 
 def _emitted(tokens: list[int], pad: int | None, ends: set[int]) -> int:
-    """How many of the tokens behind the prompt were emitted: up to the first end, or without the padding behind."""
+    """How many of the tokens after the prompt were emitted: up to the first end, or without the padding after."""
     for index, token in enumerate(tokens):
         if token in ends:
             return index + 1
@@ -302,9 +302,10 @@ def audit_sampling(
 
     For continuations of one prompt, drawn independently at a temperature and without any other logits processor. The
     first token of a text comes from the prompt's own forward; drafts take part in the later ones. Five standard
-    deviations are allowed: right samplers of random distributions reached at most 4.2 in 3,000 audits of 400 samples and 19
-    frequencies. The deviation of a wrong one grows with the square root of the number of samples. In half types two right
-    computations differ in the last bits of a logit, which very many samples can resolve: check those in float32.
+    deviations are allowed: right samplers of random distributions reached at most 4.2 in 3,000 audits of 400 samples
+    and 19 frequencies. The deviation of a wrong one grows with the square root of the number of samples. In half types
+    two right computations differ in the last bits of a logit, which very many samples can resolve: check those in
+    float32.
 
     Args:
         model (`PreTrainedModel`): A decoder-only model in eval mode. It is left as it was.
@@ -369,7 +370,13 @@ class _Counts:
         self.samples = 0
 
     def add(self, probs: torch.Tensor, rows: torch.Tensor, watched: torch.Tensor) -> None:
-        """Count rows `(n, K)` under their probabilities `(n, K, vocab)`; `watched` `(K, W)` are the tokens counted singly."""
+        """Count rows of tokens.
+
+        Args:
+            probs (`torch.Tensor` of shape `(n, K, vocab)`): The model's probabilities.
+            rows (`torch.LongTensor` of shape `(n, K)`): The tokens.
+            watched (`torch.LongTensor` of shape `(K, W)`): Tokens that are counted one by one.
+        """
         self.samples += len(rows)
         chances = probs.gather(-1, watched.expand(len(rows), -1, -1))
         self._sum("tokens", (rows[..., None] == watched), chances)

@@ -52,7 +52,7 @@ def command() -> str:
 
 
 def git_commit(folder: Path | None = None) -> str | None:
-    """Commit of the checkout that holds `folder` (this package), `+` behind it when tracked files were changed."""
+    """Commit of the checkout that holds `folder` (this package), `+` after it if tracked files were changed."""
     folder = folder or Path(__file__).resolve().parent
     commit = _git(folder, "rev-parse", "--short=12", "HEAD")
     if commit is None:
@@ -77,7 +77,7 @@ def usable_cores() -> int:
 
 
 def native_bfloat16() -> bool | None:
-    """Whether the processor multiplies bfloat16 numbers itself; `None` where nobody says."""
+    """Whether the processor multiplies bfloat16 numbers itself; `None` where that is unknown."""
     flags = _cpuinfo().get("flags") or _cpuinfo().get("Features")
     return None if flags is None else bool(BFLOAT16_FLAGS & set(flags.split()))
 

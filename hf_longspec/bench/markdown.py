@@ -58,7 +58,7 @@ def with_defaults(note: str, records: Sequence[Record]) -> str:
 
 
 def left_out(records: Sequence[Record]) -> list[str]:
-    """What was not measured, one line per reason."""
+    """List what was not measured, one line per reason."""
     reasons: dict[str, list[str]] = {}
     for record in of_kind(records, "skipped"):
         values = [value for name, value in record.items() if name not in ("kind", "reason", "options")]

@@ -130,7 +130,7 @@ class Matrix:
             self._audit(cell, turn, prompts[turn], texts)
 
     def _in_time(self, cell: Cell, name: str, longest: Mapping[str, float]) -> bool:
-        """Whether a call like those before would end within the limit; says so if not."""
+        """Whether a call like those before would end within the limit; if not, a line notes it."""
         fits = bool(self.results.guard.left) and self.results.guard.fits(longest.get(name, 0.0))
         if not fits:
             self._skip(cell, name, NO_TIME)

@@ -1,6 +1,6 @@
 """Prompts out of documents: data sets in the files in which they are published, windows of a length, whole texts.
 
-A layout is recognized by its keys. What is asked about a document is kept apart as its tail, so that a prompt that is
+A layout is recognized by its keys. The question about a document is kept apart as its tail, so that a prompt that is
 cut to a length still ends with the question.
 """
 

@@ -294,7 +294,7 @@ def sweep_table(rows: Sequence[Row]) -> str:
 
 
 def analysis_text(record: Record) -> str:
-    """What the probes counted, in words and tables."""
+    """The counts of the probes, in words and tables."""
     header = ["depth", "verifications that reached it", "accepted there", "rate"]
     lines = [
         [str(depth), str(reached), str(accepted), f"{accepted / reached:.3f}" if reached else ""]
@@ -325,7 +325,7 @@ def analysis_text(record: Record) -> str:
 
 
 def _left_out(records: Sequence[Record]) -> list[str]:
-    """What is missing, and why; not what an earlier part had no time for and a later one measured."""
+    """List what is missing, and why, without calls that a later part of the run made up for."""
     repeats = of_kind(records, "environment")[0]["settings"].get("repeats")
     runs = of_kind(records, "run")
     lines: dict[str, list[str]] = {}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-# Keys that change how the target decodes, or behind what; every other key is a setting of a draft.
+# Keys that change how the target decodes, or after what; every other key is a setting of a draft.
 DECODING_KEYS: dict[str, type] = {
     "temperature": float,
     "top_k": int,

@@ -41,7 +41,7 @@ STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """What to decode and how strictly to judge.
+    """The lengths of an audit, and how strictly it judges.
 
     Raises:
         CommandError: If a number is out of range.
@@ -177,7 +177,7 @@ def _compare(session: Session, name: str, ids: torch.Tensor, options: AuditOptio
 
 
 def _check_sampling(session: Session, ids: torch.Tensor, options: AuditOptions, progress: Progress) -> LawReport:
-    """Draw samples behind one prompt, batch by batch, each with a seed of its own, and compare their frequencies."""
+    """Draw samples after one prompt, batch by batch, each with a seed of its own, and compare their frequencies."""
     session.model.generation_config.eos_token_id = None  # a text that ends has no further tokens to count
     drawn = []
     for start in range(0, options.samples, options.batch):

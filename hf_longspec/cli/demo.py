@@ -318,7 +318,7 @@ class Demo:
         )
 
     def _prompt_in(self, dtype: str, native_bfloat16: bool | None) -> torch.Tensor:
-        """The prompt; its beginning where bfloat16 is emulated, unless a length was asked for."""
+        """The prompt; its beginning where bfloat16 is emulated, unless the user gave a length."""
         ids = self.prompt.input_ids
         if dtype == "bfloat16" and native_bfloat16 is False and self.shortens and ids.shape[1] > EMULATED_CONTEXT:
             self.say(
@@ -351,7 +351,7 @@ class Demo:
         return {HF: stock, PLAIN: plain, **{name: drafted[name] for name in drafts}}
 
     def _drafts(self, model: PreTrainedModel) -> list[Any]:
-        """The draft that was asked for; otherwise those without training, and for the tiny target its own."""
+        """The draft that the user named; otherwise those without training, and for the tiny target its own."""
         if self.draft_name is not None:
             return [session.load_draft(self.draft_name, model)]
         drafts: list[Any] = [kind.from_target(model) for kind in (NgramDraftModel, SpecAttnDraftModel)]

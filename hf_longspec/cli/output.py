@@ -1,4 +1,4 @@
-"""What commands show while they work: a spinner, and a bar over the layers that read a prompt."""
+"""Progress of the commands: a spinner, and a bar over the layers that read a prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ def waiting(text: str) -> Iterator[None]:
 
 
 def prefill_work(model: PreTrainedModel, num_tokens: int) -> int:
-    """What [`watched_layers`] counts up to during the prefill of `num_tokens` tokens."""
+    """The number that [`watched_layers`] counts up to during the prefill of `num_tokens` tokens."""
     return len(_layers(model)) * num_tokens
 
 

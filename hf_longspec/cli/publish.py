@@ -15,7 +15,7 @@ from ..hub.repository import CARD_FACTS, MARK, check_repo_id
 from . import CommandError, first_line, options
 from .session import loading, quiet
 
-# What the client of huggingface_hub raises, httpx in version 1 and httpx2 in version 2, when it reaches nobody.
+# Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
 NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
@@ -27,7 +27,7 @@ class Request:
         source (`Path`): Folder of a saved draft, with card.json or without.
         repo (`str`, *optional*): Where to publish; needed unless `dry_run`.
         dry_run (`bool`): Write a folder and upload nothing.
-        output (`Path`, *optional*): That folder. Defaults to `source` with `-hub` behind its name.
+        output (`Path`, *optional*): That folder. Defaults to `source` with `-hub` after its name.
         results (`Path`, *optional*): File with what was measured of the draft.
         name (`str`, *optional*): Name of the draft in it. Defaults to that of the folder.
         base_model (`str`, *optional*): Hub id of the target.

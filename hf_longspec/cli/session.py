@@ -160,7 +160,7 @@ def describe_device(device: torch.device) -> str:
     return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''})"
 
 
-# Drafts that need no training, by the names that the command line knows. SpecAttn was renamed Vegas by its authors.
+# Drafts that need no training, by their names on the command line. SpecAttn was renamed Vegas by its authors.
 TRAINING_FREE = {
     "specattn": SpecAttnDraftModel,
     "vegas": SpecAttnDraftModel,

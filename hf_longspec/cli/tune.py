@@ -97,7 +97,7 @@ def tune_specattn(draft: Any, target: TargetView, context: int, measure: Measure
     chosen = present
     if len(ratios) > 1:
         wide = [{"sparse_ratio": ratio, "num_assistant_tokens": LARGE_GAMMA} for ratio in ratios]
-        # acceptance does not depend on the clock, so that one run tells it
+        # acceptance does not depend on the clock, so that one run is enough
         trials = measure("1 acceptance by ratio", wide, 1)
         chosen = plateau([(trial.options["sparse_ratio"], trial.tau) for trial in trials])
     gammas = sorted({*GAMMAS, int(draft.setting("num_assistant_tokens"))})
@@ -219,7 +219,7 @@ NOISE = 0.03
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to decode."""
+    """The lengths of the runs."""
 
     context: int = 4096
     prompts: int = 2
@@ -257,7 +257,7 @@ def check_destination(draft: str, output: Path | None, dry_run: bool) -> None:
 
 @dataclass
 class Tuner:
-    """Measures candidates; the trials so far."""
+    """Measure candidates; the trials so far."""
 
     session: Session
     decoder: Decoder
@@ -448,7 +448,7 @@ def tune(
     specattn: in the three steps of its paper. The share of the cache that drafting reads is raised until acceptance no
     longer grows; then the number of drafted tokens is chosen by speed, and the share once more around its value.
     LongSpec: the widths of its tree. TokenSwift: the branching of its tree. Prompts are taken from the text and read
-    once; all candidates decode behind them in turns.
+    once; all candidates decode after them in turns.
 
     The winner replaces the present settings if it is faster than they are by more than noise. A draft in a folder gets
     a new generation_config.json, in one step or not at all; other drafts are saved to --output.
