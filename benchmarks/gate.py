@@ -358,7 +358,6 @@ def main(arguments: list[str] | None = None) -> None:
         methods[name] = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype)
         methods[name].generation_config.tree_widths = WIDE_TREE
     methods[CHOOSING].generation_config.tree_choices = [args.tree_widths]
-    methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
     guard, progress = TimeGuard(args.minutes), Progress(len(args.contexts), lines=True, quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
     settings |= origin
@@ -368,6 +367,7 @@ def main(arguments: list[str] | None = None) -> None:
         WIDE: {"tree_widths": WIDE_TREE},
         CHOOSING: {"tree_widths": WIDE_TREE, "tree_choices": [args.tree_widths]},
     }
+    methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
     longest = 0.0
     with ResultFile(args.output, "gate", gate_report, guard, settings) as results:
         prompts = prefilled(model, tokens, progress)

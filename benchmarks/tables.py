@@ -13,6 +13,7 @@ from benchmarks import (
     acceptance,
     draft_state,
     engine,
+    gate,
     gpu_report,
     long_generation,
     memory,
@@ -42,6 +43,19 @@ HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str], str]] = {
     "gpu": (gpu_report.HEADLINE, gpu_report.gpu_headline, gpu_report.NOTE),
     "memory": (memory.HEADLINE, memory.memory_headline, memory.NOTE),
     "acceptance": (acceptance.HEADLINE, acceptance_table, ACCEPTANCE_NOTE),
+}
+# The report beside the result file of each benchmark.
+REPORTS: dict[str, Callable[[Sequence[Record]], str]] = {
+    "engine": engine.engine_report,
+    "verification": verification.verification_report,
+    "draft_state": draft_state.draft_state_report,
+    "offsets": offsets.offsets_report,
+    "long": long_generation.long_report,
+    "ngram": ngram.ngram_report,
+    "gpu": gpu_report.gpu_report,
+    "memory": memory.memory_report,
+    "acceptance": acceptance.acceptance_report,
+    "gate": gate.gate_report,
 }
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
@@ -224,11 +238,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="+", help="result files, .jsonl")
     parser.add_argument("--page", "--readme", type=Path, help="Markdown file that gets the tables of all results")
     parser.add_argument("--summary", type=Path, help="Markdown file that gets a compact table of decoding speeds")
+    parser.add_argument("--reports", action="store_true", help="write the report beside each result file anew")
     parser.add_argument("--figure", type=Path, help="picture of decoding speeds, .svg or .png; needs matplotlib")
     args = parser.parse_args(arguments)
-    if not (args.page or args.summary or args.figure):
-        parser.error("nothing to write. Pass --page, --summary or --figure.")
+    if not (args.page or args.summary or args.figure or args.reports):
+        parser.error("nothing to write. Pass --page, --summary, --figure or --reports.")
     try:
+        for path in args.results if args.reports else ():
+            records = read_records(path)
+            path.with_suffix(".md").write_text(REPORTS[records[0]["benchmark"]](records), encoding="utf-8")
         if args.page:
             print(f"{args.page}: {', '.join(write_tables(args.results, args.page))}")
         if args.summary:

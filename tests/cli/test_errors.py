@@ -66,8 +66,7 @@ def test_a_missing_folder(fails, name):
     assert "cannot load the draft of '/no/such/draft': there is no such folder" in line
 
 
-@both
-@pytest.mark.parametrize("share", [0.5, 0.00001])
+@pytest.mark.parametrize(("name", "share"), [("generate", 0.5), ("audit", 0.00001), ("tune", 0.5)])
 def test_truncated_weights(fails, copy_of, name, share):
     target = copy_of("target")
     truncate(target, share)
@@ -146,15 +145,14 @@ def test_two_prompts(fails):
     assert "pass one prompt" in fails("generate", "--prompt", "text")
 
 
-@both
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("name", "arguments", "says"),
     [
-        (["--device", "warp9"], "--device warp9: PyTorch has no such device here"),
-        (["--dtype", "int3"], "--dtype int3: expected one of auto, float32"),
-        (["--set", "gamma=4"], "the draft specattn has no such setting; it has acceptance"),
-        (["--set", "num_assistant_tokens"], "expected key=value"),
-        (["--set", "num_assistant_tokens=0"], "num_assistant_tokens=0: expected an integer of at least 1"),
+        ("generate", ["--device", "warp9"], "--device warp9: PyTorch has no such device here"),
+        ("audit", ["--dtype", "int3"], "--dtype int3: expected one of auto, float32"),
+        ("tune", ["--set", "gamma=4"], "the draft specattn has no such setting; it has acceptance"),
+        ("audit", ["--set", "num_assistant_tokens"], "expected key=value"),
+        ("generate", ["--set", "num_assistant_tokens=0"], "num_assistant_tokens=0: expected an integer of at least 1"),
     ],
     ids=["device", "dtype", "setting", "form", "value"],
 )
