@@ -189,7 +189,7 @@ def _table(path: Path) -> list[tuple[int, Any]]:
     read = Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_csv
     try:
         return list(enumerate(read(str(path)), 1))
-    except DatasetGenerationError as error:
+    except (DatasetGenerationError, ValueError) as error:
         raise ValueError(f"--data {path} cannot be read as {path.suffix[1:]} ({error}). Check the file.") from error
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
@@ -12,9 +12,6 @@ from .markdown import half_width, markdown_table, range_of
 from .matrix import NO_TIME
 from .results import Record, of_kind
 from .summaries import mean_interval, significant, summarize
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Verdicts on a text, the worst first.
 REFERENCE, IDENTICAL, DIFFERS, NOT_COMPARED = "reference", "identical", "differs", "not compared"
@@ -62,8 +59,8 @@ class Row:
 
     cell: dict[str, Any]
     method: str
-    runs: "pd.DataFrame"
-    others: "pd.DataFrame"
+    runs: Any
+    others: Any
     floor_seconds: float | None = None
     audit: Record | None = None
 
@@ -165,8 +162,8 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     return rows
 
 
-def frame_of(records: Sequence[Record]) -> "pd.DataFrame":
-    """All calls, with their `cell` as text, `speed` and `tau`; NaN where there was no time or no verification."""
+def frame_of(records: Sequence[Record]) -> Any:
+    """A `pandas.DataFrame` of all calls, with `cell` as text, `speed` and `tau`; NaN without time or verifications."""
     import pandas as pd
 
     runs = pd.DataFrame(of_kind(records, "run"))
