@@ -1,4 +1,4 @@
-"""The probes against trees, laws and selections that are worked out by hand, and against the loop's own counts."""
+"""The probes against trees, distributions and selections worked out by hand, and against the loop's own counts."""
 
 from types import SimpleNamespace
 
