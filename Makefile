@@ -38,7 +38,7 @@ help: ## list the targets
 
 demo: $(READY) ## continue a long document with and without speculation, and compare
 	@echo "Running the demo on $(if $(TARGET),$(TARGET),the tiny target that comes with the repository)."
-	$(VENV)/bin/python -m hf_longspec.cli.demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
+	$(VENV)/bin/python -m hf_longspec.cli.app demo $(if $(TARGET),--target "$(TARGET)") $(if $(FILE),--file "$(FILE)")
 
 test: $(READY) ## the whole test suite, on the newest transformers
 	@echo "Running the whole test suite and the examples in docstrings on the newest transformers."
@@ -65,11 +65,11 @@ soak: $(READY) ## long property tests and the tests marked soak
 
 bench: $(READY) ## measure the engine; results go to benchmarks/results
 	@echo "Measuring the engine. Leave the machine alone meanwhile."
-	$(VENV)/bin/python benchmarks/engine.py $(ARGS)
+	$(VENV)/bin/python -m benchmarks.engine $(ARGS)
 
 tables: $(READY) ## put the committed results into README and docs/results.md, and draw the figure
 	@echo "Writing docs/results.md, README's table and docs/images/speed.svg."
-	$(VENV)/bin/python -m hf_longspec.bench.tables $(TABLES:%=benchmarks/results/%.jsonl) \
+	$(VENV)/bin/python -m benchmarks.tables $(TABLES:%=benchmarks/results/%.jsonl) \
 		--page docs/results.md --summary README.md --figure docs/images/speed.svg
 
 models: $(READY) ## run every draft on every decoder of transformers, and put the table into docs/models.md

@@ -3,31 +3,190 @@
 tau is the mean number of tokens emitted per verification, the target's own token included. Nothing here is timed, so
 other work may go on beside it. Every result is written as soon as it is known, the most telling settings first.
 
-    python benchmarks/acceptance.py --target hub_cards/tiny-target --data novels --data stdlib --threads 1
-    python benchmarks/acceptance.py --draft hub_cards/tiny-longspec --output benchmarks/results/longspec.jsonl
+    python -m benchmarks.acceptance --target hub_cards/tiny-target --data novels --data stdlib --threads 1
+    python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/longspec.jsonl
 """
 
 import argparse
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
-from hf_longspec.bench.acceptance import AcceptanceBenchmark, Planned, Setting
-from hf_longspec.bench.arguments import add_prompts, integers, parser, set_threads
-from hf_longspec.bench.decoding import MODES, load_target
-from hf_longspec.bench.prefill import prefill
+from benchmarks.harness import (
+    add_prompts,
+    integers,
+    load_prompts,
+    load_target,
+    parser,
+    prefilled,
+    set_threads,
+    show,
+)
+from hf_longspec.bench.calls import MODES, Call, HfMethod, changed, watched_drafters
+from hf_longspec.bench.markdown import (
+    ACCEPTANCE_NOTE,
+    acceptance_table,
+    report_page,
+)
+from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.prompts import STDLIB, load_prompts
-from hf_longspec.bench.reports import acceptance_report
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.results import Record, ResultFile, TimeGuard
+from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.generation.partial_policy import POLICIES
 
-ROOT = Path(__file__).resolve().parents[1]
+HEADLINE = "Tokens per verification (tau)"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a draft drafts, and how the target chooses its tokens.
+
+    Args:
+        mode (`str`): `sample` at temperature 1, or `greedy`.
+        options (`tuple`): Keys of `draft.generation_config` with their values, on top of the draft's defaults.
+    """
+
+    mode: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, mode: str = "sample", **options: Any) -> "Setting":
+        """From keywords."""
+        return cls(mode, tuple(options.items()))
+
+
+# Name of a draft, setting, length of the prompts.
+Planned = tuple[str | None, Setting, int]
+
+
+class RowSteps:
+    """Count the verifications of every row of a batch while a draft is used; the loop's statistics sum over rows."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    @contextmanager
+    def of(self, draft: Any) -> Iterator["RowSteps"]:
+        """Count while the context is open: drafters note which rows still grow when they propose."""
+        with watched_drafters(draft, self._watch):
+            yield self
+
+    def _watch(self, drafter: Any, binding: Any) -> None:
+        propose, sequences = drafter.propose, binding.rule.sequences
+        self.counts = [0] * sequences.batch_size
+
+        def counting_propose(root: torch.Tensor) -> Any:
+            self.counts = [n + (not done) for n, done in zip(self.counts, sequences.done, strict=True)]
+            return propose(root)
+
+        drafter.propose = counting_propose
+
+
+class AcceptanceBenchmark:
+    """Measure settings of one or several drafts on the same prompts with the same random numbers.
+
+    Args:
+        model (`PreTrainedModel`): The target, in float32.
+        drafts (`Mapping[str, DraftModel]`): By the name that the results call them by, or `None` for an only draft
+            that needs no name. Their settings are changed from run to run. An [`HfMethod`] has none.
+        prompts ([`PrefilledPrompts`]): One row per prompt.
+        tokens (`int`): Tokens per prompt.
+        batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafts: Mapping[str | None, Any],
+        prompts: PrefilledPrompts,
+        tokens: int,
+        batch: int,
+    ):
+        self.drafts = drafts
+        self.prompts = prompts
+        self.batch = batch
+        self.decoder = Decoder(model, prompts, tokens)
+        self._first: dict[tuple[str, str, int], list[float]] = {}
+        self._greedy_text: dict[int, torch.Tensor] = {}
+
+    def run(self, plan: Sequence[Planned], results: ResultFile, progress: Progress) -> None:
+        """Everything planned, in the order given, as far as the time goes."""
+        longest = 0.0
+        for name, setting, length in plan:
+            options = ({} if name is None else {"draft": name}) | dict(setting.options)
+            what = {"mode": setting.mode, "options": options, "length": length}
+            if not results.guard.fits(longest):
+                results.skip("no time left", **what)
+                continue
+            started = time.perf_counter()
+            record = self.measure(name, setting, length)
+            seconds = time.perf_counter() - started
+            longest = max(longest, seconds)
+            results.write("acceptance", **what, **record, seconds=round(seconds, 1))
+            shown = label(setting) if name is None else f"{name}, {label(setting)}"
+            progress.say(f"{shown} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
+            progress.step()
+
+    def measure(self, name: str | None, setting: Setting, length: int) -> dict[str, Any]:
+        """tau of one setting at one length: mean over prompts with interval, and difference to what came first."""
+        taus, texts, method = [], [], self.drafts[name]
+        histogram: list[int] = []
+        batch = min(self.batch, getattr(method, "max_batch", None) or self.batch)
+        with changed(method, dict(setting.options)) if setting.options else nullcontext():
+            for start in range(0, len(self.prompts.tokens), batch):
+                rows = slice(start, min(start + batch, len(self.prompts.tokens)))
+                run, steps = self._run(method, rows, length, setting.mode)
+                taus += [run.tokens // len(run.text) / count for count in steps]
+                texts.append(run.text)
+                counts = [] if isinstance(method, HfMethod) else method.last_speculation.acceptance_histogram
+                histogram = [a + b for a, b in zip_longest(histogram, counts, fillvalue=0)]
+        record: dict[str, Any] = {
+            "tau": mean_interval(taus),
+            "per_prompt": [significant(tau) for tau in taus],
+            "histogram": histogram,
+        }
+        # drafts are compared setting by setting, the settings of one draft with its first
+        first = self._first.setdefault((setting.mode, "" if name is None else str(setting.options), length), taus)
+        if first is not taus:
+            difference = [tau - other for tau, other in zip(taus, first, strict=True)]
+            record["difference"] = mean_interval(difference)
+        if setting.mode == "greedy":
+            text = torch.cat(texts)
+            record["same_text"] = bool(torch.equal(text, self._greedy_text.setdefault(length, text)))
+        return record
+
+    def _run(self, method: Any, rows: slice, length: int, mode: str) -> tuple[Call, list[int]]:
+        """One call and the verifications of each of its rows; transformers' methods verify all rows equally often."""
+        if isinstance(method, HfMethod):
+            run = self.decoder.run(method, rows, length, mode, seed=rows.start)
+            return run, [run.steps // len(run.text)] * len(run.text)
+        with RowSteps().of(method) as steps:
+            return self.decoder.run(method, rows, length, mode, seed=rows.start), steps.counts
+
+
+def label(setting: Setting) -> str:
+    """A setting in words.
+
+    >>> label(Setting.of("greedy", selection="window", num_assistant_tokens=6))
+    'greedy, window, num_assistant_tokens=6'
+    """
+    shown = [str(value) if name == "selection" else f"{name}={value}" for name, value in setting.options]
+    return ", ".join([setting.mode, *shown])
+
+
+def acceptance_report(records: Sequence[Record]) -> str:
+    """The table with its environment."""
+    return report_page("Tokens per verification", ACCEPTANCE_NOTE, [acceptance_table(records)], records)
+
+
 DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"
 
 # Differences are taken to the first setting of each mode.
@@ -76,23 +235,21 @@ def main(arguments: list[str] | None = None) -> None:
     set_threads(args.threads)
     model = load_target(args.target, torch.float32)
     drafts = make_drafts(model, args.draft)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
+    tokens, origin = load_prompts(args.target, args.data, max(args.lengths), args.prompts)
     guard = TimeGuard(args.minutes)
     runs = plan(list(drafts), next(iter(drafts.values())).config.model_type, args.lengths)
-    progress = Progress(total=len(runs), quiet=args.quiet)
+    progress = Progress(len(runs), lines=True, quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = hf_longspec.SpecAttnDraftModel.settings | {"gate": False}
     with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
-        prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
+        prompts = prefilled(model, tokens, progress)
         AcceptanceBenchmark(model, drafts, prompts, args.tokens, args.batch).run(runs, results, progress)
-    progress.close()
-    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+    show(results, progress)
 
 
 def plan(names: Sequence[str | None], kind: str, lengths: Sequence[int]) -> list[Planned]:
-    """What is measured, the most telling first: trained drafts are compared with one tree, the first has others."""
+    """Plan the runs, the most telling first: trained drafts are compared with one tree, the first has others."""
     first, middle = names[0], sorted(lengths)[len(lengths) // 2]
     if first is None:
         runs: list[Planned] = [(first, setting, length) for setting in SETTINGS for length in lengths]
@@ -113,8 +270,8 @@ def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, ROOT / "benchmarks" / "results" / "acceptance.jsonl", minutes=40)
-    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
+    made = parser(__doc__, "acceptance", minutes=40)
+    add_prompts(made)
     made.add_argument("--draft", action="append", help=DRAFT_HELP)
     made.add_argument("--lengths", type=integers, default=[2048, 8192, 15872], help="default: 2048,8192,15872")
     made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")

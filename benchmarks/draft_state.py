@@ -1,28 +1,56 @@
-"""What a LongSpec draft keeps, and what one draft costs, from 1K to 64K tokens of context.
+"""The state of a LongSpec draft, and the time of one draft, from 1K to 64K tokens of context.
 
 A random Llama with 65,536 positions and a cache filled with random numbers: neither bytes nor times depend on their
 values, and prefilling 64K tokens would take most of the run.
 
-    python benchmarks/draft_state.py
+    python -m benchmarks.draft_state
 """
 
 import argparse
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import median
 
 import torch
 
 import hf_longspec
-from hf_longspec.bench.arguments import integers, parser, set_threads
-from hf_longspec.bench.reports import draft_state_report
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.timing import TimeGuard, seconds_of
+from benchmarks.harness import integers, parser, seconds_of, set_threads, show
+from hf_longspec.bench.markdown import (
+    markdown_table,
+    report_page,
+)
+from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafters.base import Binding, Verification
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
 
-ROOT = Path(__file__).resolve().parents[1]
+HEADLINE = "State of a LongSpec draft"
+NOTE = (
+    "Bytes that the draft keeps for one row beside the target's cache, bytes of that cache, and the median time to "
+    "draft one tree, on a random model of 3 layers."
+)
+
+
+def draft_state_headline(records: Sequence[Record]) -> str:
+    """One row per context."""
+    header = ["context", "draft state, KiB", "target's cache, MiB", "ms per draft tree"]
+    rows = [
+        [
+            str(row["context"]),
+            f"{row['draft_state_bytes'] / 2**10:.0f}",
+            f"{row['target_cache_bytes'] / 2**20:.1f}",
+            f"{row['draft_ms']:.2f}",
+        ]
+        for row in of_kind(records, "draft_state")
+    ]
+    return markdown_table(header, rows)
+
+
+def draft_state_report(records: Sequence[Record]) -> str:
+    """The table with its environment."""
+    return report_page(HEADLINE, NOTE, [draft_state_headline(records)], records)
+
+
 WARM_UPS = 3
 
 
@@ -35,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     with ResultFile(args.output, "draft_state", draft_state_report, TimeGuard(args.minutes), settings) as results:
         for context in args.contexts:
             results.write("draft_state", context=context, **measure(target, draft, context, args.repeats))
-    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+    show(results)
 
 
 @torch.no_grad()
@@ -63,7 +91,7 @@ def measure(target: torch.nn.Module, draft: hf_longspec.LongSpecDraftModel, cont
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, ROOT / "benchmarks" / "results" / "draft_state.jsonl", minutes=5)
+    made = parser(__doc__, "draft_state", minutes=5)
     made.add_argument("--contexts", type=integers, default=[1024, 4096, 16384, 65536], help="default: 1K to 64K")
     made.add_argument("--repeats", type=int, default=15)
     return made.parse_args(arguments)

@@ -4,32 +4,314 @@ Every prompt is prefilled once; each run continues a copy of its cache. Speed is
 last, for all methods by the same clock. Headline rows sample at temperature 1; greedy text of small models repeats
 itself, which flatters every drafter. What does not emit the greedy float32 text of plain `generate` is not timed.
 
-    python benchmarks/engine.py --target hub_cards/tiny-target --draft hub_cards/tiny-longspec
+    python -m benchmarks.engine --target hub_cards/tiny-target --draft hub_cards/tiny-longspec
 
 With `--assistant`, an ordinary small model of the same vocabulary drafts in transformers' assisted generation.
 """
 
 import argparse
 import copy
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_longspec
-from hf_longspec.bench.arguments import add_prompts, add_repeats, integers, names, parser, set_threads
-from hf_longspec.bench.ceilings import read_gb_per_second
-from hf_longspec.bench.decoding import HfMethod, endless, load_target
-from hf_longspec.bench.engine import COMPILED, PLAIN, EngineBenchmark, order_of_cells
-from hf_longspec.bench.prefill import prefill
+from benchmarks.harness import (
+    add_prompts,
+    add_repeats,
+    integers,
+    load_prompts,
+    load_target,
+    names,
+    parser,
+    prefilled,
+    set_threads,
+    show,
+    trees,
+)
+from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
+from hf_longspec.bench.machine import read_gb_per_second, step_bytes
+from hf_longspec.bench.markdown import (
+    markdown_table,
+    range_of,
+    report_page,
+)
+from hf_longspec.bench.matrix import Cell
+from hf_longspec.bench.prefill import Decoder, PrefilledPrompts, row_windows
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.prompts import STDLIB, load_prompts
-from hf_longspec.bench.reports import engine_report
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
+from hf_longspec.bench.summaries import in_turns, ratios, significant, summarize
 
-ROOT = Path(__file__).resolve().parents[1]
+HEADLINE = "Decoding speed"
+TITLES = {"sample": "Sampling at temperature 1", "greedy": "Greedy"}
+NOTE = (
+    "Tokens per second of all rows together, from the first token to the last, on a cache that was prefilled "
+    "before; median of interleaved repeats, lowest and highest in brackets, ratios taken within a repeat. `hf "
+    "generate` is plain `model.generate` (DynamicCache, sdpa); plain loop is ours without a draft. Ratios (x) "
+    "are to `generate`, unless it says plain (the plain loop, compiled where the method is) or eager (the same "
+    "method, not compiled). tau: tokens per verification, the target's own included. Floor: reading weights and "
+    "cache once from memory; a model that fits into the processor's cache can be below it."
+)
+
+
+# Behind the name of a method: the same with compiled steps.
+COMPILED = ", compiled"
+WARM_UP_TOKENS = 8
+# A loop without a draft takes equally long for every token: a part of the tokens is enough.
+SHORTER = 3
+
+# Makes drafts for a target, by name.
+MakeDrafts = Callable[[PreTrainedModel], Mapping[str, Any]]
+
+
+class EngineBenchmark:
+    """Measure cells one after another.
+
+    Args:
+        models (`Mapping[str, PreTrainedModel]`): The target by name of its dtype; "float32" is required.
+        make_drafts (`Callable`): Gives drafts by name for a target; one of them is `PLAIN`, which drafts nothing, and
+            one `PLAIN + COMPILED` if others are compiled.
+        prompts ([`PrefilledPrompts`]): In float32.
+        tokens (`int`): Tokens per row and run; a third of them where every step gives one token.
+        repeats (`int`): Turns.
+        bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the share of the floor.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, PreTrainedModel],
+        make_drafts: MakeDrafts,
+        prompts: PrefilledPrompts,
+        *,
+        tokens: int,
+        repeats: int,
+        bandwidth: float,
+    ):
+        self.models = models
+        self.prompts = prompts
+        self.repeats = repeats
+        self.bandwidth = bandwidth
+        self.decoders = {
+            name: Decoder(model, prompts.to(getattr(torch, name)), tokens) for name, model in models.items()
+        }
+        self.methods: dict[str, dict[str, Any]] = {
+            name: {HF: HfMethod(), **make_drafts(model)} for name, model in models.items()
+        }
+        self._checked: dict[tuple[int, int], str | None] = {}
+
+    def measure(self, cell: Cell, results: ResultFile, progress: Progress) -> None:
+        """Check, then time, then write one record per mode and method; or say why not."""
+        what = {"context": cell.context, "batch": cell.batch, "dtype": cell.dtype}
+        if not results.guard.left:
+            results.skip("no time left", **what)
+            return
+        windows = row_windows(len(self.prompts.tokens), cell.batch, self.repeats)
+        progress.say(f"{cell.place}: comparing the float32 greedy text of all methods")
+        differing = self.differing_text(cell, windows[0])
+        if differing is not None:
+            results.skip(f"not timed: {differing}", **what)
+            progress.say(f"{cell.place}: NOT TIMED, {differing}")
+            return
+        self.compile_steps(cell, windows, progress)
+        expected = self.expected_seconds(cell, windows[0])
+        if not results.guard.fits(expected):
+            results.skip(f"it would take {expected:.0f} s and {results.guard.left:.0f} s are left", **what)
+            progress.say(f"{cell.place}: left out, it would take {expected:.0f} s")
+            return
+        progress.say(f"{cell.place}: timing, about {expected:.0f} s")
+        runs = {mode: self.timed_runs(cell, windows, mode) for mode in MODES}
+        if cell.dtype == "float32" and (differing := _first_difference(runs["greedy"])) is not None:
+            results.skip(f"times dropped: {differing}", **what)
+            return
+        for mode, by_name in runs.items():
+            for name, record in self.summaries(cell, by_name).items():
+                results.write("decoding", **what, mode=mode, method=name, **record)
+
+    def differing_text(self, cell: Cell, rows: slice) -> str | None:
+        """Where the float32 greedy text of a method differs from that of plain `generate`, or None."""
+        key = cell.context, cell.batch
+        if key not in self._checked:
+            decoder, methods = self.decoders["float32"], self._methods("float32", cell.batch)
+            runs = {name: [decoder.run(draft, rows, cell.context, "greedy", 0)] for name, draft in methods.items()}
+            self._checked[key] = _first_difference(runs)
+        return self._checked[key]
+
+    def compile_steps(self, cell: Cell, windows: Sequence[slice], progress: Progress) -> None:
+        """Run what will be timed once, where it compiles: after every prompt, as rows grow apart differently."""
+        for name, method in self._methods(cell.dtype, cell.batch).items():
+            if name.endswith(COMPILED):
+                progress.say(f"{cell.place}: compiling {name.removesuffix(COMPILED)}")
+                for mode, rows in ((mode, rows) for mode in MODES for rows in windows[:2]):
+                    self.decoders[cell.dtype].run(method, rows, cell.context, mode, 0, self._tokens(name))
+
+    def expected_seconds(self, cell: Cell, rows: slice) -> float:
+        """Estimate for one cell, from a short run of every method, which also warms up."""
+        decoder, total = self.decoders[cell.dtype], 0.0
+        for name, draft in self._methods(cell.dtype, cell.batch).items():
+            run = decoder.run(draft, rows, cell.context, "sample", 0, tokens=WARM_UP_TOKENS)
+            total += run.decode_seconds / run.tokens * cell.batch * self._tokens(name)
+        return total * self.repeats * len(MODES)
+
+    def timed_runs(self, cell: Cell, windows: Sequence[slice], mode: str) -> dict[str, list[Call]]:
+        """The runs of every method, in turns; in one turn all methods continue the same prompts from one seed."""
+        decoder, methods = self.decoders[cell.dtype], self._methods(cell.dtype, cell.batch)
+        runs: dict[str, list[Call]] = {name: [] for name in methods}
+        for repeat, name in in_turns(list(methods), self.repeats):
+            run = decoder.run(methods[name], windows[repeat], cell.context, mode, repeat, self._tokens(name))
+            runs[name].append(run)
+        return runs
+
+    def _methods(self, dtype: str, batch: int) -> dict[str, Any]:
+        """The methods that decode `batch` rows."""
+        most = {name: getattr(method, "max_batch", None) for name, method in self.methods[dtype].items()}
+        return {name: self.methods[dtype][name] for name, limit in most.items() if limit is None or batch <= limit}
+
+    def _tokens(self, name: str) -> int:
+        tokens = self.decoders["float32"].tokens
+        return max(2, tokens // SHORTER) if name in (HF, PLAIN, PLAIN + COMPILED) else tokens
+
+    def summaries(self, cell: Cell, runs: Mapping[str, Sequence[Call]]) -> dict[str, dict[str, Any]]:
+        """Speed, ratios to both baselines, tau and the share of the bandwidth floor of every method."""
+        speeds = {name: [run.tokens_per_second for run in turns] for name, turns in runs.items()}
+        floor = step_bytes(self.models[cell.dtype], cell.context, cell.batch) / (self.bandwidth * 1e9)
+        found = {}
+        for name, turns in runs.items():
+            speed = summarize(speeds[name])
+            tau = sum(run.tokens for run in turns) / sum(run.steps for run in turns)
+            found[name] = {
+                "tokens_per_second": speed,
+                "ratio_to_hf": ratios(speeds[name], speeds[HF]),
+                "ratio_to_plain": ratios(speeds[name], speeds[_baseline(name)]),
+                "tau": significant(tau),
+                "shares": _mean_shares(turns),
+                "draft_state_bytes": max(run.draft_state_bytes for run in turns),
+                # tau tokens per floor at most: for the two loops without a draft the share of the floor itself
+                "share_of_floor": significant(floor * speed["median"] / cell.batch / tau),
+            }
+            if (eager := name.removesuffix(COMPILED)) != name and eager in speeds:
+                found[name]["ratio_to_eager"] = ratios(speeds[name], speeds[eager])
+        return found
+
+
+def _baseline(name: str) -> str:
+    """The baseline of a method: the loop without a draft, compiled if the method is."""
+    return PLAIN + COMPILED if name.endswith(COMPILED) and name != PLAIN + COMPILED else PLAIN
+
+
+def _mean_shares(turns: Sequence[Call]) -> dict[str, float]:
+    return {name: significant(sum(run.shares[name] for run in turns) / len(turns)) for name in turns[0].shares}
+
+
+def _first_difference(runs: Mapping[str, Sequence[Call]]) -> str | None:
+    for name, turns in runs.items():
+        for turn, (run, truth) in enumerate(zip(turns, runs[HF], strict=True)):
+            common = min(run.text.shape[1], truth.text.shape[1])
+            differs = run.text[:, :common] != truth.text[:, :common]
+            if bool(differs.any()):
+                row, place = differs.nonzero()[0].tolist()
+                return f"{name} emits another float32 greedy text than {HF} (turn {turn}, row {row}, token {place})"
+    return None
+
+
+def order_of_cells(contexts: Sequence[int], batches: Sequence[int], dtypes: Sequence[str]) -> list[Cell]:
+    """Most telling first: batch by batch, long contexts before short ones."""
+    return [
+        Cell(dtype, context, batch)
+        for batch in batches
+        for context in sorted(contexts, reverse=True)
+        for dtype in dtypes
+    ]
+
+
+Place = tuple[str, int, int, str]
+
+
+def kind_of(method: str) -> str:
+    """A method without its settings.
+
+    >>> kind_of("LongSpec, 1+1, compiled")
+    'LongSpec, compiled'
+    """
+    return method.split(",")[0] + (COMPILED if method.endswith(COMPILED) else "")
+
+
+def kinds_of(records: Sequence[Record]) -> list[str]:
+    """Every kind but plain `generate`, in the order of the file."""
+    return list(dict.fromkeys(kind_of(row["method"]) for row in of_kind(records, "decoding") if row["method"] != HF))
+
+
+def best_of_cells(records: Sequence[Record]) -> dict[Place, dict[str, Record]]:
+    """For each (dtype, context, batch, mode) the fastest record of every kind, plain `generate` included.
+
+    Fastest is what has the largest ratio to the plain loop, which is taken within a repeat.
+    """
+    cells: dict[Place, dict[str, Record]] = {}
+    for row in of_kind(records, "decoding"):
+        best = cells.setdefault((row["dtype"], row["context"], row["batch"], row["mode"]), {})
+        kind = kind_of(row["method"])
+        if kind not in best or row["ratio_to_plain"]["median"] > best[kind]["ratio_to_plain"]["median"]:
+            best[kind] = row
+    return cells
+
+
+def engine_headline(records: Sequence[Record]) -> str:
+    """One row per cell and mode: speed of plain `generate`, ratios of the others, each kind of draft at its best."""
+    kinds = kinds_of(records)
+    lines = []
+    for cell, best in best_of_cells(records).items():
+        speed = f"{best[HF]['tokens_per_second']['median']:.1f}" if HF in best else ""
+        lines.append([*map(str, cell), speed, *(_ratios(best.get(kind)) for kind in kinds)])
+    return markdown_table(["dtype", "context", "batch", "mode", "`generate`, tokens/s", *kinds], lines)
+
+
+def _ratios(row: Record | None) -> str:
+    if row is None:
+        return ""
+    name = row["method"].removesuffix(COMPILED)
+    to_hf = f"{row['ratio_to_hf']['median']:.2f}x"
+    eager = f", {row['ratio_to_eager']['median']:.2f}x eager" if "ratio_to_eager" in row else ""
+    if name == PLAIN:
+        return to_hf + eager
+    setting = f" ({name.split(', ', 1)[1]})" if ", " in name else ""
+    return f"{to_hf}; {row['ratio_to_plain']['median']:.2f}x plain, tau {row['tau']:.2f}{setting}"
+
+
+def engine_report(records: Sequence[Record]) -> str:
+    """Everything that was measured, one table per mode."""
+    return report_page("Decoding speed", NOTE, speed_tables(records), records)
+
+
+def speed_tables(records: Sequence[Record]) -> list[str]:
+    parts: list[str] = []
+    header = ["dtype", "context", "batch", "method", "tokens/s", "x `generate`", "x plain loop", "tau"]
+    header += ["drafting / verifying / rest", "draft state", "share of floor", "x eager"]
+    for mode, title in TITLES.items():
+        rows = [
+            [
+                row["dtype"],
+                str(row["context"]),
+                str(row["batch"]),
+                row["method"],
+                range_of(row["tokens_per_second"], 1),
+                range_of(row["ratio_to_hf"]),
+                range_of(row["ratio_to_plain"]),
+                f"{row['tau']:.2f}",
+                " / ".join(f"{share:.0%}" for share in row["shares"].values()),
+                f"{row['draft_state_bytes'] / 1024:.0f} KiB" if row["draft_state_bytes"] else "",
+                f"{row['share_of_floor']:.0%}",
+                range_of(row["ratio_to_eager"]) if "ratio_to_eager" in row else "",
+            ]
+            for row in of_kind(records, "decoding")
+            if row["mode"] == mode
+        ]
+        if rows:
+            parts += [f"## {title}", markdown_table(header, rows)]
+    return parts
+
+
 COMPILED_HELP = (
     "drafts to measure with compiled steps too, and the plain loop with them: 'SpecAttn, gamma 4; LongSpec, 1+1'"
 )
@@ -40,18 +322,15 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     set_threads(args.threads)
     cells = order_of_cells(args.contexts, args.batches, args.dtypes)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.contexts), max(args.batches))
+    tokens, origin = load_prompts(args.target, args.data, max(args.contexts), max(args.batches))
     guard = TimeGuard(args.minutes)
-    progress = Progress(total=len(cells), quiet=args.quiet)
+    progress = Progress(len(cells), lines=True, quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
     with ResultFile(args.output, "engine", engine_report, guard, settings) as results:
         bandwidth = read_gb_per_second()
         results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
         models = {name: load_target(args.target, getattr(torch, name)) for name in {"float32", *args.dtypes}}
-        prompts = prefill(
-            models["float32"], tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}")
-        )
+        prompts = prefilled(models["float32"], tokens, progress)
         benchmark = EngineBenchmark(
             models,
             lambda model: make_methods(model, args),
@@ -63,8 +342,7 @@ def main(arguments: list[str] | None = None) -> None:
         for cell in cells:
             benchmark.measure(cell, results, progress)
             progress.step()
-    progress.close()
-    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+    show(results, progress)
 
 
 def make_methods(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:
@@ -98,15 +376,6 @@ def compiled(methods: dict[str, Any], names: list[str]) -> dict[str, Any]:
     return twins
 
 
-def trees(text: str) -> list[list[int]]:
-    """Widths of several trees.
-
-    >>> trees("4+4+4,1+1")
-    [[4, 4, 4], [1, 1]]
-    """
-    return [[int(width) for width in tree.split("+")] for tree in text.split(",")]
-
-
 def methods_named(text: str) -> list[str]:
     """Names of methods.
 
@@ -117,9 +386,9 @@ def methods_named(text: str) -> list[str]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, ROOT / "benchmarks" / "results" / "engine.jsonl", minutes=15)
+    made = parser(__doc__, "engine", minutes=15)
     add_repeats(made)
-    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
+    add_prompts(made)
     made.add_argument("--contexts", type=integers, default=[2048, 8192, 16128], help="default: 2048,8192,16128")
     made.add_argument("--batches", type=integers, default=[1, 4], help="default: 1,4")
     made.add_argument("--dtypes", type=names, default=["float32", "bfloat16"], help="default: float32,bfloat16")

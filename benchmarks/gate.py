@@ -1,31 +1,342 @@
 """The gate on held-out text: the plain loop, and drafts with the gate and without it.
 
-The useless draft has random weights; the others are a trained chain, a trained draft that is asked for a wide tree
+The useless draft has random weights; the others are a trained chain, a trained draft that drafts a wide tree
 first and may choose the chain, and n-grams. Every prompt is prefilled once, and all ways to decode continue copies of
 its cache by the same tokens, in turns of a few tokens each. With the gate a draft should be about as fast as the
 faster of the plain loop and itself without the gate, whichever of the two that is.
 
-    python benchmarks/gate.py
+    python -m benchmarks.gate
+
+The question is a few per cent, and a machine varies by more: whole runs of some seconds each vary by ten per cent on a
+shared machine. So every way to decode advances by a few tokens before the next one has its turn, all of them see the
+same minute, and every single step is timed. There are two answers: times of decodings that took turns, and an account
+of their steps. The gate counts the time of its own steps, and so is not affected by the turns.
 """
 
 import argparse
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import PreTrainedModel
 
 import hf_longspec
-from hf_longspec.bench.arguments import add_prompts, add_repeats, integers, parser, set_threads
-from hf_longspec.bench.decoding import MODES, load_target
-from hf_longspec.bench.engine import PLAIN
-from hf_longspec.bench.gated import GateBenchmark, gate_report
-from hf_longspec.bench.prefill import prefill
+from benchmarks.harness import (
+    HUB_CARDS,
+    add_prompts,
+    add_repeats,
+    integers,
+    load_prompts,
+    load_target,
+    parser,
+    prefilled,
+    set_threads,
+    show,
+)
+from hf_longspec.bench.calls import MODES, PLAIN
+from hf_longspec.bench.markdown import markdown_table, report_page
+from hf_longspec.bench.prefill import PrefilledPrompts
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.prompts import STDLIB, load_prompts
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
+from hf_longspec.bench.summaries import mean_interval, significant
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.decoding import Session
+from hf_longspec.generation.target import TargetView
 
-ROOT = Path(__file__).resolve().parents[1]
+NOTE = (
+    "All ways to decode advance in turns of a few tokens through the same texts, and every step is timed. Time "
+    "over plain loop: of all steps, mean over texts with its 95 % interval; CPU time: the same by the process's "
+    "own clock. Accounted: exact counts of steps times the median cost of each kind, measured in plain steps of "
+    "the same turn. Over the faster one: time over that of the plain loop or of the draft without a gate, "
+    "whichever is faster. Same text: how many texts are those of the plain loop. Steps: of each kind per text; a "
+    "catch-up is a plain step that is shown to a drafter behind its rest. Decisions and tau (of steps that "
+    "speculate) are those of the last text."
+)
+
+
+# Tokens of a turn: enough that a cold cache at its beginning is little, few enough that it is a fraction of a second.
+TURN = 32
+# Kinds of steps; a catch-up is a plain one that a drafter sees after its rest.
+PLAIN_STEP, CATCH_UP, SPECULATION = "plain", "catch-up", "speculation"
+
+Clocks = tuple[Callable[[], float], Callable[[], float]]
+CLOCKS: Clocks = (time.perf_counter, time.process_time)
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """One iteration of the loop.
+
+    Args:
+        turn (`int`): Which turn it belongs to.
+        kind (`str`): `plain`, `catch-up` or `speculation`.
+        seconds (`float`): By the wall clock.
+        cpu_seconds (`float`): That this process ran on a processor.
+    """
+
+    turn: int
+    kind: str
+    seconds: float
+    cpu_seconds: float
+
+
+class SteppedRun:
+    """One decoding after a prefilled prompt, advanced from outside; the prompt is done, the first token is out.
+
+    Args:
+        model (`PreTrainedModel`): From [`load_target`].
+        draft (`DraftModel`): How to decode, with its setting `gate`.
+        prompts ([`PrefilledPrompts`]): Where decoding starts.
+        row (`int`): Which of them.
+        context (`int`): How much of it.
+        mode (`str`): `sample` or `greedy`.
+        seed (`int`): Of the sampling.
+        tokens (`int`): Tokens after the first one.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draft: Any,
+        prompts: PrefilledPrompts,
+        row: int,
+        context: int,
+        *,
+        mode: str,
+        seed: int,
+        tokens: int,
+    ):
+        rows = slice(row, row + 1)
+        cache = SpeculativeCache(model.config, 1, context + tokens + 1)
+        prompts.fill(cache, rows, context - draft.num_tree_nodes(TargetView(model)))
+        prompt = prompts.prompt(rows, context)
+        options: dict[str, Any] = {**MODES[mode].options(), "max_new_tokens": tokens + 1, "past_key_values": cache}
+
+        def opened(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Session:
+            target = TargetView(model)
+            session = Session(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, None)
+            session.open_cache(model_kwargs)
+            return session
+
+        torch.manual_seed(seed)
+        # generate() prepares processors and criteria, and returns what it is given
+        self.session: Session = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), custom_generate=opened, **options
+        )
+        self.steps: list[TimedStep] = []
+        self.session.prefill()
+        with self.session.target.attention():
+            self.session.seed()
+
+    @property
+    def text(self) -> list[int]:
+        """Emitted tokens, the first one included."""
+        return self.session.sequences.generated[0].tolist()
+
+    def advance(self, turn: int, tokens: int, clocks: Clocks = CLOCKS) -> None:
+        """Take steps until `tokens` more than the first token are out."""
+        while not self.session.sequences.finished and len(self.session.sequences.generated[0]) <= tokens:
+            speculated = self.session.stats.num_spec_steps
+            before = [clock() for clock in clocks]
+            self.session.iterate()
+            wall, cpu = (clock() - start for clock, start in zip(clocks, before, strict=True))
+            self.steps.append(TimedStep(turn, self._kind(speculated), wall, cpu))
+
+    def _kind(self, speculated: int) -> str:
+        """Of the last step, after `speculated` that speculated."""
+        if self.session.stats.num_spec_steps > speculated:
+            return SPECULATION if self.session.drafter.num_nodes > 1 else PLAIN_STEP
+        return PLAIN_STEP if self.session.drafter.is_steady else CATCH_UP
+
+
+@torch.no_grad()
+def interleave(runs: Mapping[str, SteppedRun], tokens: int, clocks: Clocks = CLOCKS) -> None:
+    """Advance runs of one target to `tokens` tokens in turns of `TURN`, every other round in reverse order."""
+    with next(iter(runs.values())).session.target.attention():
+        for turn, reached in enumerate(range(TURN, tokens + TURN, TURN)):
+            names = list(runs) if turn % 2 == 0 else list(runs)[::-1]
+            for name in names:
+                runs[name].advance(turn, min(reached, tokens), clocks)
+
+
+def accounted(
+    steps: Sequence[Sequence[TimedStep]], base: Sequence[Sequence[TimedStep]]
+) -> tuple[float, dict[str, Any]]:
+    """Time of some runs over that of `base`, from exact counts of steps and the median cost of each kind.
+
+    A step's cost is its time over the median of the base's steps in the same turn: the unit follows the machine.
+    Medians leave out what disturbed single steps, so this says what the choice of steps costs.
+
+    Args:
+        steps (`Sequence[Sequence[TimedStep]]`): Of each run.
+        base (`Sequence[Sequence[TimedStep]]`): Likewise, of the loop without a draft beside it.
+
+    Returns:
+        The ratio, and for each kind how many steps a run has on average and their median cost.
+
+    >>> plain = [TimedStep(0, "plain", 1.0, 1.0)] * 4
+    >>> accounted([[TimedStep(0, "plain", 1.0, 1.0)] * 3 + [TimedStep(0, "speculation", 3.0, 3.0)]], [plain])[0]
+    1.5
+    """
+    costs: dict[str, list[float]] = {}
+    for run, beside in zip(steps, base, strict=True):
+        turns: dict[int, list[float]] = {}
+        for step in beside:
+            turns.setdefault(step.turn, []).append(step.seconds)
+        units = {turn: statistics.median(seconds) for turn, seconds in turns.items()}
+        for step in run:
+            costs.setdefault(step.kind, []).append(step.seconds / units[step.turn])
+    kinds = {
+        kind: {"steps": len(found) / len(steps), "cost": statistics.median(found)} for kind, found in costs.items()
+    }
+    total = sum(kind["steps"] * kind["cost"] for kind in kinds.values())
+    return total / (sum(map(len, base)) / len(base)), kinds
+
+
+GATED, UNGATED = ", gated", ", ungated"
+WARM_UP_TOKENS = 24
+
+
+class GateBenchmark:
+    """Measure contexts one after another, one prompt at a time.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        methods (`Mapping[str, DraftModel]`): By name; one of them is `PLAIN`.
+        prompts ([`PrefilledPrompts`]): Where decoding starts; one per repeat.
+        tokens (`int`): Tokens per run, the first one apart.
+        repeats (`int`): Texts per context.
+        mode (`str`): `sample` or `greedy`.
+        gated_only (`Collection[str]`, *optional*): Methods that are known to be slow without the gate.
+        ungated_only (`Collection[str]`, *optional*): Methods that others are compared with.
+        choices (`Mapping[str, Sequence[str]]`, *optional*): Of a method whose gate chooses among trees, the
+            methods that take one of them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        methods: Mapping[str, Any],
+        prompts: PrefilledPrompts,
+        *,
+        tokens: int,
+        repeats: int,
+        mode: str,
+        gated_only: Collection[str] = (),
+        ungated_only: Collection[str] = (),
+        choices: Mapping[str, Sequence[str]] | None = None,
+    ):
+        self.model = model
+        self.prompts = prompts
+        self.tokens = tokens
+        self.repeats = repeats
+        self.mode = mode
+        self.choices = choices or {}
+        self.ways = {PLAIN: (methods[PLAIN], False)}
+        for name, draft in methods.items():
+            if name != PLAIN and name not in ungated_only:
+                self.ways[name + GATED] = draft, True
+            if name != PLAIN and name not in gated_only:
+                self.ways[name + UNGATED] = draft, False
+
+    def measure(self, context: int, results: ResultFile) -> None:
+        """One record per way to decode."""
+        self._repeat(0, context, WARM_UP_TOKENS)
+        repeats = [self._repeat(repeat, context, self.tokens) for repeat in range(self.repeats)]
+        plain = [runs[PLAIN].steps for runs in repeats]
+        wall = {name: [_seconds(runs[name].steps) for runs in repeats] for name in self.ways}
+        for name in self.ways:
+            steps = [runs[name].steps for runs in repeats]
+            last = repeats[-1][name].session.stats
+            ratio, found = accounted(steps, plain)
+            kinds = {kind: {key: significant(value) for key, value in of.items()} for kind, of in found.items()}
+            base = self._faster_without_gate(name, wall)
+            results.write(
+                "gate",
+                context=context,
+                method=name,
+                tokens_per_second=significant(self.tokens * len(repeats) / sum(wall[name])),
+                time_over_plain=_over(wall[name], wall[PLAIN]),
+                cpu_over_plain=_over([_cpu(run) for run in steps], [_cpu(run) for run in plain]),
+                accounted_over_plain=significant(ratio),
+                kinds=kinds,
+                faster=base,
+                time_over_faster=_over(wall[name], wall[base]),
+                tau=significant(last.mean_acceptance_length),
+                same_texts=sum(runs[name].text == runs[PLAIN].text for runs in repeats),
+                texts=len(repeats),
+                decisions=[asdict(decision) for decision in last.gate_decisions],
+            )
+
+    def _repeat(self, repeat: int, context: int, tokens: int) -> dict[str, SteppedRun]:
+        runs = {}
+        # whoever goes first in a turn, another one does in the next repeat
+        names = list(self.ways)[repeat % len(self.ways) :] + list(self.ways)[: repeat % len(self.ways)]
+        for name in names:
+            draft, gated = self.ways[name]
+            draft.generation_config.gate = gated
+            row = repeat % len(self.prompts.tokens)
+            runs[name] = SteppedRun(
+                self.model, draft, self.prompts, row, context, mode=self.mode, seed=repeat, tokens=tokens
+            )
+        interleave(runs, tokens)
+        return runs
+
+    def _faster_without_gate(self, name: str, wall: Mapping[str, Sequence[float]]) -> str:
+        """The choice of a perfect gate, as measured: the plain loop, or one of the trees."""
+        if not name.endswith(GATED):
+            return PLAIN
+        method = name.removesuffix(GATED)
+        ungated = [one + UNGATED for one in self.choices.get(method, [method])]
+        return min((way for way in (PLAIN, *ungated) if way in wall), key=lambda way: sum(wall[way]))
+
+
+def _seconds(steps: Sequence[Any]) -> float:
+    return sum(step.seconds for step in steps)
+
+
+def _cpu(steps: Sequence[Any]) -> float:
+    return sum(step.cpu_seconds for step in steps)
+
+
+def _over(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Mean ratio over texts with its interval."""
+    return mean_interval([a / b for a, b in zip(times, base, strict=True)])
+
+
+def gate_report(records: Sequence[Record]) -> str:
+    """The table with its environment."""
+    rows = [
+        [
+            str(row["context"]),
+            row["method"],
+            f"{row['tokens_per_second']:.1f}",
+            _percent(row["time_over_plain"]),
+            _percent(row["cpu_over_plain"]),
+            f"{row['accounted_over_plain'] - 1:+.1%}",
+            f"{_percent(row['time_over_faster'])} over {row['faster']}" if row["method"].endswith(GATED) else "",
+            f"{row['same_texts']}/{row['texts']}",
+            f"{row['tau']:.2f}",
+            ", ".join(f"{kind['steps']:.0f} {name} at {kind['cost']:.2f}" for name, kind in row["kinds"].items()),
+            ", ".join(f"{decision['choice']} at {decision['length']}" for decision in row["decisions"]),
+        ]
+        for row in of_kind(records, "gate")
+    ]
+    header = ["context", "method", "tokens/s", "time over plain loop", "CPU time", "accounted", "over the faster one"]
+    header += ["same text", "tau", "steps, cost in plain steps", "decisions"]
+    return report_page("The gate", NOTE, [markdown_table(header, rows)], records)
+
+
+def _percent(interval: dict[str, Any]) -> str:
+    """A ratio as a difference in per cent, with half of its interval."""
+    return f"{interval['mean'] - 1:+.1%} ± {(interval['high'] - interval['low']) / 2:.1%}"
+
+
 WIDE, CHOOSING = "trained draft, wide", "trained draft, choosing"
 WIDE_TREE = [4, 4, 4, 3]
 
@@ -34,8 +345,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     set_threads(args.threads)
     model = load_target(args.target, torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.contexts), args.prompts)
+    tokens, origin = load_prompts(args.target, args.data, max(args.contexts), args.prompts)
     torch.manual_seed(0)  # of the random weights
     methods = {
         PLAIN: hf_longspec.PlainDraftModel.from_target(model),
@@ -48,8 +358,7 @@ def main(arguments: list[str] | None = None) -> None:
         methods[name] = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype)
         methods[name].generation_config.tree_widths = WIDE_TREE
     methods[CHOOSING].generation_config.tree_choices = [args.tree_widths]
-    methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
-    guard, progress = TimeGuard(args.minutes), Progress(total=len(args.contexts), quiet=args.quiet)
+    guard, progress = TimeGuard(args.minutes), Progress(len(args.contexts), lines=True, quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
     settings |= origin
     settings["drafts"] = {
@@ -58,9 +367,10 @@ def main(arguments: list[str] | None = None) -> None:
         WIDE: {"tree_widths": WIDE_TREE},
         CHOOSING: {"tree_widths": WIDE_TREE, "tree_choices": [args.tree_widths]},
     }
+    methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
     longest = 0.0
     with ResultFile(args.output, "gate", gate_report, guard, settings) as results:
-        prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
+        prompts = prefilled(model, tokens, progress)
         how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
         how |= {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
         how["choices"] = {CHOOSING: ["trained draft", WIDE]}
@@ -73,16 +383,15 @@ def main(arguments: list[str] | None = None) -> None:
             benchmark.measure(context, results)
             longest = max(longest, guard.elapsed - before)
             progress.step()
-    progress.close()
-    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+    show(results, progress)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, ROOT / "benchmarks" / "results" / "gate.jsonl", minutes=20)
+    made = parser(__doc__, "gate", minutes=20)
     add_repeats(made)
     made.set_defaults(repeats=6)
-    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
-    made.add_argument("--draft", default=str(ROOT / "hub_cards" / "tiny-longspec"), help="folder or Hub id")
+    add_prompts(made)
+    made.add_argument("--draft", default=str(HUB_CARDS / "tiny-longspec"), help="folder or Hub id")
     made.add_argument("--only", action="append", help="a kind of draft, such as 'n-grams'; repeatable")
     made.add_argument("--contexts", type=integers, default=[1024, 4096, 15872], help="default: 1024,4096,15872")
     made.add_argument("--prompts", type=int, default=6, help="default: %(default)s")

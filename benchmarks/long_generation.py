@@ -1,32 +1,278 @@
 """A text of 100,000 tokens: our loop without a draft, TokenSwift in several settings, plain `generate` at the marks.
 
-All texts begin behind the same prompt with the same seed. Sampled rows use temperature 1, min_p and the contextual
+All texts begin after the same prompt with the same seed. Sampled rows use temperature 1, min_p and the contextual
 penalty of the paper. Speed at a mark is from the first token to that one; plain `generate` and our loop without a draft
-also run for a few hundred tokens behind every mark, on the keys and values of a row's text.
+also run for a few hundred tokens after every mark, on the keys and values of a row's text.
 
-    python benchmarks/long_generation.py --draft hub_cards/tiny-tokenswift --rows all --tokens 20000
-    python benchmarks/long_generation.py --draft hub_cards/tiny-tokenswift --rows both --tokens 100000
+    python -m benchmarks.long_generation --draft hub_cards/tiny-tokenswift --rows all --tokens 20000
+    python -m benchmarks.long_generation --draft hub_cards/tiny-tokenswift --rows both --tokens 100000
 """
 
 import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_longspec
-from hf_longspec.bench.arguments import add_prompts, integers, parser, set_threads
-from hf_longspec.bench.decoding import MODES, HfMethod, load_target
-from hf_longspec.bench.engine import HF, PLAIN
-from hf_longspec.bench.long_run import LongBenchmark, LongRow
+from benchmarks.harness import (
+    HUB_CARDS,
+    add_prompts,
+    integers,
+    load_prompts,
+    load_target,
+    parser,
+    set_threads,
+    show,
+)
+from hf_longspec.bench.calls import HF, MODES, PLAIN, HfMethod, TokenClock
+from hf_longspec.bench.markdown import (
+    markdown_table,
+    report_page,
+)
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.prompts import STDLIB, load_prompts
-from hf_longspec.bench.reports import long_report
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
+from hf_longspec.bench.summaries import ORDERS, distinct, significant
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.stats import SpeculationStats
+from hf_longspec.generation.target import TargetView
 
-ROOT = Path(__file__).resolve().parents[1]
+HEADLINE = "Long generation"
+NOTE = (
+    "One run per row, decoding only. tokens/s: from the first token to the mark, x plain: over that of the plain "
+    "loop, as in the paper. Near: over the 1,000 tokens before the mark, compared with the plain loop and with "
+    "plain `model.generate` (DynamicCache, sdpa) going on behind it. tau: tokens per verification; alpha and beta: "
+    "accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
+    "the paper, whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over "
+    "windows of 1,000 tokens / whole text."
+)
+
+
+# Tokens in front of a mark over which the speed at the mark is taken.
+NEAR = 1000
+# Tokens of a call that compiles what a row will run, before its clock starts.
+WARM_UP = 24
+# Slots after the last mark, for baselines that go on there.
+ROOM = 2048
+
+
+@dataclass(frozen=True, eq=False)
+class LongRow:
+    """One run.
+
+    Args:
+        method (`str`): What it is called.
+        draft (`DraftModel`): How it decodes.
+        tokens (`int`): How many.
+        mode (`str`, *optional*, defaults to `"sample"`): `sample` or `greedy`.
+        penalised (`bool`, *optional*, defaults to `True`): Whether the logits processors apply.
+    """
+
+    method: str
+    draft: Any
+    tokens: int
+    mode: str = "sample"
+    penalised: bool = True
+
+
+class Marks:
+    """Note, at each of some numbers of tokens, the time and the statistics so far; see `on_arrival` of [`TokenClock`].
+
+    Args:
+        marks (`Sequence[int]`): Numbers of tokens, ascending.
+        counts (`Callable[[], SpeculationStats]`): The statistics of the running call.
+        now (`Callable[[], float]`, *optional*): Clock in seconds.
+    """
+
+    def __init__(
+        self,
+        marks: Sequence[int],
+        counts: Callable[[], SpeculationStats],
+        now: Callable[[], float] = time.perf_counter,
+    ):
+        self.times: dict[int, float] = {}
+        self.stats: dict[int, SpeculationStats] = {}
+        self._pending = list(marks)
+        self._counts = counts
+        self._now = now
+
+    def __call__(self, tokens: int) -> None:
+        """Check whether `tokens` tokens reach the next mark."""
+        if self._pending and tokens >= self._pending[0]:
+            mark = self._pending.pop(0)
+            self.times[mark], self.stats[mark] = self._now(), replace(self._counts())
+
+    def speed(self, first: int, last: int) -> float:
+        """Tokens per second from one mark to another."""
+        return significant((last - first) / (self.times[last] - self.times[first]))
+
+
+class LongBenchmark:
+    """Run methods one after another after one prompt, and plain `generate` for a while at every mark.
+
+    Args:
+        model (`PreTrainedModel`): The target, without an end-of-text token.
+        prompt (`torch.LongTensor` of shape `(1, P)`): Where all texts begin.
+        marks (`Sequence[int]`): Numbers of generated tokens at which to look.
+        sampling (`dict[str, Any]`): Arguments of `generate` for rows that sample, beside temperature 1.
+        processors (`Sequence[LogitsProcessor]`): For penalised rows.
+        levels (`int`): Rows of logits that a TokenSwift draft has, for alpha and beta (Eqs. 4 and 6 of the paper).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompt: torch.Tensor,
+        marks: Sequence[int],
+        sampling: dict[str, Any],
+        processors: Sequence[LogitsProcessor],
+        levels: int,
+    ):
+        self.model = model
+        self.prompt = prompt
+        self.marks = marks
+        self.sampling = sampling
+        self.processors = processors
+        self.levels = levels
+        self._longest = 0.0
+
+    def measure(self, row: LongRow, baselines: Mapping[str, Any], tokens: int, results: ResultFile) -> None:
+        """One row, and some tokens of each baseline at its marks; left out if there is no time for it."""
+        before = results.guard.elapsed
+        if not results.guard.fits(self._longest):
+            results.skip("no time left", method=row.method, mode=row.mode, penalised=row.penalised)
+            return
+        for method in (row.draft, *baselines.values()):
+            if not isinstance(method, HfMethod) and method.setting("compile") == "compile":
+                self._generate(method, row, WARM_UP)
+        text, cache = self.run(row, results)
+        for mark in reversed([mark for mark in self.marks if mark <= row.tokens]):  # each writes after its mark
+            for name, method in baselines.items():
+                speed = self.speed_at(mark, method, row, text, cache, tokens)
+                what = {"mode": row.mode, "penalised": row.penalised, "mark": mark}
+                results.write("baseline", method=name, **what, tokens=tokens, tokens_per_second=speed)
+        self._longest = max(self._longest, results.guard.elapsed - before)
+
+    def run(self, row: LongRow, results: ResultFile) -> tuple[torch.Tensor, SpeculativeCache]:
+        """Decode one row, write a record per mark; returns the text, prompt included, and the cache."""
+        marks = [mark for mark in self.marks if mark <= row.tokens]
+        reached = Marks(
+            sorted({1, *marks, *(max(1, mark - NEAR) for mark in marks)}), lambda: row.draft.last_speculation
+        )
+        output = self._generate(row.draft, row, row.tokens, streamer=TokenClock(on_arrival=reached))
+        text = output.sequences[0, self.prompt.shape[1] :].tolist()
+        for mark in marks:
+            results.write(
+                "long",
+                method=row.method,
+                mode=row.mode,
+                penalised=row.penalised,
+                mark=mark,
+                tokens_per_second=reached.speed(1, mark),
+                tokens_per_second_near=reached.speed(max(1, mark - NEAR), mark),
+                **self._ratios(reached.stats[mark]),
+                distinct=[list(distinct(text[:mark], n).values()) for n in ORDERS],
+            )
+        return output.sequences, output.past_key_values
+
+    def _generate(self, draft: Any, row: LongRow, tokens: int, **options: Any) -> Any:
+        """So many tokens after the prompt, with the row's rule and a cache of its own."""
+        nodes = draft.num_tree_nodes(TargetView(self.model))
+        room = self.prompt.shape[1] + row.tokens + ROOM
+        draft.generation_config.gate = False  # speculation itself is measured
+        torch.manual_seed(0)
+        return self.model.generate(
+            self.prompt,
+            assistant_model=draft,
+            past_key_values=SpeculativeCache(self.model.config, 1, room, tree_slots=nodes),
+            max_new_tokens=tokens,
+            return_dict_in_generate=True,
+            **self._options(row.mode, row.penalised),
+            **options,
+        )
+
+    def speed_at(
+        self, mark: int, method: Any, row: LongRow, text: torch.Tensor, cache: SpeculativeCache, tokens: int
+    ) -> float:
+        """Tokens per second of a method that goes on after a mark of a row's text, whose keys the cache holds."""
+        length, clock = self.prompt.shape[1] + mark, TokenClock()
+        options = self._options(row.mode, row.penalised) | {"max_new_tokens": tokens, "streamer": clock}
+        if isinstance(method, HfMethod):
+            options |= {"past_key_values": dynamic_cache(cache, length - 1), **method.options}
+        else:
+            cache.set_lengths([length - 1])
+            options |= {"past_key_values": cache, "assistant_model": method}
+        torch.manual_seed(0)
+        self.model.generate(text[:, :length], **options)
+        return significant(clock.num_tokens / clock.decode_seconds)
+
+    def _options(self, mode: str, penalised: bool) -> dict[str, Any]:
+        options = MODES[mode].options() | (self.sampling if mode == "sample" else {})
+        if penalised:
+            options["logits_processor"] = LogitsProcessorList(self.processors)
+        return options
+
+    def _ratios(self, stats: SpeculationStats) -> dict[str, float]:
+        rows = max(1, self.levels * stats.num_spec_steps)
+        return {
+            "tau": significant(stats.mean_acceptance_length),
+            "alpha": significant(stats.num_accepted_draft_tokens / rows),
+            "beta": significant(stats.num_accepted_ngram_tokens / rows),
+        }
+
+
+def dynamic_cache(cache: SpeculativeCache, length: int) -> DynamicCache:
+    """The first `length` tokens of a cache of ours as transformers' own."""
+    made = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        made.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
+    return made
+
+
+def long_headline(records: Sequence[Record]) -> str:
+    """One row per method and mark."""
+    rows = of_kind(records, "long")
+    plain = {_run_of(row): row["tokens_per_second"] for row in rows if row["method"] == PLAIN}
+    near: dict[str, dict[Any, float]] = {HF: {}, PLAIN: {}}
+    for row in of_kind(records, "baseline"):
+        near[row["method"]][_run_of(row)] = row["tokens_per_second"]
+    header = ["mode", "penalty", "method", "tokens", "tokens/s", "x plain", "tokens/s near", "x plain near"]
+    header += ["x `generate` near", "tau", "alpha", "beta"]
+    lines = [
+        [
+            row["mode"],
+            "yes" if row["penalised"] else "no",
+            row["method"],
+            str(row["mark"]),
+            f"{row['tokens_per_second']:.1f}",
+            _times(row["tokens_per_second"], plain.get(_run_of(row))),
+            f"{row['tokens_per_second_near']:.1f}",
+            *(_times(row["tokens_per_second_near"], near[name].get(_run_of(row))) for name in (PLAIN, HF)),
+            *(f"{row[name]:.2f}" for name in ("tau", "alpha", "beta")),
+            *(f"{windowed:.2f} / {whole:.2f}" for windowed, whole in row["distinct"]),
+        ]
+        for row in rows
+    ]
+    return markdown_table([*header, *(f"Distinct-{n}" for n in (1, 2, 3, 4))], lines)
+
+
+def _run_of(row: Record) -> tuple[str, bool, int]:
+    return row["mode"], row["penalised"], row["mark"]
+
+
+def _times(speed: float, base: float | None) -> str:
+    return f"{speed / base:.2f}" if base else ""
+
+
+def long_report(records: Sequence[Record]) -> str:
+    """The table with its environment."""
+    return report_page(HEADLINE, NOTE, [long_headline(records)], records)
+
+
 NGRAMS = {"ngram_candidates": 1, "ngram_num_tokens": 4}
 # Beside the draft's own settings, the most telling first.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,11 +290,10 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     set_threads(args.threads)
     model = load_target(args.target, getattr(torch, args.dtype))
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], args.prompt, 1)
+    tokens, origin = load_prompts(args.target, args.data, args.prompt, 1)
     rows = [row for row in make_rows(model, args) if row.mode in args.modes]
     rows = [row for row in rows if not args.only or row.method in args.only]
-    guard, progress = TimeGuard(args.minutes), Progress(total=len(rows), quiet=args.quiet)
+    guard, progress = TimeGuard(args.minutes), Progress(len(rows), lines=True, quiet=args.quiet)
     names = ("compile", "tokens", "dtype", "prompt", "min_p", "penalty", "penalty_window", "near")
     settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}
     penalty = hf_longspec.ContextualPenaltyLogitsProcessor(args.penalty, args.penalty_window)
@@ -63,12 +308,11 @@ def main(arguments: list[str] | None = None) -> None:
             progress.say(f"{row.method}, {row.mode}{', penalty' if row.penalised else ''}: {row.tokens} tokens")
             benchmark.measure(row, baselines if row is rows[0] or row.method == PLAIN else {}, args.near, results)
             progress.step()
-    progress.close()
-    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+    show(results, progress)
 
 
 def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]:
-    """The rows asked for; sampled with the penalty unless they say otherwise."""
+    """The rows of `--rows`; sampled with the penalty unless named otherwise."""
     plain = hf_longspec.PlainDraftModel.from_target(model)
 
     def draft(options: dict[str, Any]) -> Any:
@@ -87,9 +331,9 @@ def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, ROOT / "benchmarks" / "results" / "long.jsonl", minutes=40)
-    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
-    made.add_argument("--draft", default=str(ROOT / "hub_cards" / "tiny-tokenswift"), help="folder or Hub id")
+    made = parser(__doc__, "long", minutes=40)
+    add_prompts(made)
+    made.add_argument("--draft", default=str(HUB_CARDS / "tiny-tokenswift"), help="folder or Hub id")
     made.add_argument("--rows", choices=["all", "both", "one", "plain"], default="all", help="default: %(default)s")
     made.add_argument("--only", action="append", help="a method among the rows, such as 'plain loop'; repeatable")
     made.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="default: both")

@@ -1,28 +1,344 @@
 """Extra memory of `generate`: the peak beyond the target's weights, keys and values, for every kind of draft.
 
-Decoding is measured behind a full cache, the prefill in its last chunk, on a small random model on the CPU; what counts
+Decoding is measured after a full cache, the prefill in its last chunk, on a small random model on the CPU; what counts
 is not the size but what grows with the context. Nothing is timed, so other work may go on beside it.
 
-    python benchmarks/memory.py
+    python -m benchmarks.memory
+
+Caches are filled with random keys and values, so that no context is ever run as a whole. On a CPU the memory of every
+tensor comes from torch's allocator, which reports the size of each block that it hands out or takes back to the
+profiler (`profile_memory`). That includes the scratch buffers inside an operation, which no hook on operations sees,
+and excludes what `malloc` keeps for later, which the resident size of the process would include. Only blocks that were
+handed out under the profiler are followed to their end, so objects that a call may replace are made under it:
+`prepare`. numpy's buffers and Python's own objects are counted by `tracemalloc`. The two peaks need not coincide, so
+their sum is an upper bound. Pages of zeros count in full, touched or not.
 """
 
 import argparse
-from pathlib import Path
+import math
+import tracemalloc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import LlamaForCausalLM
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import DynamicCache, LlamaForCausalLM
 
 import hf_longspec
-from hf_longspec.bench.arguments import integers, parser, set_threads
-from hf_longspec.bench.engine import PLAIN
-from hf_longspec.bench.gpu_inputs import random_target
-from hf_longspec.bench.memory import SHAPE, MeasuredDraft, MemoryBenchmark
-from hf_longspec.bench.memory_report import memory_report
+from benchmarks.harness import integers, parser, set_threads, show
+from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
+from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.markdown import markdown_table, report_page
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.target import TargetView
 
-ROOT = Path(__file__).resolve().parents[1]
+HEADLINE = "Extra memory"
+NOTE = (
+    "Peak of a call of `generate` beyond weights, keys and values, and its share of the keys and values: tensors "
+    "and scratch buffers as torch's allocator reports them, numpy's buffers and Python's objects as tracemalloc "
+    "does. Decoding: three tokens behind a full cache. Prefill: the last chunk of a prompt, `hf generate` with the "
+    "same chunks. Bounds: what the method took at the smallest context, plus what may grow with the text; for "
+    "SpecAttn what the loop without a draft took, its selected entries and 0.8 % of the cache for scores; for the "
+    "prefill what `hf generate` took, plus what may grow with the text."
+)
+
+
+MEASURED = "hf_longspec: measured"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Highest number of bytes beyond the state before the call, per allocator.
+
+    Args:
+        torch_bytes (`int`): Tensors and the scratch buffers of operations.
+        python_bytes (`int`): numpy's buffers and Python's objects.
+    """
+
+    torch_bytes: int
+    python_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Never less than what both had at the same time."""
+        return self.torch_bytes + self.python_bytes
+
+
+def peak_memory(function: Callable[..., Any], prepare: Callable[[], tuple[Any, ...]] = tuple) -> tuple[Peak, Any]:
+    """Peak of one call on the CPU, and what the call returned.
+
+    Args:
+        function (`Callable`): What is measured.
+        prepare (`Callable`, *optional*): Gives the arguments of `function`. They are there before the call and do not
+            count; where the call gives one back and takes the same size again, nothing is added. No other reference to
+            them is kept.
+    """
+    with _traced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        arguments = list(prepare())
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        with record_function(MEASURED):
+            result = function(*(arguments.pop(0) for _ in range(len(arguments))))
+        python = tracemalloc.get_traced_memory()[1] - before
+    return Peak(_highest(profiler), max(0, python)), result
+
+
+def highest_sum(changes: Sequence[int]) -> int:
+    """The highest value that a running sum from 0 reaches.
+
+    >>> highest_sum([4, -1, 3, -6, 2])
+    6
+    """
+    level = highest = 0
+    for change in changes:
+        level += change
+        highest = max(highest, level)
+    return highest
+
+
+def _highest(profiler: Any) -> int:
+    """Bytes of torch's allocator at the highest point of what was measured, above its beginning."""
+    events = profiler.profiler.kineto_results.events()
+    (measured,) = [event for event in events if event.name() == MEASURED]
+    found = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return highest_sum([size for moment, size in found if measured.start_ns() <= moment <= measured.end_ns()])
+
+
+@contextmanager
+def _traced() -> Iterator[None]:
+    if tracemalloc.is_tracing():
+        yield
+        return
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
+
+
+# More layers than usual for so small a model: scores of one layer exist at a time, and their share of the cache is that
+# of a real model only if there are as many layers. 24 KiB of keys and values per token in float32.
+SHAPE = Shape(layers=24, hidden=128, intermediate=256, heads=8, kv_heads=2, head_dim=64, vocab=256)
+# Bytes that any method may take per token of context: ids, positions and masks as int64, a few of each.
+TEXT_BYTES = 64
+# Further ones of n-grams: two arrays of int32 of up to twice the length, and the text.
+INDEX_BYTES = 192
+# Share of the keys and values that SpecAttn's scores may take.
+SCORE_SHARE = 0.008
+TOKENS = 3  # the first from the prompt, then two iterations: the second replaces what the first has selected
+
+
+@dataclass(frozen=True)
+class MeasuredDraft:
+    """A draft and what its memory may depend on.
+
+    Args:
+        draft (`DraftModel`): With its settings.
+        ratio (`float`, *optional*): Share of the cache that it copies.
+        floor (`int`): Entries that it copies at least.
+        index (`bool`): Whether it keeps an index of the text.
+    """
+
+    draft: Any
+    ratio: float = 0.0
+    floor: int = 0
+    index: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that may be taken per token of context, whatever the target."""
+        return TEXT_BYTES + (INDEX_BYTES if self.index else 0)
+
+    def copied(self, context: int, kv_bytes: int, nodes: int, layers: int) -> int:
+        """Bytes of selected entries and scores.
+
+        Args:
+            context (`int`): Cached tokens.
+            kv_bytes (`int`): Their keys and values.
+            nodes (`int`): Of a verification: as many entries follow the selected ones, and there is room for as many.
+            layers (`int`): While the copies of one layer are made, those they replace still exist.
+        """
+        entries = min(context, max(self.floor, math.ceil(self.ratio * context))) + 2 * nodes
+        return int(entries * (1 + 1 / layers) * kv_bytes / context + SCORE_SHARE * kv_bytes)
+
+
+class MemoryBenchmark:
+    """Measure every draft at every context, then the prefill.
+
+    Args:
+        model (`LlamaForCausalLM`): On the CPU, never ending by itself.
+        shape ([`Shape`]): Its sizes.
+        drafts (`Mapping[str, MeasuredDraft]`): By name; one of them is `PLAIN`.
+        chunk (`int`): Tokens per forward of the prefill.
+        results ([`ResultFile`]): Where the lines go.
+        progress ([`Progress`]): Shows what is being done.
+    """
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        shape: Shape,
+        drafts: Mapping[str, MeasuredDraft],
+        *,
+        chunk: int,
+        results: ResultFile,
+        progress: Progress,
+    ):
+        self.model = model
+        self.shape = shape
+        self.drafts = drafts
+        self.chunk = chunk
+        self.results = results
+        self.progress = progress
+        self._prefill_of_hf = 0
+        self._smallest: dict[str, tuple[int, int]] = {}  # its smallest context, and what it took there
+
+    def run(self, contexts: Sequence[int]) -> None:
+        """All contexts, the smallest first: what does not grow is told by the difference to it."""
+        for context in sorted(contexts):
+            for name in (HF, *self.drafts):
+                self._guarded(name, context, "decode", self.decoding)
+            for name in (HF, PLAIN):
+                self._guarded(name, context, "prefill", self.prefilling)
+
+    def _guarded(self, name: str, context: int, part: str, measure: Callable[[str, int], None]) -> None:
+        what = {"part": part, "method": name, "context": context}
+        if not self.results.guard.left:
+            self.results.skip("no time left", **what)
+        else:
+            self.progress.say(f"{part}, {name}, {context} tokens")
+            measure(name, context)
+        self.progress.step()
+
+    def decoding(self, name: str, context: int) -> None:
+        """Decode after a full cache, and compare with what the method may take."""
+        if name == HF:
+            peak = self._hf(context, context - 1, {"max_new_tokens": TOKENS})
+            self._write("decode", name, context, peak)
+            return
+        measured = self.drafts[name]
+        nodes = measured.draft.num_tree_nodes(TargetView(self.model))
+        cache = full_cache(self.model, 1, context, TOKENS, nodes)
+        peak = self._ours(measured.draft, cache, context, context - 1, {"max_new_tokens": TOKENS})
+        self._smallest.setdefault(name, (context, peak.total))
+        values = {"draft_state_bytes": measured.draft.last_speculation.draft_state_bytes}
+        self._write("decode", name, context, peak, bound_bytes=self.bound(name, context, nodes), **values)
+
+    def bound(self, name: str, context: int, nodes: int) -> int | None:
+        """Bytes that a draft may take: those at the smallest context, and what may grow from there on.
+
+        SpecAttn, whose copies grow by design, is held to what the loop without a draft took, its copies and its scores.
+        Nothing is known at the smallest context of the others.
+        """
+        measured = self.drafts[name]
+        first, extra = self._smallest[PLAIN if measured.ratio else name]
+        growth = measured.bytes_per_token * (context - first)
+        if measured.ratio:
+            copied = measured.copied(context, self.kv_bytes(context), nodes, self.shape.layers)
+            return extra + growth + copied
+        return None if context == first else extra + growth
+
+    def prefilling(self, name: str, context: int) -> None:
+        """Run the last chunk of a prompt after a cache that holds the rest of it."""
+        stored, options = context - self.chunk - 1, {"max_new_tokens": 1, "prefill_chunk_size": self.chunk}
+        if name == HF:
+            peak = self._hf(context, stored, options)
+            self._prefill_of_hf = peak.total
+            self._write("prefill", name, context, peak)
+            return
+        cache = full_cache(self.model, 1, context, 1, 1)
+        peak = self._ours(self.drafts[PLAIN].draft, cache, context, stored, options)
+        self._write("prefill", name, context, peak, bound_bytes=self._prefill_of_hf + TEXT_BYTES * context)
+
+    def kv_bytes(self, context: int) -> int:
+        """Keys and values of one row."""
+        return cache_bytes(self.shape, 1, context, self.model.dtype)
+
+    def _ours(self, draft: Any, cache: SpeculativeCache, context: int, stored: int, options: dict[str, Any]) -> Peak:
+        cache.set_lengths([stored])
+        prompt = self._prompt(context)
+        return peak_memory(lambda: self._generate(prompt, past_key_values=cache, assistant_model=draft, **options))[0]
+
+    def _hf(self, context: int, stored: int, options: dict[str, Any]) -> Peak:
+        """Plain `generate`; keys and values of the new tokens do not count, its copies of the old ones do."""
+        prompt = self._prompt(context)
+
+        def generate(cache: DynamicCache) -> int:
+            self._generate(prompt, past_key_values=cache, **options)
+            return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
+
+        peak, after = peak_memory(generate, lambda: (self._dynamic_cache(stored),))
+        return Peak(peak.torch_bytes - (after - self.kv_bytes(stored)), peak.python_bytes)
+
+    def _generate(self, prompt: torch.Tensor, **options: Any) -> None:
+        self.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options)
+
+    def _dynamic_cache(self, stored: int) -> DynamicCache:
+        size, cache = (1, self.shape.kv_heads, stored, self.shape.head_dim), DynamicCache()
+        for layer in range(self.shape.layers):
+            cache.update(torch.randn(size, dtype=self.model.dtype), torch.randn(size, dtype=self.model.dtype), layer)
+        return cache
+
+    def _prompt(self, context: int) -> torch.Tensor:
+        return torch.randint(self.shape.vocab, (1, context), generator=torch.Generator().manual_seed(0))
+
+    def _write(self, part: str, name: str, context: int, peak: Peak, **values: Any) -> None:
+        kv_bytes = self.kv_bytes(context)
+        record: dict[str, Any] = {"extra_bytes": peak.total, "torch_bytes": peak.torch_bytes}
+        record |= {"python_bytes": peak.python_bytes, "kv_bytes": kv_bytes, **values}
+        if values.get("bound_bytes") is not None:
+            record["within"] = peak.total <= values["bound_bytes"]
+        self.results.write("memory", part=part, method=name, context=context, **record)
+
+
+TITLES = {"decode": "Decoding behind a full cache", "prefill": "The last chunk of a prompt"}
+
+
+def memory_headline(records: Sequence[Record]) -> str:
+    """One row per method of either part, one column per context."""
+    rows = of_kind(records, "memory")
+    contexts = sorted({row["context"] for row in rows})
+    found = {(row["part"], row["method"], row["context"]): row for row in rows}
+    lines = [
+        [part, method, *(_cell(found.get((part, method, context))) for context in contexts)]
+        for part, method in dict.fromkeys((row["part"], row["method"]) for row in rows)
+    ]
+    return markdown_table(["part", "method", *(f"{context} tokens" for context in contexts)], lines)
+
+
+def memory_report(records: Sequence[Record]) -> str:
+    """Everything, with the bounds."""
+    parts = [memory_headline(records)]
+    header = ["method", "context", "extra, MiB", "of it torch", "bound, MiB", "within", "keys and values, MiB"]
+    for part, title in TITLES.items():
+        rows = [
+            [
+                row["method"],
+                str(row["context"]),
+                *(_mib(row.get(name)) for name in ("extra_bytes", "torch_bytes", "bound_bytes")),
+                {True: "yes", False: "NO", None: ""}[row.get("within")],
+                _mib(row["kv_bytes"]),
+            ]
+            for row in of_kind(records, "memory")
+            if row["part"] == part
+        ]
+        if rows:
+            parts += [f"## {title}", markdown_table(header, rows)]
+    return report_page(HEADLINE, NOTE, parts, records)
+
+
+def _cell(row: Record | None) -> str:
+    if row is None:
+        return ""
+    return f"{_mib(row['extra_bytes'])} MiB, {row['extra_bytes'] / row['kv_bytes']:.2%}"
+
+
+def _mib(value: int | None) -> str:
+    return "" if value is None else f"{value / 2**20:.2f}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,11 +351,10 @@ def main(arguments: list[str] | None = None) -> None:
     with ResultFile(args.output, "memory", memory_report, guard, settings) as results:
         model = random_target(SHAPE, max(args.contexts) + 64, torch.device("cpu"), dtype)
         drafts = make_drafts(model, args)
-        progress = Progress(total=len(args.contexts) * (len(drafts) + 3), quiet=args.quiet)
+        progress = Progress(len(args.contexts) * (len(drafts) + 3), lines=True, quiet=args.quiet)
         benchmark = MemoryBenchmark(model, SHAPE, drafts, chunk=args.chunk, results=results, progress=progress)
         benchmark.run(args.contexts)
-    progress.close()
-    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+    show(results, progress)
 
 
 def make_drafts(model: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, MeasuredDraft]:
@@ -59,7 +374,7 @@ def make_drafts(model: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, 
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, ROOT / "benchmarks" / "results" / "memory.jsonl", minutes=6)
+    made = parser(__doc__, "memory", minutes=6)
     made.add_argument("--contexts", type=integers, default=[8192, 16384, 32768, 65536], help="default: 8K to 64K")
     made.add_argument("--chunk", type=int, default=128, help="tokens per forward of the prefill (default: %(default)s)")
     made.add_argument("--budget", type=int, default=1024, help="TokenSwift's partial cache (default: %(default)s)")

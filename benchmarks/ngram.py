@@ -3,30 +3,64 @@
 Both copy what followed earlier in the text. Speeds are taken first, while there is time; what does not emit the greedy
 float32 text of plain `generate` is not timed. `--parts tau` times nothing, so that other work may go on beside it.
 
-    python benchmarks/ngram.py --target hub_cards/tiny-target --data novels --data stdlib --threads 1
+    python -m benchmarks.ngram --target hub_cards/tiny-target --data novels --data stdlib --threads 1
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_longspec
-from hf_longspec.bench.acceptance import AcceptanceBenchmark, Setting
-from hf_longspec.bench.arguments import add_prompts, add_repeats, integers, names, parser, set_threads
-from hf_longspec.bench.ceilings import read_gb_per_second
-from hf_longspec.bench.decoding import MODES, HfMethod, load_target
-from hf_longspec.bench.engine import PLAIN, EngineBenchmark, order_of_cells
-from hf_longspec.bench.prefill import PrefilledPrompts, prefill
+from benchmarks.acceptance import AcceptanceBenchmark, Setting
+from benchmarks.engine import EngineBenchmark, engine_headline, order_of_cells, speed_tables
+from benchmarks.harness import (
+    add_prompts,
+    add_repeats,
+    integers,
+    load_prompts,
+    load_target,
+    names,
+    parser,
+    prefilled,
+    set_threads,
+    show,
+)
+from hf_longspec.bench.calls import MODES, PLAIN, HfMethod
+from hf_longspec.bench.machine import read_gb_per_second
+from hf_longspec.bench.markdown import (
+    acceptance_table,
+    report_page,
+)
+from hf_longspec.bench.prefill import PrefilledPrompts
 from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.prompts import STDLIB, load_prompts
-from hf_longspec.bench.reports import ngram_report
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.timing import TimeGuard
+from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 
-ROOT = Path(__file__).resolve().parents[1]
+HEADLINE = "N-grams and prompt lookup"
+NOTE = (
+    "Drafts from the text itself, one row at a time. tau: tokens emitted per verification, the target's own "
+    "included; mean over prompts with its 95 % interval, in brackets the difference to transformers' prompt "
+    "lookup with its default settings, prompt by prompt. Sampled texts differ between transformers and us, as "
+    "they draw otherwise. Speeds: tokens per second from the first token to the last, median of interleaved "
+    "repeats, lowest and highest in brackets; reading the prompt once is outside of it, transformers' search "
+    "through the whole text in every step is inside."
+)
+
+
+def ngram_headline(records: Sequence[Record]) -> str:
+    """Tokens per verification, then speed, as far as either was measured."""
+    parts = {"acceptance": acceptance_table, "decoding": engine_headline}
+    return "\n\n".join(table(records) for kind, table in parts.items() if of_kind(records, kind))
+
+
+def ngram_report(records: Sequence[Record]) -> str:
+    """Tokens per verification, then one table of speeds per mode."""
+    tau = ["## Tokens per verification", acceptance_table(records)] if of_kind(records, "acceptance") else []
+    return report_page("N-grams and prompt lookup", NOTE, [*tau, *speed_tables(records)], records)
+
 
 # Differences are taken to the first: transformers' defaults. The second has the lengths of our defaults.
 LOOKUPS: dict[str, dict[str, Any]] = {
@@ -50,21 +84,19 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     set_threads(args.threads)
     model = load_target(args.target, torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], max(args.lengths), args.prompts)
+    tokens, origin = load_prompts(args.target, args.data, max(args.lengths), args.prompts)
     guard = TimeGuard(args.minutes)
     sections = {"speed": 1, "tau": len(MODES) * len(LOOKUPS | NGRAMS)}
-    progress = Progress(sum(sections[part] for part in args.parts) * len(args.lengths), quiet=args.quiet)
+    progress = Progress(sum(sections[part] for part in args.parts) * len(args.lengths), lines=True, quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
     settings["defaults"] = hf_longspec.NgramDraftModel.settings | {"gate": False}
     with ResultFile(args.output, "ngram", ngram_report, guard, settings) as results:
-        prompts = prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
+        prompts = prefilled(model, tokens, progress)
         if "speed" in args.parts:
             measure_speed(model, prompts, args, results, progress)
         if "tau" in args.parts:
             measure_tau(model, prompts, args, results, progress)
-    progress.close()
-    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+    show(results, progress)
 
 
 def measure_speed(
@@ -99,9 +131,9 @@ def make_methods(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, ROOT / "benchmarks" / "results" / "ngram.jsonl", minutes=40)
+    made = parser(__doc__, "ngram", minutes=40)
     add_repeats(made)
-    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
+    add_prompts(made)
     made.add_argument("--parts", type=names, default=["speed", "tau"], help="default: speed,tau")
     made.add_argument("--lengths", type=integers, default=[2048, 8192], help="default: 2048,8192")
     made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")

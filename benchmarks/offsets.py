@@ -1,27 +1,54 @@
-"""What Anchor-Offset Indices cost the target: its loss on held-out windows whose positions are moved.
+"""The cost of Anchor-Offset Indices for the target: its loss on held-out windows whose positions are moved.
 
 The draft can only learn long positions from short rows if the target itself understands such rows. Every window is run
 at every offset, with and without anchored first positions, and compared with its own loss at offset 0.
 
-    python benchmarks/offsets.py --data novels --data stdlib
+    python -m benchmarks.offsets --data novels --data stdlib
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from hf_longspec.bench.arguments import add_prompts, integers, parser, set_threads
-from hf_longspec.bench.decoding import load_target
-from hf_longspec.bench.prompts import STDLIB, load_prompts
-from hf_longspec.bench.reports import offsets_report
-from hf_longspec.bench.results import ResultFile
+from benchmarks.harness import add_prompts, integers, load_prompts, load_target, parser, set_threads, show
+from hf_longspec.bench.markdown import (
+    half_width,
+    markdown_table,
+    report_page,
+)
+from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import mean_interval
-from hf_longspec.bench.timing import TimeGuard
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 
-ROOT = Path(__file__).resolve().parents[1]
+HEADLINE = "The target under offsets"
+NOTE = (
+    "Cross-entropy in nats per token of held-out windows whose positions behind the anchored ones are moved; mean "
+    "over windows with its 95 % interval, differences window by window."
+)
+
+
+def offsets_headline(records: Sequence[Record]) -> str:
+    """One row per offset and number of anchored positions."""
+    rows = [
+        [
+            str(row["offset"]),
+            str(row["anchors"]),
+            f"{row['loss']['mean']:.3f} ± {half_width(row['loss'])}",
+            f"{row['difference']['mean']:+.4f} ± {half_width(row['difference'], 4)}",
+        ]
+        for row in of_kind(records, "offsets")
+    ]
+    return markdown_table(["offset", "anchors", "target's loss", "difference to offset 0"], rows)
+
+
+def offsets_report(records: Sequence[Record]) -> str:
+    """The table with its environment."""
+    return report_page(HEADLINE, NOTE, [offsets_headline(records)], records)
+
+
 ANCHORS = 4
 
 
@@ -29,8 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     set_threads(args.threads)
     model = load_target(args.target, torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    tokens, origin = load_prompts(tokenizer, args.data or [STDLIB], args.length, args.windows)
+    tokens, origin = load_prompts(args.target, args.data, args.length, args.windows)
     settings = {"target": Path(args.target).name, "length": args.length, **origin}
     with ResultFile(args.output, "offsets", offsets_report, TimeGuard(args.minutes), settings) as results:
         base = losses(model, tokens, 0, 0)
@@ -41,10 +67,10 @@ def main(arguments: list[str] | None = None) -> None:
                     "offsets",
                     offset=offset,
                     anchors=anchors,
-                    loss=mean_interval(moved.tolist()).to_dict(),
-                    difference=mean_interval((moved - base).tolist()).to_dict(),
+                    loss=mean_interval(moved.tolist()),
+                    difference=mean_interval((moved - base).tolist()),
                 )
-    print(args.output.with_suffix(".md").read_text(encoding="utf-8"))
+    show(results)
 
 
 @torch.no_grad()
@@ -59,8 +85,8 @@ def losses(model: PreTrainedModel, tokens: torch.Tensor, offset: int, anchors: i
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, ROOT / "benchmarks" / "results" / "offsets.jsonl", minutes=10)
-    add_prompts(made, target=str(ROOT / "hub_cards" / "tiny-target"))
+    made = parser(__doc__, "offsets", minutes=10)
+    add_prompts(made)
     made.add_argument("--offsets", type=integers, default=[0, 1024, 4096, 8192, 15360], help="default: 0 to 15K")
     made.add_argument("--length", type=int, default=512, help="tokens per window (default: %(default)s)")
     made.add_argument("--windows", type=int, default=24, help="default: %(default)s")

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_longspec
 from hf_longspec import ContextualPenaltyLogitsProcessor, FileStreamer
-from hf_longspec.bench.distinct import ORDERS, distinct
+from hf_longspec.bench.summaries import ORDERS, distinct
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_TARGET, TINY_DRAFT = (str(ROOT / "hub_cards" / name) for name in ("tiny-target", "tiny-longspec"))

@@ -21,7 +21,7 @@ from token_streams import add_streams, cut_rows, folder_name, load_streams, stre
 from transformers import AutoModelForCausalLM
 
 from hf_longspec import LongSpecDraftModel
-from hf_longspec.bench.environment import git_commit
+from hf_longspec.bench.machine import git_commit
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longspec import TokenSwiftDraftModel
-from hf_longspec.bench.environment import git_commit
+from hf_longspec.bench.machine import git_commit
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]

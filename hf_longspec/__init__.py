@@ -27,9 +27,9 @@ _LAZY = {
     "ContextualPenaltyLogitsProcessor": "generation.contextual_penalty",
     "FileStreamer": "streaming",
     "IncrementalDecoder": "streaming",
-    "LawReport": "auditing_law",
+    "LawReport": "auditing",
     "audit": "auditing",
-    "audit_sampling": "auditing_law",
+    "audit_sampling": "auditing",
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",
 }

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
-from hf_longspec.cli.publish import Request, publish
+from hf_longspec.cli.publish import Request, write_or_push
 from hf_longspec.generation.final_norm import FinalNormInput
 from hf_longspec.generation.target_ends import TargetEnds
 
@@ -80,7 +80,7 @@ def test_sizes():
 def test_the_repository_is_what_publishing_it_now_would_give(folder, tmp_path, capfd):
     """File by file: the package, the results and the templates may have changed since."""
     request = Request(folder, dry_run=True, output=tmp_path / folder.name, results=ROOT / RESULTS[folder])
-    publish(request)
+    write_or_push(request)
     now, then = files_of(tmp_path / folder.name), files_of(folder)
     stale = sorted(now.keys() ^ then.keys()) + [
         name for name in now.keys() & then.keys() if comparable(now[name]) != comparable(then[name])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from hf_longspec.bench.environment import git_commit
+from hf_longspec.bench.machine import git_commit
 from hf_longspec.testing import tiny_target
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

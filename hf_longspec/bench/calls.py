@@ -1,85 +1,210 @@
-"""One whole call of `generate`, prompt included: time to the first token, decoding, acceptance, memory."""
+"""One timed call of `generate`: the same clock and the same counts for stock `generate` and for speculation."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
-from .decoding import HfMethod
-from .peak_memory import PeakMemory
-from .timing import TokenClock
-from .token_choice import Decoding
-from .watching import AcceptedDepths
+from ..generation.contextual_penalty import ContextualPenaltyLogitsProcessor
+from .machine import PeakMemory
+
+# Names of the two baselines in every result: plain `generate`, and this package's loop without drafting.
+HF, PLAIN = "hf generate", "plain loop"
+# Window of the contextual penalty if only the penalty is given: that of TokenSwift's experiments.
+DEFAULT_WINDOW = 1024
 
 
-class CallClock(TokenClock):
-    """Times a call from [`start`] on, and notes what was counted when the first tokens came.
+@dataclass(frozen=True, eq=False)
+class HfMethod:
+    """A way to decode that transformers implements itself.
 
     Args:
-        batch_size (`int`): Rows.
-        now (`Callable`): Clock in seconds.
-        count (`Callable`): Steps so far; asked once, when the first tokens come.
+        options (`dict[str, Any]`): Arguments of `generate`, such as `prompt_lookup_num_tokens`.
+        max_batch (`int`, *optional*): Most rows that transformers decodes this way.
+    """
 
-    >>> clock = CallClock(1, iter([0.0, 1.0, 5.0, 5.5]).__next__)
+    options: dict[str, Any] = field(default_factory=dict)
+    max_batch: int | None = None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the target chooses its tokens.
+
+    Args:
+        temperature (`float`): 0 is greedy.
+        top_k (`int`): 0 keeps all tokens; so do the defaults of the next two.
+        penalty (`float`, *optional*): Contextual penalty over the last `window` tokens.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float | None = None
+    penalty: float | None = None
+    window: int = DEFAULT_WINDOW
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (self.temperature >= 0, "at least 0, which is greedy"),
+            "top_k": (self.top_k >= 0, "at least 0, which cuts nothing off"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1]"),
+        }
+        for name, (fine, rule) in checks.items():
+            if not fine:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a number {rule}.")
+        self.processors()  # refuses a penalty or a window out of range
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Decoding":
+        """Make one from its keys.
+
+        Raises:
+            ValueError: If a value is out of range, or a window is given without a penalty.
+        """
+        if "window" in values and values.get("penalty") is None:
+            raise ValueError(
+                f"window={values['window']} without a penalty has no effect: pass penalty=1.2, or leave it out."
+            )
+        return cls(**values)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no token is sampled."""
+        return self.temperature == 0
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of `generate`."""
+        if self.greedy:
+            return {"do_sample": False}
+        chosen = {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return chosen if self.min_p is None else chosen | {"min_p": self.min_p}
+
+    def processors(self) -> LogitsProcessorList:
+        """A new list of logits processors; each call of `generate` needs its own."""
+        if self.penalty is None:
+            return LogitsProcessorList()
+        return LogitsProcessorList([ContextualPenaltyLogitsProcessor(self.penalty, self.window)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values that differ from plain greedy decoding."""
+        defaults = type(self).__dataclass_fields__
+        kept = {name: value for name, value in vars(self).items() if value != defaults[name].default}
+        return kept | ({"window": self.window} if self.penalty is not None else {})
+
+
+MODES = {"sample": Decoding(temperature=1.0), "greedy": Decoding()}
+
+
+class TokenClock(BaseStreamer):
+    """A streamer that notes when tokens arrive.
+
+    `generate` passes the prompt first, then the tokens of each step; the loop of this package passes one token after
+    another. Decoding lasts from the first arrival to the last: neither the prefill nor the preparation of inputs and
+    caches is part of it, nor are the tokens that arrived first.
+
+    Args:
+        batch_size (`int`): Rows that are decoded together.
+        now (`Callable`): Clock in seconds.
+        count (`Callable`): Number of forwards so far; read once, when the first tokens arrive.
+        on_arrival (`Callable`, *optional*): Called with the tokens per row so far, after every arrival.
+        text (`BaseStreamer`, *optional*): Receives everything as well.
+
+    >>> clock = TokenClock(1, iter([0.0, 3.0, 3.5, 4.0]).__next__)
     >>> clock.start()
-    >>> for value in ("prompt", torch.tensor([7]), torch.tensor([7, 8])):
+    >>> for value in ("prompt", torch.tensor([7]), torch.tensor([7, 8]), torch.tensor([9])):
     ...     clock.put(value)
     >>> clock.first_token_seconds, clock.decode_seconds, clock.arrivals
-    (5.0, 0.5, [2])
+    (3.0, 1.0, [1, 2, 1])
     """
 
     def __init__(
         self,
         batch_size: int = 1,
         now: Callable[[], float] = time.perf_counter,
+        *,
         count: Callable[[], int] = lambda: 0,
+        on_arrival: Callable[[int], None] | None = None,
+        text: BaseStreamer | None = None,
     ):
-        super().__init__(batch_size, now)
-        self._count = count
-        self._began = 0.0
+        self.batch_size = batch_size
+        self.now = now
+        self.arrivals: list[int] = []
+        self.total = 0
         self.count_at_first = 0
+        self._count = count
+        self._on_arrival = on_arrival
+        self._text = text
+        self._saw_prompt = False
+        self._began = 0.0
+        self._times: list[float] = []
 
     def start(self) -> None:
-        """`generate` is about to be called."""
-        self._began = self._now()
+        """Mark the beginning of the call of `generate`."""
+        self._began = self.now()
 
-    def put(self, value: object) -> None:
-        """Note the time, and how many tokens per row came."""
-        super().put(value)
-        if len(self._times) == 2:  # the prompt came first
-            self.count_at_first = self._count()
+    def put(self, value: Any) -> None:
+        """Note the time, and how many tokens per row arrived."""
+        if self._saw_prompt:
+            self._times.append(self.now())
+            self.arrivals.append(value.numel() // self.batch_size if isinstance(value, torch.Tensor) else 1)
+            self.total += self.arrivals[-1]
+            if len(self._times) == 1:
+                self.count_at_first = self._count()
+            if self._on_arrival is not None:
+                self._on_arrival(self.total)
+        self._saw_prompt = True
+        if self._text is not None:
+            self._text.put(value)
+
+    def end(self) -> None:
+        """End the other streamer, if there is one."""
+        if self._text is not None:
+            self._text.end()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens per row after those that arrived first."""
+        return sum(self.arrivals[1:])
 
     @property
     def first_token_seconds(self) -> float:
-        """From the call to the first tokens."""
-        return self._times[1] - self._began
+        """Seconds from the call to the first tokens."""
+        return self._times[0] - self._began
 
     @property
-    def arrivals(self) -> list[int]:
-        """Tokens per row of every arrival behind the first."""
-        return self._tokens[2:]
+    def decode_seconds(self) -> float:
+        """Seconds from the first arrival to the last."""
+        return self._times[-1] - self._times[0] if len(self._times) > 1 else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What one call took and gave.
+    """The measurements of one call.
 
     Args:
-        ttft_seconds (`float`): From the call to the first token: the prompt.
+        ttft_seconds (`float`): From the call to the first token.
         decode_seconds (`float`): From the first token to the last.
-        tokens (`int`): Tokens that came in that time, all rows together.
-        steps (`int`): Verifications that gave them, counted per row; steps of plain `generate`.
+        tokens (`int`): Tokens that arrived in that time, all rows together.
+        steps (`int`): Verifications that emitted them, counted per row; steps of plain `generate`.
         histogram (`list[int]`): Entry k counts the verifications whose row emitted k drafted tokens.
-        accepted (`list[int]`): Likewise, of accepted tokens: the last verification of a row may accept more than it may
-            still emit. transformers' methods draft no more than can be emitted.
-        text (`torch.LongTensor` of shape `(batch, tokens)`): What was generated.
+        accepted (`list[int]`): Likewise, of accepted tokens: the last verification of a row may accept more tokens than
+            the row may still emit. The methods of transformers draft no more than can be emitted.
+        text (`torch.LongTensor` of shape `(batch, tokens)`): The generated tokens.
         peak_bytes (`int`, *optional*): See [`PeakMemory`].
-        shares (`dict[str, float]`): Of the time, drafting, verifying and the rest.
-        draft_state_bytes (`int`): What the drafter keeps beside the target's cache.
+        shares (`dict[str, float]`): Share of the time that drafting, verifying and everything else took; empty for the
+            methods of transformers.
+        draft_state_bytes (`int`): What the drafter keeps in addition to the target's cache.
+        drafted (`int`): Drafted tokens that were verified.
     """
 
     ttft_seconds: float
@@ -89,9 +214,20 @@ class Call:
     histogram: list[int]
     accepted: list[int]
     text: torch.Tensor
-    peak_bytes: int | None
+    peak_bytes: int | None = None
     shares: dict[str, float] = field(default_factory=dict)
     draft_state_bytes: int = 0
+    drafted: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed of all rows together; 0 if nothing was decoded after the first token."""
+        return self.tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Tokens per verification."""
+        return self.tokens / max(1, self.steps)
 
 
 def run_call(
@@ -102,28 +238,37 @@ def run_call(
     decoding: Decoding,
     tokens: int,
     seed: int,
+    cache: Any = None,
     memory: PeakMemory | None = None,
     now: Callable[[], float] = time.perf_counter,
+    on_arrival: Callable[[int], None] | None = None,
+    text: BaseStreamer | None = None,
 ) -> Call:
-    """Decode behind a prompt that is read in the same call.
+    """Time one call of `generate`.
 
     Args:
-        model (`PreTrainedModel`): Never ending by itself, see [`endless`].
+        model (`PreTrainedModel`): The target. If it has no end-of-text token, see [`endless`], the number of tokens is
+            checked.
         method (`DraftModel` or [`HfMethod`]): How to decode.
         prompt (`tuple`): Token ids and attention mask, `(B, T)` each.
         tokens (`int`): New tokens per row.
+        cache (`Cache`, *optional*): Holds the beginning of the prompt. Without it the call reads the whole prompt.
+        on_arrival (`Callable`, *optional*): See [`TokenClock`]; so is `text`.
 
     Raises:
-        RuntimeError: If another number of tokens came.
+        RuntimeError: If another number of tokens arrived.
     """
     ids, mask = (part.to(model.device) for part in prompt)
     own = isinstance(method, HfMethod)
     how = dict(method.options) if own else {"assistant_model": method}
+    if cache is not None:
+        how["past_key_values"] = cache
     depths = AcceptedDepths()
     with _forwards(model, own) as forwards, nullcontext() if own else depths.of(method):
-        clock = CallClock(len(ids), now, lambda: len(forwards))
+        clock = TokenClock(len(ids), now, count=lambda: len(forwards), on_arrival=on_arrival, text=text)
         torch.manual_seed(seed)
-        _wait_for(model.device)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
         if memory is not None:
             memory.reset()
         clock.start()
@@ -136,25 +281,40 @@ def run_call(
             **decoding.options(),
             **how,
         )
-    text = output[:, ids.shape[1] :].cpu()
-    if text.shape[1] != tokens or clock.first_tokens + clock.num_tokens != tokens:
-        raise RuntimeError(f"{text.shape[1]} tokens in {clock.first_tokens + clock.num_tokens} ticks, not {tokens}.")
+    new = output[:, ids.shape[1] :].cpu()
+    if model.generation_config.eos_token_id is None and not new.shape[1] == clock.total == tokens:
+        raise RuntimeError(f"{new.shape[1]} tokens in {clock.total} ticks, not {tokens}.")
     peak = None if memory is None else memory.read()
-    timed = (clock.first_token_seconds, clock.decode_seconds, len(text) * clock.num_tokens)
+    timed = (clock.first_token_seconds, clock.decode_seconds, len(new) * clock.num_tokens)
     if own:
-        steps = len(text) * (len(forwards) - clock.count_at_first)
-        histogram = _histogram_of(clock.arrivals, len(text))
-        return Call(*timed, steps, histogram, histogram, text, peak)
+        steps = len(new) * (len(forwards) - clock.count_at_first)
+        histogram = _histogram_of(clock.arrivals[1:], len(new))
+        return Call(*timed, steps, histogram, histogram, new, peak)
     stats = method.last_speculation
     seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "rest": stats.rest_seconds}
-    shares = {name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds}
-    histogram = list(stats.acceptance_histogram)
-    state = stats.draft_state_bytes
-    return Call(*timed, stats.num_spec_steps, histogram, depths.histogram, text, peak, shares, state)
+    return Call(
+        *timed,
+        stats.num_spec_steps,
+        list(stats.acceptance_histogram),
+        depths.histogram,
+        new,
+        peak,
+        {name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds},
+        stats.draft_state_bytes,
+        stats.num_draft_tokens,
+    )
+
+
+def endless(model: PreTrainedModel) -> PreTrainedModel:
+    """Remove the end-of-text token, so that every call decodes the same number of tokens."""
+    model.generation_config.eos_token_id = None
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = 0
+    return model
 
 
 def _histogram_of(arrivals: list[int], rows: int) -> list[int]:
-    """transformers streams all tokens of a verification at once, and verifies all rows together."""
+    """Transformers streams all tokens of a verification at once, and verifies all rows together."""
     counts = [0] * max(arrivals, default=0)
     for emitted in arrivals:
         counts[emitted - 1] += rows
@@ -163,18 +323,105 @@ def _histogram_of(arrivals: list[int], rows: int) -> list[int]:
 
 @contextmanager
 def _forwards(model: PreTrainedModel, counted: bool) -> Iterator[list[None]]:
-    """A list that gets an entry per forward. Not for our loop: its steps may be compiled, and the hook with them."""
+    """A list that gets one entry per forward of `model`; not for our loop, whose steps may be compiled with the hook.
+
+    Transformers' assisted decoding runs the whole prompt in its first forward even if the cache holds it already, and
+    its text is wrong then; here the first forward gets what the cache does not hold.
+    """
     calls: list[None] = []
     if not counted:
         yield calls
         return
-    handle = model.register_forward_pre_hook(lambda *_: calls.append(None))
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        calls.append(None)
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        if len(calls) == 1 and cache is not None and ids is not None and ids.shape[1] > cache.get_seq_length() > 0:
+            new = ids.shape[1] - cache.get_seq_length()
+            for name in ("input_ids", "position_ids"):
+                kwargs[name] = None if kwargs.get(name) is None else kwargs[name][:, -new:]
+        return args, kwargs
+
+    handle = model.register_forward_pre_hook(before, with_kwargs=True)
     try:
         yield calls
     finally:
         handle.remove()
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+@contextmanager
+def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
+    """Give a draft other settings while the context is open.
+
+    Raises:
+        ValueError: If the draft does not have one of them.
+    """
+    if unknown := sorted(set(options) - set(draft.settings)):
+        raise ValueError(f"{type(draft).__name__} has no settings {unknown}; it has {sorted(draft.settings)}.")
+    before = {name: draft.setting(name) for name in options}
+    try:
+        _set(draft, options)
+        yield
+    finally:
+        _set(draft, before)
+
+
+def _set(draft: Any, options: dict[str, Any]) -> None:
+    for name, value in options.items():  # update() of a GenerationConfig silently skips names that it does not have
+        setattr(draft.generation_config, name, value)
+
+
+@contextmanager
+def watched_drafters(draft: Any, watch: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Call `watch(drafter, binding)` for every drafter that `draft` makes while the context is open; may be nested.
+
+    `watch` may replace methods of both, which live for one call.
+    """
+    make, held = draft.drafter, vars(draft).get("drafter")
+
+    def watched(binding: Any) -> Any:
+        drafter = make(binding)
+        watch(drafter, binding)
+        return drafter
+
+    draft.drafter = watched
+    try:
+        yield
+    finally:
+        if held is None:
+            del draft.drafter
+        else:
+            draft.drafter = held
+
+
+class AcceptedDepths:
+    """Count how deep every verification was accepted, also the last of a row, which is cut at the token limit.
+
+    Attributes:
+        histogram (`list[int]`): Entry k counts the verifications, row by row, that accepted k drafted tokens.
+    """
+
+    def __init__(self) -> None:
+        self.histogram: list[int] = []
+
+    @contextmanager
+    def of(self, draft: Any) -> Iterator["AcceptedDepths"]:
+        """Count while the context is open."""
+        with watched_drafters(draft, self._watch):
+            yield self
+
+    def _watch(self, drafter: Any, binding: Any) -> None:
+        sequences = binding.rule.sequences
+        append, calls = sequences.append, 0
+
+        def counting_append(chosen: list[list[int]], scores: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:  # the first comes from the prompt
+                for tokens, done in zip(chosen, sequences.done, strict=True):
+                    if not done:
+                        self.histogram += [0] * (len(tokens) - len(self.histogram))
+                        self.histogram[len(tokens) - 1] += 1
+            return append(chosen, scores)
+
+        sequences.append = counting_append

@@ -1,4 +1,4 @@
-"""Every method in every cell of contexts, batch sizes and ways to choose tokens: what `hf-longspec bench` measures."""
+"""The measurements of `hf-longspec bench`: every method in every cell of contexts, batch sizes and decodings."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,15 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ..auditing import audit
-from .acceptance import changed
-from .calls import Call, run_call
-from .document_prompts import OWN_LENGTH, DocumentPrompts, left_padded
-from .engine import HF, PLAIN
-from .peak_memory import PeakMemory
+from .calls import HF, PLAIN, Call, Decoding, changed, run_call
+from .machine import PeakMemory
+from .prompts import OWN_LENGTH, DocumentPrompts, left_padded
 from .results import Record, ResultFile
+from .summaries import in_turns
 from .sweep import Point
-from .timing import in_turns
-from .token_choice import Decoding
 
 WARM_UP_PROMPT, WARM_UP_TOKENS = 256, 8
 NO_TIME = "no time left"
@@ -51,7 +48,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of what is varied; `context` 0 stands for prompts of their own length."""
+    """One combination of the values that are varied; `context` 0 stands for prompts of their own length."""
 
     dtype: str
     context: int
@@ -59,24 +56,29 @@ class Cell:
     decoding: Decoding = field(default_factory=Decoding)
 
     def key(self) -> dict[str, Any]:
-        """What records of this cell have in common."""
+        """The values that all records of this cell have."""
         decoding = self.decoding.to_dict()
         return {"dtype": self.dtype, "context": self.context, "batch": self.batch, "decoding": decoding}
 
-    def __str__(self) -> str:
+    @property
+    def place(self) -> str:
+        """The cell in words, without its decoding."""
         length = f"{self.context} tokens" if self.context else "prompts of their own length"
+        return f"{self.dtype}, {length}, batch {self.batch}"
+
+    def __str__(self) -> str:
         how = ", ".join(f"{name} {value}" for name, value in self.decoding.to_dict().items()) or "greedy"
-        return f"{self.dtype}, {length}, batch {self.batch}, {how}"
+        return f"{self.place}, {how}"
 
 
 class Matrix:
-    """Measures cells of one dtype, one after another, and writes every call as soon as it is over.
+    """Measure cells of one dtype one after another, and write every call as soon as it has ended.
 
     Args:
         model (`PreTrainedModel`): Never ending by itself, see [`endless`].
         methods (`Sequence[Method]`): The first two are `HF` and `PLAIN`.
         prompts ([`DocumentPrompts`]): Of the target's tokenizer.
-        results ([`ResultFile`]): What it holds already is not measured again.
+        results ([`ResultFile`]): Calls that are in it already are not measured again.
         tokens (`int`): New tokens per row.
         repeats (`int`): Turns; in every turn all methods continue the same prompts from the same seed.
         now (`Callable`, *optional*): Clock in seconds.
@@ -128,7 +130,7 @@ class Matrix:
             self._audit(cell, turn, prompts[turn], texts)
 
     def _in_time(self, cell: Cell, name: str, longest: Mapping[str, float]) -> bool:
-        """Whether a call like those before would end within the limit; says so if not."""
+        """Whether a call like those before would end within the limit; if not, a line notes it."""
         fits = bool(self.results.guard.left) and self.results.guard.fits(longest.get(name, 0.0))
         if not fits:
             self._skip(cell, name, NO_TIME)
@@ -182,7 +184,7 @@ class Matrix:
         return call
 
     def _warm_up(self, cell: Cell, method: Method, rows: list[torch.Tensor]) -> None:
-        """What is slow only the first time is not measured; on a GPU that depends on the length."""
+        """Run once without measuring, as the first call is slow; on a GPU that depends on the length."""
         kept = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
         self._call(method, left_padded(kept, self._pad), cell.decoding, min(self.tokens, WARM_UP_TOKENS), 0)
 
@@ -197,9 +199,9 @@ class Matrix:
         return run_call(self.model, method.how, prompt, **how)
 
     def _audit(self, cell: Cell, turn: int, rows: list[torch.Tensor], texts: Mapping[str, torch.Tensor]) -> None:
-        """Let the model read the first text of each method that is not plain `generate`'s."""
+        """Audit the first text of each method that is not that of plain `generate`."""
         if not cell.decoding.greedy or cell.decoding.penalty is not None:
-            return  # the audit knows the argmax only
+            return  # the audit compares with the argmax only
         known = {r["method"] for r in self._of_cell(cell, "audit")}
         expected = {r["method"]: r["text"] for r in self._of_cell(cell, "run") if r["turn"] == turn}.get(HF)
         for name, text in texts.items():
@@ -224,7 +226,7 @@ def truth_of(cell: Cell, method: Method) -> str | None:
     """The method whose text this one has to give in float32; None if its random numbers are others.
 
     Greedily that is plain `generate`. When tokens are drawn, our methods give the text that the plain loop draws from
-    the same seed, unless drafted tokens are accepted by the laws that they were drawn from.
+    the same seed, unless drafted tokens are accepted by the distributions that they were drawn from.
     """
     if cell.decoding.greedy:
         return HF
@@ -243,5 +245,5 @@ def hashes(text: torch.Tensor) -> list[str]:
 
 
 def _measured(call: Call) -> Mapping[str, Any]:
-    values = {name: value for name, value in vars(call).items() if name != "text"}
+    values = {name: value for name, value in vars(call).items() if name not in ("text", "drafted")}
     return values | {"shares": {name: round(share, 4) for name, share in call.shares.items()}}

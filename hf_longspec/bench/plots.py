@@ -1,13 +1,12 @@
-"""Plots of what `hf-longspec bench` measured: speed and tau versus context, acceptance by depth."""
+"""Plots of the results of `hf-longspec bench`: speed and tau versus context, acceptance by depth."""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .engine import HF, PLAIN
-from .matrix_report import title_of
-from .matrix_summary import Row, rows_of
+from .calls import HF, PLAIN
+from .report import Row, grouped, rows_of, title_of
 from .results import Record
 
 PANEL_INCHES = (5.2, 3.9)
@@ -33,13 +32,15 @@ def _versus_context(rows: Sequence[Row], stem: Path, kind: str) -> Path | None:
     """One panel per dtype, batch and way to choose tokens; a point per context with its spread or interval."""
     kept = [row for row in rows if kind == "speed" or row.method not in (HF, PLAIN)]
     kept = [row for row in kept if row.to_dict().get("tokens_per_second")]
-    groups = _by(kept, lambda row: title_of({**row.cell, "context": 0}).removeprefix("prompts of their own length, "))
+    groups = grouped(
+        kept, lambda row: title_of({**row.cell, "context": 0}).removeprefix("prompts of their own length, ")
+    )
     if not groups:
         return None
     colours = _colours(rows)
     figure, panels = _figure(len(groups))
     for panel, (title, members) in zip(panels, groups.items(), strict=False):
-        lines = _by(members, lambda row: row.method)
+        lines = grouped(members, lambda row: row.method)
         for index, (method, points) in enumerate(lines.items()):
             aside = SPACING ** (index - (len(lines) - 1) / 2)
             _line(panel, method, colours[method], [row.to_dict() for row in points], kind, aside)
@@ -75,7 +76,7 @@ def _line(panel: Any, method: str, colour: Any, points: list[dict[str, Any]], ki
 def _by_depth(rows: Sequence[Row], stem: Path) -> Path | None:
     """One panel per cell: the share of drafted tokens that is accepted at a depth that was reached."""
     kept = [row for row in rows if row.accepted_by_depth]
-    groups = _by(kept, lambda row: title_of(row.cell))
+    groups = grouped(kept, lambda row: title_of(row.cell))
     if not groups:
         return None
     colours = _colours(rows)
@@ -133,10 +134,3 @@ def _save(figure: Any, panels: Sequence[Any], used: int, stem: Path, kind: str) 
     path = stem.with_name(f"{stem.name}-{kind}.png")
     figure.savefig(path, dpi=110)
     return path
-
-
-def _by(rows: Sequence[Row], key: Any) -> dict[str, list[Row]]:
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups

@@ -1,18 +1,20 @@
-"""Prompts that were prefilled once, and caches made from them for every run."""
+"""Prompts that are prefilled once, and decoding that starts from copies of their cache."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..generation.cache import SpeculativeCache
 from ..generation.target import TargetView
+from .calls import MODES, Call, HfMethod, run_call
 
 
 @dataclass(frozen=True, eq=False)
 class PrefilledPrompts:
-    """Keys and values of some prompts of one length, and of everything shorter: a prefix of a prompt is a prompt.
+    """Keys and values of some prompts of one length, and of every shorter length: a prefix of a prompt is a prompt.
 
     Args:
         tokens (`torch.LongTensor` of shape `(P, T)`): The prompts.
@@ -25,7 +27,7 @@ class PrefilledPrompts:
     def to(self, dtype: torch.dtype) -> "PrefilledPrompts":
         """The same prompts with rounded keys and values.
 
-        What a decoding step costs does not depend on their last bits, and a bfloat16 prefill takes very long on a
+        The cost of a decoding step does not depend on their last bits, and a bfloat16 prefill takes very long on a
         processor without such instructions.
         """
         return PrefilledPrompts(self.tokens, [(keys.to(dtype), values.to(dtype)) for keys, values in self.layers])
@@ -35,19 +37,65 @@ class PrefilledPrompts:
         return self.tokens[rows, :length]
 
     def dynamic_cache(self, rows: slice, stored: int) -> DynamicCache:
-        """The cache of plain `generate`."""
+        """A cache for plain `generate`."""
         cache = DynamicCache()
         for index, (keys, values) in enumerate(self.layers):
             cache.update(keys[rows, :, :stored], values[rows, :, :stored], index)
         return cache
 
     def fill(self, cache: SpeculativeCache, rows: slice, stored: int) -> SpeculativeCache:
-        """Make a cache hold the first `stored` tokens of some prompts, whatever it held before."""
+        """Replace the content of a cache with the first `stored` tokens of some prompts."""
         cache.reset()
         for layer, (keys, values) in zip(cache.layers, self.layers, strict=True):
             layer.update(keys[rows, :, :stored], values[rows, :, :stored])
         cache.set_lengths([stored] * cache.batch_size)
         return cache
+
+
+class Decoder:
+    """Decode after prefilled prompts with one target.
+
+    Args:
+        model (`PreTrainedModel`): Without an end-of-text token, see [`endless`], in the dtype of the prompts.
+        prompts ([`PrefilledPrompts`]): Where decoding starts.
+        tokens (`int`): Tokens to generate per row; all but the first are timed.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompts: PrefilledPrompts, tokens: int):
+        self.model = model
+        self.prompts = prompts
+        self.tokens = tokens
+        self._caches: dict[tuple[int, int], SpeculativeCache] = {}
+
+    def run(self, method: Any, rows: slice, context: int, mode: str, seed: int, tokens: int | None = None) -> Call:
+        """Decode after the first `context` tokens of some prompts.
+
+        Plain `generate` is given the cache of all prompt tokens but the last, our loop of all but those that its
+        drafter looks at first. These last ones run before the first token, which is when the clock starts.
+
+        Args:
+            method (`DraftModel` or [`HfMethod`]): How to decode.
+            mode (`str`): `sample` (temperature 1, nothing cut off) or `greedy`.
+        """
+        tokens = tokens or self.tokens
+        if isinstance(method, HfMethod):
+            cache: Any = self.prompts.dynamic_cache(rows, context - 1)
+        else:
+            method.generation_config.gate = False  # speculation itself is measured
+            cache = self._speculative_cache(method, rows, context, tokens)
+        prompt = self.prompts.prompt(rows, context)
+        how: dict[str, Any] = {"decoding": MODES[mode], "tokens": tokens, "seed": seed, "cache": cache}
+        return run_call(self.model, method, (prompt, torch.ones_like(prompt)), **how)
+
+    def _speculative_cache(self, draft: Any, rows: slice, context: int, tokens: int) -> SpeculativeCache:
+        """One buffer per batch size and context, filled anew for every run."""
+        batch, key = rows.stop - rows.start, (rows.stop - rows.start, context)
+        if key not in self._caches:
+            self._caches.clear()
+            limit = context + max(tokens, self.tokens)
+            self._caches[key] = SpeculativeCache(self.model.config, batch, limit)
+        nodes = draft.num_tree_nodes(TargetView(self.model))
+        return self.prompts.fill(self._caches[key], rows, context - nodes)
 
 
 def refuse_windows(model: PreTrainedModel) -> None:
@@ -67,7 +115,10 @@ def prefill(
     """Run prompts `(P, T)` through the model one by one, under its own attention.
 
     Args:
-        done (`Callable[[int], None]`, *optional*): Told the index of every prompt that is ready.
+        done (`Callable[[int], None]`, *optional*): Called with the index of every prompt that is ready.
+
+    Raises:
+        ValueError: If a layer does not keep keys and values of the whole prompt.
     """
     refuse_windows(model)
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -87,7 +138,7 @@ def _rows_like(part: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def row_windows(num_prompts: int, batch: int, repeats: int) -> Sequence[slice]:
-    """Which prompts make up the batch of each repeat: all of them in turn.
+    """Choose the prompts that make up the batch of each repeat: all of them in turn.
 
     >>> row_windows(4, 3, repeats=3)
     [slice(0, 3, None), slice(1, 4, None), slice(0, 3, None)]

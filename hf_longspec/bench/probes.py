@@ -1,24 +1,27 @@
-"""What happens to drafted tokens and selected entries inside a call: acceptance by position, rejected tokens, overlap.
+"""`--analyse`: acceptance by position, probabilities of rejected tokens, overlap of selected entries.
 
-Source of the three looks: SpecAttn (https://huggingface.co/papers/2602.07223), Figures 4, 5 and 7. A probed call is not
-timed.
+Source: SpecAttn (https://huggingface.co/papers/2602.07223), Figures 4, 5 and 7. A probed call is not timed.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from .calls import PLAIN, Decoding, HfMethod, changed, run_call, watched_drafters
+from .matrix import Cell, Matrix, Method
+from .prompts import left_padded
+from .results import of_kind
 from .summaries import significant
-from .watching import watched_drafters
 
 # Bins of the probabilities of rejected tokens.
 BINS = 10
 
 
 class AcceptanceProbe:
-    """Watches the acceptance rule of one draft, over any number of calls.
+    """Watch the acceptance rule of one draft, over any number of calls.
 
     Counts are those of the rule, so a verification at the end of a call is not cut at the token limit.
 
@@ -26,8 +29,8 @@ class AcceptanceProbe:
         reached (`list[int]`): Verifications in which depth 1, 2, ... was reached with a drafted token there.
         accepted (`list[int]`): Those that accepted it.
         rejected (`list[tuple[float, float | None]]`): Target's and draft's probability of every token that was refused
-            where a path ended; tokens behind those were never looked at. The draft's is known if the token was drawn
-            from a law that the tree carries, or if the drafter runs the target (SpecAttn).
+            where a path ended; tokens after those were never checked. The draft's is known if the token was drawn
+            from a distribution that the tree carries, or if the drafter runs the target (SpecAttn).
     """
 
     def __init__(self) -> None:
@@ -82,12 +85,12 @@ class AcceptanceProbe:
             for depth in range(depths):
                 self.reached[depth] += 1
                 self.accepted[depth] += depth < kept - 1
-            law = scores[row, kept - 1].softmax(-1)
+            target = scores[row, kept - 1].softmax(-1)
             for node in refused:
                 token = int(tree.tokens[row, node])
-                self.rejected.append((float(law[token]), self._draft_law(tree, row, node, token)))
+                self.rejected.append((float(target[token]), self._draft_probability(tree, row, node, token)))
 
-    def _draft_law(self, tree: Any, row: int, node: int, token: int) -> float | None:
+    def _draft_probability(self, tree: Any, row: int, node: int, token: int) -> float | None:
         if tree.q is not None:
             return float(tree.q[row, node, token])
         if 1 <= node <= len(self._drafted):  # of a chain that the target itself drafted
@@ -109,7 +112,7 @@ class AcceptanceProbe:
 
 
 class SelectionProbe:
-    """Watches which entries a SpecAttn draft selects.
+    """Watch which entries a SpecAttn draft selects.
 
     Attributes:
         overlaps (`dict[int, list[float]]`): By layer, the share of a selection that the next one holds too.
@@ -184,3 +187,53 @@ def _distribution(values: Sequence[float]) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float:
     return significant(sum(values) / len(values))
+
+
+def analyse_cell(matrix: Matrix, cell: Cell, progress: Any) -> None:
+    """Write one record per draft, from calls with probes; drafts that are in the file already are left out."""
+    done = [
+        {name: r[name] for name in cell.key()} | {"method": r["method"]}
+        for r in of_kind(matrix.results.records, "analysis")
+    ]
+    for method in matrix.methods:
+        if isinstance(method.how, HfMethod) or method.name == PLAIN or cell.key() | {"method": method.name} in done:
+            continue
+        progress.say(f"{cell}: analysing {method.name}")
+        found = analyse(matrix.model, method, matrix.prompts_of(cell), cell.decoding, matrix.tokens)
+        matrix.results.write("analysis", **cell.key(), method=method.name, **found)
+
+
+def analyse(
+    model: PreTrainedModel,
+    method: Method,
+    prompts: Sequence[Sequence[torch.Tensor]],
+    decoding: Decoding,
+    tokens: int,
+) -> dict[str, Any]:
+    """The counts of all probes, from one call per batch of prompts."""
+    acceptance, selection, pairs = AcceptanceProbe(), SelectionProbe(), SelectionProbe()
+    draft = method.how
+    with method.with_settings():
+        _run(model, draft, prompts, decoding, tokens, {"compile": "off"}, (acceptance, selection))
+        if "selection" in draft.settings:  # the only selection for which scores of single tokens are there
+            _run(model, draft, prompts, decoding, tokens, {"compile": "off", "selection": "last_accepted"}, (pairs,))
+    seen = selection.to_dict()
+    return {**acceptance.to_dict(), "overlap": seen["overlap"], "pair_overlap": pairs.to_dict()["pair_overlap"]}
+
+
+def _run(
+    model: PreTrainedModel,
+    draft: Any,
+    prompts: Sequence[Sequence[torch.Tensor]],
+    decoding: Decoding,
+    tokens: int,
+    settings: Mapping[str, Any],
+    probes: Sequence[Any],
+) -> None:
+    pad = model.generation_config.pad_token_id or 0
+    with ExitStack() as stack:
+        stack.enter_context(changed(draft, dict(settings)))
+        for probe in probes:
+            stack.enter_context(probe.of(draft))
+        for seed, rows in enumerate(prompts):
+            run_call(model, draft, left_padded(rows, pad), decoding=decoding, tokens=tokens, seed=seed)

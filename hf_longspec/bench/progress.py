@@ -1,36 +1,62 @@
-"""Says what a benchmark is doing, on the error stream: a bar on a terminal, plain lines elsewhere."""
+"""Progress on standard error, so that standard output holds results only."""
 
-import sys
 import time
+from typing import Any
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 
 
 class Progress:
-    """A bar over `total` sections, and lines with the time since the start.
+    """A bar on a terminal that is removed in the end, and silent elsewhere.
 
     Args:
-        total (`int`): Sections to come.
-        quiet (`bool`, *optional*, defaults to `False`): Print nothing.
+        total (`int`): Steps to come; 0 if their number is unknown.
+        text (`str`, *optional*): What is being done.
+        lines (`bool`, *optional*, defaults to `False`): Print what is being done as lines with the time since the
+            start, on a terminal and elsewhere.
+        quiet (`bool`, *optional*, defaults to `False`): Show nothing.
+        console (`Console`, *optional*): Where the bar is shown; standard error by default.
     """
 
-    def __init__(self, total: int, quiet: bool = False):
+    def __init__(
+        self, total: int, text: str = "", lines: bool = False, quiet: bool = False, console: Console | None = None
+    ):
+        console = console or Console(stderr=True, highlight=False)
+        columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+        columns += [TimeElapsedColumn(), TimeRemainingColumn()]
+        shown = console.is_terminal and not quiet
+        self._bar = RichProgress(*columns, console=console, transient=True, disable=not shown)
+        self._task = self._bar.add_task(escape(text), total=total or None)
+        self._lines = lines and not quiet
         self._started = time.perf_counter()
-        self._quiet = quiet
-        # disable=None: no bar when the error stream is not a terminal
-        self._bar = tqdm(total=total, disable=True if quiet else None, unit="section", file=sys.stderr)
 
     def say(self, text: str) -> None:
-        """One line."""
-        if not self._quiet:
-            minutes, seconds = divmod(int(time.perf_counter() - self._started), 60)
-            tqdm.write(f"[{minutes:3d}:{seconds:02d}] {text}", file=sys.stderr)
-            sys.stderr.flush()
+        """Show what is being done now."""
+        if not self._lines:
+            self._bar.update(self._task, description=escape(text))
+            return
+        minutes, seconds = divmod(int(time.perf_counter() - self._started), 60)
+        self._bar.console.print(f"[{minutes:3d}:{seconds:02d}] {text}", markup=False, soft_wrap=True)
 
     def step(self, count: int = 1) -> None:
-        """Sections are done."""
-        self._bar.update(count)
+        """Advance by so many steps."""
+        self._bar.advance(self._task, count)
 
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-        self._bar.close()
+    def next(self, text: str, total: int) -> None:
+        """Begin another task in place of this one."""
+        self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(escape(text), total=total or None)
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

@@ -1,45 +1,280 @@
-"""Held-out text as prompts: windows at different offsets, spread over all documents."""
+"""Prompts out of documents: data sets in the files in which they are published, windows of a length, whole texts.
 
+A layout is recognized by its keys. The question about a document is kept apart as its tail, so that a prompt that is
+cut to a length still ends with the question.
+"""
+
+import json
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-STDLIB = "stdlib"
+BUILTIN = "builtin"
 # Modules of the standard library that examples/train_tiny_target.py leaves out of its training text.
 HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox")
-SUFFIXES = {".txt", ".py", ".md", ".rst"}
+TEXT_SUFFIXES = {".txt", ".py", ".md", ".rst"}
+JSON_SUFFIXES = {".jsonl", ".json"}
+TABLE_SUFFIXES = {".parquet", ".csv"}
+# Documents that are tokenized; a benchmark needs some dozens of prompts.
+MAX_DOCUMENTS = 256
+# Share of a prompt that the tail of a document may take.
+TAIL_SHARE = 0.25
+# Stands for prompts of their own length among the numbers of `--context`.
+OWN_LENGTH = 0
 
 
-def read_documents(source: str) -> dict[str, str]:
-    """Texts by file name.
+@dataclass(frozen=True)
+class Document:
+    """A text to continue.
 
     Args:
-        source (`str`): A folder of text files, or `stdlib`: the held-out modules of this Python's standard library.
+        name (`str`): File and line, without folders.
+        body (`str`): May be cut.
+        tail (`str`): Follows what is left of the body.
+    """
+
+    name: str
+    body: str
+    tail: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to write a data set as JSON objects.
+
+    Args:
+        name (`str`): Data sets that are written so.
+        keys (`Mapping[str, type]`): Keys that every object has, with the type of their values.
+        split (`Callable`): Body and tail of an object.
+    """
+
+    name: str
+    keys: Mapping[str, type]
+    split: Callable[[Mapping[str, Any]], tuple[str, str]]
+
+    def fits(self, record: Any) -> bool:
+        """Whether an object has the keys."""
+        return isinstance(record, dict) and all(isinstance(record.get(key), kind) for key, kind in self.keys.items())
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.keys)})"
+
+
+def _multiple_choice(record: Mapping[str, Any]) -> tuple[str, str]:
+    choices = [f"({letter}) {record[key]}" for letter in "ABCD" if (key := f"choice_{letter}") in record]
+    return record["context"], "\n".join(["", "", record["question"], *choices, "Answer:"])
+
+
+def _repository(record: Mapping[str, Any]) -> tuple[str, str]:
+    files = [f"# {part.get('path', '')}\n{part.get('snippet', '')}" for part in record["context"]]
+    return "\n\n".join(files), f"\n\n{record['import_statement']}\n\n{record['code']}\n"
+
+
+def _meeting(record: Mapping[str, Any]) -> tuple[str, str]:
+    turns = [f"{turn.get('speaker', '')}: {turn.get('content', '')}" for turn in record["meeting_transcripts"]]
+    queries = [*record.get("general_query_list", ()), *record.get("specific_query_list", ())]
+    return "\n".join(turns), f"\n\n{queries[0]['query']}\n" if queries else ""
+
+
+def _contest(record: Mapping[str, Any]) -> tuple[str, str]:
+    parts = [record["description"]]
+    for title in ("input", "output", "interaction", "note"):  # the data set's card: these may be empty
+        if record.get(title):
+            parts.append(f"{title.capitalize()}\n{record[title]}")
+    return "\n\n".join(parts), ""
+
+
+def _with_input(record: Mapping[str, Any]) -> tuple[str, str]:
+    return record["context"], f"\n\n{record['input']}\n" if record["input"] else ""
+
+
+# The first that fits is taken, so those with more keys come first.
+LAYOUTS = (
+    Layout("LongBench-v2", {"context": str, "question": str, "choice_A": str}, _multiple_choice),
+    Layout("LongBench, also its RepoBench-P and LCC", {"context": str, "input": str}, _with_input),
+    Layout("RepoBench-P", {"context": list, "import_statement": str, "code": str}, _repository),
+    Layout("LCC", {"context": str, "gt": str}, lambda record: (record["context"], "")),
+    Layout("QMSum", {"meeting_transcripts": list}, _meeting),
+    Layout("Spec-Bench", {"turns": list}, lambda record: (record["turns"][0], "")),
+    Layout("AIME", {"problem": str, "answer": object}, lambda record: (record["problem"], "")),
+    Layout("CodeElo", {"description": str, "input": str, "output": str}, _contest),
+    Layout("texts, such as PG-19", {"text": str}, lambda record: (record["text"], "")),
+)
+
+
+def read_source(source: str, column: str | None = None) -> tuple[list[Document], str]:
+    """Read the documents of `--data`.
+
+    Args:
+        source (`str`): A text file; a JSON file, JSON lines, a parquet or a CSV file in a known layout; a folder of
+            either; or `builtin`: modules of this Python's standard library.
+        column (`str`, *optional*): Take the texts of this key or column, whatever the layout.
+
+    Returns:
+        The documents, and the name of their layout.
 
     Raises:
-        ValueError: If there are none.
+        ValueError: If there is no such file, nothing in it, or no layout that fits, with the layouts and the keys.
     """
-    if source == STDLIB:
+    if source == BUILTIN:
         folder = Path(sysconfig.get_paths()["stdlib"])
         paths = [path for name in HELD_OUT if (path := folder / f"{name}.py").exists()]
+        return _texts(paths), "modules of the standard library"
+    path = Path(source)
+    if path.is_dir():
+        return _folder(path, column)
+    if not path.is_file():
+        raise ValueError(f"--data {source}: there is no such file or folder. Pass one, or {BUILTIN}.")
+    if path.suffix in JSON_SUFFIXES | TABLE_SUFFIXES:
+        return _records_file(path, column)
+    return _texts([path]), "one text"
+
+
+def _folder(folder: Path, column: str | None) -> tuple[list[Document], str]:
+    """Its texts; its files of records if it has none."""
+    files = sorted(folder.rglob("*"))
+    if texts := [path for path in files if path.suffix in TEXT_SUFFIXES]:
+        return _texts(texts), "folder of texts"
+    parts = [_records_file(path, column) for path in files if path.suffix in JSON_SUFFIXES | TABLE_SUFFIXES]
+    if not parts:
+        known = ", ".join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES | TABLE_SUFFIXES))
+        raise ValueError(f"--data {folder}: no file there ends with one of {known}. Pass a folder that has some.")
+    layouts = " and ".join(dict.fromkeys(name for _, name in parts))
+    return [document for documents, _ in parts for document in documents], layouts
+
+
+def _texts(paths: Sequence[Path]) -> list[Document]:
+    return [Document(path.name, path.read_text(encoding="utf-8", errors="ignore")) for path in paths]
+
+
+def _records_file(path: Path, column: str | None) -> tuple[list[Document], str]:
+    records = _table(path) if path.suffix in TABLE_SUFFIXES else _json(path)
+    if not records:
+        raise ValueError(f"--data {path}: the file is empty. Pass one with documents.")
+    if column is None:
+        layout = next((layout for layout in LAYOUTS if layout.fits(records[0][1])), None)
     else:
-        paths = sorted(path for path in Path(source).rglob("*") if path.suffix in SUFFIXES)
-    if not paths:
-        raise ValueError(f"no text files ({', '.join(sorted(SUFFIXES))}) in {source!r}. Name a folder that has some.")
-    return {path.name: path.read_text(encoding="utf-8", errors="ignore") for path in paths}
+        layout = Layout(f"column {column}", {column: str}, lambda record: (record[column], ""))
+    documents = []
+    for line, record in records:
+        if layout is None or not layout.fits(record):
+            expected = "; ".join(map(str, LAYOUTS)) if layout is None else str(layout)
+            keys = ", ".join(record) if isinstance(record, dict) else f"none, it is a {type(record).__name__}"
+            raise ValueError(
+                f"--data {path}, line {line}: its keys are {keys}; expected {expected}. Convert the file, or name the "
+                "key that holds the text with --column."
+            )
+        try:
+            documents.append(Document(f"{path.name}:{line}", *layout.split(record)))
+        except (LookupError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"--data {path}, line {line}: its keys are those of {layout}, and what they hold is not. Correct the "
+                "line, or leave it out."
+            ) from error
+    assert layout is not None
+    return documents, layout.name
 
 
-def encode(tokenizer: Any, documents: dict[str, str]) -> list[torch.Tensor]:
-    """Token ids of every document, `(length,)` each, without special tokens."""
-    encoded = (tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in documents.values())
-    return [torch.tensor(ids, dtype=torch.long) for ids in encoded]
+def _table(path: Path) -> list[tuple[int, Any]]:
+    """Every row of a parquet or CSV file, with its number from 1."""
+    try:
+        from datasets import Dataset
+        from datasets.exceptions import DatasetGenerationError
+    except ImportError as error:
+        raise ValueError(f"--data {path} needs datasets, which is not installed: pip install datasets.") from error
+    read = Dataset.from_parquet if path.suffix == ".parquet" else Dataset.from_csv
+    try:
+        return list(enumerate(read(str(path)), 1))
+    except (DatasetGenerationError, ValueError) as error:
+        raise ValueError(f"--data {path} cannot be read as {path.suffix[1:]} ({error}). Check the file.") from error
+
+
+def _json(path: Path) -> list[tuple[int, Any]]:
+    """Every object with its line, or its place in an array."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--data {path} is not UTF-8 text. Convert it, or unpack it first.") from error
+    if path.suffix == ".json":
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError:
+            pass  # some data sets call their JSON lines .json
+        else:
+            return list(enumerate(content if isinstance(content, list) else [content], 1))
+    records = []
+    # not splitlines(): JSON strings may hold U+2028 and other separators as they are
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                records.append((number, json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"--data {path}, line {number}: no JSON object ({error.msg}). Pass one object per line."
+                ) from error
+    return records
+
+
+class DocumentPrompts:
+    """Prompts from documents, tokenized once.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
+        documents (`Sequence[Document]`): The first 256 are used.
+    """
+
+    def __init__(self, tokenizer: Any, documents: Sequence[Document]):
+        used = documents[:MAX_DOCUMENTS]
+        self.bodies = [encode(tokenizer, document.body) for document in used]
+        self.tails = [encode(tokenizer, document.tail) for document in used]
+        self.longest = max(len(body) + len(tail) for body, tail in zip(self.bodies, self.tails, strict=True))
+
+    def windows(self, length: int, count: int) -> list[torch.Tensor]:
+        """`count` prompts of `length` tokens: part of a body, then its tail, spread over the documents.
+
+        Raises:
+            ValueError: If no document is long enough.
+        """
+        tails = [tail[-int(TAIL_SHARE * length) :] if int(TAIL_SHARE * length) else tail[:0] for tail in self.tails]
+        lengths = [len(body) + len(tail) for body, tail in zip(self.bodies, tails, strict=True)]
+        prompts = []
+        for index, offset in window_starts(lengths, length, count):
+            tail = tails[index]
+            prompts.append(torch.cat([self.bodies[index][offset : offset + length - len(tail)], tail]))
+        return prompts
+
+    def own(self, count: int, limit: int) -> list[torch.Tensor]:
+        """`count` whole documents of at most `limit` tokens, from the beginning again where there are fewer.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        whole = [torch.cat(parts) for parts in zip(self.bodies, self.tails, strict=True)]
+        whole = [prompt for prompt in whole if 0 < len(prompt) <= limit]
+        if not whole:
+            raise ValueError(f"--context own: no document has between 1 and {limit} tokens. Pass a number of tokens.")
+        return [whole[index % len(whole)] for index in range(count)]
+
+    def describe(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """Numbers of documents and tokens, and how many windows of each length do not overlap."""
+        sizes = [len(body) + len(tail) for body, tail in zip(self.bodies, self.tails, strict=True)]
+        disjoint = {str(length): num_disjoint(sizes, length) for length in lengths if length != OWN_LENGTH}
+        return {"documents": len(sizes), "tokens": sum(sizes), "disjoint_windows": disjoint}
+
+
+def encode(tokenizer: Any, text: str) -> torch.Tensor:
+    """Token ids `(length,)`, without special tokens."""
+    # verbose=False: texts longer than the model are meant to be cut
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
+    return torch.tensor(ids, dtype=torch.long)
 
 
 def window_starts(lengths: Sequence[int], window: int, count: int) -> list[tuple[int, int]]:
-    """Where to take `count` windows of `window` tokens: `(document, offset)`, interleaved over the documents.
+    """Choose `count` windows of `window` tokens: `(document, offset)`, interleaved over the documents.
 
     Long documents give more windows than short ones, and those of one document are spread evenly over it, so they
     overlap only where the text is too short for disjoint ones.
@@ -77,30 +312,20 @@ def cut_windows(documents: Sequence[torch.Tensor], window: int, count: int) -> t
 
 
 def num_disjoint(lengths: Sequence[int], window: int) -> int:
-    """How many windows fit into the documents without overlapping."""
+    """Number of windows that fit into the documents without overlapping."""
     return sum(length // window for length in lengths)
 
 
-def load_prompts(
-    tokenizer: Any, sources: Sequence[str], window: int, count: int
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Prompts `(count, window)` from every source in turn, and where they come from, for the result file.
+def left_padded(prompts: Sequence[torch.Tensor], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(B, T)` token ids and attention mask.
 
-    A source without a text of `window` tokens is left out.
-
-    Raises:
-        ValueError: If no source has one.
+    >>> [part.tolist() for part in left_padded([torch.tensor([5]), torch.tensor([6, 7])], 0)]
+    [[[0, 5], [6, 7]], [[0, 1], [1, 1]]]
     """
-    found, described = [], []
-    for source in sources:
-        documents = encode(tokenizer, read_documents(source))
-        lengths = [len(document) for document in documents]
-        room = num_disjoint(lengths, window)
-        described.append({"source": Path(source).name, "tokens": sum(lengths), "disjoint_windows": room})
-        if max(lengths) >= window:
-            found.append(documents)
-    if not found:
-        raise ValueError(f"no text of {window} tokens in {list(sources)}. Pass longer texts with --data.")
-    parts = [cut_windows(documents, window, -(-count // len(found))) for documents in found]
-    turns = torch.stack(parts, dim=1).flatten(0, 1)[:count]
-    return turns, {"sources": described, "prompts": count, "window": window}
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), pad_token_id)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    return ids, mask

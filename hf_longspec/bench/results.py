@@ -1,28 +1,70 @@
-"""Result files: one JSON object per line, written as soon as it is known, and a Markdown table beside them."""
+"""Result files: one JSON object per line, written as soon as it is known, and a Markdown report beside them."""
 
 import json
-from collections.abc import Callable
+import os
+import re
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .environment import environment
-from .timing import TimeGuard
+from .machine import environment
 
 Record = dict[str, Any]
 
+# Parts of the environment that may differ between the parts of one benchmark.
+MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
+REPORT_SECONDS = 5.0
+_ABSOLUTE = re.compile(r"(?<![\w.~/-])~?/[^\s'\",]+")
+
+
+class TimeGuard:
+    """Keep a benchmark within its minutes: a section that would not fit is left out, and the result names it.
+
+    Args:
+        minutes (`float`): From now on.
+        now (`Callable`, *optional*): Clock in seconds.
+    """
+
+    def __init__(self, minutes: float, now: Callable[[], float] = time.perf_counter):
+        self._now = now
+        self._started = now()
+        self._limit = minutes * 60
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._now() - self._started
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain, 0 at least."""
+        return max(0.0, self._limit - self.elapsed)
+
+    def fits(self, seconds: float) -> bool:
+        """Whether a section of this length would end in time."""
+        return seconds <= self.left
+
 
 class ResultFile:
-    """Writes `<name>.jsonl` line by line and keeps `<name>.md` up to date, so that an interrupted run is of use.
+    """Write `<name>.jsonl` line by line, and `<name>.md` every few seconds, so that an interrupted run is of use.
 
     The first line has `kind` "environment"; the last one, `kind` "end", is missing from a run that was interrupted.
 
     Args:
-        path (`Path`): The `.jsonl` file; what it held before is replaced.
+        path (`Path`): The `.jsonl` file.
         benchmark (`str`): Name of the benchmark.
         report (`Callable`): Turns all records into Markdown.
         guard ([`TimeGuard`]): Time limit of the run.
-        settings (`dict`): What was measured.
+        settings (`dict`): What is measured; JSON values only.
+        facts (`Mapping[str, Any]`, *optional*): Further parts of the environment, such as the device.
+        resume (`bool`, *optional*): Whether an existing file is continued. `None`, the default, replaces it.
+
+    Raises:
+        ValueError: If the file exists and `resume` is false, or if it has other settings or another environment; the
+            file is not touched then.
     """
 
     def __init__(
@@ -32,26 +74,41 @@ class ResultFile:
         report: Callable[[list[Record]], str],
         guard: TimeGuard,
         settings: dict[str, Any],
+        facts: Mapping[str, Any] | None = None,
+        resume: bool | None = None,
     ):
-        self.path = path
-        self.guard = guard
-        self.records: list[Record] = []
-        self._report = report
+        self.path, self.guard, self._report = path, guard, report
+        here = {**environment(), **(facts or {})}
+        if resume is False and path.exists() and path.stat().st_size:
+            raise ValueError(f"{path} is there already: pass --resume to go on with it, or another --output.")
+        before = _stored_records(path) if resume and path.exists() else []
+        if before:
+            refuse_other(path, before[0], benchmark, settings, here)
+        self.records = [record for record in before if record["kind"] != "end"]
+        self._reported = time.monotonic()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
-        self.write("environment", benchmark=benchmark, **environment(), settings=settings)
+        # written anew beside the file: a cut-off last line goes, and a full disk costs nothing
+        fresh = path.with_name(path.name + ".new")
+        fresh.write_text("".join(json.dumps(record) + "\n" for record in self.records), encoding="utf-8")
+        fresh.replace(path)
+        self._file = path.open("a", encoding="utf-8")
+        if before:
+            self.write("resumed", **{name: here[name] for name in ("date", "command", "load_average")})
+        else:
+            self.write("environment", benchmark=benchmark, **here, settings=settings)
 
     def write(self, kind: str, **values: Any) -> Record:
-        """Add a record, and bring the table up to date."""
+        """Add a record. The report, which is made of all records, follows at the end and every few seconds."""
         record = {"kind": kind, **values}
         self.records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        self.path.with_suffix(".md").write_text(self._report(self.records), encoding="utf-8")
+        if time.monotonic() - self._reported > REPORT_SECONDS:
+            self._write_report()
         return record
 
     def skip(self, reason: str, **what: Any) -> None:
-        """Say what was left out and why."""
+        """Note what was left out and why."""
         self.write("skipped", reason=reason, **what)
 
     def __enter__(self) -> "ResultFile":
@@ -63,6 +120,42 @@ class ResultFile:
         if kind is None:
             self.write("end", seconds=round(self.guard.elapsed, 1))
         self._file.close()
+        self._write_report()
+
+    def _write_report(self) -> None:
+        self.path.with_suffix(".md").write_text(self._report(self.records), encoding="utf-8")
+        self._reported = time.monotonic()
+
+
+def refuse_other(
+    path: Path, first: Record, benchmark: str, settings: Mapping[str, Any], here: Mapping[str, Any]
+) -> None:
+    """Refuse a file of other settings or of another environment.
+
+    Raises:
+        ValueError: With what differs, old and new value.
+    """
+    if first.get("kind") != "environment" or first.get("benchmark") != benchmark:
+        raise ValueError(f"--resume {path}: it is no result file of `hf-longspec {benchmark}`. Pass another --output.")
+    settings = json.loads(json.dumps(settings))  # tuples are lists in the file
+    different = _differences(first["settings"], settings)
+    different += _differences(*({k: v for k, v in side.items() if k not in MAY_CHANGE} for side in (first, here)))
+    if different:
+        raise ValueError(
+            f"--resume {path}: it was measured otherwise: {'; '.join(different)}. Repeat its settings, or pass another "
+            "--output."
+        )
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [f"{key} was {old.get(key)}, now {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
+
+
+def _stored_records(path: Path) -> list[Record]:
+    try:
+        return read_records(path)
+    except ValueError as error:
+        raise ValueError(f"{str(error).partition(': ')[0]} is no JSON. Repair it, or pass another --output.") from error
 
 
 def read_records(path: Path) -> list[Record]:
@@ -72,7 +165,7 @@ def read_records(path: Path) -> list[Record]:
         ValueError: If another line holds no JSON object.
     """
     records: list[Record] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = [line for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip()]
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
@@ -84,3 +177,31 @@ def read_records(path: Path) -> list[Record]:
             raise ValueError(f"{path}, line {number}: no JSON object. Pass a result file, one object per line.")
         records.append(record)
     return records
+
+
+def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
+    """The records of one kind."""
+    return [record for record in records if record["kind"] == kind]
+
+
+def command_line(arguments: list[str]) -> str:
+    """A command as one would type it, without the folders of this machine.
+
+    What lies below the current folder is written from there; other absolute paths are cut to their name.
+
+    >>> command_line(["/opt/bin/hf-longspec", "bench", "--data=/home/me/novels", "--target", "org/model"])
+    'hf-longspec bench --data=novels --target org/model'
+    """
+    program, *others = arguments
+    name = Path(program).name
+    return shlex.join(["hf-longspec" if name == "app.py" else name, *(without_folders(part) for part in others)])
+
+
+def without_folders(text: str) -> str:
+    """A text in which absolute paths are shortened."""
+    return _ABSOLUTE.sub(lambda found: _shortened(found[0]), text)
+
+
+def _shortened(path: str) -> str:
+    relative = os.path.relpath(os.path.expanduser(path))
+    return Path(path).name if relative.startswith("..") else relative

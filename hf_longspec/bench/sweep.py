@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
-# Keys that change how the target decodes, or behind what; every other key is a setting of a draft.
+# Keys that change how the target decodes, or after what; every other key is a setting of a draft.
 DECODING_KEYS: dict[str, type] = {
     "temperature": float,
     "top_k": int,
@@ -19,7 +19,7 @@ Point = tuple[tuple[str, Any], ...]
 
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Values, not read yet, by key.
+    """Split the texts into the values of each key, which are still texts.
 
     Raises:
         ValueError: If one is not of the form `key=v1,v2`, or a key comes twice.

@@ -6,5 +6,5 @@ class CommandError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, as one line; its type if it says nothing."""
+    """The message of an error as one line; its type if it has none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

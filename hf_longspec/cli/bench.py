@@ -1,17 +1,39 @@
-"""`hf-longspec bench`: speed and acceptance of drafts beside everything else that decodes the same text."""
+"""`hf-longspec bench`: speed and acceptance of drafts beside every other way to decode the same text."""
 
+import hashlib
+import json
+import math
+import re
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from . import CommandError, first_line
+import torch
+import typer
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-try:
-    import typer
+from .. import __version__
+from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
+from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second
+from ..bench.matrix import Cell, Matrix, Method
+from ..bench.plots import plot_all
+from ..bench.probes import analyse_cell
+from ..bench.progress import Progress
+from ..bench.prompts import OWN_LENGTH, DocumentPrompts, read_source
+from ..bench.report import NOT_RUN, matrix_report, rows_of
+from ..bench.results import ResultFile, TimeGuard, command_line, of_kind, without_folders
+from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
+from ..generation.target import TargetView
+from ..modeling.modeling_plain import PlainDraftModel
+from . import CommandError, options, session
 
-    from .options import INPUT_ERROR, INTERRUPTED
-except ImportError as error:
-    raise CommandError("hf-longspec needs typer, which is not installed: pip install 'hf_longspec[bench]'") from error
+LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
+OWN = "own"
+PACKAGES = ("pandas", "scipy")
 
 
 def bench(
@@ -21,8 +43,12 @@ def bench(
         typer.Option(help="Hub id or folder of a draft, or specattn or ngram. May be repeated. Default: specattn."),
     ] = None,
     data: Annotated[
-        str, typer.Option(help="Text, JSON lines of a known data set, a folder of either, or builtin.")
+        str,
+        typer.Option(help="Text; JSON lines, parquet or CSV of a known data set; a folder of either; or builtin."),
     ] = "builtin",
+    column: Annotated[
+        str | None, typer.Option(help="Key or column of --data that holds the texts, for other data sets.")
+    ] = None,
     context: Annotated[
         str, typer.Option(help="Tokens of the prompts, such as 2k,8k; own: whole documents as they are.")
     ] = "2k",
@@ -44,8 +70,8 @@ def bench(
     output: Annotated[Path, typer.Option(help="Result file; table and plots go beside it.")] = Path("bench.jsonl"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the result file.")] = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw PNGs.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show where an error came from.")] = False,
+    as_json: options.Json = False,
+    debug: options.Debug = False,
 ) -> None:
     """Measure drafts beside plain generate, our loop without a draft and prompt lookup.
 
@@ -61,16 +87,18 @@ def bench(
 
     Exit status: 0; 1 if a text was wrong; 2 for what cannot be run; 130 after Ctrl-C.
     """
-    try:
-        from . import bench_request, bench_run
-
-        request = bench_request.Request(
+    with options.one_line_errors(debug, interrupted="Interrupted before anything was measured."):
+        if output.suffix != ".jsonl":
+            raise CommandError(f"--output {output}: expected a name that ends with .jsonl.")
+        _require_packages(plots)
+        run = Bench(
             target=target,
             drafts=tuple(draft or ("specattn",)),
             data=data,
-            contexts=bench_request.lengths("--context", context),
-            batches=bench_request.lengths("--batch", batch),
-            dtypes=bench_request.dtypes(dtype),
+            column=column,
+            contexts=lengths("--context", context),
+            batches=lengths("--batch", batch),
+            dtypes=dtypes(dtype),
             assistant=assistant,
             sweeps=tuple(sweep or ()),
             analyse=analyse,
@@ -78,19 +106,294 @@ def bench(
             repeats=repeats,
             temperature=temperature,
             lookup_tokens=lookup_tokens,
-            minutes=minutes,
-            output=output,
-            resume=resume,
-            plots=plots,
-            as_json=as_json,
         )
-        status = bench_run.run(request)
-    except KeyboardInterrupt as error:
-        print("\nInterrupted before anything was measured.", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from error
-    except (CommandError, ValueError, OSError, ImportError) as error:
-        if debug:
-            raise
-        print(f"error: {first_line(error)}", file=sys.stderr)
-        raise typer.Exit(INPUT_ERROR) from error
-    raise typer.Exit(status)
+        documents, layout = read_source(data, column)
+        with session.quiet(progress_bars=not Path(target).is_dir()):
+            prompts = DocumentPrompts(session.load_tokenizer(target), documents)
+            guard = TimeGuard(math.inf if minutes is None else minutes)
+            file, interrupted = run.measure(prompts, layout, output, guard, resume)
+        _show(file, plots, as_json, interrupted)
+        wrong = any(row.failed for row in rows_of(file.records))
+    raise typer.Exit(options.INTERRUPTED if interrupted else int(wrong))
+
+
+@dataclass
+class Bench:
+    """One run of the command; see its options."""
+
+    target: str
+    drafts: tuple[str, ...]
+    data: str
+    column: str | None
+    contexts: tuple[int, ...]
+    batches: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    assistant: str | None
+    sweeps: tuple[str, ...]
+    analyse: bool
+    tokens: int
+    repeats: int
+    temperature: float
+    lookup_tokens: int
+    axes: dict[str, list[str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.axes = parse_sweeps(self.sweeps)
+
+    def measure(
+        self, prompts: DocumentPrompts, layout: str, output: Path, guard: TimeGuard, resume: bool
+    ) -> tuple[ResultFile, bool]:
+        """Measure all dtypes, with one model in memory at a time.
+
+        Returns:
+            The result file, and whether Ctrl-C ended the run.
+        """
+        model, methods, cells = self._prepare(self.dtypes[0], prompts)
+        facts = {
+            "device": session.describe_device(model.device),
+            "peak_memory": PeakMemory(model.device).how,
+            "hf_longspec": __version__,
+            "command": command_line(sys.argv),
+        }
+        settings = self._settings(cells, prompts, layout)
+        file = ResultFile(output, "bench", matrix_report, guard, settings, facts, resume)
+        try:
+            with file, Progress(len(cells) * len(methods) * self.repeats * len(self.dtypes)) as progress:
+                bandwidth = _bandwidth(file, model)
+                for name in self.dtypes:
+                    if name != self.dtypes[0]:
+                        del model, methods  # before the next one is loaded
+                        model, methods, cells = self._prepare(name, prompts)
+                    matrix = Matrix(model, methods, prompts, file, tokens=self.tokens, repeats=self.repeats)
+                    for cell in cells:
+                        _write_floor(file, model, cell, bandwidth)
+                        matrix.measure(cell, progress)
+                        if self.analyse:
+                            analyse_cell(matrix, cell, progress)
+        except KeyboardInterrupt:
+            return file, True
+        return file, False
+
+    def _prepare(self, dtype: str, prompts: DocumentPrompts) -> tuple[PreTrainedModel, list[Method], list[Cell]]:
+        """Model, methods and cells of one dtype, with every check that is possible before anything is measured."""
+        model = endless(session.load_target(self.target, session.TORCH_DTYPES[dtype]))
+        drafts = load_drafts(self.drafts, model)
+        decoding, of_drafts, contexts = split_axes(self.axes, {n: draft.settings for n, draft in drafts.items()})
+        methods = [*self._baselines(model), *points_of(drafts, of_drafts, model)]
+        own = {"temperature": self.temperature} if self.temperature else {}
+        ways = [Decoding.read(own | dict(point)) for point in grid(decoding)]
+        widths = lengths("--context", ",".join(contexts)) if contexts else self.contexts
+        self._require_room(model, widths, prompts)
+        return model, methods, [Cell(dtype, *rest) for rest in product(widths, self.batches, ways)]
+
+    def _baselines(self, model: PreTrainedModel) -> list[Method]:
+        """Plain `generate`, the loop without drafting, prompt lookup, and an assistant if there is one."""
+        methods = [Method(HF, HfMethod()), Method(PLAIN, PlainDraftModel.from_target(model))]
+        methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": self.lookup_tokens}, max_batch=1)))
+        if self.assistant is not None:
+            assistant = load_assistant(self.assistant, model)
+            methods.append(Method(ASSISTED, HfMethod({"assistant_model": assistant}, max_batch=1)))
+        return methods
+
+    def _require_room(self, model: PreTrainedModel, widths: Sequence[int], prompts: DocumentPrompts) -> None:
+        """Refuse contexts that exceed the model's positions, or the documents.
+
+        Raises:
+            CommandError: With both numbers.
+        """
+        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
+        longest = max(widths)
+        if longest + self.tokens > limit:
+            raise CommandError(
+                f"--context {longest} and {self.tokens} new tokens exceed the {limit} positions of {self.target}: use "
+                "shorter ones."
+            )
+        if longest > prompts.longest:
+            raise CommandError(
+                f"--context {longest}: the longest document of --data {self.data} has {prompts.longest} tokens. Use a "
+                f"shorter context, --context {OWN}, or longer documents."
+            )
+        if OWN_LENGTH in widths:
+            prompts.own(1, int(min(limit, 2**40)) - self.tokens)
+
+    def _settings(self, cells: Sequence[Cell], prompts: DocumentPrompts, layout: str) -> dict[str, Any]:
+        """The values that decide the numbers; a run is resumed only if none of them has changed."""
+        contexts = list(dict.fromkeys(cell.context for cell in cells))
+        source = Path(without_folders(self.data)).name or self.data
+        digest = hashlib.sha256()
+        for part in (*prompts.bodies, *prompts.tails):
+            digest.update(part.numpy().tobytes())
+        return {
+            "target": name_of(self.target),
+            "drafts": [name_of(name) for name in self.drafts],
+            "assistant": None if self.assistant is None else name_of(self.assistant),
+            "data": {"source": source, "layout": layout, "sha256": digest.hexdigest()[:16]}
+            | prompts.describe(contexts),
+            "contexts": contexts,
+            "batches": list(self.batches),
+            "dtypes": list(self.dtypes),
+            "sweeps": list(self.sweeps),
+            "analyse": self.analyse,
+            "tokens": self.tokens,
+            "repeats": self.repeats,
+            "temperature": self.temperature,
+            "lookup_tokens": self.lookup_tokens,
+        }
+
+
+def points_of(drafts: dict[str, Any], axes: Mapping[str, Sequence[str]], model: PreTrainedModel) -> list[Method]:
+    """Every draft with every combination of the settings on `axes` that it has.
+
+    Raises:
+        CommandError: If a draft refuses its settings.
+    """
+    methods = [
+        Method(", ".join(filter(None, [name, written(point)])), draft, point)
+        for name, draft in drafts.items()
+        for point in draft_points(axes, draft.settings)
+    ]
+    for method in methods:  # before anything is measured
+        try:
+            with method.with_settings():
+                method.how.check(TargetView(model))
+        except ValueError as error:
+            raise CommandError(f"--sweep: {method.name}: {error}") from error
+    return methods
+
+
+def load_drafts(names: Sequence[str], model: PreTrainedModel) -> dict[str, Any]:
+    """Drafts under their names in the results.
+
+    Raises:
+        CommandError: If two have one name, or one cannot be used.
+    """
+    short = [name_of(name) for name in names]
+    if twice := sorted({name for name in short if short.count(name) > 1}):
+        raise CommandError(
+            f"--draft: two are called {twice[0]!r}, which is their name in the results. Rename a folder."
+        )
+    return {name: load_draft(given, model) for name, given in zip(short, names, strict=True)}
+
+
+def load_draft(name: str, model: PreTrainedModel) -> Any:
+    """A draft by name, folder or Hub id, which drafts in every iteration.
+
+    Raises:
+        CommandError: If it cannot be loaded or was made for another target.
+    """
+    load = session.load_draft if Path(name).is_dir() else session.open_draft
+    draft = load(name, model).to(model.device)
+    if "gate" in draft.settings:  # it would stop drafting where that does not pay, and hide what is to be measured
+        draft.generation_config.gate = False
+    draft.check(TargetView(model))
+    return draft
+
+
+def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
+    """An ordinary model for transformers' assisted generation.
+
+    Raises:
+        CommandError: If it cannot be loaded, or has another vocabulary.
+    """
+    with session.loading(name, "assistant"):
+        assistant = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).eval().to(model.device)
+        sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (assistant, model)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"its vocabulary has {sizes[0]} tokens and that of the target {sizes[1]}")
+    return endless(assistant)
+
+
+def name_of(model: str) -> str:
+    """Name in the results: of a folder the last part, as the others mean nothing elsewhere."""
+    return Path(model).name if Path(model).is_dir() else model
+
+
+def lengths(option: str, text: str) -> tuple[int, ...]:
+    """Numbers such as `512,2k`; `own` is 0.
+
+    Raises:
+        CommandError: If a part is no number.
+
+    >>> lengths("--context", "512,2k,own")
+    (512, 2048, 0)
+    """
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(k?)", part.strip().lower())
+        if part.strip() == OWN and option == "--context":
+            found.append(OWN_LENGTH)
+        elif match and int(match[1]):
+            found.append(int(match[1]) * (1024 if match[2] else 1))
+        else:
+            raise CommandError(f"{option} {part!r}: expected numbers of at least 1, such as 512 or 2k (2048).")
+    return tuple(dict.fromkeys(found))
+
+
+def dtypes(text: str) -> tuple[str, ...]:
+    """Names of types; auto is bfloat16 on a GPU and float32 on a CPU.
+
+    Raises:
+        CommandError: If one is unknown.
+    """
+    if text == "auto":
+        return ("bfloat16" if torch.cuda.is_available() else "float32",)
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    if unknown := [name for name in names if name not in session.TORCH_DTYPES]:
+        raise CommandError(f"--dtype {','.join(unknown)}: expected auto, or some of {', '.join(session.TORCH_DTYPES)}.")
+    return names
+
+
+def _bandwidth(file: ResultFile, model: PreTrainedModel) -> float | None:
+    """The bandwidth: that of the first part of a resumed run, so that all rows have one floor."""
+    if known := of_kind(file.records, "ceilings"):
+        return float(known[0]["read_gb_per_second"])
+    bandwidth = read_gb_per_second(model.device)
+    if bandwidth is not None:
+        file.write("ceilings", read_gb_per_second=round(bandwidth, 1))
+    return bandwidth
+
+
+def _write_floor(file: ResultFile, model: PreTrainedModel, cell: Cell, bandwidth: float | None) -> None:
+    place = {"dtype": cell.dtype, "context": cell.context, "batch": cell.batch}
+    known = any(all(r[k] == v for k, v in place.items()) for r in of_kind(file.records, "floor"))
+    if known or bandwidth is None or cell.context == OWN_LENGTH:
+        return
+    seconds = floor_seconds(model, cell.context, cell.batch, bandwidth)
+    if seconds is not None:
+        file.write("floor", **place, seconds=seconds)
+
+
+def _show(file: ResultFile, plots: bool, as_json: bool, interrupted: bool) -> None:
+    """Print the table or the JSON object, and draw the plots."""
+    records = file.records
+    paths = [file.path, file.path.with_suffix(".md")]
+    if plots:
+        paths += plot_all(records, file.path.with_suffix(""))
+    if as_json:
+        found = {
+            "environment": of_kind(records, "environment")[0],
+            "rows": [row.to_dict() for row in rows_of(records)],
+            "analyses": of_kind(records, "analysis"),
+            "skipped": of_kind(records, "skipped"),
+            "not_run": NOT_RUN,
+            "finished": bool(of_kind(records, "end")),
+            "files": [str(path) for path in paths],
+        }
+        print(json.dumps(found))
+    else:
+        print(matrix_report(records))
+    print(f"Written: {', '.join(map(str, paths))}", file=sys.stderr)
+    if interrupted:
+        print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
+
+
+def _require_packages(plots: bool) -> None:
+    """Refuse, before anything is measured, to run without the packages that the report needs."""
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise CommandError(
+            f"the report needs {' and '.join(missing)}, which is not installed: pip install 'hf_longspec[bench]'."
+        )
+    if plots and find_spec("matplotlib") is None:
+        raise CommandError(
+            "the plots need matplotlib, which is not installed: pip install 'hf_longspec[bench]', or pass --no-plots."
+        )

@@ -1,38 +1,40 @@
-"""Convert a checkpoint of the authors of LongSpec or TokenSwift.
-
-    hf-longspec convert sail/longspec-Llama-3-8B-Instruct-262k --output longspec-llama-3
-    hf-longspec convert TokenSwift/TokenSwift-Qwen2.5-7B --output tokenswift-qwen
-
-Exit status: 0; 2 for what cannot be converted.
-"""
+"""`hf-longspec convert`: a checkpoint of the authors of LongSpec or TokenSwift as a draft of this package."""
 
 import sys
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ..modeling import convert as converting
-from . import first_line
+from . import options
 
 
-def main(source: str, target: str | None, output: Path, debug: bool = False) -> int:
-    """Convert and save; returns the exit status.
+def convert(
+    source: Annotated[str, typer.Argument(help="Published id, folder or weight file of the authors' draft.")],
+    output: Annotated[Path, typer.Option(help="New folder for the converted draft.")],
+    target: Annotated[str | None, typer.Option(help="Id, folder or config.json of its target.")] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Convert a checkpoint of the authors of LongSpec or TokenSwift.
 
-    Args:
-        source (`str`): A published id, a folder, or a weight file.
-        target (`str`, *optional*): Id, folder or config.json of the target, if `source` is not a published id.
-        output (`Path`): Folder to write; must be new or empty.
-        debug (`bool`): Let errors end the process with their traceback.
+    Their published drafts are known by their ids. For other files, also those that the authors' training wrote, name
+    the target; only its configuration is read.
+
+    Examples:
+
+    \b
+    hf-longspec convert sail/longspec-Llama-3-8B-Instruct-262k --output longspec-llama-3
+    hf-longspec convert TokenSwift/TokenSwift-Qwen2.5-7B --output tokenswift-qwen
+    hf-longspec convert ./draft_model_weights.pth --target my-org/my-target --output my-draft
+
+    Exit status: 0; 2 for what cannot be converted.
     """
-    try:
+    with options.one_line_errors(debug):
         if output.exists() and any(output.iterdir()):
             raise ValueError(f"{output} is not empty: pass a new folder as --output.")
         print(f"Reading {source}.", file=sys.stderr)
         draft = converting.convert(source, target)
         draft.save_pretrained(output)
-    except (ValueError, OSError) as error:
-        if debug:
-            raise
-        print(f"error: {first_line(error)}", file=sys.stderr)
-        return 2
-    parameters = sum(weight.numel() for weight in draft.parameters()) / 1e6
-    print(f"{output}: {parameters:.1f}M parameters for {draft.config.target_name_or_path or target}.")
-    return 0
+        parameters = sum(weight.numel() for weight in draft.parameters()) / 1e6
+        print(f"{output}: {parameters:.1f}M parameters for {draft.config.target_name_or_path or target}.")

@@ -1,96 +1,262 @@
-"""Continue a long document with and without speculation, and compare text, speed and acceptance.
+"""`hf-longspec demo`: continue a long document with and without speculation, and compare."""
 
-    python -m hf_longspec.cli.demo
-    python -m hf_longspec.cli.demo --target Qwen/Qwen3-0.6B --file notes.txt
-
-Exit status: 0; 1 if a text in float32 is not that of plain `generate`; 2 for what cannot be run; 130 after Ctrl-C.
-"""
-
-import argparse
-import sys
-from collections.abc import Sequence
+import importlib.util
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import torch
-from transformers import PreTrainedModel
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from transformers import PreTrainedModel, TextStreamer
 
 from ..auditing import EXACT, AuditReport, audit
+from ..bench.calls import PLAIN, Call, Decoding, HfMethod, run_call
+from ..bench.progress import Progress
 from ..modeling.modeling_ngram import NgramDraftModel
 from ..modeling.modeling_plain import PlainDraftModel
 from ..modeling.modeling_specattn import SpecAttnDraftModel
-from . import CommandError, models
-from .documents import make_prompt, read_document
-from .measuring import Measurement, StopWatch, measure, prefill_work, warm_up, watched_layers
-from .remarks import HF, PLAIN, Group, remarks
+from . import CommandError, options, session
+from .options import at_least
+from .output import prefill_work, watched_layers
 
-if TYPE_CHECKING:
-    from .display import Display
-
+HF = "HF generate"
 CONTEXT, NEW_TOKENS = 6144, 64
 QUICK_CONTEXT, QUICK_NEW_TOKENS = 2048, 32
 # Without bfloat16 instructions reading the prompt takes 10 times as long as in float32, and every method reads it.
 EMULATED_CONTEXT = 2048
+WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 
-EXAMPLES = """\
-Examples:
-  hf-longspec demo --quick
-  hf-longspec demo --target Qwen/Qwen3-0.6B --file notes.txt
-  hf-longspec demo --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --dtypes float32
+# Of the standard library, and never trained on by the tiny target (HELD_OUT in examples/train_tiny_target.py). More
+# than one, because a distribution may leave the source of a module out.
+DEFAULT_MODULES = ("argparse", "tarfile", "typing", "zipfile")
+# A prompt is cut after the third of at least six words, so that the continuation is the rest of a sentence.
+WORD = re.compile(r"\b[A-Za-z]{2,}\b")
+WORDS_OF_PROSE, WORDS_KEPT = 6, 3
+SHORTEST_PROMPT = 32
 
-Exit status: 0; 1 if a text in float32 is not that of plain generate; 2 for what cannot be run; 130 after Ctrl-C.
-"""
+CHECK_STYLES = {"yes": "green", "exact": "green", "reference": "dim", "near-tie": "yellow"}
+TAIL_CHARACTERS = 300  # of the prompt, shown before its continuation
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; returns the exit status."""
-    options = parse_arguments(arguments)
-    try:
-        from .display import Display
-
-        with models.quiet(progress_bars=options.target is not None and not Path(options.target).is_dir()):
-            return Demo(options, Display()).run()
-    except CommandError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        return 130
+# Two runs of one thing differ by a few percent; below this no order is claimed.
+SAME_SPEED = 0.05
+# Greedy text of small models falls into loops, which any drafter predicts. More repetition than this is pointed out.
+LOOP_LENGTH, LOOPING = 4, 0.5
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; unknown ones end the process as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog="hf-longspec demo",
-        description=(__doc__ or "").split("\n")[0],
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def demo(
+    target: Annotated[
+        str | None, typer.Option(help="Hub id or folder of the model; default: the tiny target of the repository.")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft; default: all kinds.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Text to continue; default: a standard library module.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help=f"Most prompt tokens; default: {CONTEXT}, or what fits.", callback=at_least(1))
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens to generate; default: {NEW_TOKENS}.", callback=at_least(1))
+    ] = None,
+    dtypes: Annotated[str, typer.Option(help="Types, in this order.")] = "float32,bfloat16",
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"{QUICK_CONTEXT} prompt and {QUICK_NEW_TOKENS} new tokens.")
+    ] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Continue a long document with and without speculation, and compare.
+
+    Text, speed and acceptance of plain generate, of the loop without a draft, and of every draft, on one text and by
+    one clock; the last draft's text is shown while it is written.
+
+    Examples:
+
+    \b
+    hf-longspec demo --quick
+    hf-longspec demo --target Qwen/Qwen3-0.6B --file notes.txt
+    hf-longspec demo --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --dtypes float32
+
+    Exit status: 0; 1 if a text in float32 is not that of plain generate; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+    with options.one_line_errors(debug):
+        names = list(dict.fromkeys(name.strip() for name in dtypes.split(",")))
+        if unknown := [name for name in names if name not in session.TORCH_DTYPES]:
+            known = ", ".join(session.TORCH_DTYPES)
+            raise CommandError(f"--dtypes: unknown {', '.join(map(repr, unknown))}; choose from {known}.")
+        with session.quiet(progress_bars=target is not None and not Path(target).is_dir()):
+            status = Demo(target, draft, file, context, max_new_tokens, names, quick).run()
+    raise typer.Exit(status)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids `(1, length)` of the beginning of a document, its text, and the document's name."""
+
+    name: str
+    text: str
+    input_ids: torch.Tensor
+
+
+def read_document(file: Path | None) -> tuple[str, str]:
+    """Name and text of `file`, or of a module of the standard library.
+
+    Raises:
+        CommandError: If there is no such text.
+    """
+    if file is not None:
+        try:
+            return file.name, file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise CommandError(f"cannot read --file {file}: {reason}. Pass a text file.") from error
+    for module in DEFAULT_MODULES:
+        spec = importlib.util.find_spec(module)
+        path = Path(spec.origin) if spec is not None and spec.origin else None
+        if path is not None and path.suffix == ".py" and path.is_file():
+            return f"{path.name} of the standard library", path.read_text(encoding="utf-8")
+    raise CommandError(
+        f"this Python comes without the sources of {', '.join(DEFAULT_MODULES)}: pass a text of your own with --file."
     )
-    parser.add_argument("--target", help="Hub id or folder of the model (default: the tiny target of the repository)")
-    parser.add_argument("--draft", help="Hub id or folder of a draft (default: all kinds that there are)")
-    parser.add_argument("--file", type=Path, help="text to continue (default: a module of the standard library)")
-    parser.add_argument("--context", type=_positive, help=f"most prompt tokens (default: {CONTEXT}, or what fits)")
-    parser.add_argument("--max-new-tokens", type=_positive, help=f"tokens to generate (default: {NEW_TOKENS})")
-    parser.add_argument("--dtypes", type=_dtypes, default=["float32", "bfloat16"], help="default: float32,bfloat16")
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_CONTEXT} prompt and {QUICK_NEW_TOKENS} new tokens"
-    )
-    return parser.parse_args(arguments)
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+def make_prompt(tokenizer: Any, name: str, text: str, max_tokens: int) -> Prompt:
+    """At most `max_tokens` tokens from the beginning of `text`, ending in the middle of a line of words.
 
-
-def _dtypes(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in models.DTYPES]:
-        raise argparse.ArgumentTypeError(
-            f"unknown {', '.join(map(repr, unknown))}; choose from {', '.join(models.DTYPES)}"
+    Raises:
+        CommandError: If the text is too short to be continued.
+    """
+    ids = _encode(tokenizer, text)
+    if len(ids) > max_tokens:
+        text = end_inside_a_line(tokenizer.decode(ids[:max_tokens], skip_special_tokens=True))
+        # encoded anew: the shorter text may end in other tokens, and rarely in more of them
+        ids = _encode(tokenizer, text)[:max_tokens]
+    if len(ids) < SHORTEST_PROMPT:
+        raise CommandError(
+            f"{name} gives a prompt of {len(ids)} tokens, and {SHORTEST_PROMPT} are needed: pass a longer --file, or a "
+            "larger --context."
         )
-    return list(dict.fromkeys(names))
+    return Prompt(name, text, torch.tensor([ids]))
+
+
+def end_inside_a_line(text: str) -> str:
+    """`text` up to the third word of its last complete line of at least six words; all of it if there is none."""
+    lines = text.splitlines(keepends=True)
+    for number in range(len(lines) - 2, 0, -1):
+        words = list(WORD.finditer(lines[number]))
+        if len(words) >= WORDS_OF_PROSE:
+            return "".join(lines[:number]) + lines[number][: words[WORDS_KEPT - 1].end()]
+    return text
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    # verbose=False: texts longer than the model are cut by the caller, which the tokenizer would warn about
+    return list(tokenizer(text, verbose=False)["input_ids"])
+
+
+@dataclass
+class Group:
+    """Everything measured in one dtype.
+
+    Args:
+        dtype (`str`): Name of the type.
+        calls (`dict[str, Call]`): By name: the stock loop, our loop without a draft, and the drafts, in that order.
+        context (`int`): Tokens of the prompt.
+        checks (`dict[str, str]`): The last column of the table.
+        details (`list[str]`): Sentences on calls that failed their check.
+    """
+
+    dtype: str
+    calls: dict[str, Call]
+    context: int
+    checks: dict[str, str] = field(default_factory=dict)
+    details: list[str] = field(default_factory=list)
+
+    @property
+    def drafts(self) -> list[str]:
+        """Names of the calls with a draft."""
+        return [name for name in self.calls if name not in (HF, PLAIN)]
+
+    def speed_ratio(self, name: str, base: str = HF) -> float:
+        """Speed of decoding, relative to another call."""
+        return _ratio(self.calls[name].tokens_per_second, self.calls[base].tokens_per_second)
+
+
+def remarks(groups: list[Group], native_bfloat16: bool | None) -> list[str]:
+    """The ratios of every group, why a draft did not pay where it did not, and what makes the numbers special."""
+    timed = [group for group in groups if all(call.tokens_per_second for call in group.calls.values())]
+    said = [_ratios(group) for group in timed]
+    for name in timed[0].drafts if timed else ():
+        if unpaid := [group for group in timed if group.speed_ratio(name, PLAIN) < 1 + SAME_SPEED]:
+            said.append(_why_not(name, unpaid))
+    if (
+        repeated := max((repetition(tokens_of(group.calls[group.drafts[-1]])) for group in groups), default=0.0)
+    ) > LOOPING:
+        said.append(
+            f"{repeated:.0%} of the {LOOP_LENGTH}-token sequences of the text have occurred in it before: it repeats "
+            "itself, as greedy text of small models does, so expect a lower tau on text that does not."
+        )
+    if native_bfloat16 is False and any(group.dtype == "bfloat16" for group in timed):
+        said.append(_emulation({group.dtype: group for group in timed}))
+    return said
+
+
+def _ratios(group: Group) -> str:
+    said = [f"the {PLAIN} ran at {group.speed_ratio(PLAIN):.2f}x the speed of {HF}"]
+    for name in group.drafts:
+        call, gain = group.calls[name], group.speed_ratio(name, PLAIN)
+        accepted = _ratio(call.tokens - call.steps, call.drafted)
+        said.append(f"{name} at {gain:.2f}x that of the {PLAIN} ({accepted:.0%} of its drafts accepted)")
+    return f"{group.dtype}: {', '.join(said)}."
+
+
+def _why_not(name: str, groups: list[Group]) -> str:
+    where = " and ".join(group.dtype for group in groups)
+    contexts = " and ".join(dict.fromkeys(str(group.context) for group in groups))
+    outcome = (
+        "slower than" if all(group.speed_ratio(name, PLAIN) < 1 - SAME_SPEED for group in groups) else "no faster than"
+    )
+    finding = f"In {where} {name} is {outcome} decoding without a draft here"
+    if name != "SpecAttn":
+        return f"{finding}: drafting cost as much as it saved, or more."
+    return (
+        f"{finding}: it rereads all weights of the model for every drafted token and saves only on reading the cache, "
+        f"which does not make up for it with this model at {contexts} tokens."
+    )
+
+
+def _emulation(groups: dict[str, Group]) -> str:
+    detected = "This machine has no bfloat16 instructions, so PyTorch emulates them"
+    if "float32" not in groups:
+        return f"{detected}: do not take its bfloat16 speeds for those of other machines."
+    if groups["bfloat16"].context != groups["float32"].context:
+        return f"{detected}: do not compare the speeds of the two groups, whose prompts differ in length."
+    half, full = (groups[name].calls[HF] for name in ("bfloat16", "float32"))
+    decoding = _ratio(half.tokens_per_second, full.tokens_per_second)
+    prefill = _ratio(half.ttft_seconds, full.ttft_seconds)
+    return (
+        f"{detected}: {HF} in bfloat16 decoded at {decoding:.2f}x its float32 speed and took {prefill:.1f}x as "
+        "long for the first token."
+    )
+
+
+def repetition(tokens: tuple[int, ...]) -> float:
+    """Share of the sequences of `LOOP_LENGTH` tokens that have occurred before.
+
+    >>> repetition((1, 2, 3, 1, 2, 3, 1))
+    0.25
+    """
+    grams = list(zip(*(tokens[start:] for start in range(LOOP_LENGTH)), strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0
+
+
+def tokens_of(call: Call) -> tuple[int, ...]:
+    """The generated tokens of a call with one row."""
+    return tuple(call.text[0].tolist())
 
 
 class Demo:
@@ -100,137 +266,194 @@ class Demo:
         CommandError: If target, text and lengths do not go together.
     """
 
-    def __init__(self, options: argparse.Namespace, display: "Display"):
-        self.display = display
-        self.dtypes, self.draft_name = options.dtypes, options.draft
-        self.target = models.find_target(options.target)
-        document = read_document(options.file)
-        self.tokenizer = models.load_tokenizer(self.target)
-        self.new_tokens = options.max_new_tokens or (QUICK_NEW_TOKENS if options.quick else NEW_TOKENS)
-        wanted = options.context or (QUICK_CONTEXT if options.quick else CONTEXT)
-        room = models.max_positions(self.target) - self.new_tokens
-        if room < 1 or (options.context or 0) > room:
+    def __init__(
+        self,
+        target: str | None,
+        draft: str | None,
+        file: Path | None,
+        context: int | None,
+        max_new_tokens: int | None,
+        dtypes: list[str],
+        quick: bool,
+    ):
+        self.console = Console(highlight=False)
+        self.dtypes, self.draft_name = dtypes, draft
+        self.target = session.find_target(target)
+        document = read_document(file)
+        self.tokenizer = session.load_tokenizer(self.target)
+        self.new_tokens = max_new_tokens or (QUICK_NEW_TOKENS if quick else NEW_TOKENS)
+        wanted = context or (QUICK_CONTEXT if quick else CONTEXT)
+        room = session.max_positions(self.target) - self.new_tokens
+        if room < 1 or (context or 0) > room:
             raise CommandError(
                 f"--context {wanted} and {self.new_tokens} new tokens do not fit into the {room + self.new_tokens} "
                 f"positions of the model: use at most --context {max(room, 0)}, or fewer --max-new-tokens."
             )
         self.prompt = make_prompt(self.tokenizer, *document, max_tokens=min(wanted, room))
         self.ids = self.prompt.input_ids
-        self.shortens = options.context is None
+        self.shortens = context is None
 
     def run(self) -> int:
         """Measure, show, and return the exit status."""
         groups: list[Group] = []
         for dtype in self.dtypes:
-            self.display.say(f"Loading {self.target} in {dtype}.")
-            model = models.load_target(self.target, models.DTYPES[dtype])
+            self.say(f"Loading {self.target} in {dtype}.")
+            model = session.load_target(self.target, session.TORCH_DTYPES[dtype])
             if not groups:
                 self._introduce(model)
-            native_bfloat16 = models.has_native_bfloat16(model.device)
+            native_bfloat16 = session.has_native_bfloat16(model.device)
             self.ids = self._prompt_in(dtype, native_bfloat16)
             group = Group(dtype, self._measure_all(model, stream=not groups), self.ids.shape[1])
             self._check(group, model)
             groups.append(group)
             del model  # before the next one is loaded
         self._conclude(groups, native_bfloat16)
-        return int(any("no" in group.checks for group in groups))
+        return int(any("no" in group.checks.values() for group in groups))
 
     def _introduce(self, model: PreTrainedModel) -> None:
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        self.display.say(
-            f"{type(model).__name__} with {size:.1f}M parameters on {models.describe_device(model.device)}.\n"
+        self.say(
+            f"{type(model).__name__} with {size:.1f}M parameters on {session.describe_device(model.device)}.\n"
             f"Prompt: the first {self.ids.shape[1]} tokens of {self.prompt.name}; {self.new_tokens} tokens to come.\n"
         )
 
     def _prompt_in(self, dtype: str, native_bfloat16: bool | None) -> torch.Tensor:
-        """The prompt; its beginning where bfloat16 is emulated, unless a length was asked for."""
+        """The prompt; its beginning where bfloat16 is emulated, unless the user gave a length."""
         ids = self.prompt.input_ids
         if dtype == "bfloat16" and native_bfloat16 is False and self.shortens and ids.shape[1] > EMULATED_CONTEXT:
-            self.display.say(
+            self.say(
                 f"This machine has no bfloat16 instructions: the prompt is cut to {EMULATED_CONTEXT} tokens, so that "
                 "reading it does not take minutes. --context takes another length."
             )
             return ids[:, :EMULATED_CONTEXT]
         return ids
 
-    def _measure_all(self, model: PreTrainedModel, stream: bool) -> list[Measurement]:
-        """The last draft goes first, because its text is what one wants to see; the table has it last."""
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print one line or paragraph."""
+        self.console.print(text, style=style, markup=False)
+
+    def _measure_all(self, model: PreTrainedModel, stream: bool) -> dict[str, Call]:
+        """Measure the last draft first, because its text is the one to show; the table has it last."""
         try:
             drafts = {type(draft).__name__.removesuffix("DraftModel"): draft for draft in self._drafts(model)}
             for draft in drafts.values():
                 draft.generation_config.gate = False  # the table compares speculation with plain decoding
-            drafted = [
-                self._measure(name, model, draft, stream and turn == 0)
+            drafted = {
+                name: self._measure(name, model, draft, stream and turn == 0)
                 for turn, (name, draft) in enumerate(reversed(drafts.items()))
-            ]
-            stock = self._measure(HF, model, None)
+            }
+            stock = self._measure(HF, model, HfMethod())
             plain = self._measure(PLAIN, model, PlainDraftModel.from_target(model))
         except ValueError as error:  # a refusal, which names its rule and remedy
             raise CommandError(str(error)) from error
         except torch.OutOfMemoryError as error:
             raise CommandError("out of memory: pass a smaller --context, or leave float32 out of --dtypes.") from error
-        return [stock, plain, *reversed(drafted)]
+        return {HF: stock, PLAIN: plain, **{name: drafted[name] for name in drafts}}
 
     def _drafts(self, model: PreTrainedModel) -> list[Any]:
-        """The draft that was asked for; otherwise those without training, and for the tiny target its own."""
+        """The draft that the user named; otherwise those without training, and for the tiny target its own."""
         if self.draft_name is not None:
-            return [models.load_draft(self.draft_name, model)]
+            return [session.load_draft(self.draft_name, model)]
         drafts: list[Any] = [kind.from_target(model) for kind in (NgramDraftModel, SpecAttnDraftModel)]
-        if self.target == str(models.TINY_TARGET):
-            drafts += [models.load_draft(str(folder), model) for folder in models.TINY_DRAFTS if folder.is_dir()]
+        if self.target == str(session.TINY_TARGET):
+            drafts += [session.load_draft(str(folder), model) for folder in session.TINY_DRAFTS if folder.is_dir()]
         return drafts
 
-    def _measure(self, name: str, model: PreTrainedModel, draft: Any, stream: bool = False) -> Measurement:
-        """Measure one way to decode, under a bar while it reads the prompt, and then possibly show its text."""
-        warm_up(model, draft, self.ids)
-        text = self.display.text_streamer(self.tokenizer, self.prompt.text) if stream else None
-        bar = self.display.progress(f"{name}: reading the prompt", prefill_work(model, self.ids.shape[1]))
-        with bar as (advance, stop_bar), watched_layers(model, advance) as stop_watching:
+    def _measure(self, name: str, model: PreTrainedModel, method: Any, stream: bool = False) -> Call:
+        """Measure one way to decode, with a bar while it reads the prompt, and then possibly with its text."""
+        how: dict[str, Any] = {"decoding": Decoding(), "seed": 0}
+        last = self.ids[:, -WARM_UP_PROMPT:]  # the first call is slow, and not measured
+        run_call(model, method, (last, torch.ones_like(last)), tokens=WARM_UP_TOKENS, **how)
+        text = TerminalStreamer(self.console, self.tokenizer, self.prompt.text[-TAIL_CHARACTERS:]) if stream else None
+        work = prefill_work(model, self.ids.shape[1])
+        with (
+            Progress(work, f"{name}: reading the prompt", console=self.console) as bar,
+            watched_layers(model, bar.step) as stop_watching,
+        ):
 
-            def prefill_is_over() -> None:
-                stop_watching()
-                stop_bar()
-                if text is not None:
-                    text.begin()
+            def arrived(tokens: int) -> None:
+                if tokens == 1:  # the prefill is over
+                    stop_watching()
+                    bar.stop()
+                    if text is not None:
+                        text.begin()
 
-            row = measure(name, model, draft, self.ids, self.new_tokens, StopWatch(prefill_is_over, text))
-        self.display.say(
-            f"{name}: {len(row.tokens)} tokens, the first after {row.first_token_seconds:.2f} s, then "
-            f"{row.tokens_per_second:.1f} tokens/s."
+            prompt = self.ids, torch.ones_like(self.ids)
+            call = run_call(model, method, prompt, tokens=self.new_tokens, on_arrival=arrived, text=text, **how)
+        self.say(
+            f"{name}: {call.text.shape[1]} tokens, the first after {call.ttft_seconds:.2f} s, then "
+            f"{call.tokens_per_second:.1f} tokens/s."
         )
-        return row
+        return call
 
     def _check(self, group: Group, model: PreTrainedModel) -> None:
-        """Fill the last column: in float32 whether the text is plain `generate`'s, otherwise what the audit says."""
+        """Fill the last column: in float32 whether the text is that of `generate`, otherwise the audit's verdict."""
         exact = group.dtype == "float32"
         reports: dict[tuple[int, ...], AuditReport] = {}
-        for row in group.rows:
-            identical = row.tokens == group.rows[0].tokens
-            if row.tokens not in reports and not (exact and identical):
-                self.display.say(f"Auditing the text of {row.name} in {group.dtype}.")
-                sequence = torch.cat([self.ids, torch.tensor([row.tokens], dtype=torch.long)], dim=1)
-                reports[row.tokens] = audit(model, sequence, self.ids.shape[1], torch.ones_like(self.ids))
+        reference = tokens_of(group.calls[HF])
+        for name, call in group.calls.items():
+            tokens = tokens_of(call)
+            if tokens not in reports and not (exact and tokens == reference):
+                self.say(f"Auditing the text of {name} in {group.dtype}.")
+                sequence = torch.cat([self.ids, call.text], dim=1)
+                reports[tokens] = audit(model, sequence, self.ids.shape[1], torch.ones_like(self.ids))
+            report = reports.get(tokens)
             if exact:
-                group.checks.append("reference" if row is group.rows[0] else "yes" if identical else "no")
-            else:
-                group.checks.append(reports[row.tokens].verdict)
-            report = reports.get(row.tokens)
+                group.checks[name] = "reference" if name == HF else "yes" if tokens == reference else "no"
+            elif report is not None:
+                group.checks[name] = report.verdict
             if report is not None and (exact or report.verdict != EXACT):
-                group.details.append(f"{row.name} in {group.dtype}: {report}.")
+                group.details.append(f"{name} in {group.dtype}: {report}.")
 
     def _conclude(self, groups: list[Group], native_bfloat16: bool | None) -> None:
-        self.display.say("")
+        self.say("")
         for group in groups:
-            self.display.table(group)
-        self.display.say(
+            self.console.print(_table(group))
+        self.say(
             "tokens/s: decoding alone, without the prefill. tau: tokens per verification. speed ratio: to HF generate."
         )
         details = [line for group in groups for line in group.details]
         for line in details + remarks(groups, native_bfloat16):
-            self.display.say(line)
-        if any("no" in group.checks for group in groups):
-            self.display.say("A text in float32 differs from that of plain generate: it must not.", "bold red")
+            self.say(line)
+        if any("no" in group.checks.values() for group in groups):
+            self.say("A text in float32 differs from that of plain generate: it must not.", "bold red")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _table(group: Group) -> Table:
+    """The measurements in one dtype."""
+    table = Table(title=f"{group.dtype}, behind {group.context} tokens", title_justify="left", title_style="bold")
+    table.add_column("decoding")
+    for heading in ("tokens/s", "speed ratio", "tau", "first token"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("identical text" if group.dtype == "float32" else "verdict", no_wrap=True)
+    for name, call in group.calls.items():
+        check = group.checks[name]
+        table.add_row(
+            escape(name),
+            f"{call.tokens_per_second:.1f}",
+            f"{group.speed_ratio(name):.2f}x",
+            "-" if name == HF else f"{call.tau:.2f}",
+            f"{call.ttft_seconds:.2f} s",
+            f"[{CHECK_STYLES.get(check, 'bold red')}]{check}[/]",
+        )
+    return table
+
+
+class TerminalStreamer(TextStreamer):
+    """Print text as soon as its words are complete."""
+
+    def __init__(self, console: Console, tokenizer: Any, tail: str):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.console = console
+        self.tail = tail
+
+    def begin(self) -> None:
+        """Print the end of the prompt, for the continuation to follow."""
+        self._write(self.tail, "dim")
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Print a piece of finished text."""
+        self._write(text + ("\n" if stream_end else ""), "bold cyan")
+
+    def _write(self, text: str, style: str) -> None:
+        self.console.print(text, style=style, end="", markup=False, soft_wrap=True)

@@ -35,25 +35,37 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came f
 
 
 @contextmanager
-def one_line_errors(debug: bool) -> Iterator[None]:
-    """End the command with one line for what the user can put right; with `debug`, with the traceback.
+def one_line_errors(
+    debug: bool,
+    also: tuple[type[Exception], ...] = (),
+    explain: Callable[[Any], str] | None = None,
+    interrupted: str = "Interrupted.",
+) -> Iterator[None]:
+    """End the command with one line for an error that the user can correct; with `debug`, with the traceback.
+
+    Args:
+        also (`tuple`, *optional*): Further errors of this kind.
+        explain (`Callable`, *optional*): Turns an error into its line.
+        interrupted (`str`, *optional*): The line after Ctrl-C.
 
     Raises:
         typer.Exit: With status 2, or 130 after Ctrl-C.
     """
+    expected: tuple[type[Exception], ...] = (CommandError, ValueError, OSError, ImportError, torch.OutOfMemoryError)
     try:
         yield
     except KeyboardInterrupt as error:
-        print("\nInterrupted.", file=sys.stderr)
+        print(f"\n{interrupted}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from error
-    except (CommandError, ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
+    except (*expected, *also) as error:
         if debug:
             raise
-        print(f"error: {_said(error)}", file=sys.stderr)
+        print(f"error: {(explain or said)(error)}", file=sys.stderr)
         raise typer.Exit(INPUT_ERROR) from error
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """The line for an error, with a remedy where the error has none."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory: pass a shorter text, fewer --max-new-tokens or a smaller --dtype."
     if isinstance(error, OSError) and error.filename is not None:

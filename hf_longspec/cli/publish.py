@@ -1,39 +1,33 @@
-"""Publish a draft on the Hub, or write to a folder what would be published.
-
-    hf-longspec publish runs/longspec --dry-run
-    hf-longspec publish runs/longspec --repo org/longspec-draft --license apache-2.0 --results results/acceptance.jsonl
-
-Exit status: 0; 2 for what cannot be published.
-"""
+"""`hf-longspec publish`: a draft on the Hub, or in a folder what would be published."""
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
-from ..bench.draft_acceptance import acceptance_section
+from ..bench.markdown import acceptance_section
 from ..hub import Card, push, write_repository
 from ..hub.repository import CARD_FACTS, MARK, check_repo_id
-from . import CommandError, first_line
-from .models import loading, quiet
+from . import CommandError, first_line, options
+from .session import loading, quiet
 
-# What the client of huggingface_hub raises, httpx in version 1 and httpx2 in version 2, when it reaches nobody.
+# Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
 NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """What to publish.
 
     Args:
         source (`Path`): Folder of a saved draft, with card.json or without.
         repo (`str`, *optional*): Where to publish; needed unless `dry_run`.
         dry_run (`bool`): Write a folder and upload nothing.
-        output (`Path`, *optional*): That folder. Defaults to `source` with `-hub` behind its name.
+        output (`Path`, *optional*): That folder. Defaults to `source` with `-hub` after its name.
         results (`Path`, *optional*): File with what was measured of the draft.
         name (`str`, *optional*): Name of the draft in it. Defaults to that of the folder.
         base_model (`str`, *optional*): Hub id of the target.
@@ -52,28 +46,11 @@ class Request:
     private: bool = False
 
 
-def main(request: Request, debug: bool = False) -> int:
-    """Publish; returns the exit status.
-
-    Args:
-        request ([`Request`]): What to publish.
-        debug (`bool`): Let errors end the process with their traceback.
-    """
-    try:
-        publish(request)
-    except (CommandError, ValueError, OSError, NetworkError) as error:
-        if debug:
-            raise
-        print(f"error: {_explained(error)}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def publish(request: Request) -> None:
-    """Everything from the folder to the repository.
+def write_or_push(request: Request) -> None:
+    """Publish a draft, or write to a folder what would be published.
 
     Raises:
-        CommandError: If it is not said where to, or the draft cannot be loaded.
+        CommandError: If no repository is named, or the draft cannot be loaded.
         ValueError: If the draft cannot be published.
     """
     output = _destination(request)
@@ -157,4 +134,34 @@ def _explained(error: Exception) -> str:
         )
     if isinstance(error, NetworkError) and not isinstance(error, OSError):
         return f"the Hub was not reached: {first_line(error)}. Try again, or write the folder with --dry-run."
-    return first_line(error)
+    return options.said(error)
+
+
+def publish(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
+    repo: Annotated[str | None, typer.Option(help="Repository to upload to, owner/name.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write a folder and upload nothing.")] = False,
+    output: Annotated[Path | None, typer.Option(help="That folder; DIR-hub by default.")] = None,
+    results: Annotated[Path | None, typer.Option(help="What benchmarks/acceptance.py measured of the draft.")] = None,
+    name: Annotated[str | None, typer.Option(help="Its name in there; that of DIR by default.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the target.")] = None,
+    license: Annotated[str | None, typer.Option(help="License of the weights, such as apache-2.0.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Publish a draft on the Hub, with the code that it needs and a model card.
+
+    With --dry-run the repository is written to a folder and no network is used. Nothing is uploaded without --repo.
+
+    Examples:
+
+    \b
+    hf-longspec publish runs/longspec --dry-run --base-model Qwen/Qwen3-8B
+    hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --license apache-2.0
+    hf-longspec publish runs/longspec --dry-run --results acceptance.jsonl --name mine
+
+    Exit status: 0; 2 for what cannot be published.
+    """
+    request = Request(source, repo, dry_run, output, results, name, base_model, license, private)
+    with options.one_line_errors(debug, (NetworkError,), _explained):
+        write_or_push(request)

@@ -1,57 +1,35 @@
-"""Train a draft as a recipe says.
-
-    hf-longspec train --config examples/longspec_pretrain.yaml --target Qwen/Qwen3-8B
-
-Exit status: 0; 1 if the loss stopped being a number; 2 for what cannot be run; 130 after Ctrl-C.
-"""
+"""`hf-longspec train`: train a draft as a recipe describes."""
 
 import dataclasses
+import json
+import os
+import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from ..training import DraftTrainer, DraftTrainingArguments, TokenWindows, pack
-from ..training.method import trained_drafts
-from ..training.trainer import last_complete_checkpoint
-from . import CommandError, first_line
-from .models import load_tokenizer, loading
+from ..bench.machine import git_commit
+from ..hub.repository import CARD_FACTS
+from . import CommandError, first_line, options
 from .recipes import Recipe, check_names, read_recipe
-from .training_facts import write_facts
+from .session import load_tokenizer, loading
 
 
-def main(config: Path, overrides: dict[str, Any], resume: bool = False, debug: bool = False) -> int:
-    """Train; returns the exit status.
-
-    Args:
-        config (`Path`): The recipe.
-        overrides (`dict[str, Any]`): Keys of the recipe with other values, `{"training.max_steps": 10}`.
-        resume (`bool`): Go on from the last complete checkpoint in `output_dir`.
-        debug (`bool`): Let errors end the process with their traceback.
-    """
-    try:
-        train(read_recipe(config, overrides), resume)
-    except KeyboardInterrupt:
-        print("\nInterrupted. --resume goes on from the last checkpoint.", file=sys.stderr)
-        return 130
-    except (CommandError, ValueError, OSError, ImportError, FloatingPointError) as error:
-        if debug:
-            raise
-        print(f"error: {first_line(error)}", file=sys.stderr)
-        return 1 if isinstance(error, FloatingPointError) else 2
-    return 0
-
-
-def train(recipe: Recipe, resume: bool) -> None:
-    """Everything from the recipe to the saved draft.
+def run(recipe: Recipe, resume: bool) -> None:
+    """Train as a recipe says and save the draft.
 
     Raises:
         CommandError: If something named in the recipe cannot be found.
         ValueError: If draft, target, data and settings do not go together.
         FloatingPointError: If the loss stops being a number.
     """
+    from ..training import DraftTrainer, DraftTrainingArguments
+    from ..training.trainer import last_complete_checkpoint
+
     check_names("training", recipe.training, {field.name for field in dataclasses.fields(DraftTrainingArguments)})
     if recipe.training.get("output_dir") is None:
         raise CommandError("training has no output_dir: name a folder there, or pass --output-dir.")
@@ -80,7 +58,7 @@ def train(recipe: Recipe, resume: bool) -> None:
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
 
 
-def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: DraftTrainingArguments) -> Any:
+def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: Any) -> Any:
     """A dataset of a recipe, with rows as the trainer takes them.
 
     Raises:
@@ -100,12 +78,16 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
         dataset = load_dataset(**data)
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         raise CommandError(f"{name!r} has the splits {', '.join(dataset)}: add split to the dataset of the recipe.")
+    from ..training import pack
+
     return dataset if length is None else pack(dataset, tokenizer, args, length)
 
 
 def _windows(data: dict[str, Any], length: int | None) -> Any:
     """Rows of `pack` tokens from the files below `tokens`."""
     import numpy as np
+
+    from ..training import TokenWindows
 
     check_names("dataset with tokens", data, {"tokens"})
     if length is None:
@@ -136,6 +118,8 @@ def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
         CommandError: If it cannot be loaded, or is of no known kind.
         ValueError: If its settings do not exist.
     """
+    from ..training.method import trained_drafts
+
     if isinstance(recipe.draft, str):
         with loading(recipe.draft, "draft"):
             return AutoModel.from_pretrained(recipe.draft, dtype=torch.float32)
@@ -160,3 +144,80 @@ def lora_config(settings: dict[str, Any] | None) -> Any:
         raise CommandError("lora needs peft, which is not installed: pip install peft") from error
     check_names("lora", settings, {field.name for field in dataclasses.fields(LoraConfig)})
     return LoraConfig(**settings)
+
+
+def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
+    """Write card.json into the folder of the draft; what somebody has added to it before stays.
+
+    Args:
+        recipe ([`Recipe`]): What was trained.
+        folder (`Path`): Where the draft was saved.
+        state (`TrainerState`): Steps and log of the run.
+    """
+    file = folder / CARD_FACTS
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError:
+        print(f"{file} is not JSON and stays as it is: what was trained is not noted in it.", file=sys.stderr)
+        return
+    dataset = str((recipe.dataset or {}).get("path", ""))
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    loss = f", loss {losses[-1]:.3f} in the last ones" if losses else ""
+    found = {
+        "base_model": None if Path(recipe.target).exists() else recipe.target,
+        "datasets": [dataset] if "/" in dataset and not Path(dataset).exists() else [],
+        "training": f"{state.global_step:,} steps{loss}.",
+        "command": shlex.join(["hf-longspec", *map(_without_home, sys.argv[1:])]),
+        "commit": git_commit(),
+    }
+    facts |= {name: value for name, value in found.items() if value}
+    file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+
+
+def _without_home(argument: str) -> str:
+    """A command-line argument with paths as one would type them: a card is public."""
+    return argument.replace(os.getcwd() + os.sep, "").replace(str(Path.home()), "~")
+
+
+def train(
+    config: Annotated[Path, typer.Option(help="Recipe, such as examples/longspec_pretrain.yaml.")],
+    target: Annotated[str | None, typer.Option(help="Hub id or folder of the target.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft to go on with.")] = None,
+    output_dir: Annotated[str | None, typer.Option(help="Where checkpoints and the draft are written.")] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
+    setting: Annotated[list[str] | None, typer.Option("--set", help="Any other key: training.seed=1.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
+    debug: options.Debug = False,
+) -> None:
+    """Train a draft as a recipe describes.
+
+    A recipe names the target, the settings of the draft, the data and the arguments of the trainer; options replace
+    what it says. Checkpoints and the trained draft are written to a folder; nothing is uploaded.
+
+    Examples:
+
+    \b
+    hf-longspec train --config examples/longspec_pretrain.yaml --target Qwen/Qwen3-8B
+    hf-longspec train --config examples/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
+    hf-longspec train --config examples/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
+
+    Exit status: 0; 1 if the loss stopped being a number; 2 for what cannot be run; 130 after Ctrl-C.
+    """
+    named = {
+        "target": target,
+        "draft": draft,
+        "training.output_dir": output_dir,
+        "training.max_steps": max_steps,
+        "training.learning_rate": learning_rate,
+    }
+    with options.one_line_errors(debug, interrupted="Interrupted. --resume goes on from the last checkpoint."):
+        overrides = {name: value for name, value in named.items() if value is not None}
+        overrides |= options.read_settings(setting)
+        try:
+            run(read_recipe(config, overrides), resume)
+        except FloatingPointError as error:
+            if debug:
+                raise
+            print(f"error: {first_line(error)}", file=sys.stderr)
+            raise typer.Exit(1) from error

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.bench.decoding import endless
+from hf_longspec.bench.calls import endless
 from hf_longspec.bench.prefill import prefill
 from hf_longspec.testing import tiny_prompts, tiny_target
 

@@ -5,11 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
-from hf_longspec.bench.calls import run_call
-from hf_longspec.bench.decoding import HfMethod, endless
-from hf_longspec.bench.document_prompts import left_padded
-from hf_longspec.bench.peak_memory import PeakMemory
-from hf_longspec.bench.token_choice import Decoding
+from hf_longspec.bench.calls import Decoding, HfMethod, TokenClock, endless, run_call
+from hf_longspec.bench.machine import PeakMemory
+from hf_longspec.bench.prompts import left_padded
 from hf_longspec.testing import tiny_prompts
 
 CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
@@ -124,6 +122,20 @@ def test_a_penalty_reaches_the_target(target, prompt):
     ]
     assert torch.equal(texts[0], texts[2]) and torch.equal(texts[1], texts[3])
     assert not torch.equal(texts[0], texts[1])
+
+
+def test_the_clock_leaves_out_the_prompt_and_what_arrives_first():
+    arrived, seen = iter([0.0, 100.0, 101.0, 103.0]), []
+    clock = TokenClock(1, lambda: next(arrived), on_arrival=seen.append)
+    clock.start()
+    for value in ([[5, 6, 7]], [8], [9], [10]):
+        clock.put(torch.tensor(value))
+    assert (clock.first_token_seconds, clock.num_tokens, clock.decode_seconds) == (100.0, 2, 3.0)
+    assert seen == [1, 2, 3]
+    alone = TokenClock()
+    alone.put("prompt")
+    alone.put("first")
+    assert (alone.num_tokens, alone.decode_seconds) == (0, 0.0)
 
 
 def test_an_interrupted_call_is_no_measurement(target, prompt):

@@ -6,19 +6,13 @@ from matplotlib.figure import Figure
 
 import hf_longspec
 from hf_longspec.bench import matrix as module
-from hf_longspec.bench.analysis import analyse_cell
-from hf_longspec.bench.decoding import HfMethod, endless
-from hf_longspec.bench.document_prompts import DocumentPrompts
-from hf_longspec.bench.engine import HF, PLAIN
+from hf_longspec.bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from hf_longspec.bench.matrix import Cell, Matrix, Method
-from hf_longspec.bench.matrix_report import matrix_report
-from hf_longspec.bench.matrix_summary import by_depth, rows_of
 from hf_longspec.bench.plots import plot_all
-from hf_longspec.bench.readers import Document
-from hf_longspec.bench.results import read_records
-from hf_longspec.bench.resumable import ResumableFile
-from hf_longspec.bench.timing import TimeGuard
-from hf_longspec.bench.token_choice import Decoding
+from hf_longspec.bench.probes import analyse_cell
+from hf_longspec.bench.prompts import Document, DocumentPrompts
+from hf_longspec.bench.report import by_depth, matrix_report, rows_of
+from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 CELL = Cell("float32", 40, 1)
@@ -58,7 +52,7 @@ def methods(target):
 
 def opened(path, minutes=10.0, resume=False, settings=None, **facts):
     guard = TimeGuard(minutes)
-    return ResumableFile(path, "bench", matrix_report, guard, {"repeats": 2} | (settings or {}), facts, resume)
+    return ResultFile(path, "bench", matrix_report, guard, {"repeats": 2} | (settings or {}), facts, resume)
 
 
 def measured(target, methods, documents, path, *cells, **options):
@@ -73,6 +67,12 @@ def runs(records):
     return [record for record in records if record["kind"] == "run"]
 
 
+def runs_of(records, row):
+    """The calls of a row, found without it."""
+    keys = {**row.cell, "method": row.method}
+    return [record for record in runs(records) if all(record[name] == value for name, value in keys.items())]
+
+
 def test_every_method_runs_in_every_turn_behind_the_same_prompts(target, methods, documents, tmp_path):
     records = measured(target, methods, documents, tmp_path / "b.jsonl", CELL, Cell("float32", 60, 2))
     found = [(r["context"], r["method"], r["turn"]) for r in runs(records)]
@@ -82,11 +82,10 @@ def test_every_method_runs_in_every_turn_behind_the_same_prompts(target, methods
     assert [row.method for row in rows][:2] == [HF, PLAIN]
     for row in rows:
         values = row.to_dict()
-        speeds = sorted(run["tokens"] / run["decode_seconds"] for run in row.runs)
+        own = runs_of(records, row)
+        speeds = sorted(run["tokens"] / run["decode_seconds"] for run in own)
         assert values["tokens_per_second"]["median"] == pytest.approx(sum(speeds) / 2, rel=1e-3)
-        assert values["tau"] == pytest.approx(
-            sum(r["tokens"] for r in row.runs) / sum(r["steps"] for r in row.runs), 1e-3
-        )
+        assert values["tau"] == pytest.approx(sum(r["tokens"] for r in own) / sum(r["steps"] for r in own), 1e-3)
     lookup = [r for r in records if r["kind"] == "skipped"]
     assert [(r["method"], r["batch"]) for r in lookup] == [("hf prompt lookup", 2)]
     report = (tmp_path / "b.md").read_text(encoding="utf-8")
@@ -105,7 +104,7 @@ def test_ratios_are_taken_within_turns(target, methods, documents, tmp_path):
     expected = []
     for turn in (0, 1):
         speed = {
-            name: next(r["tokens"] / r["decode_seconds"] for r in row.runs if r["turn"] == turn)
+            name: next(r["tokens"] / r["decode_seconds"] for r in runs_of(records, row) if r["turn"] == turn)
             for name, row in (("own", own), ("base", base))
         }
         expected.append(speed["own"] / speed["base"])
@@ -262,8 +261,9 @@ def test_settings_are_rows_with_differences(target, methods, documents, tmp_path
     records = measured(target, methods, documents, tmp_path / "b.jsonl", CELL)
     rows = {row.method: row for row in rows_of(records)}
     first, second = rows["specattn, selection=two_rows"], rows["specattn, selection=window"]
-    gaps = [b["tokens"] / b["steps"] - a["tokens"] / a["steps"] for a, b in zip(first.runs, second.runs, strict=True)]
-    assert [a["turn"] for a in first.runs] == [b["turn"] for b in second.runs]
+    pairs = list(zip(runs_of(records, first), runs_of(records, second), strict=True))
+    gaps = [b["tokens"] / b["steps"] - a["tokens"] / a["steps"] for a, b in pairs]
+    assert all(a["turn"] == b["turn"] for a, b in pairs)
     assert second.difference_to(first)["mean"] == pytest.approx(sum(gaps) / 2, abs=1e-3)
     assert "## Settings: 40 tokens, batch 1, float32, greedy" in (tmp_path / "b.md").read_text(encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The probes against trees, laws and selections that are worked out by hand, and against the loop's own counts."""
+"""The probes against trees, distributions and selections worked out by hand, and against the loop's own counts."""
 
 from types import SimpleNamespace
 
@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import hf_longspec
-from hf_longspec.bench.calls import run_call
-from hf_longspec.bench.document_prompts import left_padded
+from hf_longspec.bench.calls import Decoding, run_call
 from hf_longspec.bench.probes import AcceptanceProbe, SelectionProbe
-from hf_longspec.bench.token_choice import Decoding
+from hf_longspec.bench.prompts import left_padded
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import walk
 from hf_longspec.testing import tiny_prompts

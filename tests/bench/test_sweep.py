@@ -1,5 +1,8 @@
+"""Sweeps, and ways to choose tokens."""
+
 import pytest
 
+from hf_longspec.bench.calls import Decoding
 from hf_longspec.bench.sweep import draft_points, grid, parse_sweeps, read_value, split_axes, written
 
 SPECATTN = {"sparse_ratio": 0.07, "num_assistant_tokens": 4, "selection": "two_rows", "ngram_preload": True}
@@ -51,3 +54,13 @@ def test_values_take_the_type_of_the_default():
     for like, text in ((True, "maybe"), (4, "x"), ([1], "4-4"), (0.1, "a")):
         with pytest.raises(ValueError, match=f"--sweep key={text}: expected"):
             read_value("key", text, like)
+
+
+def test_ways_to_choose_tokens_are_checked():
+    assert Decoding.read({"temperature": 0.0}).options() == {"do_sample": False}
+    assert Decoding.read({"penalty": 1.2, "window": 64}).to_dict() == {"penalty": 1.2, "window": 64}
+    with pytest.raises(ValueError, match="window=64 without a penalty"):
+        Decoding.read({"window": 64})
+    for values in ({"temperature": -1.0}, {"top_p": 0.0}, {"penalty": 0.0}):
+        with pytest.raises(ValueError, match="expected"):
+            Decoding.read(values)

@@ -8,11 +8,11 @@ import torch
 from typer.testing import CliRunner
 
 from hf_longspec.bench import matrix
-from hf_longspec.bench.engine import HF, PLAIN
-from hf_longspec.bench.results import read_records
-from hf_longspec.bench.resumable import command_line
-from hf_longspec.cli import bench_run
+from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.results import command_line, read_records
+from hf_longspec.cli import CommandError, bench, session
 from hf_longspec.cli.app import app
+from hf_longspec.testing import tiny_target
 
 CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
 TARGET, LONGSPEC = str(CARDS / "tiny-target"), str(CARDS / "tiny-longspec")
@@ -23,7 +23,7 @@ SMALL = ["--target", TARGET, "--context", "64", "--max-new-tokens", "8", "--repe
 def here(tmp_path, monkeypatch):
     """Run in an empty folder, with a bandwidth that takes no second to measure."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench_run, "bandwidth", lambda device: 10.0)
+    monkeypatch.setattr(bench, "read_gb_per_second", lambda device: 10.0)
     return tmp_path
 
 
@@ -63,7 +63,7 @@ def test_the_share_of_the_floor_is_bytes_over_bandwidth(here):
     assert invoke("--draft", "ngram", "--no-plots").exit_code == 0
     records = read_records(here / "bench.jsonl")
     (floor,) = (record for record in records if record["kind"] == "floor")
-    model = bench_run.models.load_target(TARGET, torch.float32)
+    model = session.load_target(TARGET, torch.float32)
     weights = sum(p.numel() for p in model.parameters())  # its embedding is its head
     cache = 2 * 6 * 2 * 32 * 64  # keys and values, layers, heads, head size, tokens
     assert floor["seconds"] == pytest.approx((weights + cache) * 4 / 10e9)
@@ -183,6 +183,20 @@ def test_what_cannot_be_run_is_said_in_one_line(arguments, message, here):
     assert not list(here.iterdir())
 
 
+def test_a_column_of_another_data_set(here):
+    (here / "q.csv").write_text("title,story\nA," + "def f(x): return x; " * 30 + "\n", encoding="utf-8")
+    result = invoke("--data", "q.csv", "--column", "story", "--draft", "ngram", "--no-plots")
+    assert result.exit_code == 0, result.output
+    assert '"layout": "column story"' in (here / "bench.jsonl").read_text(encoding="utf-8")
+
+
+def test_a_missing_package_of_the_report_is_named_first(here, monkeypatch):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    result = invoke()
+    assert result.exit_code == 2 and "needs pandas and scipy, which is not installed" in result.output
+    assert not list(here.iterdir())
+
+
 def test_an_ordinary_model_assists():
     result = invoke("--assistant", TARGET, "--draft", "ngram", "--json", "--no-plots")
     assert result.exit_code == 0, result.output
@@ -195,3 +209,36 @@ def test_commands_lose_their_folders():
         "hf-longspec bench --data z.jsonl --set=a=r org/model"
     )
     assert command_line(["x", str(Path.cwd() / "sub" / "f")]) == "x sub/f"
+
+
+@pytest.fixture
+def target():
+    return tiny_target("llama")
+
+
+def test_the_gate_is_off_where_there_is_one(target, monkeypatch):
+    kind = session.TRAINING_FREE["ngram"]
+    monkeypatch.setattr(kind, "settings", kind.settings | {"gate": True})
+    assert bench.load_draft("ngram", target).setting("gate") is False
+
+
+def test_a_method_for_every_point_of_the_settings_that_a_draft_has(target):
+    drafts = bench.load_drafts(["specattn", "ngram"], target)
+    axes = {"sparse_ratio": ["0.5", "1"], "ngram_candidates": ["2"]}
+    methods = bench.points_of(drafts, axes, target)
+    assert [method.name for method in methods] == [
+        "specattn, sparse_ratio=0.5, ngram_candidates=2",
+        "specattn, sparse_ratio=1.0, ngram_candidates=2",
+        "ngram, ngram_candidates=2",
+    ]
+    assert [method.how for method in methods] == [drafts["specattn"], drafts["specattn"], drafts["ngram"]]
+    with pytest.raises(CommandError, match=r"--sweep: specattn, sparse_ratio=7\.0: .*sparse_ratio"):
+        bench.points_of(drafts, {"sparse_ratio": ["7"]}, target)
+
+
+def test_folders_of_one_name_cannot_be_told_apart(tmp_path, target):
+    folders = [tmp_path / part / "draft" for part in "ab"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    with pytest.raises(CommandError, match="two are called 'draft'"):
+        bench.load_drafts([*map(str, folders), "ngram"], target)

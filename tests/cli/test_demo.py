@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, T5Config
 from transformers.utils import logging
+from typer.testing import CliRunner
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.cli import CommandError, demo, documents, remarks
-from hf_longspec.cli import models as cli_models
-from hf_longspec.cli.measuring import Measurement, StopWatch
+from hf_longspec.bench import calls
+from hf_longspec.bench.calls import PLAIN, Call
+from hf_longspec.cli import CommandError, demo, session
+from hf_longspec.cli.app import app
 from hf_longspec.testing import tiny_target
 from tests.tiny_tokenizers import save_byte_target
 
@@ -29,13 +31,12 @@ def target(tmp_path_factory):
 
 
 @pytest.fixture
-def run(target, capsys):
+def run(target):
     """Run the demo on the random target; returns exit status, output and errors."""
 
     def call(*arguments, target=target):
-        status = demo.main(["--target", str(target), *map(str, arguments)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+        result = CliRunner().invoke(app, ["demo", "--target", str(target), *map(str, arguments)])
+        return result.exit_code, result.stdout, result.stderr
 
     return call
 
@@ -77,9 +78,9 @@ def test_texts_and_tables(run):
 def test_the_default_document_is_continued_inside_a_sentence(run):
     status, out, _ = run(*SMALL, "--dtypes", "float32")
     assert status == 0
-    name, text = documents.read_document(None)
+    name, text = demo.read_document(None)
     assert name in out
-    tail = documents.end_inside_a_line(text[:300])[-100:]  # a token is a byte here
+    tail = demo.end_inside_a_line(text[:300])[-100:]  # a token is a byte here
     assert tail in out.split("SpecAttn: 16 tokens")[0]
     assert rows(out)["SpecAttn"][0][-1] == "yes"
     assert "bfloat16" not in out
@@ -109,7 +110,7 @@ def test_quick_fits_a_small_model(run, monkeypatch):
 
 
 def test_a_published_draft(run, target, tmp_path):
-    model = cli_models.load_target(str(target), torch.float32)
+    model = session.load_target(str(target), torch.float32)
     SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).save_pretrained(tmp_path)
     status, out, _ = run(*SMALL, "--draft", tmp_path, "--dtypes", "float32")
     assert status == 0
@@ -122,16 +123,18 @@ def test_a_published_draft(run, target, tmp_path):
 )
 def test_emulated_bfloat16_gets_a_shorter_prompt(run, monkeypatch, native, options, contexts):
     """Unless a length was asked for; every method of a group gets the same prompt."""
-    monkeypatch.setattr(cli_models, "has_native_bfloat16", lambda device: native)
+    monkeypatch.setattr(session, "has_native_bfloat16", lambda device: native)
     monkeypatch.setattr(demo, "EMULATED_CONTEXT", 24)
     monkeypatch.setattr(demo, "CONTEXT", 64)
-    seen, measure = [], demo.measure
+    monkeypatch.setattr(demo, "WARM_UP_PROMPT", 1)
+    seen, run_call = [], demo.run_call
 
-    def noting(name, model, draft, ids, *args):
-        seen.append((str(model.dtype), ids.shape[1]))
-        return measure(name, model, draft, ids, *args)
+    def noting(model, method, prompt, **how):
+        if prompt[0].shape[1] > 1:
+            seen.append((str(model.dtype), prompt[0].shape[1]))
+        return run_call(model, method, prompt, **how)
 
-    monkeypatch.setattr(demo, "measure", noting)
+    monkeypatch.setattr(demo, "run_call", noting)
     status, out, _ = run("--max-new-tokens", 4, *options)
     assert status == 0
     assert list(dict.fromkeys(seen)) == [("torch.float32", contexts[0]), ("torch.bfloat16", contexts[1])]
@@ -141,7 +144,7 @@ def test_emulated_bfloat16_gets_a_shorter_prompt(run, monkeypatch, native, optio
 
 def test_another_text_in_float32_is_status_1(run, monkeypatch):
     """And the report says where it parts, and that this is no near-tie."""
-    monkeypatch.setattr(demo, "measure", tampering(demo.measure, dtype=torch.float32))
+    monkeypatch.setattr(demo, "run_call", tampering(demo.run_call, dtype=torch.float32))
     status, out, _ = run(*SMALL)
     assert status == 1
     assert [cells[0][-1] for cells in rows(out).values()] == ["reference", "yes", "yes", "no"]
@@ -150,21 +153,20 @@ def test_another_text_in_float32_is_status_1(run, monkeypatch):
 
 
 def test_another_text_in_bfloat16_is_named(run, monkeypatch):
-    monkeypatch.setattr(demo, "measure", tampering(demo.measure, dtype=torch.bfloat16))
+    monkeypatch.setattr(demo, "run_call", tampering(demo.run_call, dtype=torch.bfloat16))
     status, out, _ = run(*SMALL)
     assert status == 0
     assert rows(out)["SpecAttn"][1][-1] == "NOT lossless"
 
 
-def tampering(measure, dtype):
-    """`measure`, but the draft's text has one token that the model would not write."""
+def tampering(run_call, dtype):
+    """`run_call`, but the draft's text has one token that the model would not write."""
 
-    def tampered(name, model, *args):
-        row = measure(name, model, *args)
-        if name != "SpecAttn" or model.dtype != dtype:
-            return row
-        tokens = (*row.tokens[:4], 3 + (row.tokens[4] - 2) % 250, *row.tokens[5:])
-        return Measurement(row.name, tokens, row.first_token_seconds, row.decode_seconds, row.tau, row.drafted)
+    def tampered(model, method, *args, **how):
+        call = run_call(model, method, *args, **how)
+        if isinstance(method, SpecAttnDraftModel) and model.dtype == dtype:
+            call.text[0, 4] = 3 + (call.text[0, 4] - 2) % 250
+        return call
 
     return tampered
 
@@ -179,7 +181,7 @@ def test_a_target_from_the_hub_cache(target, tmp_path):
     (repo / "refs" / "main").write_text("0" * 40)
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-m", "hf_longspec.cli.demo", *SMALL, "--dtypes", "float32", "--target"]
+    command = [sys.executable, "-m", "hf_longspec.cli.app", "demo", *SMALL, "--dtypes", "float32", "--target"]
     result = subprocess.run(
         [*command, "someone/tiny"], capture_output=True, text=True, cwd=PROJECT, env=environment, check=False
     )
@@ -203,10 +205,10 @@ class TestErrorLines:
     def test_no_such_target(self, run):
         assert "cannot load the tokenizer of '/no/such/folder'" in failing(run, target="/no/such/folder")
 
-    def test_no_tiny_target(self, monkeypatch, capsys):
-        monkeypatch.setattr(cli_models, "TINY_TARGET", Path("/no/such/folder"))
-        assert demo.main([]) == 2
-        assert "pass --target" in capsys.readouterr().err
+    def test_no_tiny_target(self, monkeypatch):
+        monkeypatch.setattr(session, "TINY_TARGET", Path("/no/such/folder"))
+        result = CliRunner().invoke(app, ["demo"])
+        assert result.exit_code == 2 and "pass --target" in result.stderr
 
     def test_another_kind_of_model(self, run, target, tmp_path):
         PreTrainedTokenizerFast.from_pretrained(target).save_pretrained(tmp_path)
@@ -238,24 +240,17 @@ class TestErrorLines:
     def test_a_draft_that_is_none(self, run, target):
         assert "not a draft" in failing(run, *SMALL, "--draft", target)
 
-    def test_rich_is_missing(self, run, monkeypatch):
-        monkeypatch.setitem(sys.modules, "rich.console", None)
-        monkeypatch.delitem(sys.modules, "hf_longspec.cli.display", raising=False)
-        assert "pip install rich" in failing(run)
-
-    @pytest.mark.parametrize("arguments", [["--dtypes", "int8"], ["--context", "0"], ["--max-new-tokens", "many"]])
-    def test_impossible_options(self, arguments, capsys):
-        with pytest.raises(SystemExit) as ended:
-            demo.main(arguments)
-        assert ended.value.code == 2
-        assert arguments[0] in capsys.readouterr().err
+    @pytest.mark.parametrize("arguments", [["--dtypes", "int8"], ["--context", 0], ["--max-new-tokens", "many"]])
+    def test_impossible_options(self, run, arguments):
+        status, _, err = run(*arguments)
+        assert status == 2 and arguments[0] in err
 
 
 def test_control_c_ends_with_a_line(run, monkeypatch):
-    def interrupt(*args):
+    def interrupt(*args, **how):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "measure", interrupt)
+    monkeypatch.setattr(demo, "run_call", interrupt)
     status, _, err = run(*SMALL)
     assert status == 130
     assert err.strip() == "Interrupted."
@@ -264,13 +259,13 @@ def test_control_c_ends_with_a_line(run, monkeypatch):
 def test_control_c_between_tokens_ends_the_demo_too(run, monkeypatch):
     """With a draft, `generate` returns what it has; the demo must not go on with that."""
 
-    class Interrupted(StopWatch):
+    class Interrupted(calls.TokenClock):
         def put(self, value):
             super().put(value)
-            if len(self.arrivals) == 3:
+            if self.total == 3:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "StopWatch", Interrupted)
+    monkeypatch.setattr(calls, "TokenClock", Interrupted)
     status, out, err = run(*SMALL)
     assert status == 130
     assert err.strip().endswith("Interrupted.") and "identical text" not in out
@@ -288,77 +283,67 @@ def test_settings_of_transformers_are_restored(run):
 
 def test_a_prompt_ends_behind_a_word():
     text = "# a heading\n\nThe keeper wrote every evening into a book.\nx = 1\n\ny ="
-    assert documents.end_inside_a_line(text) == "# a heading\n\nThe keeper wrote"
-    assert documents.end_inside_a_line("x = 1\ny = 2\n") == "x = 1\ny = 2\n"
+    assert demo.end_inside_a_line(text) == "# a heading\n\nThe keeper wrote"
+    assert demo.end_inside_a_line("x = 1\ny = 2\n") == "x = 1\ny = 2\n"
 
 
 def test_modules_without_sources_are_skipped(monkeypatch):
-    monkeypatch.setattr(documents, "DEFAULT_MODULES", ("sys", "no_such_module", "tarfile"))
-    assert documents.read_document(None)[0] == "tarfile.py of the standard library"
-    monkeypatch.setattr(documents, "DEFAULT_MODULES", ("sys",))
+    monkeypatch.setattr(demo, "DEFAULT_MODULES", ("sys", "no_such_module", "tarfile"))
+    assert demo.read_document(None)[0] == "tarfile.py of the standard library"
+    monkeypatch.setattr(demo, "DEFAULT_MODULES", ("sys",))
     with pytest.raises(CommandError, match="--file"):
-        documents.read_document(None)
-
-
-def test_the_watch_leaves_the_prompt_out():
-    first = []
-    watch = StopWatch(on_first_token=lambda: first.append(len(watch.arrivals)))
-    for value in ([[5, 6, 7]], [8], [9]):
-        watch.put(torch.tensor(value))
-    assert len(watch.arrivals) == 2
-    assert first == [1]
+        demo.read_document(None)
 
 
 class TestRemarks:
     """The sentences follow from the numbers."""
 
     def group(self, speeds, dtype="float32", name="SpecAttn", tokens=tuple(range(101)), context=8000):
-        stock, plain, drafted = (100 / speed for speed in speeds)
-        rows = [
-            Measurement(remarks.HF, tokens, 1.0, stock),
-            Measurement(remarks.PLAIN, tokens, 1.0, plain, tau=1.0),
-            Measurement(name, tokens, 1.0, drafted, tau=3.0, drafted=4.0),
-        ]
-        return remarks.Group(dtype, rows, context)
+        """100 tokens after the first; the draft has 50 accepted of 100."""
+        decoded, text = len(tokens) - 1, torch.tensor([tokens])
+        names = demo.HF, PLAIN, name
+        timed = [Call(1.0, decoded / speed, decoded, decoded, [], [], text) for speed in speeds]
+        timed[2] = Call(1.0, decoded / speeds[2], decoded, decoded // 2, [], [], text, drafted=decoded)
+        return demo.Group(dtype, dict(zip(names, timed, strict=True)), context)
 
     def test_a_slower_draft(self):
-        said = " ".join(remarks.remarks([self.group((50, 100, 40))], True))
+        said = " ".join(demo.remarks([self.group((50, 100, 40))], True))
         assert "plain loop ran at 2.00x the speed of HF generate" in said
         assert "SpecAttn at 0.40x that of the plain loop (50% of its drafts accepted)" in said
         assert "SpecAttn is slower than decoding without a draft here: it rereads all weights" in said
         assert "with this model at 8000 tokens" in said
 
     def test_a_draft_of_the_same_speed(self):
-        assert "no faster than" in " ".join(remarks.remarks([self.group((50, 100, 102))], True))
+        assert "no faster than" in " ".join(demo.remarks([self.group((50, 100, 102))], True))
 
     def test_a_faster_draft(self):
-        said = remarks.remarks([self.group((50, 100, 150))], True)
+        said = demo.remarks([self.group((50, 100, 150))], True)
         assert len(said) == 1
         assert "SpecAttn at 1.50x" in said[0]
 
     def test_only_the_types_in_which_it_does_not_pay(self):
         groups = [self.group((50, 100, 150)), self.group((50, 100, 40), dtype="bfloat16")]
-        assert remarks.remarks(groups, None)[-1].startswith("In bfloat16 SpecAttn is slower than")
+        assert demo.remarks(groups, None)[-1].startswith("In bfloat16 SpecAttn is slower than")
 
     def test_another_draft_rereads_no_weights(self):
-        said = " ".join(remarks.remarks([self.group((50, 100, 40), name="LongSpec")], True))
+        said = " ".join(demo.remarks([self.group((50, 100, 40), name="LongSpec")], True))
         assert "LongSpec is slower" in said
         assert "weights" not in said
 
     def test_emulated_bfloat16(self):
         groups = [self.group((100, 100, 150)), self.group((25, 100, 150), dtype="bfloat16")]
-        assert "decoded at 0.25x its float32 speed" in remarks.remarks(groups, False)[-1]
-        assert len(remarks.remarks(groups, True)) == len(remarks.remarks(groups, None)) == 2
+        assert "decoded at 0.25x its float32 speed" in demo.remarks(groups, False)[-1]
+        assert len(demo.remarks(groups, True)) == len(demo.remarks(groups, None)) == 2
 
     def test_emulated_bfloat16_behind_a_shorter_prompt(self):
         groups = [self.group((100, 100, 40)), self.group((25, 100, 40), dtype="bfloat16", context=2048)]
-        said = remarks.remarks(groups, False)
+        said = demo.remarks(groups, False)
         assert "do not compare the speeds of the two groups" in said[-1]
         assert "with this model at 8000 and 2048 tokens" in " ".join(said)
 
     def test_a_text_that_loops(self):
-        said = remarks.remarks([self.group((50, 100, 150), tokens=(1, 2, 3) * 30)], True)
+        said = demo.remarks([self.group((50, 100, 150), tokens=(1, 2, 3) * 30)], True)
         assert "it repeats itself" in said[-1]
 
     def test_too_short_to_be_timed(self):
-        assert remarks.remarks([self.group((50, 100, 150), tokens=(1,))], True) == []
+        assert demo.remarks([self.group((50, 100, 150), tokens=(1,))], True) == []

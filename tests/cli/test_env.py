@@ -11,7 +11,7 @@ import transformers
 
 import hf_longspec
 from hf_longspec.attention_backends import registry
-from hf_longspec.cli import system_report
+from hf_longspec.cli import env
 
 SECRETS = {
     "HOME": "/home/gwendolyn",
@@ -32,7 +32,7 @@ def test_a_real_process_tells_versions_and_no_secrets(tmp_path):
         capture_output=True,
         text=True,
         cwd=folder,
-        env=os.environ | SECRETS | {"PYTHONPATH": str(system_report.Path(hf_longspec.__file__).parents[1])},
+        env=os.environ | SECRETS | {"PYTHONPATH": str(env.Path(hf_longspec.__file__).parents[1])},
         check=False,
     )
     assert result.returncode == 0, result.stderr
@@ -60,13 +60,13 @@ def test_reasons_against_a_backend_are_shown_without_paths(monkeypatch, command)
 @pytest.mark.parametrize("in_checkout", [True, False])
 def test_the_commit_is_that_of_this_project_or_none(monkeypatch, command, tmp_path, in_checkout):
     """An environment inside somebody else's repository does not report that repository's commit."""
-    monkeypatch.setattr(system_report, "environment", lambda: dict.fromkeys(
+    monkeypatch.setattr(env, "environment", lambda: dict.fromkeys(
         ("cpu", "cores", "usable_cores", "threads", "simd", "native_bfloat16", "memory_gib", "python", "torch"), 1
     ) | {"commit": "abc"})  # fmt: skip
     package = tmp_path / ("own" if in_checkout else "other/site-packages")
     (package / "hf_longspec" / "cli").mkdir(parents=True)
     (tmp_path / ("own" if in_checkout else "other") / ".git").mkdir()
-    monkeypatch.setattr(system_report, "__file__", str(package / "hf_longspec" / "cli" / "system_report.py"))
+    monkeypatch.setattr(env, "__file__", str(package / "hf_longspec" / "cli" / "env.py"))
     assert json.loads(command("env", "--json").stdout)["commit"] == ("abc" if in_checkout else None)
 
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longspec import LongSpecDraftModel
-from hf_longspec.cli import app, audit_run, generating, tune_run
+from hf_longspec import LongSpecDraftModel, __version__
+from hf_longspec.cli import app, audit, generate, tune
 from hf_longspec.testing import tiny_target
 
 COMMANDS = ["generate", "audit", "tune"]
@@ -66,8 +66,7 @@ def test_a_missing_folder(fails, name):
     assert "cannot load the draft of '/no/such/draft': there is no such folder" in line
 
 
-@both
-@pytest.mark.parametrize("share", [0.5, 0.00001])
+@pytest.mark.parametrize(("name", "share"), [("generate", 0.5), ("audit", 0.00001), ("tune", 0.5)])
 def test_truncated_weights(fails, copy_of, name, share):
     target = copy_of("target")
     truncate(target, share)
@@ -146,15 +145,14 @@ def test_two_prompts(fails):
     assert "pass one prompt" in fails("generate", "--prompt", "text")
 
 
-@both
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("name", "arguments", "says"),
     [
-        (["--device", "warp9"], "--device warp9: PyTorch has no such device here"),
-        (["--dtype", "int3"], "--dtype int3: expected one of auto, float32"),
-        (["--set", "gamma=4"], "the draft specattn has no such setting; it has acceptance"),
-        (["--set", "num_assistant_tokens"], "expected key=value"),
-        (["--set", "num_assistant_tokens=0"], "num_assistant_tokens=0: expected an integer of at least 1"),
+        ("generate", ["--device", "warp9"], "--device warp9: PyTorch has no such device here"),
+        ("audit", ["--dtype", "int3"], "--dtype int3: expected one of auto, float32"),
+        ("tune", ["--set", "gamma=4"], "the draft specattn has no such setting; it has acceptance"),
+        ("audit", ["--set", "num_assistant_tokens"], "expected key=value"),
+        ("generate", ["--set", "num_assistant_tokens=0"], "num_assistant_tokens=0: expected an integer of at least 1"),
     ],
     ids=["device", "dtype", "setting", "form", "value"],
 )
@@ -197,9 +195,7 @@ def test_debug_shows_where_it_came_from(command, tiny, name):
     assert result.exit_code == 1 and "there is no such folder" in str(result.exception)
 
 
-@pytest.mark.parametrize(
-    ("name", "module"), [("generate", generating), ("audit", audit_run), ("tune", tune_run)], ids=COMMANDS
-)
+@pytest.mark.parametrize(("name", "module"), [("generate", generate), ("audit", audit), ("tune", tune)], ids=COMMANDS)
 def test_ctrl_c_and_full_memory(command, tiny, monkeypatch, name, module):
     def stop(error):
         def raise_error(*_, **__):
@@ -250,6 +246,11 @@ def test_wrong_options_take_one_line(monkeypatch, capsys, arguments, complaint):
     assert exit_of.value.code == 2 and output.out == ""
     (line,) = output.err.strip().splitlines()
     assert line.startswith("error: ") and complaint in line
+
+
+def test_the_version(command):
+    result = command("--version")
+    assert result.exit_code == 0 and result.stdout == f"hf-longspec {__version__}\n"
 
 
 def test_without_a_command_there_is_help(monkeypatch, capsys):

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import NgramDraftModel, SpeculationStats
-from hf_longspec.cli.drafted_text import DraftedTextStreamer, StepText
-from hf_longspec.cli.html_page import MAX_BARS, html_page
+from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, StepText, html_page
 
 NEW = 20
 DRAFTS = ["specattn", "vegas", "ngram", "plain", "longspec", "tokenswift"]

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
-from hf_longspec.cli import CommandError, demo, recipes
+from hf_longspec.cli import CommandError, recipes
 from hf_longspec.testing import tiny_prompts
 from tests.tiny_tokenizers import save_byte_target
 
@@ -257,14 +257,6 @@ def test_a_diverged_run_has_its_own_exit_status(run, recipe, target, tmp_path):
     status, output = run("train", "--config", recipe, target=tmp_path / "broken")
     assert status == 1
     assert "error: the loss at step 1 is nan" in output
-
-
-def test_the_demo_gets_everything_behind_its_name(monkeypatch):
-    seen = []
-    monkeypatch.setattr(demo, "main", lambda arguments: seen.append(arguments) or 3)
-    result = typer_testing.CliRunner().invoke(app.app, ["demo", "--context", "5", "--help", "--dtypes=float32"])
-    assert seen == [["--context", "5", "--help", "--dtypes=float32"]]
-    assert result.exit_code == 3
 
 
 def test_the_command_runs_as_a_module():

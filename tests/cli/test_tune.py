@@ -10,9 +10,8 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.cli import settings_file, tune_plans, tune_run
-from hf_longspec.cli.settings_file import update_settings
-from hf_longspec.cli.tune_plans import LARGE_GAMMA, PLANS, Trial, distinct_ratios
+from hf_longspec.cli import tune as module
+from hf_longspec.cli.tune import LARGE_GAMMA, PLANS, Trial, distinct_ratios, update_settings
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
 
@@ -38,13 +37,13 @@ def rigged(monkeypatch):
     """Speeds by settings in place of the clock; decoding itself is real. Unnamed settings run at 100 tokens/s."""
 
     def rig(speeds):
-        decode = tune_run.Tuner._decode
+        decode = module.Tuner._decode
 
         def clocked(self, draft, options):
             _, tau = decode(self, draft, options)
             return speeds.get(json.dumps(list(options.values())), 100.0), tau
 
-        monkeypatch.setattr(tune_run.Tuner, "_decode", clocked)
+        monkeypatch.setattr(module.Tuner, "_decode", clocked)
 
     return rig
 
@@ -81,7 +80,7 @@ def test_specattn_takes_the_three_steps_of_the_paper():
     (first, wide, once), (second, gammas, _), (third, around, _) = asked
     assert (first[0], second[0], third[0]) == ("1", "2", "3")
     assert once == 1 and {options["num_assistant_tokens"] for options in wide} == {LARGE_GAMMA}
-    assert [options["sparse_ratio"] for options in wide] == list(tune_plans.RATIOS)
+    assert [options["sparse_ratio"] for options in wide] == list(module.RATIOS)
     assert {options["sparse_ratio"] for options in gammas} == {0.05}
     assert {options["num_assistant_tokens"] for options in around} == {6}
     assert [options["sparse_ratio"] for options in around] == [0.03, 0.05, 0.07]
@@ -91,7 +90,7 @@ def test_ratios_below_the_floor_are_one_candidate():
     """Against a count of the entries that each ratio selects."""
     for context, fewest in ((100, 256), (4096, 256), (4096, 1), (131_072, 256)):
         entries = {}
-        for ratio in (0.07, *tune_plans.RATIOS):
+        for ratio in (0.07, *module.RATIOS):
             entries.setdefault(min(context, max(fewest, math.ceil(ratio * context))), ratio)
         found = distinct_ratios(0.07, context, fewest)
         assert len(found) == len(entries) and 0.07 in found and found == sorted(found)
@@ -154,8 +153,8 @@ def test_a_dry_run_shows_and_writes_nothing(tune, drafts, rigged):
 
 
 def test_specattn_goes_to_a_new_folder(tune, tiny, tmp_path, rigged, monkeypatch):
-    monkeypatch.setattr(tune_plans, "GAMMAS", (2, 3))
-    monkeypatch.setattr(tune_plans, "RATIOS", (0.1, 0.5))
+    monkeypatch.setattr(module, "GAMMAS", (2, 3))
+    monkeypatch.setattr(module, "RATIOS", (0.1, 0.5))
     rigged({json.dumps([ratio, 3]): 150.0 for ratio in (0.07, 0.1, 0.5)})
     tuned = tmp_path / "tuned"
     result = tune("--set", "sparse_min_tokens=4", "--output", tuned, "--json")
@@ -179,7 +178,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tune, drafts, rigged, m
         raise OSError(28, "No space left on device", str(folder))
 
     with monkeypatch.context() as patch:
-        patch.setattr(settings_file.json if fails == "dumps" else os, fails, full)
+        patch.setattr(module.json if fails == "dumps" else os, fails, full)
         result = tune("--draft", folder)
     assert result.exit_code == 2 and "No space left on device" in result.stderr
     assert {path: path.read_bytes() for path in files(folder)} == before
@@ -201,7 +200,7 @@ def test_a_new_file_keeps_the_permissions_and_links_of_the_old(tmp_path):
 
 
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp_path, drafts, monkeypatch):
-    monkeypatch.setattr(tune_run.Tuner, "_decode", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(module.Tuner, "_decode", lambda *_: pytest.fail("measured"))
     assert "pass --output FOLDER for the tuned one, or --dry-run" in tune().stderr
     assert "pass --output FOLDER" in tune("--draft", "org/draft").stderr
     full = tune("--output", drafts["longspec"])

@@ -51,9 +51,10 @@ def test_dead_links_are_noticed():
 
 @cache
 def identifiers():
-    """Every name in the source of the package, and the words of its short strings, such as the values of settings."""
+    """Every name in the source of the package and the benchmarks, and the words of short strings, such as settings."""
     names = {*dir(builtins), *keyword.kwlist}
-    for path in [*(PROJECT / "hf_longspec").rglob("*.py"), PROJECT / "docs_hooks.py"]:
+    folders = (PROJECT / "hf_longspec", PROJECT / "benchmarks")
+    for path in [*(file for folder in folders for file in folder.rglob("*.py")), PROJECT / "docs_hooks.py"]:
         names.add(path.stem)
         names.update(path.relative_to(PROJECT).parts)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -76,8 +77,29 @@ def unknown_names(text: str, known: set[str]) -> list[str]:
 
 
 # Symbols of the pages, and what belongs to transformers, torch and make.
-SYMBOLS = {"x_", "x_i", "A_i", "B", "S", "N", "H", "K", "D", "V", "G", "p", "q", "x", "n", "d", "lse", "expected"}
+SYMBOLS = {
+    "NAME",
+    "x_",
+    "x_i",
+    "A_i",
+    "B",
+    "S",
+    "N",
+    "H",
+    "K",
+    "D",
+    "V",
+    "G",
+    "p",
+    "q",
+    "x",
+    "n",
+    "d",
+    "lse",
+    "expected",
+}
 THEIRS = {"Trainer", "TORCH_INDEX", "torchrun", "tp_plan", "num_return_sequences", "num_beams", "trust_remote_code"}
+SYMBOLS |= {"NAME"}
 THEIRS |= {"cache_implementation", "device_map", "pipeline", "stop_strings", "padding_side"}
 NAMED = ["design", "losslessness", "quicktour", "faq", "models", "specattn", "longspec", "tokenswift", "ngram"]
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.floors import Machine, Roofline, shape_of
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.bench.roofline import Roofline
-from hf_longspec.bench.roofline_shapes import Machine, shape_of
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE, gate_of
 from hf_longspec.generation.target import TargetView

@@ -1,0 +1,396 @@
+"""Floors of decoding: the least time that memory traffic and arithmetic leave for a step, computed, not measured.
+
+Weights are read while their matrix products run, keys and values while attention runs; the longer of the two counts in
+each pair, and the pairs follow each other. Activations, norms and launches are left out, so nothing can be faster than
+a floor, and a real step is slower. Whether a draft can pay follows from
+
+    c = time of a step without a draft / time of an iteration        speed-up <= c * tau
+
+where tau is the number of tokens an iteration emits. Below tau = 1 / c a draft slows down whatever it proposes.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_longspec.bench.summaries import significant
+
+# Share of the rates in a data sheet that a long read and a large matrix product reach, as a rule of thumb. Measured
+# rates replace them: `--tbs` and `--tflops`, or the ceilings that benchmarks/gpu.py writes.
+SUSTAINED_BANDWIDTH, SUSTAINED_FLOPS = 0.9, 0.8
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The rates that floors divide by.
+
+    Args:
+        name (`str`): For the title of the table.
+        tb_per_second (`float`): Memory bandwidth that a long read sustains, 10^12 bytes per second.
+        tflops (`float`): Matrix products in the dtype of the weights, 10^12 operations per second, sustained.
+        memory_gb (`float`, *optional*): Memory in 10^9 bytes; what does not fit is then marked.
+    """
+
+    name: str
+    tb_per_second: float
+    tflops: float
+    memory_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.tb_per_second > 0 and self.tflops > 0):
+            raise ValueError(
+                f"{self.tb_per_second} TB/s and {self.tflops} TFLOP/s: both must be positive. Pass measured rates with "
+                "--tbs and --tflops."
+            )
+
+
+def sustained(name: str, tb_per_second: float, tflops: float, memory_gb: float) -> Machine:
+    """A machine from its data sheet: two digits of the sustained share of its peak rates."""
+    bandwidth = significant(SUSTAINED_BANDWIDTH * tb_per_second, 2)
+    return Machine(name, bandwidth, significant(SUSTAINED_FLOPS * tflops, 2), memory_gb)
+
+
+# NVIDIA's data sheets of the SXM modules: bandwidth, dense bfloat16 without sparsity, memory.
+MACHINES = {
+    "H100": sustained("H100", 3.35, 989, 80),
+    "H200": sustained("H200", 4.8, 989, 141),
+    "A100-80G": sustained("A100-80G", 2.039, 312, 80),
+}
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """Sizes of a decoder with grouped-query attention.
+
+    Args:
+        name (`str`): For the title of the table.
+        layers (`int`): Decoder layers.
+        hidden (`int`): Width of the residual stream.
+        intermediate (`int`): Width of the gated feed-forward block; of one expert if there are any.
+        heads (`int`): Query heads.
+        kv_heads (`int`): Key/value heads.
+        head_dim (`int`): Size of a head.
+        vocab (`int`): Rows of the language-model head.
+        read_weights (`int`): Weights that one forward reads, experts apart: all but a table that is only looked up.
+        stored_weights (`int`): All weights.
+        expert_weights (`int`): Those that belong to experts.
+        experts (`int`): Experts per layer.
+        experts_per_token (`int`): Experts that one token runs through.
+        windows (`tuple[int | None, ...]`): Sliding window of every layer.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    read_weights: int
+    stored_weights: int
+    expert_weights: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    windows: tuple[int | None, ...] = ()
+
+    def weights_read(self, tokens: int) -> float:
+        """Weights that a forward over `tokens` tokens reads; with experts, as many as even routing touches."""
+        if not self.experts:
+            return float(self.read_weights)
+        touched = 1 - (1 - self.experts_per_token / self.experts) ** tokens
+        return self.read_weights + touched * self.expert_weights
+
+    def weights_per_token(self) -> float:
+        """Weights that one token is multiplied with."""
+        share = self.experts_per_token / self.experts if self.experts else 0.0
+        return self.read_weights + share * self.expert_weights
+
+    def kv_numbers(self, context: int) -> int:
+        """Cached numbers of one row that a step reads: keys and values of all layers, windows applied."""
+        return 2 * self.kv_heads * self.head_dim * self.visible(context)
+
+    def visible(self, context: int) -> int:
+        """Entries that a query sees, summed over the layers."""
+        windows = self.windows or (None,) * self.layers
+        return sum(context if window is None else min(window, context) for window in windows)
+
+
+def dense_shape(name: str, *, qk_norm: bool = False, tied: bool = False, **sizes: Any) -> TargetShape:
+    """A Llama-like model from its sizes: projections without biases, two norms per layer and one at the end."""
+    query, kv = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
+    hidden = sizes["hidden"]
+    attention = 2 * hidden * query + 2 * hidden * kv + (2 * sizes["head_dim"] if qk_norm else 0)
+    layer = attention + 3 * hidden * sizes["intermediate"] + 2 * hidden
+    table = sizes["vocab"] * hidden
+    read = sizes["layers"] * layer + hidden + table
+    return TargetShape(name, **sizes, read_weights=read, stored_weights=read + (0 if tied else table))
+
+
+SHAPES = {
+    "Llama-3.1-8B": dense_shape(
+        "Llama-3.1-8B", layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
+    ),
+    "Qwen3-8B": dense_shape(
+        "Qwen3-8B", qk_norm=True, layers=36, hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128,
+        vocab=151936,
+    ),
+}  # fmt: skip
+
+
+def shape_of(target: str) -> TargetShape:
+    """The built-in shape of this name, or that of a configuration in a folder or on the Hub.
+
+    Raises:
+        ValueError: If there is no such model, or its cache is not one of keys and values.
+    """
+    if target in SHAPES:
+        return SHAPES[target]
+    try:
+        config = AutoConfig.from_pretrained(target)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no configuration in {target!r}: pass a folder, a Hub id, or one of {', '.join(SHAPES)}. ({error})"
+        ) from error
+    return shape_from_config(config, target)
+
+
+def shape_from_config(config: Any, name: str) -> TargetShape:
+    """Sizes of a causal language model, its weights counted on a model without memory (the meta device).
+
+    Raises:
+        ValueError: If it caches latents (MLA) or a recurrent state, whose traffic is not that of keys and values.
+    """
+    text = config.get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if getattr(text, "kv_lora_rank", None) is not None or kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{name} caches latents or a recurrent state ({config.model_type}); the floors are those of cached keys "
+            "and values. Choose a target whose layers have full or sliding-window attention."
+        )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counts = _count(model)
+    experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0
+    heads = text.num_attention_heads
+    return TargetShape(
+        name,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        intermediate=_first(text, "moe_intermediate_size", "intermediate_size") or 0,
+        heads=heads,
+        kv_heads=_first(text, "num_key_value_heads") or heads,
+        head_dim=_first(text, "head_dim") or text.hidden_size // heads,
+        vocab=text.vocab_size,
+        experts=experts if counts["expert_weights"] else 0,
+        experts_per_token=_first(text, "num_experts_per_tok") or 0,
+        windows=_windows(text),
+        **counts,
+    )
+
+
+def _count(model: Any) -> dict[str, int]:
+    """Weights of a model by what a forward does with them."""
+    named = dict(model.named_parameters())  # a tied table appears once
+    stored = sum(parameter.numel() for parameter in named.values())
+    experts = sum(parameter.numel() for name, parameter in named.items() if ".experts." in name)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    looked_up = 0 if embedding is head else embedding.numel()
+    return {
+        "read_weights": stored - experts - looked_up,
+        "stored_weights": stored,
+        "expert_weights": experts,
+    }
+
+
+def _windows(text: Any) -> tuple[int | None, ...]:
+    window = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    if not window or (kinds is None and getattr(text, "use_sliding_window", None) is False):
+        return ()
+    kinds = kinds or ["sliding_attention"] * text.num_hidden_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+FLOPS_PER_WEIGHT = 2  # a multiplication and an addition
+FLOPS_PER_SCORE = 4  # one of each for q . k, and again for the weighted sum of values
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Floor of one iteration of a drafter.
+
+    Args:
+        drafter (`str`): Which, with its settings.
+        draft_ms (`float`): Drafting.
+        verify_ms (`float`): The verification.
+        c (`float`): Time of a step without a draft over that of the iteration.
+        max_tau (`int`): Most tokens that an iteration can emit.
+    """
+
+    drafter: str
+    draft_ms: float
+    verify_ms: float
+    c: float
+    max_tau: int
+
+    @property
+    def iteration_ms(self) -> float:
+        """Both together."""
+        return self.draft_ms + self.verify_ms
+
+    @property
+    def break_even_tau(self) -> float:
+        """Tokens per iteration below which decoding without a draft is faster."""
+        return 1 / self.c
+
+    @property
+    def max_speedup(self) -> float:
+        """With every drafted token accepted."""
+        return self.c * self.max_tau
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        derived = ("iteration_ms", "break_even_tau", "max_speedup")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Floors of one target on one machine, at one batch size and context.
+
+    Args:
+        shape ([`TargetShape`]): The target.
+        machine ([`Machine`]): Where it runs.
+        batch (`int`): Rows.
+        context (`int`): Cached tokens per row.
+        weight_bytes (`float`, *optional*, defaults to 2): Bytes of one weight: 2 for bfloat16, 1 for FP8.
+        kv_bytes (`float`, *optional*, defaults to 2): Bytes of one cached number.
+        attention_tflops (`float`, *optional*): What the attention kernel reaches where arithmetic bounds it; the
+            machine's rate by default, which no attention kernel reaches.
+    """
+
+    shape: TargetShape
+    machine: Machine
+    batch: int
+    context: int
+    weight_bytes: float = 2
+    kv_bytes: float = 2
+    attention_tflops: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.context < 0:
+            raise ValueError(
+                f"batch={self.batch}, context={self.context}: expected at least one row and no less than 0."
+            )
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Keys and values of one token, all layers."""
+        shape = self.shape
+        return 2 * shape.layers * shape.kv_heads * shape.head_dim * self.kv_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and the stored keys and values are within the machine's memory, if that is known."""
+        stored = self.shape.stored_weights * self.weight_bytes + self.batch * self.context * self.kv_bytes_per_token
+        return self.machine.memory_gb is None or stored <= self.machine.memory_gb * 1e9
+
+    @property
+    def ar_ms(self) -> float:
+        """A step without a draft."""
+        return self.verify_ms(1)
+
+    def weights_ms(self, tokens: int) -> float:
+        """All layers and the head on `tokens` tokens, attention apart."""
+        read = self.shape.weights_read(tokens) * self.weight_bytes
+        return self._longer(read, FLOPS_PER_WEIGHT * self.shape.weights_per_token() * tokens)
+
+    def attention_ms(self, queries: int, context: int | None = None) -> float:
+        """Attention of all layers: `queries` per row over `context` entries, by default those of the cache."""
+        context = self.context if context is None else context
+        seen = self.shape.visible(context)
+        flops = FLOPS_PER_SCORE * self.shape.heads * self.shape.head_dim * seen * queries * self.batch
+        return self._longer(self.batch * self.shape.kv_numbers(context) * self.kv_bytes, flops, self.attention_tflops)
+
+    def verify_ms(self, nodes: int) -> float:
+        """One verification of `nodes` nodes per row."""
+        return self.weights_ms(nodes * self.batch) + self.attention_ms(nodes)
+
+    def masked_verify_ms(self, nodes: int) -> float:
+        """The same as transformers' `sdpa` computes a masked block: keys repeated for every query head of a group.
+
+        They are read, written for each head of the group, and read again; a lone node needs no mask.
+        """
+        if nodes == 1:
+            return self.ar_ms
+        group = self.shape.heads // self.shape.kv_heads
+        repeats = 2 * group * self.batch * self.shape.kv_numbers(self.context) * self.kv_bytes
+        return self.verify_ms(nodes) + self._longer(repeats, 0)
+
+    def longspec(self, widths: list[int], window: int = 512) -> Iteration:
+        """LongSpec: per level its one block, one layer of the target's cache, and the target's head."""
+        block_and_head, entries = self._longspec_weights(), self.context + window
+        kv = 2 * self.shape.kv_heads * self.shape.head_dim * self.kv_bytes * self.batch * entries
+        draft = 0.0
+        previous = 1  # nodes of the level that is run, to propose the next one
+        for width in widths:
+            tokens = previous * self.batch
+            scores = FLOPS_PER_SCORE * self.shape.heads * self.shape.head_dim * entries * tokens
+            draft += self._longer(block_and_head * self.weight_bytes, FLOPS_PER_WEIGHT * block_and_head * tokens)
+            draft += self._longer(kv, scores, self.attention_tflops)
+            previous = width
+        name = f"LongSpec {'+'.join(map(str, widths))}"
+        return self._iteration(name, draft, 1 + sum(widths), len(widths) + 1)
+
+    def specattn(self, gamma: int, ratio: float) -> Iteration:
+        """SpecAttn: gamma steps of the whole target over a share of the cache."""
+        step = self.weights_ms(self.batch) + ratio * self.attention_ms(1)
+        return self._iteration(f"SpecAttn gamma {gamma}, {ratio:.0%}", gamma * step, gamma + 1, gamma + 1)
+
+    def tokenswift(self, branching: list[int], nodes: int | None = None, budget: int | None = 4096) -> Iteration:
+        """TokenSwift: heads of one square matrix each, with one pass over the language-model head for all of them.
+
+        Args:
+            branching (`list[int]`): Children of every node, level by level; entry 0 is the target's own prediction.
+            nodes (`int`, *optional*): Nodes that are verified, n-grams included; by default those of the tree.
+            budget (`int`, *optional*): Entries that the step which gives the hidden state reads. None: the state is
+                that of the last verification, whose prediction is the root already (`verify_hidden`).
+        """
+        widths = branching[1:] if budget is None else branching
+        heads = (len(branching) - 1) * self.shape.hidden**2
+        if budget is None:
+            heads += self.shape.vocab * self.shape.hidden
+        draft = self._longer(heads * self.weight_bytes, FLOPS_PER_WEIGHT * heads * self.batch)
+        if budget is not None:  # its head is read once for the prediction and for the heads
+            draft += self.weights_ms(self.batch) + self.attention_ms(1, min(budget, self.context))
+        own = 1
+        total = 1
+        for width in widths:
+            own *= width
+            total += own
+        where = "verify_hidden" if budget is None else f"partial cache {budget}"
+        nodes = nodes or total
+        return self._iteration(f"TokenSwift {where}, {nodes} nodes", draft, nodes, len(widths) + 1)
+
+    def _iteration(self, drafter: str, draft: float, nodes: int, max_tau: int) -> Iteration:
+        verify = self.verify_ms(nodes)
+        return Iteration(drafter, draft, verify, self.ar_ms / (draft + verify), max_tau)
+
+    def _longspec_weights(self) -> int:
+        """Self-attention, query and output of the cross-attention, feed-forward, and the target's head."""
+        shape = self.shape
+        query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        block = shape.hidden * (4 * query + 2 * kv + 3 * shape.intermediate)
+        return block + shape.vocab * shape.hidden
+
+    def _longer(self, read: float, flops: float, tflops: float | None = None) -> float:
+        """Milliseconds of reading and of computing at the same time."""
+        seconds = max(read / self.machine.tb_per_second, flops / (tflops or self.machine.tflops))
+        return seconds / 1e9

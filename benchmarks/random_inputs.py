@@ -1,0 +1,255 @@
+"""Random targets, caches, trees and attention cases for the verification, memory and GPU benchmarks.
+
+Nothing is prefilled and nothing is downloaded. The cost of a step does not depend on the values, as long as they are
+random: zeros draw less power and run faster. Weights, keys and values of the verification benchmark are bfloat16
+numbers, also in its float32 section, so that both sections compute the same thing.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_longspec.attention_backends.contexts import TreeContext
+from hf_longspec.attention_backends.merge import AttentionState, merge_attention_states
+from hf_longspec.attention_backends.reference import prefix_attention, tree_attention
+from hf_longspec.attention_backends.registry import AttentionBackend
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.draft_tree import DraftTree
+
+# Keys of the nodes are this much longer than those of the prefix. Their share of the attention is then large, and a
+# wrong tree mask shows in the output, which a few keys among thousands would not.
+NODE_KEY_GAIN = 6.0
+# Relative difference between the logits of the two forwards. In bfloat16 each is off by about 1e-2 by itself.
+LOGIT_BUDGET = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+# A prime, so that the rows of no matrix repeat each other.
+NOISE_POOL = 16_777_213
+
+Layer = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the random model; the defaults are those of four layers of an 8B Llama with a small vocabulary."""
+
+    layers: int = 4
+    hidden: int = 4096
+    intermediate: int = 14336
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocab: int = 256
+
+    def config(self, max_length: int) -> LlamaConfig:
+        """As a Llama configuration."""
+        return LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            max_position_embeddings=max_length,
+            attn_implementation="sdpa",
+        )
+
+
+def random_model(shape: Shape, max_length: int) -> LlamaForCausalLM:
+    """A random model in bfloat16: norms at 1, everything else normal with standard deviation 0.02."""
+    config = shape.config(max_length)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).eval()
+    cast(model, torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer is not a parameter
+    # numbers from a pool: to draw a billion of them takes longer than what is measured
+    pool = torch.randn(NOISE_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    start = 0
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+            continue
+        start = (start + 12345) % NOISE_POOL  # two matrices of one size differ
+        _fill(parameter.data.view(-1), pool.roll(start))
+    return model
+
+
+def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
+    """Give all parameters a dtype, one after another. The rotary frequencies stay float32, as in a loaded model."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _fill(target: torch.Tensor, pool: torch.Tensor) -> None:
+    for begin in range(0, len(target), len(pool)):
+        part = target[begin : begin + len(pool)]
+        part.copy_(pool[: len(part)])
+
+
+def random_layers(shape: Shape, length: int) -> list[Layer]:
+    """Random keys and values of every layer in bfloat16, `(1, K, length, D)` each."""
+    generator = torch.Generator().manual_seed(1)
+    size = (1, shape.kv_heads, length, shape.head_dim)
+    return [
+        (torch.randn(size, generator=generator).bfloat16(), torch.randn(size, generator=generator).bfloat16())
+        for _ in range(shape.layers)
+    ]
+
+
+def random_tree(num_nodes: int, vocab: int, seed: int = 0) -> DraftTree:
+    """A tree in which every node hangs below a random earlier one."""
+    draw = random.Random(seed)
+    tokens = [draw.randrange(vocab) for _ in range(num_nodes)]
+    parents = [-1] + [draw.randrange(node) for node in range(1, num_nodes)]
+    valid = torch.ones(1, num_nodes, dtype=torch.bool)
+    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), valid)
+
+
+def random_target(shape: Shape, max_length: int, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
+    """A random model that never had its weights anywhere else: norms at 1, everything else normal with 0.02."""
+    config = shape.config(max_length)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).eval().to(dtype)
+    model.to_empty(device=device)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffer is not a parameter
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def cache_bytes(shape: Shape, batch: int, length: int, dtype: torch.dtype) -> int:
+    """Memory of the keys and values of a model."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * batch * length * dtype.itemsize
+
+
+def full_cache(model: LlamaForCausalLM, batch: int, context: int, room: int, slots: int) -> SpeculativeCache:
+    """A cache of random keys and values.
+
+    Args:
+        batch (`int`): Rows.
+        context (`int`): Committed tokens of each.
+        room (`int`): Tokens that can be committed after them.
+        slots (`int`): Nodes that can be staged.
+    """
+    cache = SpeculativeCache(model.config, batch, context + room, tree_slots=slots)
+    heads, size = model.config.num_key_value_heads, model.config.head_dim
+    like = torch.empty(batch, heads, 1, size, device=model.device, dtype=model.dtype)
+    for layer in cache.layers:
+        layer.lazy_initialization(like, like)
+        layer.keys.normal_()
+        layer.values.normal_()
+    cache.set_lengths([context] * batch)
+    return cache
+
+
+def device_tree(nodes: int, vocab: int, batch: int, device: torch.device) -> DraftTree:
+    """A random tree on a device, the same in every row."""
+    drawn = random_tree(nodes, vocab)
+    tokens, parents, valid = (part.to(device).expand(batch, -1) for part in (drawn.tokens, drawn.parents, drawn.valid))
+    return DraftTree(tokens, parents, valid)
+
+
+@dataclass
+class DeviceAttention:
+    """Attention of N nodes after prefixes of possibly different lengths, on one device.
+
+    Args:
+        lengths (`tuple[int, ...]`): Prefix of each row.
+        layers (`list`): Keys and values, `(B, K, at least longest + N, D)`; the nodes' slots are overwritten.
+        tree ([`DraftTree`]): The nodes.
+        heads (`int`): Query heads.
+    """
+
+    lengths: tuple[int, ...]
+    layers: Sequence[Layer]
+    tree: DraftTree
+    heads: int
+    query: torch.Tensor = field(init=False)
+    scaling: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        keys, _ = self.layers[0]
+        batch, size, nodes = keys.shape[0], keys.shape[3], self.tree.num_nodes
+        self.scaling = size**-0.5
+        self.query = torch.randn(batch, self.heads, nodes, size, device=keys.device, dtype=keys.dtype)
+        for keys, values in self.layers:
+            for row, length in enumerate(self.lengths):
+                place = slice(length, length + nodes)
+                # long keys: a wrong tree mask then shows in the output, see NODE_KEY_GAIN
+                keys[row, :, place].normal_().mul_(NODE_KEY_GAIN)
+                values[row, :, place].normal_()
+
+    @property
+    def end(self) -> int:
+        """Slots that the attention function is handed."""
+        return max(self.lengths) + self.tree.num_nodes
+
+    def context(self, capture: Any = None) -> TreeContext:
+        """The context of one forward for a backend."""
+        lengths = torch.tensor(self.lengths, device=self.query.device)
+        return TreeContext(lengths, self.lengths, self.tree.depths, self.tree.mask, capture)
+
+    def attend(self, backend: AttentionBackend, layer: Layer, context: TreeContext, index: int = 0) -> torch.Tensor:
+        """A backend's output, `(B, H, N, D)`."""
+        keys, values = (part[:, :, : self.end] for part in layer)
+        return context.attend(backend, index, self.query, keys, values, scaling=self.scaling)
+
+    def state(self, backend: AttentionBackend, layer: Layer) -> AttentionState:
+        """A backend's output and log-sum-exp."""
+        seen = _LogSumExp()
+        out = self.attend(backend, layer, self.context(seen))
+        return out, seen.lse
+
+    def exact(self, layer: Layer) -> AttentionState:
+        """The reference in float64, row by row: the scores of one row are all that memory has to hold."""
+        nodes, rows = self.tree.num_nodes, []
+        for row, length in enumerate(self.lengths):
+            own = slice(row, row + 1)
+            keys, values = (part[own, :, : length + nodes].double() for part in layer)
+            query, lengths = self.query[own].double(), torch.tensor([length], device=keys.device)
+            before = keys[:, :, :length], values[:, :, :length]
+            behind = keys[:, :, length:], values[:, :, length:]
+            parts = [tree_attention(query, *behind, self.tree.mask[own], scaling=self.scaling)]
+            if length:
+                parts.append(prefix_attention(query, *before, lengths, scaling=self.scaling))
+            rows.append(merge_attention_states(parts))
+        return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
+
+
+class _LogSumExp:
+    """The capture of a context that keeps nothing but the log-sum-exp."""
+
+    lse: torch.Tensor
+
+    def collect(self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, **where: Any) -> None:
+        self.lse = lse
+
+
+def random_attention(
+    shape: Shape, lengths: tuple[int, ...], nodes: int, layers: int, device: torch.device, dtype: torch.dtype
+) -> DeviceAttention:
+    """A case with cache slots of NaN after the nodes, which no backend may read."""
+    room, spare = max(lengths) + nodes, 16
+    size = (len(lengths), shape.kv_heads, room + spare, shape.head_dim)
+    drawn = [tuple(torch.randn(size, device=device, dtype=dtype) for _ in range(2)) for _ in range(layers)]
+    for parts in drawn:
+        for part in parts:
+            for row, length in enumerate(lengths):
+                part[row, :, length + nodes :] = torch.nan
+    tree = device_tree(nodes, shape.vocab, len(lengths), device)
+    return DeviceAttention(lengths, [(keys, values) for keys, values in drawn], tree, shape.heads)
+
+
+def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative L2 distance; not a number stays one, and fails every budget."""
+    return ((actual.double() - exact).norm() / exact.norm()).item()

@@ -1,0 +1,124 @@
+"""The parts that all reports have in common, and the table of acceptance that model cards quote, as Markdown."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .results import Record, of_kind, read_records
+
+ACCEPTANCE_NOTE = (
+    "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
+    "interval. In brackets: difference to the first row of the same mode, prompt by prompt, with its 95 % "
+    "interval. Settings not named are the defaults."
+)
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table.
+
+    >>> print(markdown_table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    first, *others = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
+    return "\n".join([first, "|" + "---|" * len(header), *others])
+
+
+def report_page(title: str, note: str, parts: Sequence[str], records: Sequence[Record]) -> str:
+    """A whole report: the environment, how to read the numbers, the parts, what was left out."""
+    head = [f"# {title}", environment_line(records), with_defaults(note, records)]
+    return "\n\n".join([*head, *parts, *left_out(records)]) + "\n"
+
+
+def environment_line(records: Sequence[Record]) -> str:
+    """Machine, versions, commit, date and command in one paragraph."""
+    found = of_kind(records, "environment")[0]
+    native = {True: "native bfloat16", False: "no native bfloat16", None: "bfloat16 support unknown"}
+    parts = [
+        found["cpu"],
+        f"{found['cores']} cores, {found['usable_cores']} usable, {found['threads']} used",
+        native[found["native_bfloat16"]],
+        *(f"{record['read_gb_per_second']} GB/s read" for record in of_kind(records, "ceilings")),
+        f"torch {found['torch']}",
+        f"transformers {found['transformers']}",
+        f"commit {found['commit']}",
+        f"load average {found['load_average']} at the start",
+        found["date"],
+    ]
+    state = "" if of_kind(records, "end") else " The run was not finished."
+    return f"{', '.join(parts)}: `{found['command']}`.{state}"
+
+
+def with_defaults(note: str, records: Sequence[Record]) -> str:
+    """How to read the numbers, with the default settings if the result file names them."""
+    defaults = of_kind(records, "environment")[0].get("settings", {}).get("defaults", {})
+    named = ", ".join(f"{name}={value}" for name, value in defaults.items())
+    return note + (f" Defaults: {named}." if named else "")
+
+
+def left_out(records: Sequence[Record]) -> list[str]:
+    """List what was not measured, one line per reason."""
+    reasons: dict[str, list[str]] = {}
+    for record in of_kind(records, "skipped"):
+        values = [value for name, value in record.items() if name not in ("kind", "reason", "options")]
+        values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
+        reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
+    lines = [f"- {reason}: {'; '.join(what)}" for reason, what in reasons.items()]
+    return ["Left out:\n\n" + "\n".join(lines)] if lines else []
+
+
+def range_of(summary: dict[str, Any] | None, digits: int = 2) -> str:
+    """A median with its lowest and highest value; nothing for `None`."""
+    if summary is None:
+        return ""
+    return f"{summary['median']:.{digits}f} ({summary['low']:.{digits}f}-{summary['high']:.{digits}f})"
+
+
+def half_width(interval: dict[str, Any], digits: int = 2) -> str:
+    """Half of a confidence interval."""
+    return f"{(interval['high'] - interval['low']) / 2:.{digits}f}"
+
+
+def acceptance_table(records: Sequence[Record]) -> str:
+    """One row per setting, one column per length: mean and interval, and the difference to the first setting."""
+    rows = of_kind(records, "acceptance")
+    lengths = sorted({row["length"] for row in rows})
+    settings = list(dict.fromkeys((row["mode"], _options(row)) for row in rows))
+    by_key = {(row["mode"], _options(row), row["length"]): row for row in rows}
+    lines = []
+    for mode, options in settings:
+        shown = ", ".join(value if name == "selection" else f"{name}={value}" for name, value in options)
+        lines.append([mode, shown, *(_tau(by_key.get((mode, options, length))) for length in lengths)])
+    return markdown_table(["mode", "setting", *(f"tau at {length}" for length in lengths)], lines)
+
+
+def _options(row: Record) -> tuple[tuple[str, str], ...]:
+    return tuple((name, str(value)) for name, value in row["options"].items())
+
+
+def _tau(row: Record | None) -> str:
+    if row is None:
+        return ""
+    difference = f" ({row['difference']['mean']:+.2f} ± {half_width(row['difference'])})" if "difference" in row else ""
+    return f"{row['tau']['mean']:.2f} ± {half_width(row['tau'])}" + difference
+
+
+def acceptance_section(results: Path, draft: str) -> str:
+    """Table of tau by context length for one draft, with its note and its environment, as its model card quotes it.
+
+    Args:
+        results (`Path`): The file that `benchmarks/acceptance.py --draft` wrote.
+        draft (`str`): Name of the draft in it.
+
+    Raises:
+        ValueError: If the file holds no acceptance of that draft.
+        OSError: If it cannot be read.
+    """
+    records = read_records(results)
+    own = [record for record in records if record.get("options", {}).get("draft", draft) == draft]
+    if not of_kind(own, "acceptance") or not of_kind(own, "environment"):
+        names = dict.fromkeys(record["options"].get("draft") for record in records if record.get("options"))
+        found = ", ".join(str(name) for name in names if name) or "none"
+        raise ValueError(f"{results} holds no acceptance of the draft {draft!r}, but of: {found}. Name one of them.")
+    return "\n\n".join([acceptance_table(own), with_defaults(ACCEPTANCE_NOTE, own), environment_line(own)])

@@ -1,0 +1,54 @@
+import json
+import subprocess
+import sys
+
+import torch
+
+from hf_longspec.bench.machine import command, environment, git_commit, step_bytes
+from hf_longspec.testing import tiny_target
+
+
+def test_environment_is_complete_and_fit_for_json():
+    found = json.loads(json.dumps(environment()))
+    wanted = {"cpu", "cores", "native_bfloat16", "torch", "transformers", "threads", "commit", "command", "date"}
+    assert wanted <= set(found)
+    assert found["threads"] == torch.get_num_threads()
+
+
+def test_command_shows_no_absolute_paths(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(tmp_path / "run.py"), "--data", str(tmp_path.parent / "a b"), "--tokens", "4"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert command() == "python run.py --data '../a b' --tokens 4"
+
+
+def test_commit_marks_changed_files_but_not_results(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    result = tmp_path / "benchmarks" / "results" / "engine.jsonl"
+    result.parent.mkdir(parents=True)
+    assert git_commit(tmp_path) is None
+    git("init")
+    for file in (result, tmp_path / "code.py"):
+        file.write_text("1")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = git_commit(tmp_path)
+    result.write_text("2")
+    assert clean
+    assert git_commit(tmp_path) == clean
+    (tmp_path / "code.py").write_text("2")
+    assert git_commit(tmp_path) == clean + "+"
+
+
+def test_a_step_reads_tied_weights_once_and_looks_untied_embeddings_up():
+    sizes = {"vocab_size": 128, "hidden_size": 64}
+    table = 128 * 64
+    for tied in (True, False):
+        model = tiny_target("llama", tie_word_embeddings=tied, **sizes)
+        numbers = sum(parameter.numel() for parameter in model.parameters())
+        cache = 3 * 2 * 2 * 16 * 100 * 2  # layers, keys and values, heads, head size, context, batch
+        expected = numbers - (0 if tied else table) + cache
+        assert step_bytes(model, context=100, batch=2) == 4 * expected

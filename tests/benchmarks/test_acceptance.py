@@ -1,0 +1,138 @@
+import pytest
+import torch
+
+import hf_longspec
+from benchmarks.acceptance import AcceptanceBenchmark, RowSteps, Setting, acceptance_report
+from benchmarks.ngram import ngram_report
+from hf_longspec.bench.calls import HfMethod, changed
+from hf_longspec.bench.prefill import Decoder
+from hf_longspec.bench.progress import Progress
+from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+
+
+@pytest.fixture
+def draft(target):
+    return hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_steps_per_row_add_up_to_the_statistics(target, prompts, draft, mode):
+    decoder = Decoder(target, prompts, tokens=12)
+    with RowSteps().of(draft) as steps:
+        run = decoder.run(draft, slice(0, 3), 50, mode, seed=0)
+    assert sum(steps.counts) == run.steps == draft.last_speculation.num_spec_steps
+    assert "drafter" not in vars(draft)
+
+
+def test_greedy_rows_of_a_batch_take_the_steps_they_take_alone(target, prompts, draft):
+    decoder = Decoder(target, prompts, tokens=12)
+    with RowSteps().of(draft) as together:
+        decoder.run(draft, slice(0, 3), 50, "greedy", seed=0)
+    alone = [decoder.run(draft, slice(row, row + 1), 50, "greedy", seed=0).steps for row in range(3)]
+    assert together.counts == alone
+
+
+def test_settings_are_put_back(draft):
+    with changed(draft, {"selection": "window", "num_assistant_tokens": 2}):
+        assert draft.setting("selection") == "window"
+    assert draft.setting("selection") == "two_rows"
+    assert draft.setting("num_assistant_tokens") == 3
+
+
+def test_settings_that_the_configuration_lacks_are_changed_too(draft):
+    del draft.generation_config.selection
+    with changed(draft, {"selection": "window"}):
+        assert draft.setting("selection") == "window"
+    assert draft.setting("selection") == "two_rows"
+
+
+def test_unknown_settings_are_refused(draft):
+    with pytest.raises(ValueError, match=r"has no settings \['selecton'\]"), changed(draft, {"selecton": "window"}):
+        pass
+
+
+def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_path):
+    settings = [
+        Setting.of("greedy", selection="two_rows"),
+        Setting.of("greedy", selection="window"),
+        Setting.of("greedy", selection="two_rows", num_assistant_tokens=1),
+    ]
+    benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=9, batch=2)
+    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, TimeGuard(1), {}) as results:
+        benchmark.run([(None, s, n) for s in settings for n in (40, 60)], results, Progress(1, quiet=True))
+    rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
+    assert [(row["options"]["selection"], row["length"]) for row in rows[:3]] == [
+        ("two_rows", 40),
+        ("two_rows", 60),
+        ("window", 40),
+    ]
+    for row in rows:
+        assert row["same_text"]  # greedy text does not depend on how it was drafted
+        assert len(row["per_prompt"]) == row["tau"]["count"] == 3
+        assert all(1 <= tau <= row["options"].get("num_assistant_tokens", 3) + 1 for tau in row["per_prompt"])
+        assert ("difference" in row) == (row["options"] != {"selection": "two_rows"})
+    assert "| greedy | two_rows, num_assistant_tokens=1 |" in (tmp_path / "a.md").read_text()
+
+
+def test_nothing_is_measured_without_time(target, prompts, draft, tmp_path):
+    benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=4, batch=3)
+    guard = TimeGuard(minutes=1e-9)
+    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, guard, {}) as results:
+        benchmark.run([(None, Setting.of(), 40)] * 2, results, Progress(1, quiet=True))
+        # the first one runs, as nobody knows yet how long it takes
+    kinds = [record["kind"] for record in read_records(tmp_path / "a.jsonl")]
+    assert kinds == ["environment", "acceptance", "skipped", "end"]
+
+
+def test_tau_does_not_depend_on_the_batch(target, prompts, draft):
+    setting = Setting.of("greedy", selection="all_rows")
+    taus = [
+        AcceptanceBenchmark(target, {None: draft}, prompts, 9, batch).measure(None, setting, 50) for batch in (1, 3)
+    ]
+    assert taus[0]["per_prompt"] == taus[1]["per_prompt"]
+    assert torch.tensor(taus[0]["per_prompt"]).mean().item() == pytest.approx(taus[0]["tau"]["mean"], rel=1e-3)
+
+
+def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts, draft, tmp_path):
+    """Differences are to the first draft's result of the same setting; one clock watches over all drafts."""
+    other = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=1, sparse_min_tokens=8)
+    settings = [Setting.of("greedy", selection="two_rows"), Setting.of("greedy", selection="window")]
+    plan = [(name, setting, 40) for name in ("long", "short") for setting in settings]
+    benchmark = AcceptanceBenchmark(target, {"long": draft, "short": other}, prompts, tokens=9, batch=3)
+    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, TimeGuard(1), {}) as results:
+        benchmark.run(plan, results, Progress(1, quiet=True))
+    rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
+    assert [row["options"]["draft"] for row in rows] == ["long", "long", "short", "short"]
+    assert ["difference" in row for row in rows] == [False, False, True, True]
+    for first, second in zip(rows[:2], rows[2:], strict=True):
+        gap = second["tau"]["mean"] - first["tau"]["mean"]
+        assert second["difference"]["mean"] == pytest.approx(gap, abs=1e-2)  # four significant digits are stored
+    with ResultFile(tmp_path / "b.jsonl", "acceptance", acceptance_report, TimeGuard(minutes=1e-9), {}) as results:
+        benchmark.run(plan, results, Progress(1, quiet=True))
+    kinds = [record["kind"] for record in read_records(tmp_path / "b.jsonl")]
+    assert kinds == ["environment", "acceptance", "skipped", "skipped", "skipped", "end"]
+
+
+def test_prompt_lookup_is_measured_beside_drafts(target, prompts, tmp_path):
+    """transformers' method runs prompt by prompt, ours in batches; greedily both write the same text."""
+    methods = {
+        "hf prompt lookup": HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1),
+        "n-grams": hf_longspec.NgramDraftModel.from_target(target, num_assistant_tokens=3),
+    }
+    plan = [(name, Setting.of("greedy"), 50) for name in methods]
+    benchmark = AcceptanceBenchmark(target, methods, prompts, tokens=9, batch=3)
+    with ResultFile(tmp_path / "n.jsonl", "ngram", ngram_report, TimeGuard(1), {}) as results:
+        benchmark.run(plan, results, Progress(1, quiet=True))
+    first, second = (record for record in read_records(tmp_path / "n.jsonl") if record["kind"] == "acceptance")
+    assert first["same_text"] and second["same_text"]
+    assert len(first["per_prompt"]) == len(second["per_prompt"]) == 3
+    assert first["histogram"] == [] and sum(second["histogram"]) > 0
+    assert "difference" not in first and "difference" in second
+    assert "| greedy | draft=n-grams |" in (tmp_path / "n.md").read_text()
+
+
+def test_a_method_of_transformers_takes_the_steps_that_were_counted(target, prompts):
+    method = HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)
+    run = Decoder(target, prompts, tokens=9).run(method, slice(1, 2), 50, "greedy", seed=0)
+    measured = AcceptanceBenchmark(target, {"hf": method}, prompts, 9, 3).measure("hf", Setting.of("greedy"), 50)
+    assert measured["per_prompt"][1] == pytest.approx(run.tokens / run.steps, rel=1e-3)

@@ -1,0 +1,173 @@
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks import roofline
+from benchmarks.floors import MACHINES, SHAPES, Machine, Roofline, dense_shape, shape_from_config, shape_of
+from benchmarks.roofline import Drafting, roofline_rows
+from hf_longspec.testing import tiny_target
+
+H200 = Machine("H200", 4.3, 790, 141)
+# The expected figures below were computed by hand with two decimals and taken over rounded: half of the last one.
+ROUNDED = 0.0051
+# batch, context: a step, 69 nodes, 69 nodes with attention at 400 TFLOP/s; then LongSpec's c with 5 and 4 levels,
+# SpecAttn's with gamma 6 and 9, in milliseconds and as ratios
+LLAMA = {
+    (1, 8192): (3.74, 3.87, 4.23, 0.65, 0.72, 0.151, 0.106),
+    (1, 32768): (4.49, 4.99, 6.45, 0.65, 0.74, 0.174, 0.123),
+    (1, 131072): (7.49, 9.49, 15.34, 0.63, 0.79, 0.249, 0.181),
+    (4, 8192): (4.49, 6.74, 8.21, 0.52, 0.74, 0.174, 0.123),
+    (4, 32768): (7.49, 11.25, 17.10, 0.55, 0.79, 0.249, 0.181),
+    (4, 131072): (19.47, 29.25, 52.66, 0.58, 0.85, 0.413, 0.319),
+    (8, 8192): (5.49, 13.49, 16.41, 0.35, 0.76, 0.201, 0.144),
+    (8, 32768): (11.48, 22.49, 34.20, 0.45, 0.82, 0.321, 0.240),
+}
+QWEN = {(1, 8192): 3.80, (1, 32768): 4.64, (1, 131072): 8.01, (4, 131072): 21.50, (8, 8192): 5.77, (8, 32768): 12.51}
+# drafting and the whole iteration of LongSpec 4+16+16+16+16
+LONGSPEC_MS = {(1, 8192): (1.85, 5.71), (1, 131072): (2.43, 11.9), (4, 131072): (4.31, 33.6), (8, 32768): (3.08, 25.6)}
+
+
+def at(place, shape="Llama-3.1-8B", **options):
+    return Roofline(SHAPES[shape], H200, *place, **options)
+
+
+@pytest.mark.parametrize("place", LLAMA, ids=str)
+def test_figures_worked_out_by_hand(place):
+    step, ideal, slow, five, four, six, nine = LLAMA[place]
+    found = at(place)
+    assert found.ar_ms == pytest.approx(step, abs=ROUNDED)
+    assert found.verify_ms(17) == found.ar_ms
+    assert found.verify_ms(69) == pytest.approx(ideal, abs=ROUNDED)
+    assert at(place, attention_tflops=400).verify_ms(69) == pytest.approx(slow, abs=ROUNDED)
+    assert found.longspec([4, 16, 16, 16, 16]).c == pytest.approx(five, abs=ROUNDED)
+    assert found.longspec([4, 4, 4, 4]).c == pytest.approx(four, abs=ROUNDED)
+    assert found.specattn(6, 0.07).c == pytest.approx(six, abs=ROUNDED / 10)
+    assert found.specattn(9, 0.07).c == pytest.approx(nine, abs=ROUNDED / 10)
+
+
+def test_further_figures_worked_out_by_hand():
+    for place, step in QWEN.items():
+        assert at(place, "Qwen3-8B").ar_ms == pytest.approx(step, abs=ROUNDED)
+    for place, (draft, iteration) in LONGSPEC_MS.items():
+        found = at(place).longspec([4, 16, 16, 16, 16])
+        assert found.draft_ms == pytest.approx(draft, abs=ROUNDED)
+        assert found.iteration_ms == pytest.approx(iteration, abs=10 * ROUNDED)
+    # 41 nodes: [1, 3, 9, 27] and the root. 121 are with n-grams.
+    for place, own, with_ngrams in [((1, 8192), 0.51, 0.48), ((1, 32768), 0.55, 0.46), ((1, 131072), 0.67, 0.42)]:
+        assert at(place).tokenswift([1, 3, 3, 3]).c == pytest.approx(own, abs=ROUNDED)
+        assert at(place).tokenswift([1, 3, 3, 3], 121).c == pytest.approx(with_ngrams, abs=ROUNDED)
+    assert at((8, 131072)).fits is False and at((4, 131072)).fits is True
+    # repeated keys and values: each group of 4 is written and read 4 times over
+    for context, extra in [(8192, 2.0), (32768, 8.0), (131072, 32.0)]:
+        found = at((1, context))
+        assert found.masked_verify_ms(8) - found.verify_ms(8) == pytest.approx(extra, rel=0.01)
+
+
+def test_data_rows_give_the_rates_of_the_figures():
+    assert (MACHINES["H200"].tb_per_second, MACHINES["H200"].tflops) == (H200.tb_per_second, H200.tflops)
+    assert SHAPES["Llama-3.1-8B"].read_weights * 2 == pytest.approx(15.01e9, rel=1e-3)
+    assert SHAPES["Qwen3-8B"].read_weights * 2 == pytest.approx(15.14e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_built_in_shapes_count_what_a_model_has(name):
+    shape = SHAPES[name]
+    config = AutoConfig.for_model(
+        "qwen3" if "Qwen" in name else "llama",
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert shape.stored_weights == total
+    assert shape.read_weights == total - shape.vocab * shape.hidden
+
+
+def test_a_tiny_model_by_hand():
+    # 2 layers, width 8, 4 heads of 4 over 2 kv heads, feed-forward 16, vocabulary 10
+    shape = dense_shape("tiny", layers=2, hidden=8, intermediate=16, heads=4, kv_heads=2, head_dim=4, vocab=10)
+    layer = 8 * 16 + 8 * 8 + 8 * 8 + 16 * 8 + 3 * 8 * 16 + 2 * 8
+    assert shape.read_weights == 2 * layer + 8 + 80
+    machine = Machine("slow", 1e-9, 1e-9)  # a thousand bytes, a thousand operations per second
+    found = Roofline(shape, machine, 3, 100)
+    weights = (2 * layer + 88) * 2
+    kv = 3 * 100 * (2 * 2 * 2 * 4) * 2
+    # one token per row, three rows: 6 operations per weight against 2 bytes
+    assert found.weights_ms(3) == pytest.approx(3 * weights)
+    assert found.weights_ms(1) == pytest.approx(weights)
+    # a query head: 4 * 4 operations per entry, 4 heads; keys and values 32 bytes per entry and layer
+    assert found.attention_ms(1) == pytest.approx(max(kv, 3 * 100 * 2 * 4 * 16))
+    fast = Roofline(shape, Machine("wide", 1e-9, 1.0), 3, 100)
+    assert fast.ar_ms == pytest.approx(weights + kv)
+    drafted = fast.specattn(2, 0.5)
+    assert drafted.draft_ms == pytest.approx(2 * (weights + kv / 2))
+    assert drafted.c == pytest.approx((weights + kv) / (3 * weights + 2 * kv))
+    assert drafted.break_even_tau == pytest.approx(1 / drafted.c)
+    heads = 2 * (8 * 8 + 0) * 2
+    assert fast.tokenswift([1, 2, 2], budget=10).draft_ms == pytest.approx(heads + weights + kv / 10)
+    assert fast.tokenswift([1, 2, 2], budget=None).draft_ms == pytest.approx(heads + 160)
+    assert fast.tokenswift([1, 2, 2], budget=None).max_tau == 3
+    block = (8 * 16 * 4 + 2 * 8 * 8 + 3 * 8 * 16 + 80) * 2
+    assert fast.longspec([2, 2], window=20).draft_ms == pytest.approx(2 * (block + 3 * 120 * 32))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "qwen3_moe", "gpt_oss", "mistral"])
+def test_shape_of_any_configuration(name):
+    model = tiny_target(name)
+    shape = shape_from_config(model.config, name)
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    total = sum(p.numel() for p in model.parameters())
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    table = 0 if tied else 128 * 64
+    assert shape.stored_weights == total and shape.expert_weights == experts
+    assert shape.read_weights == total - experts - table
+    assert bool(shape.experts) == (name in ("qwen3_moe", "gpt_oss"))
+    layers = model.config.num_hidden_layers
+    sliding = {"gemma2": 2, "gpt_oss": 2, "mistral": 3}.get(name, 0)
+    assert shape.visible(100) == (layers - sliding) * 100 + sliding * 16
+
+
+def test_experts_are_read_as_far_as_tokens_reach_them():
+    shape = shape_from_config(tiny_target("qwen3_moe").config, "moe")  # 2 of 4 experts per token
+    assert shape.weights_read(1) == shape.read_weights + shape.expert_weights / 2
+    assert shape.weights_read(2) == shape.read_weights + shape.expert_weights * 3 / 4
+    assert shape.weights_per_token() == shape.read_weights + shape.expert_weights / 2
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ValueError, match="caches latents"):
+        shape_from_config(tiny_target("deepseek_v3").config, "deepseek")
+    with pytest.raises(ValueError, match=r"pass a folder.*Llama-3\.1-8B"):
+        shape_of(str(tmp_path))
+    with pytest.raises(ValueError, match="--tbs"):
+        Machine("none", 0, 1)
+    with pytest.raises(ValueError, match="batch=0"):
+        at((0, 10))
+
+
+def test_command_line(tmp_path, capsys):
+    tiny_target("llama").save_pretrained(tmp_path)
+    main = roofline.main
+    main(
+        ["--target", str(tmp_path), "--contexts", "64", "--batches", "1", "--nodes", "5", "--tbs", "1", "--tflops", "1"]
+    )
+    text = capsys.readouterr().out
+    assert "measured rates (1 TB/s, 1 TFLOP/s)" in text and "| 1 | 64 | SpecAttn gamma 6, 7% |" in text
+    main(["--contexts", "8192,131072", "--batches", "8", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["fits"] for row in rows] == [True, False]
+    assert rows == roofline_rows(
+        SHAPES["Llama-3.1-8B"], H200, [(8, 8192), (8, 131072)], [17, 69], Drafting(), weight_bytes=2.0, kv_bytes=2.0
+    )
+    with pytest.raises(SystemExit):
+        main(["--tbs", "3"])
+    assert "belong together" in capsys.readouterr().err
