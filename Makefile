@@ -22,7 +22,7 @@ MIN_TESTS := tests/generation tests/modeling tests/training tests/hub tests/cli/
 	tests/test_testing.py tests/test_public_api.py
 # Graphs over odd lengths, distributions and communication between processes depend on torch, not on transformers.
 # tests/generation/test_step.py compiles on both versions.
-MIN_IGNORED := tests/generation/test_compiled.py tests/generation/drafters/test_tokenswift_compiled.py \
+MIN_IGNORED := tests/generation/test_compiled.py tests/modeling/tokenswift/test_compiled_tokenswift.py \
 	tests/generation/test_gate_sharing.py tests/generation/test_gated_text.py \
 	tests/generation/test_verification_distribution.py tests/generation/test_tree_tuner.py
 

@@ -31,16 +31,12 @@ from benchmarks.harness import (
     show,
 )
 from hf_longspec.bench.calls import MODES, Call, HfMethod, changed, watched_drafters
-from hf_longspec.bench.markdown import (
-    ACCEPTANCE_NOTE,
-    acceptance_table,
-    report_page,
-)
+from hf_longspec.bench.markdown import ACCEPTANCE_NOTE, acceptance_table, report_page
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard
 from hf_longspec.bench.summaries import mean_interval, significant
-from hf_longspec.generation.partial_policy import POLICIES
+from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
 
 HEADLINE = "Tokens per verification (tau)"
 

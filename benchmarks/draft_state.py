@@ -14,13 +14,10 @@ import torch
 
 import hf_longspec
 from benchmarks.harness import integers, parser, seconds_of, set_threads, show
-from hf_longspec.bench.markdown import (
-    markdown_table,
-    report_page,
-)
+from hf_longspec.bench.markdown import markdown_table, report_page
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.drafters.base import Binding, Verification
+from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
 

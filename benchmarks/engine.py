@@ -34,11 +34,7 @@ from benchmarks.harness import (
 )
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.machine import read_gb_per_second, step_bytes
-from hf_longspec.bench.markdown import (
-    markdown_table,
-    range_of,
-    report_page,
-)
+from hf_longspec.bench.markdown import markdown_table, range_of, report_page
 from hf_longspec.bench.matrix import Cell
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts, row_windows
 from hf_longspec.bench.progress import Progress

@@ -24,7 +24,7 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView
 
 RUNS = 3
-COMPILED_STEP = "hf_longspec.generation.step"
+COMPILED_STEP = "hf_longspec.generation.compiled_steps"
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,7 @@ from benchmarks.harness import (
     show,
 )
 from hf_longspec.bench.calls import HF, MODES, PLAIN, HfMethod, TokenClock
-from hf_longspec.bench.markdown import (
-    markdown_table,
-    report_page,
-)
+from hf_longspec.bench.markdown import markdown_table, report_page
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import ORDERS, distinct, significant

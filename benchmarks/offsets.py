@@ -14,11 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.harness import add_prompts, integers, load_prompts, load_target, parser, set_threads, show
-from hf_longspec.bench.markdown import (
-    half_width,
-    markdown_table,
-    report_page,
-)
+from hf_longspec.bench.markdown import half_width, markdown_table, report_page
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import mean_interval
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions

@@ -32,11 +32,7 @@ from hf_longspec.attention_backends.interface import attention_forward
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.reference import prefix_attention, tree_attention
 from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.markdown import (
-    markdown_table,
-    range_of,
-    report_page,
-)
+from hf_longspec.bench.markdown import markdown_table, range_of, report_page
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import ratios, significant, summarize

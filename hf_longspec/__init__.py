@@ -9,16 +9,16 @@ from typing import Any
 from transformers import AutoConfig, AutoModel
 
 from .modeling.base import DraftModel
-from .modeling.configuration_longspec import LongSpecConfig
-from .modeling.configuration_ngram import NgramConfig
-from .modeling.configuration_plain import PlainConfig
-from .modeling.configuration_specattn import SpecAttnConfig
-from .modeling.configuration_tokenswift import TokenSwiftConfig
-from .modeling.modeling_longspec import LongSpecDraftModel
-from .modeling.modeling_ngram import NgramDraftModel
-from .modeling.modeling_plain import PlainDraftModel
-from .modeling.modeling_specattn import SpecAttnDraftModel
-from .modeling.modeling_tokenswift import TokenSwiftDraftModel
+from .modeling.longspec.configuration_longspec import LongSpecConfig
+from .modeling.longspec.modeling_longspec import LongSpecDraftModel
+from .modeling.ngram.configuration_ngram import NgramConfig
+from .modeling.ngram.modeling_ngram import NgramDraftModel
+from .modeling.plain.configuration_plain import PlainConfig
+from .modeling.plain.modeling_plain import PlainDraftModel
+from .modeling.specattn.configuration_specattn import SpecAttnConfig
+from .modeling.specattn.modeling_specattn import SpecAttnDraftModel
+from .modeling.tokenswift.configuration_tokenswift import TokenSwiftConfig
+from .modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
 
 __version__ = "0.1.0"
 

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 import torch
 
 from .generation.draft_tree import DraftTree
-from .generation.drafters.base import Binding, Drafter, TreeShape, Verification
+from .generation.drafter import Binding, Drafter, TreeShape, Verification
 from .generation.gate import SpeculationGate
 from .generation.target import TargetView
 from .modeling.base import DraftModel
-from .modeling.configuration_plain import PlainConfig
-from .modeling.modeling_longspec import LongSpecDraftModel
-from .modeling.modeling_tokenswift import TokenSwiftDraftModel
+from .modeling.longspec.modeling_longspec import LongSpecDraftModel
+from .modeling.plain.configuration_plain import PlainConfig
+from .modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
 
 
 def random_longspec_draft(target: Any, seed: int = 3, **overrides: Any) -> LongSpecDraftModel:

@@ -13,8 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
 from hf_longspec.cli.publish import Request, write_or_push
-from hf_longspec.generation.final_norm import FinalNormInput
-from hf_longspec.generation.target_ends import TargetEnds
+from hf_longspec.generation.target_modules import FinalNormInput, TargetEnds
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, LONGSPEC, TOKENSWIFT = (ROOT / "hub_cards" / f"tiny-{name}" for name in ("target", "longspec", "tokenswift"))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 try:
     import typer
 
-    from . import audit, bench, convert, demo, env, generate, publish, train, tune
+    from ..cli import audit, bench, convert, demo, env, generate, publish, train, tune
     from .options import INPUT_ERROR, INTERRUPTED
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
@@ -16,7 +16,7 @@ except ModuleNotFoundError as error:
     print(f"error: hf-longspec needs {missing}, which is not installed: pip install typer rich", file=sys.stderr)
     sys.exit(2)
 
-from .. import __version__
+from hf_longspec import __version__
 
 # Of the click that typer brings along, or of the installed one: versions differ.
 USAGE_ERROR: Any = typer.BadParameter.__base__

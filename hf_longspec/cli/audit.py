@@ -16,7 +16,7 @@ from transformers import set_seed
 from ..auditing import EXACT, FOLLOWS, NEAR_TIE, NOT_LOSSLESS, AuditReport, LawReport, audit_sampling
 from ..auditing import audit as audit_text
 from ..bench.progress import Progress
-from . import CommandError
+from ..cli import CommandError
 from .options import (
     Debug,
     Device,

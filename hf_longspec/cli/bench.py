@@ -16,7 +16,8 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .. import __version__
+from hf_longspec import __version__
+
 from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second
 from ..bench.matrix import Cell, Matrix, Method
@@ -27,9 +28,9 @@ from ..bench.prompts import OWN_LENGTH, DocumentPrompts, read_source
 from ..bench.report import NOT_RUN, matrix_report, rows_of
 from ..bench.results import ResultFile, TimeGuard, command_line, of_kind, without_folders
 from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
+from ..cli import CommandError, options, session
 from ..generation.target import TargetView
-from ..modeling.modeling_plain import PlainDraftModel
-from . import CommandError, options, session
+from ..modeling.plain.modeling_plain import PlainDraftModel
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 OWN = "own"

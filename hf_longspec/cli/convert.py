@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ..cli import options
 from ..modeling import convert as converting
-from . import options
 
 
 def convert(

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, TextStreamer
 from ..auditing import EXACT, AuditReport, audit
 from ..bench.calls import PLAIN, Call, Decoding, HfMethod, run_call
 from ..bench.progress import Progress
-from ..modeling.modeling_ngram import NgramDraftModel
-from ..modeling.modeling_plain import PlainDraftModel
-from ..modeling.modeling_specattn import SpecAttnDraftModel
-from . import CommandError, options, session
+from ..cli import CommandError, options, session
+from ..modeling.ngram.modeling_ngram import NgramDraftModel
+from ..modeling.plain.modeling_plain import PlainDraftModel
+from ..modeling.specattn.modeling_specattn import SpecAttnDraftModel
 from .options import at_least
 from .output import prefill_work, watched_layers
 

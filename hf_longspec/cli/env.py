@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from .. import __version__
+from hf_longspec import __version__
+
 from ..attention_backends import registry
 from ..bench.machine import environment
+from ..cli import options
 from ..generation.route import is_installed
-from . import options
 
 # Named in a report when they are installed.
 PACKAGES = [

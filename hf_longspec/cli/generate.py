@@ -19,9 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..bench.calls import TokenClock
 from ..bench.progress import Progress
+from ..cli import CommandError, options
 from ..generation.stats import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from . import CommandError, options
 from .options import INTERRUPTED, at_least
 from .output import prefill_work, watched_layers
 from .session import Session, opened

@@ -10,7 +10,7 @@ import torch
 import typer
 from rich.markup import escape
 
-from . import CommandError, first_line
+from ..cli import CommandError, first_line
 from .recipes import parse_setting
 
 INPUT_ERROR, INTERRUPTED = 2, 130

@@ -10,9 +10,9 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
 from ..bench.markdown import acceptance_section
+from ..cli import CommandError, first_line, options
 from ..hub import Card, push, write_repository
 from ..hub.repository import CARD_FACTS, MARK, check_repo_id
-from . import CommandError, first_line, options
 from .session import loading, quiet
 
 # Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from . import CommandError
+from ..cli import CommandError
 
 try:
     import yaml

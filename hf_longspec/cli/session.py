@@ -12,11 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
+from ..cli import CommandError, first_line
 from ..generation.target import TargetView
-from ..modeling.modeling_ngram import NgramDraftModel
-from ..modeling.modeling_plain import PlainDraftModel
-from ..modeling.modeling_specattn import SpecAttnDraftModel
-from . import CommandError, first_line
+from ..modeling.ngram.modeling_ngram import NgramDraftModel
+from ..modeling.plain.modeling_plain import PlainDraftModel
+from ..modeling.specattn.modeling_specattn import SpecAttnDraftModel
 from .options import DTYPES
 from .output import waiting
 

@@ -13,8 +13,8 @@ import typer
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from ..bench.machine import git_commit
+from ..cli import CommandError, first_line, options
 from ..hub.repository import CARD_FACTS
-from . import CommandError, first_line, options
 from .recipes import Recipe, check_names, read_recipe
 from .session import load_tokenizer, loading
 

@@ -22,10 +22,10 @@ from ..bench.prefill import Decoder, prefill
 from ..bench.progress import Progress
 from ..bench.prompts import cut_windows
 from ..bench.summaries import in_turns
+from ..cli import CommandError
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
-from ..modeling.modeling_plain import PlainDraftModel
-from . import CommandError
+from ..modeling.plain.modeling_plain import PlainDraftModel
 from .options import (
     Debug,
     Device,

@@ -1,14 +1,191 @@
-"""Preallocated key/value cache with per-row lengths, staged writes and an in-place commit."""
+"""A preallocated key/value cache with per-row lengths, staged writes and an in-place commit."""
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..attention_backends.triton.commit import can_move, move_nodes
-from .cache_layer import SpeculativeLayer
-from .row_lengths import RowLengths
+
+
+class RowLengths:
+    """Committed length of every row, on the host and on each device that asked, shared by all layers."""
+
+    def __init__(self, batch_size: int):
+        self.batch_size = batch_size
+        self.staged = False
+        self._on_device: dict[torch.device, torch.Tensor] = {}
+        self._slots: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.set((0,) * batch_size)
+
+    def set(self, lengths: Sequence[int]) -> None:
+        """Replace every row's length."""
+        self.host = tuple(lengths)
+        self.longest = max(self.host)
+        # the length of every row, or None when they differ
+        self.equal_length = self.longest if min(self.host) == self.longest else None
+        self._on_device.clear()
+        self._slots.clear()
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Lengths as a tensor of shape `(batch,)` on `device`."""
+        if device not in self._on_device:
+            self._on_device[device] = torch.tensor(self.host, dtype=torch.long, device=device)
+        return self._on_device[device]
+
+    def slots(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row index `(batch, 1)` and slot index `(batch, count)` of the next `count` slots of every row."""
+        key = (count, device)
+        if key not in self._slots:
+            row = torch.arange(self.batch_size, device=device)[:, None]
+            self._slots[key] = row, self.on(device)[:, None] + torch.arange(count, device=device)
+        return self._slots[key]
+
+
+# Bytes. Addresses of torch's own allocations are multiples of this.
+ALIGNMENT = 64
+
+
+def lazy_zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return zeros of the given shape, with dtype and device of `like`.
+
+    On a CPU, a page takes memory when it is first written. `torch.zeros` writes every zero, so a text of 100 tokens
+    would pay for a buffer of 100,000; numpy gets pages of zeros from the system instead. On other devices the whole
+    buffer is allocated at once.
+
+    >>> lazy_zeros(torch.ones(1, dtype=torch.bfloat16), 2, 3).tolist()
+    [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    if like.device.type != "cpu" or torch.compiler.is_compiling():
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    pages = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -pages.ctypes.data % ALIGNMENT
+    return torch.from_numpy(pages[start : start + size]).view(like.dtype).view(shape)
+
+
+class SpeculativeLayer(CacheLayerMixin):
+    """Keys and values of one layer, allocated from the first tensors it sees and again when they no longer fit.
+
+    Sliding-window layers are stored at full length too: the attention backend applies the window, and a rejected
+    node can therefore never have pushed a committed one out.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, rows: RowLengths, capacity: int):
+        super().__init__()
+        self.rows = rows
+        self.capacity = capacity
+        self.length = 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate from the shapes seen: under tensor parallelism a rank holds fewer heads than the config says."""
+        batch_size = key_states.shape[0]
+        if batch_size != self.rows.batch_size:
+            raise ValueError(
+                f"the cache was made for batch_size={self.rows.batch_size}, but the model ran on {batch_size} rows. "
+                f"Make it with SpeculativeCache(config, batch_size={batch_size}, max_length=...)."
+            )
+        self._allocate(key_states, value_states, self.capacity)
+        self.device = key_states.device
+        self.is_initialized = True
+
+    def _allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, capacity: int) -> None:
+        """Buffers of `capacity` slots with the rows, heads, widths and dtypes of these states."""
+        # Zeros: masked slots are multiplied by probability 0, and 0 x NaN would be NaN.
+        keys, values = (
+            lazy_zeros(states, *states.shape[:2], capacity, states.shape[-1]) for states in (key_states, value_states)
+        )
+        self.keys, self.values = keys, values
+
+    def reserve(self, capacity: int) -> None:
+        """Have at least `capacity` slots; a buffer that is too small is replaced by one larger by at least half."""
+        if capacity <= self.capacity:
+            return
+        capacity = max(capacity, self.capacity + self.capacity // 2)
+        if self.is_initialized:
+            keys, values = self.keys, self.values
+            self._allocate(keys, values, capacity)
+            self.keys[:, :, : self.length] = keys[:, :, : self.length]
+            self.values[:, :, : self.length] = values[:, :, : self.length]
+        self.capacity = capacity
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new entries; return views of every slot written so far, the new ones included."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        count = key_states.shape[2]
+        if self.rows.staged:
+            return self._stage(key_states, value_states, count)
+        if self.rows.equal_length is None:
+            raise ValueError(
+                f"the rows hold {self.rows.host} tokens, and plain generation needs rows of one length. Continue each "
+                "row in a cache of its own, or start a new cache."
+            )
+        end = self.length + count
+        self.reserve(end)
+        self.keys[:, :, self.length : end] = key_states
+        self.values[:, :, self.length : end] = value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def _stage(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = self.rows.equal_length
+        if start is not None:
+            self.keys[:, :, start : start + count] = keys
+            self.values[:, :, start : start + count] = values
+        else:
+            row, slot = self.rows.slots(count, self.keys.device)
+            self.keys[row, :, slot] = keys.transpose(1, 2)
+            self.values[row, :, slot] = values.transpose(1, 2)
+        end = self.rows.longest + count
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def move(self, path: torch.Tensor) -> None:
+        """Copy the staged nodes of `path` to the slots right behind the prefix, in place."""
+        path = path.to(self.keys.device)
+        row, target = self.rows.slots(path.shape[1], self.keys.device)
+        source = target[:, :1] + path
+        # One temporary at a time, of M nodes: far below one layer.
+        self.keys[row, :, target] = self.keys[row, :, source]
+        self.values[row, :, target] = self.values[row, :, source]
+
+    def get_seq_length(self) -> int:
+        """Tokens stored; with rows of unequal length, the longest."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Slots of the buffers, staging slots included."""
+        return self.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length and offset of the mask that transformers builds for `query_length` new tokens."""
+        return self.length + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens (a negative number, as in transformers)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer.")
+        self.length = max(0, self.length + tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget every token; the buffers stay."""
+        self.length = 0
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows in place, for beam search."""
+        if self.is_initialized:
+            self.keys.copy_(self.keys.index_select(0, beam_idx.to(self.keys.device)))
+            self.values.copy_(self.values.index_select(0, beam_idx.to(self.values.device)))
+
 
 # Nodes that one verification may stage behind the committed tokens.
 DEFAULT_TREE_SLOTS = 80

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
-from .logits import refuse_stateful
+from .sampling import refuse_stateful
 from .target import TargetView
 from .user_cache import refuse_cache
 

@@ -4,9 +4,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..attention_backends.contexts import SparseContext
-from .cache import SpeculativeCache
-from .cache_layer import SpeculativeLayer
-from .row_lengths import RowLengths
+from .cache import RowLengths, SpeculativeCache, SpeculativeLayer
 from .target import TargetView
 
 

@@ -17,17 +17,16 @@ from transformers.utils import logging
 
 from .cache import SpeculativeCache
 from .checks import max_length_of, pad_token_id_of, refuse_unsupported
+from .compiled_steps import runner_of
 from .draft_tree import DraftTree
-from .drafters.base import Binding, Drafter, Verification
+from .drafter import Binding, Drafter, Verification
 from .forward_check import check_target
 from .gate import gated
-from .logits import TokenRule
-from .noise import NoiseRows
 from .outputs import Outputs
 from .rotary import RotaryLimit
+from .sampling import NoiseRows, TokenRule
 from .sequences import Sequences
 from .stats import SpeculationStats
-from .step import runner_of
 from .target import Step, TargetView, chain_of_last_tokens
 from .user_cache import UserCache, is_own, user_cache_of
 

@@ -19,8 +19,8 @@ import torch
 from transformers.utils import logging
 
 from .draft_tree import DraftTree
-from .drafters.base import Drafter, TreeShape, Verification
-from .ranks import Ranks
+from .drafter import Drafter, TreeShape, Verification
+from .parallel import Ranks
 from .stats import GateDecision, SpeculationStats
 from .tree_tuner import GROWTH, StepStatistics, TreeTuner
 

@@ -6,7 +6,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from .logits import along_path
+from .sampling import along_path
 from .sequences import Sequences
 from .stats import SpeculationStats
 

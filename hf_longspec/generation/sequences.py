@@ -9,7 +9,7 @@ import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from .ranks import Ranks
+from .parallel import Ranks
 
 
 class Sequences:

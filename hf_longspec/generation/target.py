@@ -16,10 +16,10 @@ from ..attention_backends.beside import name_beside
 from ..attention_backends.contexts import TreeContext
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
+from .compiled_steps import FixedSteps, Runner, logits_under
 from .draft_tree import DraftTree
-from .final_norm import FinalNormInput
-from .ranks import Ranks
-from .step import FixedSteps, Runner, logits_under
+from .parallel import Ranks
+from .target_modules import FinalNormInput
 from .trial import LayerTraits, ignores_zeros, layer_traits
 
 ATTENTION_NAME = "hf_longspec"

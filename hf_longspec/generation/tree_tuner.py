@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .drafters.base import TreeShape
+from .drafter import TreeShape
 
 # Steps over which tokens and times are averaged.
 TOKENS_WINDOW, SECONDS_WINDOW = 128, 16

@@ -11,19 +11,17 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
 from ..generation.checks import refuse_target
+from ..generation.compiled_steps import COMPILE_DEFAULTS
 from ..generation.decoding import decode
-from ..generation.drafters.base import Binding, Drafter
-from ..generation.drafters.joined import JoinedDrafter
-from ..generation.drafters.ngram import NgramDrafter
+from ..generation.drafter import Binding, Drafter
 from ..generation.forward_check import CHECK_DEFAULTS, check_check_target
 from ..generation.gate import GATE_DEFAULTS, check_gate
-from ..generation.ngram_settings import NGRAM_DEFAULTS, NgramSettings
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
-from ..generation.step import COMPILE_DEFAULTS
 from ..generation.target import TargetView
 from .configuration_base import DraftConfig
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
+from .ngram.generation_ngram import NGRAM_DEFAULTS, JoinedDrafter, NgramDrafter, NgramSettings
 
 register()
 install()

@@ -3,9 +3,9 @@
 from transformers import AutoConfig
 
 from .base import DraftModel
-from .checkpoint import Checkpoint
-from .convert_longspec import LONGSPEC_TARGETS, longspec_draft
-from .convert_tokenswift import HEADS, TOKENSWIFT_TARGETS, tokenswift_draft
+from .loading import Checkpoint
+from .longspec.convert_longspec import LONGSPEC_TARGETS, longspec_draft
+from .tokenswift.convert_tokenswift import HEADS, TOKENSWIFT_TARGETS, tokenswift_draft
 
 # Published draft -> target it was trained for.
 PUBLISHED = LONGSPEC_TARGETS | TOKENSWIFT_TARGETS

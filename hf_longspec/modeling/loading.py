@@ -1,12 +1,17 @@
-"""A draft's files: its settings, and what may be wrong, said in one line instead of what torch and safetensors say."""
+"""Load drafts: their settings, their weights, and readable errors for files that are missing, cut or foreign."""
 
 import copy
 import json
-from collections.abc import Iterator
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig
 
 # Arguments of `from_pretrained` that say where files come from.
@@ -76,3 +81,147 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
 def _is_malformed(error: OSError) -> bool:
     """Whether transformers found a JSON file and could not read it, as opposed to finding none."""
     return isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError)
+
+
+# In order of preference.
+WEIGHT_FILES = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+    "draft_model_weights.pth",
+)
+
+
+class Checkpoint:
+    """The tensors of a checkpoint, by the names that they have there.
+
+    Shards without a wanted tensor are not opened, and not fetched from the Hub.
+
+    Args:
+        source (`str`): Hub id, folder or weight file.
+
+    Attributes:
+        names (`list[str]`): Names of all tensors.
+
+    Raises:
+        ValueError: If `source` holds no weight file, or one that cannot be read.
+    """
+
+    def __init__(self, source: str):
+        self.source = source
+        path = Path(source)
+        self._on_hub = not path.exists()
+        self._folder = path.parent if path.is_file() else path
+        name = path.name if path.is_file() else self._find()
+        index = self._folder / name
+        with _readable(index):
+            if name.endswith(".index.json"):
+                self._files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                outside = sorted({str(file) for file in self._files.values() if not _is_plain_name(file)})
+            else:
+                self._files, outside = dict.fromkeys(_names(index), name), []
+        if outside:
+            raise ValueError(
+                f"{index} names the files {outside}: expected names of files beside it, without a folder. Do "
+                "not use this "
+                "checkpoint, or correct the index."
+            )
+        self.names = sorted(self._files)
+
+    def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
+        """The tensors whose names begin with `prefix`."""
+        wanted = {name: file for name, file in self._files.items() if name.startswith(prefix)}
+        files = sorted(set(wanted.values()))
+        if self._on_hub:
+            self._fetch(files)
+        tensors: dict[str, torch.Tensor] = {}
+        for file in files:
+            with _readable(self._folder / file):
+                tensors |= _tensors(self._folder / file, [name for name in wanted if wanted[name] == file])
+        return tensors
+
+    def check(self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
+        """Refuse tensors that are not those of `what`, except for biases that are missing.
+
+        Raises:
+            ValueError: With the names that are missing or unknown, or both shapes.
+        """
+        missing = sorted(name for name in expected.keys() - tensors.keys() if not name.endswith(".bias"))
+        unknown = sorted(tensors.keys() - expected.keys())
+        if missing or unknown:
+            raise ValueError(
+                f"{self.source} has no {what}: missing tensors {missing}, unknown tensors {unknown}. Pass a checkpoint "
+                "as the authors' training writes it."
+            )
+        for name, value in tensors.items():
+            if value.shape != expected[name].shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)} in {self.source}, and this target needs "
+                    f"{tuple(expected[name].shape)}. Pass the target that the draft was trained for."
+                )
+
+    def _find(self) -> str:
+        """Name of the preferred weight file; of those on the Hub, indices are looked for first."""
+        for patterns in ([name for name in WEIGHT_FILES if name.endswith(".json")], WEIGHT_FILES):
+            if self._on_hub:
+                self._fetch(patterns)
+            if found := [name for name in WEIGHT_FILES if (self._folder / name).exists()]:
+                return found[0]
+        raise ValueError(f"{self.source} holds no weights: expected one of {', '.join(WEIGHT_FILES)}.")
+
+    def _fetch(self, files: Iterable[str]) -> None:
+        self._folder = Path(snapshot_download(self.source, allow_patterns=list(files)))
+
+
+def _is_plain_name(file: Any) -> bool:
+    """Whether a name leads to no other folder, on any system."""
+    return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", ":"}
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Name the file and the remedy where torch, safetensors and json say what they stumbled over.
+
+    Raises:
+        ValueError: If a file is cut short, or holds something else.
+    """
+    try:
+        yield
+    except (
+        SafetensorError,
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}): the file is cut short, or holds no tensors by name. "
+            "Download it again, or pass a checkpoint as the authors' training writes it."
+        ) from error
+
+
+def _names(path: Path) -> list[str]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    return list(_load(path))
+
+
+def _tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    weights = _load(path)
+    return {name: weights[name] for name in names}
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    # mapped, so that tensors nobody asks for are not read; files of old versions of torch cannot be
+    mapped = zipfile.is_zipfile(path)
+    weights = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    if not isinstance(weights, dict):
+        raise TypeError(f"a {type(weights).__name__} instead of tensors by name")
+    return {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..generation.target_ends import LOGIT_DIVISORS, LOGIT_FACTORS, TargetEnds
+from ..generation.target_modules import LOGIT_DIVISORS, LOGIT_FACTORS, TargetEnds
 
 try:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss

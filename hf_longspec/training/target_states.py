@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..generation.cache import SpeculativeCache
-from ..generation.final_norm import FinalNormInput
-from ..generation.target_parts import TargetParts
+from ..generation.target_modules import FinalNormInput, TargetParts
 
 FACTS_FILE = "store.json"
 # States that a store may hold, and the dimension of a row's tensor that counts its tokens.

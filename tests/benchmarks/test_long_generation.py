@@ -8,7 +8,7 @@ import hf_longspec
 from benchmarks.long_generation import LongBenchmark, LongRow, Marks, long_report
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
 from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
-from hf_longspec.generation import compiled
+from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.stats import SpeculationStats
 
 

@@ -19,7 +19,7 @@ from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_targ
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
-from hf_longspec.generation.cache_layer import SpeculativeLayer
+from hf_longspec.generation.cache import SpeculativeLayer
 
 SMALL = Shape(layers=12, hidden=32, intermediate=48, heads=8, kv_heads=4, head_dim=32, vocab=64)
 # longer than what the torch backend computes in one masked call, whose mask grows up to there

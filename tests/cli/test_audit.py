@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-import hf_longspec.generation.logits as rules
+import hf_longspec.generation.sampling as rules
 from hf_longspec.generation.sequences import Sequences
 from hf_longspec.generation.verification import Acceptance, accept_greedy, accept_rejection, accept_sampled
 

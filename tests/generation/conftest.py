@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation import compiled
+from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.testing import tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDraftModel
 

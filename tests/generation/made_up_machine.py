@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.drafters.base import TreeShape
+from hf_longspec.generation.drafter import TreeShape
 from hf_longspec.generation.gate import DRAFT, PLAIN, ShadowDraft, SpeculationGate
 
 PROMPT = 1024

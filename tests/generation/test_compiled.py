@@ -8,11 +8,11 @@ import torch
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.attention_backends import torch_backend
-from hf_longspec.generation import compiled
-from hf_longspec.generation.compiled import MOST_ROWS, CompiledRunner
+from hf_longspec.generation import compiled_steps as compiled
+from hf_longspec.generation.cache import RowLengths
+from hf_longspec.generation.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.drafters.base import Binding, Verification
-from hf_longspec.generation.row_lengths import RowLengths
+from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
 from hf_longspec.testing_drafts import random_longspec_draft

@@ -10,8 +10,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.generation.final_norm import final_norm_of
-from hf_longspec.generation.target_ends import TargetEnds
+from hf_longspec.generation.target_modules import TargetEnds, final_norm_of
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDrafter
 

@@ -5,9 +5,8 @@ import threading
 import pytest
 import torch
 
-from hf_longspec.generation import final_norm
-from hf_longspec.generation.final_norm import FinalNormInput, final_norm_of, with_final_norm_input
-from hf_longspec.generation.target_ends import TargetEnds
+from hf_longspec.generation import target_modules as final_norm
+from hf_longspec.generation.target_modules import FinalNormInput, TargetEnds, final_norm_of, with_final_norm_input
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 
 # The same operations on the same numbers, in float32.

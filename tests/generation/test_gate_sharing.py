@@ -8,9 +8,9 @@ import torch
 from torch import distributed, multiprocessing
 
 from hf_longspec.generation import gate as gating
-from hf_longspec.generation.drafters.base import Drafter, TreeShape
+from hf_longspec.generation.drafter import Drafter, TreeShape
 from hf_longspec.generation.gate import SharedGate, SpeculationGate, gate_of
-from hf_longspec.generation.ranks import Ranks
+from hf_longspec.generation.parallel import Ranks
 
 STEPS = 120
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation import compiled
+from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate, gate_of
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target

@@ -14,10 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_longspec
 from hf_longspec import SpeculativeCache
-from hf_longspec.generation.cache_layer import SpeculativeLayer
-from hf_longspec.generation.drafters.longspec import LongSpecDrafter
-from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
-from hf_longspec.generation.row_lengths import RowLengths
+from hf_longspec.generation.cache import RowLengths, SpeculativeLayer
+from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
+from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing_drafts import RandomTreeDrafter, random_longspec_draft
 
 ONE, RAGGED = (21,), (33, 3, 13)

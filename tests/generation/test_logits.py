@@ -14,7 +14,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import DraftTree
-from hf_longspec.generation.logits import HISTORY_FREE, TokenRule, refuse_stateful
+from hf_longspec.generation.sampling import HISTORY_FREE, TokenRule, refuse_stateful
 from hf_longspec.generation.sequences import Sequences
 from hf_longspec.testing_law import random_tree
 

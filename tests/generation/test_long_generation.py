@@ -17,8 +17,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
 from hf_longspec.generation import sequences
-from hf_longspec.generation.drafters.base import Drafter
-from hf_longspec.generation.lazy_zeros import ALIGNMENT, lazy_zeros
+from hf_longspec.generation.cache import ALIGNMENT, lazy_zeros
+from hf_longspec.generation.drafter import Drafter
 from hf_longspec.testing import tiny_target
 from hf_longspec.testing_drafts import RandomTreeDrafter
 

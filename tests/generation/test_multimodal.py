@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling.configuration_plain import PlainConfig
+from hf_longspec.modeling.plain.configuration_plain import PlainConfig
 from hf_longspec.testing import tiny_prompts
 from hf_longspec.testing_drafts import RandomTreeDraftModel
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model

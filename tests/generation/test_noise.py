@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longspec.generation.noise import NoiseRows
+from hf_longspec.generation.sampling import NoiseRows
 from hf_longspec.generation.verification import draw_noise
 from hf_longspec.testing_law import MAX_SIGMA
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.generation.row_lengths import RowLengths
+from hf_longspec.generation.cache import RowLengths
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,9 @@ from transformers.generation.logits_process import (
 )
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation import decoding, logits
-from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
+from hf_longspec.generation import decoding
+from hf_longspec.generation import sampling as logits
+from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts
 from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
 from hf_longspec.testing_law import MAX_SIGMA, max_z_score

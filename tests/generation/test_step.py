@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.generation import captured
-from hf_longspec.generation.compiled import CompiledRunner, _compiled
-from hf_longspec.generation.step import FixedSteps, runner_of
+from hf_longspec.generation import compiled_steps as captured
+from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, _compiled, runner_of
 from hf_longspec.testing import PAD_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
 from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
 
@@ -20,7 +19,7 @@ DRAFTS = {
     "ngram": NgramDraftModel.from_target,
     "random tree": RandomTreeDraftModel.from_target,
 }
-# Compiled, they are in tests/generation/drafters/test_tokenswift_compiled.py.
+# Compiled, they are in tests/modeling/tokenswift/test_compiled_tokenswift.py.
 HEADS = {
     "verify_hidden": lambda model: random_tokenswift_draft(model, tree_branching=[1, 3, 2]),
     "partial_kv": lambda model: random_tokenswift_draft(

@@ -10,7 +10,7 @@ import torch
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
-from hf_longspec.generation.cache_layer import SpeculativeLayer
+from hf_longspec.generation.cache import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target

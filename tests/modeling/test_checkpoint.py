@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_longspec.modeling import checkpoint as checkpoint_module
-from hf_longspec.modeling.checkpoint import Checkpoint
+from hf_longspec.modeling import loading as checkpoint_module
+from hf_longspec.modeling.loading import Checkpoint
 
 TENSORS = {"big.a": torch.arange(6.0), "big.b": torch.ones(3), "small.c": torch.tensor([2.0])}
 SHARD_OF = {"big.a": "part-1", "big.b": "part-2", "small.c": "part-2"}

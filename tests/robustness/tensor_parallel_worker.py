@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria
 
-from hf_longspec.generation.drafters.specattn import SpecAttnDrafter
+from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import tiny_prompts
 from tests.robustness.drafts import KINDS, make_draft
 

@@ -10,7 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import SpeculativeCache as Cache
-from hf_longspec.generation.logits import TokenRule
+from hf_longspec.generation.sampling import TokenRule
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import make_draft

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 
 from hf_longspec.attention_backends.triton.config import INTERPRETED
-from hf_longspec.generation.target_ends import TargetEnds
+from hf_longspec.generation.target_modules import TargetEnds
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import losses as losses_module
 from hf_longspec.training.losses import cross_entropy, forward_kl, head_loss, liger_cross_entropy, rank

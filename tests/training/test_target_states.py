@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_longspec.generation.final_norm import FinalNormInput
-from hf_longspec.generation.target_parts import TargetParts
+from hf_longspec.generation.target_modules import FinalNormInput, TargetParts
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 from hf_longspec.testing import EOS_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
 from hf_longspec.training import TokenWindows

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...generation.target_parts import TargetParts
+from ...generation.target_modules import TargetParts
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
 from ...training.losses import DraftObjective

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ...generation.final_norm import final_norm_of
-from ...generation.target_ends import TargetEnds
+from ...generation.target_modules import TargetEnds, final_norm_of
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
 from ...training.losses import DraftObjective

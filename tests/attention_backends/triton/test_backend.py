@@ -9,7 +9,7 @@ from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton import backend, config
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, scored_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
-from hf_longspec.modeling.modeling_ngram import NgramDraftModel
+from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends.oracle import SCALING, tree_case
 from tests.attention_backends.triton.machine import on, python

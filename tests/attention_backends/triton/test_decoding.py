@@ -12,7 +12,9 @@ from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton import backend
-from hf_longspec.generation import captured, compiled, decoding
+from hf_longspec.generation import compiled_steps as captured
+from hf_longspec.generation import compiled_steps as compiled
+from hf_longspec.generation import decoding
 from hf_longspec.generation.selection import SINK_TOKENS, SelectedCache
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target

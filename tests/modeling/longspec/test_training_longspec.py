@@ -7,11 +7,20 @@ import torch
 from safetensors.torch import load_file
 
 from hf_longspec import LongSpecDraftModel
-from hf_longspec.generation.target_parts import TargetParts
+from hf_longspec.generation.target_modules import TargetParts
 from hf_longspec.modeling.longspec.training_longspec import RowNoise, anchor_offset_positions, mixed, without_keyless
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training.target_states import TargetPass
+from tests.training.conftest import (  # noqa: F401 - fixtures
+    draft,
+    ligers_loss,
+    make_draft,
+    make_trainer,
+    pristine_target,
+    target,
+    tokens,
+)
 
 LIMIT = 64
 

@@ -5,11 +5,22 @@ import torch
 from transformers import AutoModel, TrainerCallback
 
 from hf_longspec import TokenSwiftDraftModel
-from hf_longspec.generation.final_norm import FinalNormInput
+from hf_longspec.generation.target_modules import FinalNormInput
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training.target_states import HiddenPass
-from tests.modeling.restated_heads import restated_heads
+from tests.modeling.tokenswift.restated_heads import restated_heads
+from tests.training.conftest import (  # noqa: F401 - fixtures
+    draft,
+    heads,
+    ligers_loss,
+    make_draft,
+    make_heads,
+    make_trainer,
+    pristine_target,
+    target,
+    tokens,
+)
 
 ROWS = [(0, 33), (40, 21), (70, 6), (90, 3)]
 

@@ -1,0 +1,462 @@
+"""Forwards of the target in fixed shapes, compiled with `torch.compile` or captured as CUDA graphs.
+
+[`CompiledRunner`] compiles a function in one graph that serves all prefix lengths. A length is passed as the size of an
+empty tensor, which the compiler keeps symbolic: one size if all rows are equally long, one for each row otherwise. In
+large batches of different lengths, the lengths stay in a tensor, and attention masks the slots beyond them. The graph
+reads nothing else on the host, so no graph is built twice.
+
+[`CapturedRunner`] captures a function as a CUDA graph, once per cache and bucket of lengths, and replays it. A graph
+holds addresses, so small inputs are copied into its own tensors. Kernels read the lengths on the device, and buffers are
+read up to the next power of two. `capture` contains all calls of CUDA. It follows the documentation and has never run on
+a GPU.
+
+The functions at the end are the contents of a graph. They get the cache as buffers and lengths, and build around them
+the few objects that the model's forward expects.
+"""
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils import logging
+
+from ..attention_backends.contexts import CallCounter, SparseContext, TreeContext
+from ..attention_backends.scores import ScoreRows
+from .cache import RowLengths
+from .target_modules import with_final_norm_input
+
+logger = logging.get_logger(__name__)
+
+# torch.compile treats sizes 0 and 1 as constants, and steps after so short a prefix are not worth a graph of their own.
+SHORTEST_PREFIX = 2
+# Most rows whose different lengths are passed one by one. The graph attends to each row on its own, so it grows with
+# their number.
+MOST_ROWS = 8
+BACKEND = "inductor"
+_NOT_COMPILED = (
+    "%s could not be compiled in one graph (%s), so it runs as it is. Set draft.generation_config.compile to 'off' to "
+    "skip the attempt."
+)
+_FAILED = object()
+
+# Functions that were compiled for a target or a draft serve all later calls.
+_compiled: WeakKeyDictionary[torch.nn.Module, dict[tuple, Any]] = WeakKeyDictionary()
+
+
+class CompiledRunner:
+    """Run functions compiled. Each is compiled once per module and shape."""
+
+    def takes(self, rows: RowLengths) -> bool:
+        """Return whether steps after prefixes of these lengths are compiled."""
+        return rows.longest >= SHORTEST_PREFIX
+
+    def knows(self, rows: RowLengths) -> int:
+        """Return how many lengths are passed as sizes: 1 for all rows, the batch size for one each, or 0."""
+        if rows.equal_length is not None:
+            return 1
+        return rows.batch_size if rows.batch_size <= MOST_ROWS and min(rows.host) >= SHORTEST_PREFIX else 0
+
+    def sizes(self, rows: RowLengths, nodes: int, capacity: int) -> list[torch.Tensor]:
+        """Return empty tensors whose first sizes are these lengths, or the longest. The sizes stay symbolic."""
+        carriers = [torch.empty(length, 0) for length in (rows.host if self.knows(rows) > 1 else (rows.longest,))]
+        for carrier in carriers:
+            torch._dynamo.mark_dynamic(carrier, 0)
+        return carriers
+
+    def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Mark the capacity of a buffer `(B, K, capacity, D)` as symbolic, as it differs between calls; return it."""
+        if not hasattr(buffer, "_dynamo_dynamic_indices"):
+            torch._dynamo.mark_dynamic(buffer, 2)
+        return buffer
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        shape: tuple,
+        changing: tuple[torch.Tensor, ...],
+        fixed: tuple,
+        module: torch.nn.Module,
+        holder: Any,
+    ) -> Any:
+        """Return `function(changing, *fixed)`, or `None`, with nothing done, if it cannot be compiled.
+
+        Args:
+            function (`Callable`): A function without a closure.
+            shape (`tuple`): Hashable values; calls that differ in more than lengths differ in these.
+            changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
+            fixed (`tuple`): Modules, constants, and the buffers that are read and written.
+            module (`torch.nn.Module`): Owner of the graph, which is dropped with it.
+            holder (`Any`): Owner of the buffers. Not used here.
+        """
+        functions = _compiled.setdefault(module, {})
+        key = function, shape
+        if key not in functions:
+            functions[key] = _in_one_graph(function, len(functions))
+        if functions[key] is _FAILED:
+            return None
+        try:
+            return functions[key](changing, *fixed)
+        except TorchDynamoException as error:
+            functions[key] = _FAILED
+            logger.warning(_NOT_COMPILED, type(module).__name__, type(error).__name__)
+            return None
+
+
+def _in_one_graph(function: Callable[..., Any], number: int) -> Any:
+    # torch.compile stores, limits and searches its graphs per code object, so each function gets a copy.
+    code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
+    return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, backend=BACKEND)
+
+
+def known_lengths(sizes: list[torch.Tensor], known: int, rows: int, ahead: int = 0) -> tuple[int, ...] | None:
+    """Return inside a compiled function the lengths of all rows plus `ahead`, or `None` if sizes do not hold them.
+
+    Args:
+        sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
+        known (`int`): Result of the runner's `knows`.
+        rows (`int`): Batch size.
+        ahead (`int`, *optional*, defaults to 0): Number that is added to each length.
+    """
+    if not known:
+        return None
+    lengths = tuple(size.shape[0] + ahead for size in sizes)
+    return lengths if known > 1 else lengths * rows
+
+
+def end_of_prefixes(sizes: list[torch.Tensor], known: int) -> int | None:
+    """Return inside a compiled function the end of the longest prefix, or `None` if each row is cut on its own."""
+    return None if known > 1 else sizes[0].shape[0]
+
+
+SMALLEST_BUCKET = 1024
+WARM_UP = 3
+
+# A graph is bound to the buffers of one cache or drafter, and is dropped with it.
+_captured: WeakKeyDictionary[Any, dict[tuple, "CapturedFunction"]] = WeakKeyDictionary()
+
+
+class CapturedRunner:
+    """Run functions as captured graphs.
+
+    Args:
+        inner ([`CompiledRunner`], *optional*): Compiles the functions before they are captured.
+    """
+
+    def __init__(self, inner: Callable[..., Any] | None = None):
+        self.inner = inner
+
+    def takes(self, rows: RowLengths) -> bool:
+        """Return `True`: any prefix can be captured."""
+        return True
+
+    def knows(self, rows: RowLengths) -> int:
+        """Return 0: a captured graph would reuse the lengths it was captured with, so none is passed as a size."""
+        return 0
+
+    def sizes(self, rows: RowLengths, nodes: int, capacity: int) -> list[torch.Tensor]:
+        """Return one empty tensor whose first size plus `nodes` is the bucket of these lengths."""
+        return [torch.empty(bucket(rows.longest + nodes, capacity) - nodes, 0)]
+
+    def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the buffer unchanged."""
+        return buffer
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        shape: tuple,
+        changing: tuple[torch.Tensor, ...],
+        fixed: tuple,
+        module: torch.nn.Module,
+        holder: Any,
+    ) -> Any:
+        """Return `function(changing, *fixed)`. The next call overwrites the result. See [`CompiledRunner`]."""
+        graphs = _captured.setdefault(holder, {})
+        addresses = tuple(x.data_ptr() for x in _tensors(fixed) if x.numel())
+        sizes = tuple(x.shape for x in _tensors(fixed))
+        key = (function, shape, sizes, addresses)
+        if key not in graphs:
+
+            def run(inputs: tuple[torch.Tensor, ...]) -> Any:
+                if self.inner is None:
+                    return function(inputs, *fixed)
+                return self.inner(function, (shape, sizes), inputs, fixed, module, holder)
+
+            graphs[key] = CapturedFunction(run, changing)
+        return graphs[key](changing)
+
+
+class CapturedFunction:
+    """Replay one graph on inputs that are copied into its own tensors.
+
+    Args:
+        function (`Callable`): A function of a tuple of tensors. It must be idempotent, as it runs several times before
+            it is captured.
+        inputs (`tuple[torch.Tensor, ...]`): Inputs of the first call, which decide the shapes.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]):
+        self.inputs = tuple(x.clone() for x in inputs)
+        self.outputs, self.replay = capture(lambda: function(self.inputs))
+
+    def __call__(self, inputs: tuple[torch.Tensor, ...]) -> Any:
+        for own, new in zip(self.inputs, inputs, strict=True):
+            own.copy_(new)
+        self.replay()
+        return self.outputs
+
+
+def capture(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """Capture a function without arguments; return its outputs and a function that computes them again in place."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):  # kernels are compiled and chosen before the capture, which allows neither
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function()
+    return outputs, graph.replay
+
+
+def bucket(length: int, capacity: int) -> int:
+    """Return the number of slots that a graph reads for `length` used ones: a power of two, at most `capacity`.
+
+    >>> [bucket(length, 5000) for length in (5, 1024, 1025, 4097)]
+    [1024, 1024, 2048, 5000]
+    """
+    return min(capacity, max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+COMPILE_MODES = ("auto", "graph", "compile", "off")
+COMPILE_DEFAULTS = {"compile": "auto"}
+Runner = CompiledRunner | CapturedRunner
+
+
+def runner_of(mode: str, device: torch.device) -> Runner | None:
+    """Who runs the steps on a device: None for "off", or where "auto" means it.
+
+    On a GPU, "auto" captures graphs: launching the kernels of a step takes longer than they do. On a CPU it compiles
+    nothing: that takes half a minute or more before the first token, which only long outputs win back.
+
+    Raises:
+        ValueError: If there is no such mode, or it needs a GPU.
+    """
+    if mode not in COMPILE_MODES:
+        raise ValueError(f"compile={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")
+    if mode == "graph" and device.type != "cuda":
+        raise ValueError(f"compile='graph' captures CUDA graphs, and the model is on {device}. Choose 'compile'.")
+    if mode == "off" or (mode == "auto" and device.type != "cuda"):
+        return None
+    if device.type != "cuda":
+        return CompiledRunner()
+    return CapturedRunner(CompiledRunner() if mode == "compile" else None)
+
+
+class FixedSteps:
+    """Runs the steps of one target through a runner.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, used as it is.
+        runner ([`CompiledRunner`] or [`CapturedRunner`]): Compiles or captures.
+    """
+
+    def __init__(self, model: PreTrainedModel, runner: Runner):
+        self.model = model
+        self.runner = runner
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        cache: Any,
+        mask: torch.Tensor,
+        context: Any,
+        with_hidden: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Logits `(B, N, vocab)` of `(B, N)` tokens, or None if this step has to run as it is.
+
+        Args:
+            cache ([`SpeculativeCache`] or [`CompactCache`]): Written to like by the model itself.
+            context ([`TreeContext`] or [`SparseContext`]): Its capture is filled.
+            with_hidden (`bool`, *optional*, defaults to `False`): Whether the final norm's input `(B, N, hidden)` is to
+                come with the logits; a [`FinalNormInput`] is open then.
+        """
+        groups = _groups(cache)
+        if not all(map(self.runner.takes, groups)) or not all(layer.is_initialized for layer in cache.layers):
+            return None
+        nodes, capacity = tokens.shape[1], min(layer.keys.shape[2] for layer in cache.layers)
+        members = tuple(groups.index(layer.rows) for layer in cache.layers)
+        known = tuple(map(self.runner.knows, groups))
+        sizes = [self.runner.sizes(rows, nodes, capacity) for rows in groups]
+        buffers = [(self.runner.buffer(layer.keys), self.runner.buffer(layer.values)) for layer in cache.layers]
+        lengths = [rows.on(tokens.device) for rows in groups]
+        capture: Any = getattr(context, "capture", None)
+        kind: tuple
+        if type(context) is TreeContext:
+            score_rows = getattr(capture, "score_rows", None)
+            function, kind = _tree_step, (capture is not None, score_rows, context.windows)
+            scored_nodes = () if score_rows is None else (capture.last_node,)
+            changing = (tokens, positions, mask, context.depths, *lengths, *scored_nodes)
+        else:
+            function, kind = _sparse_step, (context.dense_layers, context.windows)
+            changing = (tokens, positions, mask, *lengths)
+        shape = *tokens.shape, known, members, kind, with_hidden
+        fixed = self.model, members, known, kind, with_hidden, sizes, buffers
+        result = self.runner(function, shape, changing, fixed, self.model, cache)
+        if result is None:
+            return None
+        logits, hidden, collected, scored = result
+        for layer_idx, scores in scored:
+            context.capture.keep_scores(layer_idx, scores, context.host_lengths)
+        for layer_idx, query, lse, options in collected:
+            stored = buffers[layer_idx][0][:, :, : groups[members[layer_idx]].longest + nodes]
+            where = {"lengths": context.lengths, "host_lengths": context.host_lengths}
+            context.capture.collect(layer_idx, query, stored, lse, **options, **where)
+        return logits, hidden
+
+
+class StepCache(Cache):
+    """What the model sees as its cache inside a step: buffers, and where this step writes.
+
+    Args:
+        buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer, `(B, K, capacity, D)`.
+        places (`list[tuple]`): Of every layer: whether all rows write to the same slots, the slots `(N,)` or `(B, N)`,
+            and the end of what is read; None for the whole buffer.
+    """
+
+    def __init__(self, buffers: list[tuple[torch.Tensor, torch.Tensor]], places: list[tuple]):
+        self.buffers = buffers
+        self.places = places
+        self.layers: list[Any] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the nodes' entries; return the used part of both buffers."""
+        keys, values = self.buffers[layer_idx]
+        same, slots, end = self.places[layer_idx]
+        if same:
+            keys.index_copy_(2, slots, key_states)
+            values.index_copy_(2, slots, value_states)
+        else:
+            row = torch.arange(len(slots), device=slots.device)[:, None]
+            keys[row, :, slots] = key_states.transpose(1, 2)
+            values[row, :, slots] = value_states.transpose(1, 2)
+        return keys[:, :, :end], values[:, :, :end]
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """No layer drops entries."""
+        return [False] * len(self.buffers)
+
+
+class Collected:
+    """Keeps what a capture would be shown, to be shown after the step.
+
+    Args:
+        score_rows ([`ScoreRows`], *optional*): What the capture lets a backend write itself.
+        last_node (`torch.LongTensor` of shape `(B,)`): With them, the index of every row's last node.
+    """
+
+    def __init__(self, score_rows: ScoreRows | None, last_node: torch.Tensor | None):
+        self.score_rows = score_rows
+        self.last_node = last_node
+        self.layers: list[tuple] = []
+        self.scored: list[tuple[int, torch.Tensor]] = []
+
+    def keep_scores(self, layer_idx: int, scores: torch.Tensor, host_lengths: Any) -> None:
+        """Keep one layer's scores, one per entry."""
+        self.scored.append((layer_idx, scores))
+
+    def collect(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, *, scaling, softcap, **where
+    ) -> None:
+        """Keep one layer's queries and log-sum-exp."""
+        self.layers.append((layer_idx, query, lse, {"scaling": scaling, "softcap": softcap}))
+
+
+def _tree_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
+    """A verification: logits, what the final norm was given, and what its capture is to be shown."""
+    tokens, positions, mask, depths, *lengths = changing
+    captures, score_rows, windows = kind
+    capture = Collected(score_rows, None if score_rows is None else lengths.pop())
+    # A new counter: a number that grows with every step would be compiled into each
+    host = known_lengths(sizes[0], known[0], tokens.shape[0])
+    shown = capture if captures else None
+    context = TreeContext(lengths[0], host, depths, mask[:, 0], shown, CallCounter(), windows=windows)
+    cache = StepCache(buffers, _places(members, known, lengths, sizes, tokens.shape[1]))
+    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), capture.layers, capture.scored
+
+
+def _sparse_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
+    """A drafting step over a compact cache: logits, what the final norm was given, and nothing for a capture."""
+    tokens, positions, mask, *lengths = changing
+    dense_layers, windows = kind
+    rows = tokens.shape[0]
+    sparse = next((members[layer] for layer in range(len(members)) if layer not in dense_layers), 0)
+    dense = next((members[layer] for layer in dense_layers), sparse)
+    own, whole = (
+        (lengths[group] + 1, known_lengths(sizes[group], known[group], rows, ahead=1)) for group in (sparse, dense)
+    )
+    context = SparseContext(*own, positions, *whole, dense_layers, CallCounter(), windows=windows)
+    cache = StepCache(buffers, _places(members, known, lengths, sizes, 1))
+    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), (), ()
+
+
+def _forward(model, tokens, positions, cache, mask, context, with_hidden):
+    def forward():
+        return logits_under(context, model, tokens, positions, cache, mask)
+
+    return with_final_norm_input(model, forward) if with_hidden else (forward(), None)
+
+
+def logits_under(
+    context: Any,
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    cache: Any,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Logits `(B, N, vocab)` of `(B, N)` tokens in one forward whose attention layers are handed `context`."""
+    logits: torch.Tensor = model(
+        input_ids=tokens,
+        position_ids=positions,
+        past_key_values=cache,
+        attention_mask=mask,
+        tree=context,
+        use_cache=True,
+    ).logits
+    return logits
+
+
+def _places(members, known, lengths, sizes, nodes: int) -> list[tuple]:
+    offsets = torch.arange(nodes, device=lengths[0].device)
+    of_group = []
+    for group, carriers in enumerate(sizes):
+        same, end = known[group] == 1, end_of_prefixes(carriers, known[group])
+        slots = offsets + (carriers[0].shape[0] if same else lengths[group][:, None])
+        of_group.append((same, slots, None if end is None else end + nodes))
+    return [of_group[group] for group in members]
+
+
+def _groups(cache: Any) -> list[RowLengths]:
+    """The different lengths that layers of the cache have: one, or those of a compact cache and of the whole one."""
+    groups: list[RowLengths] = []
+    for layer in cache.layers:
+        if not any(layer.rows is rows for rows in groups):
+            groups.append(layer.rows)
+    return groups

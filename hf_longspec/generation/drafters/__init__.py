@@ -1,1 +1,0 @@
-"""Drafters: one idea, one class, one file."""

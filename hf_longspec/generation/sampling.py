@@ -1,0 +1,459 @@
+"""From raw logits to the target's choice: processors, noise, and drafts that are ranked by both.
+
+[`TokenRule`] processes the logits of every node with the node's own prefix and takes the argmax or draws one token.
+[`NoiseRows`] holds one row of random numbers per batch row and position, so that a draw does not depend on the steps
+taken.
+
+[`Coupling`] ranks candidates as the target would choose them if the draft's logits were its own. The target's choice
+depends on its logits, on the processors and, when it samples, on the noise of the position. The last two are known while
+drafting. A draft that applies both proposes the very token that the target will draw whenever the two distributions
+agree. The target's choice does not depend on the draft, so the distribution of the text, and the text for a given seed,
+stay the same. https://huggingface.co/papers/2408.07978 bounds the acceptance of one such draw; here all candidates of a
+tree are ranked this way.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers.generation import logits_process
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+from .contextual_penalty import ContextualPenaltyLogitsProcessor
+from .draft_tree import DraftTree
+from .parallel import Ranks
+from .sequences import Sequences
+from .verification import (
+    Acceptance,
+    accept_greedy,
+    accept_rejection,
+    accept_sampled,
+    draw_noise,
+    exponential_race,
+    perturbed_log_probs,
+    walk_lazily,
+)
+
+
+class NoiseRows:
+    """Noise for sampling: row t of a batch row decides its t-th generated token.
+
+    Every batch row has its own generator, seeded from the default one, and draws its noise rows in the order of its
+    positions. Rows that a step did not use are kept. The sampled text therefore depends on the seed alone, not on the
+    draft tree, the other rows or where a rejection happened.
+
+    Args:
+        batch_size (`int`): Number of batch rows.
+        vocab_size (`int`): Length of a noise row.
+        device (`torch.device`): Where the noise lives.
+        ranks ([`Ranks`], *optional*): Processes that must draw the same noise; they use the first one's seeds.
+
+    Attributes:
+        generator (`torch.Generator`): For draws that need not be tied to a position.
+    """
+
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, ranks: Ranks | None = None):
+        seeds = torch.randint(2**62, (batch_size + 1,)).tolist()
+        if ranks is not None:
+            seeds = ranks.first(seeds)
+        self.vocab_size = vocab_size
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seeds[0])
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds[1:]]
+        self._kept: list[list[torch.Tensor]] = [[] for _ in range(batch_size)]
+
+    def rows(self, count: int) -> torch.Tensor:
+        """Return the noise `(batch, count, vocab)` of the next `count` tokens of every row. Do not write to it."""
+        for generator, kept in zip(self._generators, self._kept, strict=True):
+            # One draw per row: on a GPU the random numbers depend on the size of the draw, which must not depend on the
+            # step.
+            while len(kept) < count:
+                kept.append(draw_noise(self.vocab_size, generator=generator, device=self.device))
+        wanted = [noise for kept in self._kept for noise in kept[:count]]
+        noise = wanted[0] if len(wanted) == 1 else torch.stack(wanted)
+        return noise.view(-1, count, self.vocab_size)
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Forget the noise of tokens that have been emitted."""
+        for kept, count in zip(self._kept, counts, strict=True):
+            del kept[:count]
+
+
+# Processors whose result depends on the logits of one position only: they may run on all nodes at once.
+# A processor of your own joins them by a true attribute `history_free`. One that looks at the last tokens only says at
+# how many by an attribute `history_window`: it then costs the same at every length of the text, and may be handed any
+# number of rows of `history_window` tokens, one for each node.
+HISTORY_FREE = {
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "MinPLogitsWarper",
+    "SuppressTokensLogitsProcessor",
+    "TemperatureLogitsWarper",
+    "TopHLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+}
+# Processors of transformers that run the model or keep state: calling them along a path that may be rejected
+# changes them.
+STATEFUL = {
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+    "WatermarkLogitsProcessor",
+}
+
+
+class TokenRule:
+    """The target's rule for choosing a token, and the acceptance of a draft tree under it.
+
+    Args:
+        processors (`LogitsProcessorList`): As `generate` assembled them.
+        do_sample (`bool`): Draw from the processed distribution instead of taking its argmax.
+        sequences ([`Sequences`]): What has been emitted: the prefix that processors see.
+        noise ([`NoiseRows`], *optional*): Required for sampling.
+
+    Raises:
+        ValueError: If a processor is stateful.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        sequences: Sequences,
+        noise: NoiseRows | None,
+    ):
+        self.processors = processors
+        self.do_sample = do_sample
+        self.sequences = sequences
+        self.noise = noise
+        self.history_free = all(_is_history_free(processor) for processor in processors)
+        self.history_window = _longest_window(processors)
+
+    def scores_at(self, raw: torch.Tensor, depth: int) -> torch.Tensor:
+        """Processed scores `(batch, vocab)` of logits at `depth` places behind the last emitted token.
+
+        What lies between must have been announced by [`Sequences.try_out`]. Processors get the whole batch, because
+        some keep one number per row; rows of another length are stood in for by a row of the right one.
+        """
+        raw = raw.float()
+        if not self.processors:
+            return raw
+        scores = raw.clone()
+        for length, rows in self.sequences.growing_rows_by_length().items():
+            end = length + depth
+            start = 0 if self.history_window is None else max(0, end - self.history_window)
+            ids = self.sequences.tokens[:, start:end]
+            if len(rows) == raw.shape[0]:
+                return self.processors(ids, scores)
+            cast = [row if row in rows else rows[0] for row in range(raw.shape[0])]
+            scores[rows] = self.processors(ids[cast], raw[cast])[rows]
+        return scores
+
+    def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
+        """The token `(batch,)` that the rule takes from `scores`, with the noise row of `depth`."""
+        if not self.do_sample:
+            return scores.argmax(-1)
+        return exponential_race(scores, self.noise_of(depth + 1)[:, depth])
+
+    def noise_of(self, count: int) -> torch.Tensor:
+        """The noise `(batch, count, vocab)` that decides the next tokens."""
+        return self._noise.rows(count)
+
+    def accept(
+        self, tree: DraftTree, logits: torch.Tensor, with_scores: bool = False
+    ) -> tuple[Acceptance, torch.Tensor | None]:
+        """Walk down the tree as far as the target agrees.
+
+        Args:
+            logits (`torch.Tensor` of shape `(batch, N, vocab)`): The target's raw logits of every node.
+            with_scores (`bool`): Also return the processed scores of the path, `(batch, M, vocab)`.
+        """
+        if self.history_free or tree.num_nodes == 1:
+            scores = self.scores_of_all(logits)
+        elif tree.is_chain:
+            scores = self._chain_scores(tree, logits)
+        else:
+            acceptance, walked = self._accept_stepwise(tree, logits)
+            return acceptance, walked if with_scores else None
+        acceptance = self._accept_scored(tree, scores)
+        if not with_scores:
+            return acceptance, None
+        return acceptance, along_path(scores, acceptance.path)
+
+    def _accept_scored(self, tree: DraftTree, scores: torch.Tensor) -> Acceptance:
+        if not self.do_sample:
+            return accept_greedy(tree, scores)
+        if tree.q is None:
+            return accept_sampled(tree, scores, self.noise_of(tree.max_depth + 1))
+        generator = self.generator
+        batch_size, num_nodes, vocab_size = scores.shape
+        uniforms = torch.empty(batch_size, num_nodes - 1, device=scores.device).uniform_(generator=generator)
+        noise = draw_noise(batch_size, vocab_size, generator=generator, device=scores.device)
+        return accept_rejection(tree, scores, uniforms, noise)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """For draws that need not be tied to a position."""
+        return self._noise.generator
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Tell the rule how many tokens of each row were emitted."""
+        if self.noise is not None:
+            self.noise.advance(counts)
+
+    @property
+    def _noise(self) -> NoiseRows:
+        if self.noise is None:
+            raise RuntimeError("sampling needs NoiseRows")
+        return self.noise
+
+    def scores_of_all(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores of logits `(batch, N, vocab)`; of more than one node only if the rule is `history_free`."""
+        if logits.shape[1] == 1:
+            return self.scores_at(logits[:, 0], 0)[:, None]
+        return warped(self.processors, logits)
+
+    def _chain_scores(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
+        recent = self.recent()
+        if recent is not None:
+            behind = torch.cat([recent, tree.tokens[:, 1:]], 1).unfold(1, recent.shape[1], 1)
+            return warped(self.processors, logits, behind)
+        scores = []
+        for depth in range(tree.num_nodes):
+            if depth:
+                self.sequences.try_out(depth - 1, tree.tokens[:, depth])
+            scores.append(self.scores_at(logits[:, depth], depth))
+        return torch.stack(scores, 1)
+
+    @property
+    def has_recent(self) -> bool:
+        """Whether processors look at the last tokens at most, and every row has as many."""
+        return self.history_window is not None and min(self.sequences.lengths) >= self.history_window
+
+    def recent(self) -> torch.Tensor | None:
+        """The last `history_window` tokens `(batch, window)`; None without `has_recent`."""
+        window, lengths = self.history_window, self.sequences.lengths
+        if window is None or not self.has_recent:
+            return None
+        if min(lengths) == max(lengths):
+            # a copy: strides of the whole are another graph in every call
+            return self.sequences.tokens[:, lengths[0] - window : lengths[0]].clone()
+        return torch.stack([row[end - window : end] for row, end in zip(self.sequences.tokens, lengths, strict=True)])
+
+    def _accept_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor]:
+        """Process the logits of the walked path only, each node with the prefix that leads to it."""
+        rows = torch.arange(logits.shape[0], device=logits.device)
+        scores: list[torch.Tensor] = []
+
+        def choose(depth: int, node: torch.Tensor) -> torch.Tensor:
+            scores.append(self.scores_at(logits[rows, node], depth))
+            token = self.choose(scores[-1], depth)
+            self.sequences.try_out(depth, token)
+            return token
+
+        return walk_lazily(tree, choose), torch.stack(scores, 1)
+
+
+def warped(
+    processors: Sequence[LogitsProcessor], logits: torch.Tensor, behind: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Scores of logits `(B, N, vocab)` by processors that look at the last tokens at most, all nodes at once.
+
+    Fits into graphs.
+
+    Args:
+        behind (`torch.LongTensor` of shape `(B, N, window)`, *optional*): The last tokens of the text that ends with
+            each node; by default the processors look at none.
+    """
+    if not processors:
+        return logits.float()
+    scores = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
+    if behind is None:
+        behind = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+    seen = behind.reshape(len(scores), -1)
+    for processor in processors:
+        scores = processor(seen, scores)
+    return scores.view(logits.shape)
+
+
+def along_path(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+    """Values `(batch, N, V)` of the nodes of `path` `(batch, M)`: `(batch, M, V)`."""
+    return values.gather(1, path[..., None].expand(-1, -1, values.shape[-1]))
+
+
+def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Raise ValueError for a processor that cannot be called along a path that may be rejected.
+
+    Those that depend on their calls are found out by calling a copy twice on the same input. What shows only later, or
+    in another text, is not found.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(batch, P)`): The prompts.
+        vocab_size (`int`): The target's.
+    """
+    for processor in processors:
+        name = type(processor).__name__
+        if name in STATEFUL:
+            raise ValueError(
+                f"{name} keeps state from call to call, so it cannot run on drafted tokens that may be rejected. Call "
+                "generate() without assistant_model, or without the setting that adds it."
+            )
+        if not _is_declared_stateless(processor) and not _repeats_itself(processor, input_ids, vocab_size):
+            raise ValueError(
+                f"{name} returned other scores when a copy of it was called a second time with the same "
+                "input, and it is "
+                "called along drafted paths that may be rejected. Make its result depend on input_ids and "
+                "scores alone, "
+                "or call generate() without assistant_model."
+            )
+
+
+def _is_declared_stateless(processor: object) -> bool:
+    return any(getattr(processor, name, False) for name in ("stateless", "history_free", "history_window")) or (
+        _is_history_free(processor)
+    )
+
+
+def _repeats_itself(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:
+    """Whether two calls on the same input have the same result; with the random numbers of the caller left alone."""
+    # a processor may hold a model, which is not to be copied
+    shared = {
+        id(part): part for part in getattr(processor, "__dict__", {}).values() if isinstance(part, torch.nn.Module)
+    }
+    try:
+        twin = copy.deepcopy(processor, shared)
+    except Exception as error:  # whatever its parts raise
+        raise ValueError(
+            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so whether "
+            "it keeps state from "
+            "call to call was not tested. Give it the attribute stateless=True if its result depends on input_ids and "
+            "scores alone, or call generate() without assistant_model."
+        ) from error
+    devices = [input_ids.device] if input_ids.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
+        scores = torch.linspace(-4, 4, vocab_size, device=input_ids.device).repeat(len(input_ids), 1)
+        first, second = (twin(input_ids.clone(), scores.clone()) for _ in range(2))
+    return torch.equal(first, second)
+
+
+def _is_history_free(processor: object) -> bool:
+    if getattr(processor, "history_free", False):
+        return True
+    name = type(processor).__name__
+    return name in HISTORY_FREE and type(processor) is getattr(logits_process, name, None)
+
+
+def _longest_window(processors: LogitsProcessorList) -> int | None:
+    """How many of the last tokens the processors look at; None if one of them may look at all."""
+    longest = 1  # some read the batch size off the tokens
+    for processor in processors:
+        if not _is_history_free(processor):
+            window = getattr(processor, "history_window", None)
+            if window is None:
+                return None
+            longest = max(longest, window)
+    return longest
+
+
+# A token whose perturbed log-probability is lower than the largest one by x counts as exp(-2 x) times as likely to be
+# chosen. Chains do not depend on this factor, trees little: with 4+4+4+3 nodes of the bundled draft tau was 3.30, 3.45,
+# 3.54, 3.50 at 0.5, 1, 2, 3.3.
+SHARPNESS = 2.0
+# Processors that compute with tensors and numbers alone, so that they can be part of a graph.
+IN_GRAPHS = {
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    ContextualPenaltyLogitsProcessor.__name__,
+}
+
+
+Paths = torch.Tensor | Callable[[], torch.Tensor]
+
+
+class Coupling:
+    """Compute the scores that candidates are ranked by.
+
+    Args:
+        rule ([`TokenRule`], *optional*): The target's. Without one, logits are taken as they are.
+
+    Attributes:
+        idle (`bool`): Whether the rule is the argmax of the logits, so that the logits are the scores.
+    """
+
+    def __init__(self, rule: TokenRule | None):
+        self._rule = rule
+        self._device = None if rule is None else rule.sequences.tokens.device
+        self._samples = rule is not None and rule.do_sample
+        self._processors = () if rule is None else tuple(rule.processors)
+        self.idle = not (self._samples or self._processors)
+        self._history_free = rule is None or rule.history_free
+        names = [type(processor).__name__ for processor in self._processors]
+        self._tensors_only = IN_GRAPHS.issuperset(names)
+        settings = (tuple(vars(processor).items()) for processor in self._processors)
+        self._key = (self._samples, *zip(names, settings, strict=True)) if self._tensors_only else ()
+
+    @property
+    def fits_graphs(self) -> bool:
+        """Whether `scores` may be part of a graph now. It may not while a text is shorter than a processor's window."""
+        return self._tensors_only and (self._rule is None or self._rule.has_recent)
+
+    @property
+    def key(self) -> tuple:
+        """Settings that such a graph depends on."""
+        return self._key if self.fits_graphs else ()
+
+    def known(self, depths: int) -> tuple[torch.Tensor, ...]:
+        """Return the tensors besides logits that decide the next `depths` tokens.
+
+        Returns:
+            `tuple[torch.Tensor, ...]`: The noise `(B, depths, V)` if the target samples, and the last tokens of the
+            texts `(B, window)` if processors depend on these alone.
+        """
+        if self._rule is None:
+            return ()
+        noise = (self._rule.noise_of(depths),) if self._samples else ()
+        recent = None if self._history_free else self._rule.recent()
+        return noise if recent is None else (*noise, recent)
+
+    def scores(self, logits: torch.Tensor, known: Sequence[torch.Tensor], depth: int, paths: Paths) -> torch.Tensor:
+        """Return the log-probability that each token is chosen, up to a constant per node.
+
+        Args:
+            logits (`torch.Tensor` of shape `(B, n, V)`): The draft's, after nodes of one depth.
+            known (sequence of `torch.Tensor`): Result of [`Coupling.known`].
+            depth (`int`): Drafted tokens that lead to these nodes.
+            paths (`torch.Tensor` of shape `(B, n, depth)` or `Callable`): Those tokens, or a function that returns
+                them, which is called only if a processor needs them.
+
+        Returns:
+            `torch.Tensor` of shape `(B, n, V)`.
+        """
+        if self.idle:
+            return logits
+        logits = logits.to(self._device)  # from the device of the head, if the target is sharded
+        recent = known[-1] if len(known) > self._samples else None
+        scores = self._processed(logits, recent, depth, paths)
+        return SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if self._samples else scores
+
+    def _processed(self, logits: torch.Tensor, recent: torch.Tensor | None, depth: int, paths: Paths) -> torch.Tensor:
+        if self._history_free:
+            return warped(self._processors, logits)
+        tokens = paths() if callable(paths) else paths
+        if recent is not None:
+            earlier = recent[:, None].expand(-1, logits.shape[1], -1)
+            return warped(self._processors, logits, torch.cat([earlier, tokens], 2)[..., -recent.shape[1] :])
+        rule = self._rule
+        assert rule is not None
+        scores = []
+        for node in range(logits.shape[1]):
+            for place in range(depth):
+                rule.sequences.try_out(place, tokens[:, node, place])
+            scores.append(rule.scores_at(logits[:, node], depth))
+        return torch.stack(scores, 1)

@@ -1,0 +1,308 @@
+"""The modules of a target that trained drafts share: embedding, language-model head, rotary embedding, final norm.
+
+The modules and functions are the target's own, found and called, never copied. Differences between architectures outside
+of them are the rows of data below; tests/generation/test_target_modules.py compares each with the target's own hidden
+states, queries and logits.
+
+[`FinalNormInput`] catches the input of the final norm, the residual stream after the last layer. Transformers'
+`hidden_states[-1]` is the output of the norm, and `output_hidden_states` keeps the states of all layers.
+"""
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .attention_layers import attention_layers
+
+_GRANITE = ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared")
+
+# Factor, by config field, between the embedding module and the first layer (where the module does not apply it).
+EMBEDDING_FACTORS = dict.fromkeys((*_GRANITE, "hyperclovax"), "embedding_multiplier")
+
+# Between the head module and the logits, by config field: a factor, a divisor.
+LOGIT_FACTORS = dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "logit_scale") | {"hyperclovax": "logits_scaling"}
+LOGIT_DIVISORS = dict.fromkeys(_GRANITE, "logits_scaling")
+
+
+class TargetEnds:
+    """Embedding and language-model head of a target, with the factors around them.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, used as it is.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the target's first layer gets for `tokens` `(B, N)`: `(B, N, hidden)`."""
+        hidden = self.model.get_input_embeddings()(tokens)
+        factor = EMBEDDING_FACTORS.get(self.config.model_type)
+        return hidden if factor is None else hidden * getattr(self.config, factor)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits `(..., vocab)` of hidden states `(..., hidden)`; the target's final norm is not applied."""
+        logits = self.model.get_output_embeddings()(hidden)
+        kind = self.config.model_type
+        if kind in LOGIT_FACTORS:
+            logits = logits * getattr(self.config, LOGIT_FACTORS[kind])
+        if kind in LOGIT_DIVISORS:
+            logits = logits / getattr(self.config, LOGIT_DIVISORS[kind])
+        softcap = getattr(self.config, "final_logit_softcapping", None)
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def device_of(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a module of a target runs; `default` for one without parameters."""
+    # accelerate: weights may wait elsewhere than they run, and the modules that hold them know where that is
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    devices = (getattr(hook, "execution_device", None) for hook in hooks)
+    device = next((device for device in devices if device is not None), None)
+    if device is None:
+        device = next((parameter.device for parameter in module.parameters()), default)
+    return torch.device(device)
+
+
+# Where some layers slide a window, layers of this type do not rotate queries and keys.
+UNROTATED_LAYERS = dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "exaone_moe"), "full_attention")
+
+# Rotates queries and keys, in the module of every attention class.
+ROTATION = "apply_rotary_pos_emb"
+
+
+class TargetParts(TargetEnds):
+    """The modules of a target that a draft with attention uses, with the cache layer it reads.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, used as it is.
+        kv_layer (`int`): The layer whose keys and values the draft attends to.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv_layer: int):
+        super().__init__(model)
+        self.kv_layer = kv_layer
+        self.decoder = decoder_of(model)
+        self.attention = attention_of(self.decoder, kv_layer)
+        self.rotates = rotates(self.config, kv_layer)
+        self._rotation = _rotation_of(self.attention)
+        self._layer_type = _rotary_layer_type(self.decoder.rotary_emb, self.config, kv_layer)
+        self._is_partial: bool | None = None
+
+    @property
+    def place(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the keys that the KV layer computes."""
+        weight = self.model.get_input_embeddings().weight
+        return device_of(self.attention, weight.device), weight.dtype
+
+    def rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of `positions` `(B, N)` at the KV layer, in the dtype and on the device of `like`."""
+        extra = {} if self._layer_type is None else {"layer_type": self._layer_type}
+        cos, sin = self.decoder.rotary_emb(like, positions, **extra)
+        return cos, sin
+
+    def rotate(
+        self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries `(B, H, N, D)` and keys `(B, K, N, D)` rotated as the target does."""
+        if self._is_partial is None:
+            self._is_partial = _takes_parts_only(self._rotation, query, cos, sin)
+        if not self._is_partial:
+            return self._rotation(query, key, cos, sin)
+        size = cos.shape[-1]
+        rotated = self._rotation(query[..., :size], key[..., :size], cos, sin)
+        query, key = (
+            torch.cat([turned, whole[..., size:]], -1) for turned, whole in zip(rotated, (query, key), strict=True)
+        )
+        return query, key
+
+    def rotate_query(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Queries for the cached keys of the KV layer, whose rotation they share or lack together."""
+        return self.rotate(query, query[:, :0], cos, sin)[0] if self.rotates else query
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The module with the layers and the rotary embedding.
+
+    Raises:
+        ValueError: If there is none, as in models with learned or ALiBi positions.
+    """
+    for module in model.get_decoder().modules():
+        if hasattr(module, "rotary_emb") and hasattr(module, "layers"):
+            return module
+    raise ValueError(
+        f"{type(model).__name__} has no rotary embedding beside its layers, and a trained draft rotates its queries "
+        "as the target does. Use a training-free draft, such as SpecAttnDraftModel."
+    )
+
+
+def attention_of(decoder: Any, layer: int) -> Any:
+    """The attention of a layer that rotates queries and keys by the function beside its class.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    attention = attention_layers(decoder).get(layer)
+    if attention is None or not hasattr(sys.modules[type(attention).__module__], ROTATION):
+        raise ValueError(
+            f"{type(decoder).__name__} has no attention in layer {layer} with a function {ROTATION} beside it, and a "
+            "trained draft rotates its queries as the target does. Use a training-free draft, such as "
+            "SpecAttnDraftModel."
+        )
+    return attention
+
+
+def _rotation_of(attention: Any) -> Any:
+    """`rotation(query, key, cos, sin)` of the target's own function, which may take one of them at a time."""
+    function = vars(sys.modules[type(attention).__module__])[ROTATION]
+    if list(inspect.signature(function).parameters)[1] != "cos":
+        return function
+    return lambda query, key, cos, sin: (function(query, cos, sin), function(key, cos, sin))
+
+
+def _takes_parts_only(rotation: Any, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether a rotation is handed the first part of heads alone, as its shapes show: some split heads themselves."""
+    if cos.shape[-1] >= query.shape[-1]:
+        return False
+    one = query[:, :1, :1]
+    try:
+        return bool(rotation(one, one, cos[:, :1], sin[:, :1])[0].shape != one.shape)
+    except RuntimeError:
+        return True
+
+
+def _rotary_layer_type(rotary_emb: Any, config: Any, layer: int) -> str | None:
+    """The type that a rotary embedding with settings of its own for each type of layer is to be asked for.
+
+    Of a layer without rotary embedding (beam), that of the others: a draft rotates its own queries anyway.
+    """
+    if "layer_type" not in inspect.signature(rotary_emb.forward).parameters:
+        return None
+    kinds = dict.fromkeys([config.layer_types[layer], *config.layer_types])
+    return next(kind for kind in kinds if (config.rope_parameters or {}).get(kind, True) is not None)
+
+
+def rotates(config: Any, layer: int) -> bool:
+    """Whether layer `layer` of a target rotates its queries and keys."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds and (getattr(config, "rope_parameters", None) or {}).get(kinds[layer], True) is None:
+        return False
+    unrotated = UNROTATED_LAYERS.get(config.model_type)
+    if unrotated is not None and config.sliding_window is not None and config.layer_types[layer] == unrotated:
+        return False
+    no_rope_layers = getattr(config, "no_rope_layers", None)  # 1: the layer rotates
+    return True if not no_rope_layers else bool(no_rope_layers[layer])
+
+
+def last_full_layer(config: Any) -> int:
+    """The last layer with keys of its own text and without a sliding window; the last one with keys if all slide."""
+    others = set(getattr(config, "cross_attention_layers", None) or ())  # keys of images
+    # the last layers of gemma3n read the keys of earlier ones
+    depth = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = [layer for layer in range(depth) if layer not in others]
+    kinds = getattr(config, "layer_types", None) or []
+    full = [layer for layer in layers if layer < len(kinds) and kinds[layer] == "full_attention"]
+    return (full or layers)[-1]
+
+
+# Name of the norm behind the last layer, in the order of how common it is.
+FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "norm_f", "ln_f")
+
+
+def final_norm_of(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and the language-model head.
+
+    Raises:
+        ValueError: If no module has one of the known names.
+    """
+    for module in model.get_decoder().modules():
+        if hasattr(module, "layers") or hasattr(module, "h"):
+            for name in FINAL_NORMS:
+                if isinstance(norm := getattr(module, name, None), nn.Module):
+                    return norm
+    raise ValueError(
+        f"{type(model).__name__} has no final norm under one of the names {', '.join(FINAL_NORMS)}, whose input the "
+        "draft's heads read. Use a draft without heads, such as SpecAttnDraftModel."
+    )
+
+
+def refuse_compiled_forward(model: PreTrainedModel) -> None:
+    """Raise ValueError if the final norm runs inside a graph of the user's own, which takes no hook."""
+    for module in (model, model.get_decoder()):
+        if module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable"):
+            raise ValueError(
+                f"the forward of {type(module).__name__} is compiled, and a graph does not give out the final "
+                "norm's input, "
+                "which the draft's heads read. Use the model as it was before torch.compile (`del "
+                "model.forward`), with "
+                'draft.generation_config.compile = "compile".'
+            )
+
+
+class FinalNormInput:
+    """Remembers what the final norm is given by this thread's forwards, while the context is open.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, used as it is.
+
+    Attributes:
+        hidden (`torch.Tensor` of shape `(B, N, hidden)`): Of the latest forward.
+    """
+
+    hidden: torch.Tensor
+
+    def __init__(self, model: PreTrainedModel):
+        self._norm = final_norm_of(model)
+
+    def __enter__(self) -> "FinalNormInput":
+        self._thread = threading.get_ident()  # another thread may be generating on the same model
+        self._handle = self._norm.register_forward_pre_hook(self._catch)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._handle.remove()
+
+    def _catch(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if torch.compiler.is_compiling():
+            if _traced.wanted:
+                _traced.hidden = inputs[0]
+        elif threading.get_ident() == self._thread:
+            self.hidden = inputs[0]
+
+
+class _Traced:
+    """What the final norm is given in a forward that a graph is made of. Outside of the graph it never holds anything.
+
+    A graph takes no part in hooks being set and removed, and cannot ask for its thread. A forward of another thread
+    that is traced meanwhile meets the hook too, and has not asked.
+    """
+
+    wanted = False
+    hidden: torch.Tensor | None = None
+
+
+_traced = _Traced()
+
+
+def with_final_norm_input(
+    model: PreTrainedModel, forward: Callable[[], torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `forward` returns, and what it gave the final norm `(B, N, hidden)`.
+
+    May be part of a function that is compiled, if a [`FinalNormInput`] is open whenever that is called.
+    """
+    if not torch.compiler.is_compiling():
+        with FinalNormInput(model) as caught:
+            return forward(), caught.hidden
+    _traced.wanted = True
+    result = forward()
+    hidden = _traced.hidden
+    _traced.wanted, _traced.hidden = False, None
+    assert hidden is not None
+    return result, hidden

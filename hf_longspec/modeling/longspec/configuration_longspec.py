@@ -1,0 +1,82 @@
+"""Configuration of a LongSpec draft."""
+
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ...generation.target_modules import last_full_layer
+from ..configuration_base import DraftConfig, shape_of, text_config
+
+
+class LongSpecConfig(DraftConfig):
+    """Shape of the one block of a LongSpec draft, and which target it reads.
+
+    Args:
+        hidden_size (`int`): Width of the target's embeddings.
+        intermediate_size (`int`): Width of the SwiGLU.
+        num_attention_heads (`int`): Query heads of both attentions.
+        num_key_value_heads (`int`): Key/value heads: the target's.
+        head_dim (`int`): Size of a head: the target's.
+        hidden_act (`str`): Activation of the SwiGLU.
+        rms_norm_eps (`float`): Epsilon of the three norms.
+        initializer_range (`float`): Standard deviation of the initial weights.
+        qkv_bias (`bool`): Whether the query, key and value projections have a bias, as in the authors' checkpoints.
+        window (`int`): Positions that a self-attention query sees, its own included.
+        kv_layer (`int`): Layer of the target whose keys and values are read.
+        cross_attention (`bool`): Whether the target's cache is read at all; without it the draft sees its window only.
+        noise_range (`list[int]`): Smallest and largest gap between a query and the newest target key it sees in
+            training. Drafting at depth d has gap d + 1, so the second number is the depth of the tree.
+        trained_max_length (`int`, *optional*): Largest position seen in training.
+    """
+
+    model_type = "longspec"
+
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 0
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    qkv_bias: bool = False
+    window: int = 512
+    kv_layer: int = 0
+    cross_attention: bool = True
+    noise_range: list[int] | tuple[int, ...] = (1, 5)
+    trained_max_length: int | None = None
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "LongSpecConfig":
+        """The configuration of a draft for `target`; every shape is that of the layer it reads unless overridden."""
+        text = text_config(target)
+        kv_layer = overrides.get("kv_layer", last_full_layer(text))
+        # where layers differ, those of the one that is read
+        layer = text.per_layer_config[kv_layer] if kv_layer in range(text.num_hidden_layers) else text
+        values = {
+            "hidden_size": text.hidden_size,
+            "intermediate_size": _intermediate_size(layer, kv_layer),
+            "num_attention_heads": layer.num_attention_heads,
+            "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
+            "head_dim": getattr(layer, "head_dim", None) or text.hidden_size // layer.num_attention_heads,
+            "hidden_act": getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None) or "silu",
+            "rms_norm_eps": getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
+            "kv_layer": kv_layer,
+        }
+        config = super().from_target(target, **(values | overrides))
+        assert isinstance(config, cls)
+        return config
+
+    @classmethod
+    def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
+        """Shapes, head size and rotary settings of a target."""
+        text = text_config(target)
+        rotary = getattr(text, "rope_parameters", None)
+        head_dim = shape_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
+        return super().describe(target) | {"head_dim": head_dim, "rope_parameters": rotary}
+
+
+def _intermediate_size(layer: Any, index: int) -> int:
+    """Width of a target's feed-forward layer; that of a gated one without any where a target has experts only."""
+    size = getattr(layer, "intermediate_size", None) or 8 * layer.hidden_size // 3  # arXiv:2002.05202, section 3.2
+    return int(size[index] if isinstance(size, list | tuple) else size)

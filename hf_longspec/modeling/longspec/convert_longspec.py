@@ -1,0 +1,68 @@
+"""Conversion of the checkpoints that the authors of LongSpec published.
+
+A checkpoint holds one block of 20 tensors. The six published ones are ordinary Hugging Face repositories; the authors'
+trainer writes the same tensors to `draft_model_weights.pth`. Shapes follow from the target's configuration.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..loading import Checkpoint
+from .configuration_longspec import LongSpecConfig
+from .modeling_longspec import LongSpecDraftModel
+
+# Draft -> target it was trained for.
+LONGSPEC_TARGETS = {
+    "sail/longspec-vicuna-7b-v1.5-16k": "lmsys/vicuna-7b-v1.5-16k",
+    "sail/longspec-vicuna-13b-v1.5-16k": "lmsys/vicuna-13b-v1.5-16k",
+    "sail/longspec-longchat-7b-v1.5-32k": "lmsys/longchat-7b-v1.5-32k",
+    "sail/longspec-longchat-13b-16k": "lmsys/longchat-13b-16k",
+    "sail/longspec-Llama-3-8B-Instruct-262k": "gradientai/Llama-3-8B-Instruct-262k",
+    "sail/longspec-QwQ-32B-Preview": "Qwen/QwQ-32B-Preview",
+}
+# Prefixes that wrappers of the model may have added to a name.
+PREFIXES = ("module.", "model.", "glide.", "draft_model.")
+# Projections that are in the files and are never used, as the block attends to the target's own keys and values.
+UNUSED = ("cross_attn.k_proj.", "cross_attn.v_proj.", "self_attn.rotary_emb.", "cross_attn.rotary_emb.")
+# The authors' settings. A query attended to itself and 512 tokens before it; in training, its newest target key was 1
+# to 4 positions before it. Drafting used 68 nodes in five levels.
+AS_TRAINED: dict[str, Any] = {"qkv_bias": True, "window": 513, "noise_range": [1, 4]}
+TREE_WIDTHS = [4, 16, 16, 16, 16]
+
+
+def longspec_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> LongSpecDraftModel:
+    """Return the draft of a checkpoint, in the dtype of the checkpoint.
+
+    Args:
+        checkpoint ([`Checkpoint`]): Weights of the draft.
+        target (`PreTrainedConfig`): Configuration of the target.
+
+    Raises:
+        ValueError: If tensors are missing or unknown, or their shapes are not the target's.
+    """
+    config = LongSpecConfig.from_target(target, kv_layer=target.num_hidden_layers - 1, **AS_TRAINED)
+    draft = LongSpecDraftModel(config)
+    weights = renamed(checkpoint.read())
+    checkpoint.check(weights, draft.block.state_dict(), "LongSpec draft")
+    biases = {name: torch.zeros_like(value) for name, value in draft.block.state_dict().items() if "bias" in name}
+    draft.block.load_state_dict(biases | weights)
+    draft.generation_config.tree_widths = list(TREE_WIDTHS)
+    return draft.to(next(iter(weights.values())).dtype)
+
+
+def renamed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Remove wrappers' prefixes from the names, and tensors that are never used.
+
+    >>> list(renamed({"module.glide.mlp.up_proj.weight": torch.ones(1), "cross_attn.k_proj.bias": torch.ones(1)}))
+    ['mlp.up_proj.weight']
+    """
+    found = {}
+    for name, value in weights.items():
+        while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
+            name = name.removeprefix(prefix)
+        if not name.startswith(UNUSED):
+            found[name] = value
+    return found

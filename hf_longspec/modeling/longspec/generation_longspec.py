@@ -1,0 +1,366 @@
+"""LongSpec: a one-block draft grows a beam over its own window and the target's cache.
+
+LongSpec, https://huggingface.co/papers/2502.17421. Every node of the tree attends to the whole committed prefix in the
+target's cache, and to its own ancestors and the last `window` tokens in the draft's own state, whose size does not depend
+on the context length. The target has no keys for drafted tokens yet; the draft was trained for that gap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ...attention_backends.registry import AttentionBackend, AttentionCall, select
+from ...generation.beam import Beam, as_tree
+from ...generation.compiled_steps import end_of_prefixes, known_lengths
+from ...generation.draft_tree import DraftTree
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.sampling import Coupling
+from ...generation.target_modules import TargetParts
+
+
+class WindowRing:
+    """Store keys and values of the last `window` committed tokens of every row in a ring, and those of a draft tree.
+
+    The token at position p lies in slot `p % window`, node i of the tree in slot `window + i`. One spare slot takes the
+    writes that a row does not keep, so that all rows run the same operations.
+
+    Args:
+        window (`int`): Positions that a query attends to, its own included.
+        tree_slots (`int`): Number of nodes of the tree.
+        batch_size (`int`): Number of rows.
+        num_heads (`int`): Number of key/value heads.
+        head_dim (`int`): Size of a head.
+        dtype (`torch.dtype`): Type of keys and values.
+        device (`torch.device`): Device of all tensors.
+    """
+
+    def __init__(
+        self,
+        window: int,
+        tree_slots: int,
+        batch_size: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.window = window
+        self.spare = window + tree_slots
+        shape = (batch_size, num_heads, self.spare + 1, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        # position of the token in each slot; a negative position marks an empty slot
+        self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
+        self._rows = torch.arange(batch_size, device=device)[:, None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and positions."""
+        return sum(states.numel() * states.element_size() for states in (self.keys, self.values, self.positions))
+
+    def fill(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store T tokens per row at their positions.
+
+        Args:
+            keys (`torch.Tensor` of shape `(B, K, T, D)`): Keys of at most `window` tokens.
+            values (`torch.Tensor` of shape `(B, K, T, D)`): Values of these tokens.
+            positions (`torch.LongTensor` of shape `(B, T)`): Positions of these tokens; a negative one marks padding.
+        """
+        slots = torch.where(positions >= 0, positions % self.window, self.spare)
+        self.keys[self._rows, :, slots] = keys.transpose(1, 2)
+        self.values[self._rows, :, slots] = values.transpose(1, 2)
+        self.positions.scatter_(1, slots, positions)
+
+    def stage(self, keys: torch.Tensor, values: torch.Tensor, first_node: int) -> None:
+        """Store keys and values `(B, K, n, D)` of n nodes of the tree, from node `first_node` on."""
+        slots = slice(self.window + first_node, self.window + first_node + keys.shape[2])
+        self.keys[:, :, slots] = keys
+        self.values[:, :, slots] = values
+
+    def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Move the accepted nodes into the ring.
+
+        Args:
+            path (`torch.LongTensor` of shape `(B, M)`): Nodes of the accepted path, root first; M is at most `window`.
+            counts (`torch.LongTensor` of shape `(B,)`): Number of nodes that each row keeps.
+            lengths (`torch.LongTensor` of shape `(B,)`): Position of the root.
+        """
+        places = torch.arange(path.shape[1], device=path.device)
+        positions = torch.where(places < counts[:, None], lengths[:, None] + places, -1)
+        source = self.window + path
+        # advanced indices around a slice give the shape (B, M, K, D)
+        keys, values = self.keys[self._rows, :, source], self.values[self._rows, :, source]
+        self.fill(keys.transpose(1, 2), values.transpose(1, 2), positions)
+
+    def visible(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return which slots of the ring queries at `positions` `(B, 1)` attend to, `(B, window)`."""
+        stored = self.positions[:, : self.window]
+        return (stored >= 0) & (stored > positions - self.window)
+
+
+@dataclass
+class Prefix:
+    """
+    The prefix in one layer of the target, for a block that is not part of the target.
+
+    Args:
+        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys of the target's cache.
+        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Values of the target's cache.
+        lengths (`torch.LongTensor` of shape `(B,)`): Number of committed tokens per row.
+        host_lengths (`tuple[int, ...]`, *optional*): `lengths` on the host. `None` inside graphs that must not depend
+            on them.
+        end (`int`, *optional*): End of the longest row in the buffer; `None` for the whole buffer.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    lengths: torch.Tensor
+    host_lengths: tuple[int, ...] | None
+    end: int | None
+
+    def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the whole prefix."""
+        used = self.keys[:, :, : self.end], self.values[:, :, : self.end]
+        where = {"host_lengths": self.host_lengths}
+        return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling, **where)[0]
+
+
+def prefix_in_graph(
+    keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, known: int, sizes: list[torch.Tensor]
+) -> Prefix:
+    """Return the prefix inside a compiled or captured function.
+
+    Args:
+        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys of the target's cache.
+        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Values of the target's cache.
+        lengths (`torch.LongTensor` of shape `(B,)`): Number of committed tokens per row.
+        known (`int`): Result of the runner's `knows`.
+        sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
+    """
+    return Prefix(keys, values, lengths, known_lengths(sizes, known, len(lengths)), end_of_prefixes(sizes, known))
+
+
+logger = logging.get_logger(__name__)
+
+
+class LongSpecDrafter(Drafter):
+    """Drafts a tree of fixed size with one block.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        block (`LongSpecBlock`): The trained block, on device and in dtype of the keys it reads.
+        config (`LongSpecConfig`): Its configuration.
+        parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
+        trees (`Sequence[list[int]]`): Nodes of each level of the tree, root excluded; for each tree to choose from.
+        owner (`torch.nn.Module`, *optional*): Keeps what is compiled for later calls; by default the block.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        block: Any,
+        config: Any,
+        parts: TargetParts,
+        trees: Sequence[list[int]],
+        owner: torch.nn.Module | None = None,
+    ):
+        super().__init__(binding)
+        self._owner = block if owner is None else owner
+        self.block = block
+        self.config = config
+        self.parts = parts
+        self.coupling = Coupling(binding.rule)
+        self._trees = trees
+        self.widths = trees[0]
+        self.num_nodes = 1 + max(map(sum, trees))
+        self.max_depth = max(map(len, trees))
+        weight = block.input_layernorm.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        sizes = (config.num_key_value_heads, config.head_dim)
+        self.ring = WindowRing(
+            config.window, self.num_nodes, binding.cache.batch_size, *sizes, dtype=self.dtype, device=self.device
+        )
+        self.scaling = config.head_dim**-0.5
+        self._kernels: AttentionBackend = select(
+            AttentionCall(self.device, self.dtype, config.head_dim, config.head_dim)
+        )
+
+    @cached_property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """One for each list of widths."""
+        return named((widths, 1 + sum(widths), len(widths)) for widths in self._trees)
+
+    def choose(self, tree: int) -> None:
+        """The widths of the next tree."""
+        self.widths = self._trees[tree]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the ring: the same at every context length."""
+        return self.ring.nbytes
+
+    def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Fill the ring with the last tokens of the texts: the only prefill that this draft needs."""
+        self._warn_of_length(max(map(len, texts)))
+        self.resume(texts, verification)
+
+    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Fill the ring anew."""
+        last = [text[-self.config.window :] for text in texts]
+        width = max(map(len, last))
+        tokens = torch.stack([torch.nn.functional.pad(text, (width - len(text), 0)) for text in last])
+        ends = torch.tensor([len(text) for text in texts], device=self.device)
+        positions = ends[:, None] - width + torch.arange(width, device=self.device)
+        self._remember(tokens, positions, positions >= 0)
+        self.last_token = tokens[:, -1].clone()  # contiguous, as observe leaves it: another stride is another graph
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """A beam of the configured widths behind `root` `(batch,)`."""
+        self.root = root
+        cache = self.binding.cache
+        layer = cache.layers[self.parts.kv_layer]
+        rows = cache.rows
+        target = Prefix(layer.keys, layer.values, rows.on(self.device), cache.host_lengths, rows.longest)
+        runner = self.binding.target.runner
+        runner = runner if runner is not None and runner.takes(rows) else None
+        inputs, known = (root, self.last_token), self.coupling.known(len(self.widths))
+        if runner is None or not self.coupling.fits_graphs:
+            fields = self.grow(*inputs, target, known, runner)
+        else:
+            changing = *inputs, target.lengths, *known
+            fields = self._run_by(runner, _grow, changing, target) or self.grow(*inputs, target, known)
+        tree = as_tree(fields, len(self.widths))
+        self.tokens = tree.tokens
+        return tree
+
+    def grow(
+        self,
+        root: torch.Tensor,
+        last_token: torch.Tensor,
+        target: Prefix,
+        known: Sequence[torch.Tensor] = (),
+        runner: Any = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """All levels: tokens, parents, depths and mask of the tree. Writes to the ring; reads nothing on the host.
+
+        Args:
+            known (sequence of `torch.Tensor`): What decides about these levels beside logits: see [`Coupling`].
+            runner (*optional*): Runs the block level by level, compiled or captured; candidates are ranked in between.
+        """
+        # one column per depth, and one for the last committed token, whose own keys may be missing: see observe
+        positions = target.lengths[:, None] + torch.arange(-1, len(self.widths), device=self.device)
+        rotary = self.parts.rotary(positions, self.ring.keys)
+        beam = Beam(root)
+        for depth, width in enumerate(self.widths):
+            changing = beam.tokens, beam.reach, last_token, positions, *rotary
+            logits = None
+            if runner is not None:
+                inputs = *changing, target.lengths
+                logits = self._run_by(runner, _level, inputs, target, depth)
+            if logits is None:
+                logits = self.level(changing, depth, target)
+            beam.grow(self.coupling.scores(logits.to(root.device), known, depth, beam.paths), width)
+        return beam.fields()
+
+    def _run_by(self, runner: Any, function: Any, changing: Sequence[torch.Tensor], target: Prefix, *depth: int) -> Any:
+        """A function of these inputs, compiled or captured; None if that is not possible."""
+        rows = self.binding.cache.rows
+        known = runner.knows(rows)
+        sizes = runner.sizes(rows, 0, target.keys.shape[2])
+        fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *depth
+        shape = len(self.root), tuple(self.widths), known, self.coupling.key, *depth
+        return runner(function, shape, changing, fixed, self._owner, self)
+
+    def observe(self, verification: Verification) -> None:
+        """Keep the accepted nodes' keys. A node of the deepest level has none yet: the next draft makes them."""
+        if self.foreign_depth:
+            return self._observe_tokens(verification)
+        numbers = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
+        path = verification.path.to(self.device)
+        self.ring.keep(path, numbers[0], numbers[1])
+        last = verification.path.gather(1, (numbers[0] - 1).clamp_min(0)[:, None].to(verification.path.device))
+        self.last_token = self.tokens.gather(1, last).squeeze(1)
+
+    def _observe_tokens(self, verification: Verification) -> None:
+        """Make the keys of everything that was committed anew: nodes of others have none in the ring."""
+        width = verification.path.shape[1]
+        rows = [[*row[:-1], *[0] * (width - len(row))][: width - 1] for row in verification.tokens]
+        drafted = torch.tensor(rows, device=self.root.device, dtype=torch.long)
+        tokens = torch.cat([self.root[:, None], drafted], dim=1)
+        counts, lengths = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
+        places = torch.arange(width, device=self.device)
+        # a path may be longer than the window, whose slots take its last tokens then
+        kept = (places < counts[:, None]) & (places >= counts[:, None] - self.config.window)
+        self._remember(tokens, lengths[:, None] + places, kept)
+        last = (counts - 1).clamp_min(0)[:, None].to(tokens.device)
+        self.last_token = tokens.gather(1, last).squeeze(1)
+
+    def _remember(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> None:
+        """Put the keys of those `tokens` that are `kept` into the ring; all `(B, T)`."""
+        hidden = self.parts.embed(tokens).to(self.device, self.dtype)
+        keys, values = self.block.keys(hidden, self.parts.rotary(positions, hidden), self.parts)
+        self.ring.fill(keys, values, torch.where(kept, positions, -1))
+
+    def _warn_of_length(self, length: int) -> None:
+        trained = self.config.trained_max_length
+        if trained and length > trained:
+            logger.warning_once(
+                f"the prompt has {length} tokens, and this draft was trained up to trained_max_length={trained}: the "
+                "text stays exact, but fewer drafts may be accepted. Train it further with larger offsets."
+            )
+
+    def level(self, changing: tuple[torch.Tensor, ...], depth: int, target: Prefix) -> torch.Tensor:
+        """Logits `(B, n, V)` after the newest level of a beam.
+
+        Args:
+            changing (`tuple[torch.Tensor, ...]`): Tokens and reach of that level, the last committed token of each
+                row, and what `grow` computes once: positions, and their rotary embedding.
+        """
+        level, reach, last_token, positions, cos, sin = changing
+        first = 0 if depth == 0 else depth + 1
+        own = slice(first, depth + 2)
+        tokens = level if depth else torch.stack([last_token, level[:, 0]], 1)
+        hidden = self.parts.embed(tokens).to(self.device, self.dtype)
+        seen = self._visible(reach, positions[:, depth + 1 : depth + 2])
+
+        def attend_self(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            if depth == 0:
+                self.ring.fill(key[:, :, :1], value[:, :, :1], positions[:, :1])
+                key, value = key[:, :, 1:], value[:, :, 1:]
+            self.ring.stage(key, value, reach.shape[2] - reach.shape[1])
+            end = self.ring.window + reach.shape[2]
+            stored = self.ring.keys[:, :, :end], self.ring.values[:, :, :end]
+            return self._kernels.tree_attention(query, *stored, seen, scaling=self.scaling)[0]
+
+        def attend_target(query: torch.Tensor) -> torch.Tensor:
+            ranks = self.binding.target.ranks
+            if ranks is None or target.keys.shape[1] == self.config.num_key_value_heads:
+                return target.attend(self._kernels, query, self.scaling)
+            # the cache holds this rank's key/value heads, and the block is whole on every rank
+            return ranks.all_heads(target.attend(self._kernels, ranks.own_heads(query), self.scaling))
+
+        here = cos[:, own], sin[:, own]
+        hidden = self.block(hidden, here, self.parts, attend_self, attend_target, reach.shape[1])
+        logits: torch.Tensor = self.parts.head(hidden)
+        return logits
+
+    def _visible(self, reach: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """`(B, n, window + N)`: the ring as far as the window reaches, and each node's ancestors."""
+        ring = self.ring.visible(position)[:, None].expand(-1, reach.shape[1], -1)
+        return torch.cat([ring, reach.to(self.device)], dim=-1)
+
+
+def _grow(changing, drafter, known, sizes, keys, values):
+    """[`LongSpecDrafter.grow`] as a graph is made of it."""
+    root, last_token, lengths, *decides = changing
+    return drafter.grow(root, last_token, prefix_in_graph(keys, values, lengths, known, sizes), decides)
+
+
+def _level(changing, drafter, known, sizes, keys, values, depth):
+    """[`LongSpecDrafter.level`] likewise."""
+    *inputs, lengths = changing
+    return drafter.level(tuple(inputs), depth, prefix_in_graph(keys, values, lengths, known, sizes))

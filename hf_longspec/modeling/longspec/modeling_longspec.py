@@ -1,0 +1,257 @@
+"""LongSpecDraftModel: one block with a windowed self-attention and a cross-attention to the target's cache."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...attention_backends.differentiable import shifted_attention, windowed_attention
+from ...generation.drafter import Binding, Drafter
+from ...generation.target import TargetView
+from ...generation.target_modules import TargetParts, attention_of, decoder_of
+from ..base import DraftModel
+from ..tree_choices import other_trees
+from .configuration_longspec import LongSpecConfig
+from .generation_longspec import LongSpecDrafter
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+class LongSpecDraftModel(DraftModel):
+    """A draft whose cost does not grow with the context: its own state is a ring of `window` tokens, and everything
+    older it reads from the target's cache, which is there anyway.
+
+    Embedding, head and rotary embedding are the target's and not part of the draft.
+
+    ```python
+    draft = LongSpecDraftModel.from_target(target)            # untrained: see hf_longspec.training
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Source: https://huggingface.co/papers/2502.17421.
+    """
+
+    config_class = LongSpecConfig
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LongSpecBlock"]
+    settings: ClassVar[dict[str, Any]] = {"tree_widths": [4, 4, 4, 3], "tree_choices": None}
+
+    def __init__(self, config: LongSpecConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.block = LongSpecBlock(config)
+        self.post_init()
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "LongSpecDraftModel":
+        """An untrained draft for `target` in eval mode, with its dtype, on the device of the layer that it reads."""
+        decoder_of(target)  # refuses targets without rotary positions by name
+        draft = super().from_target(target, **overrides)
+        assert isinstance(draft, cls)
+        return draft.to(*TargetParts(target, draft.config.kv_layer).place).eval()
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        position_ids: torch.LongTensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        gaps: list[int],
+        parts: TargetParts,
+    ) -> torch.Tensor:
+        """Hidden states of whole texts, as training needs them.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(B, L)`): Tokens.
+            position_ids (`torch.LongTensor` of shape `(B, L)`): The positions that the target ran them at.
+            keys (`torch.Tensor` of shape `(B, K, L, D)`): Keys of the target's KV layer for these tokens.
+            values (`torch.Tensor` of shape `(B, K, L, D)`): Likewise.
+            gaps (`list[int]`): For each row, how far behind a query its newest visible key is: at least 1.
+            parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
+
+        Returns:
+            `torch.Tensor` of shape `(B, L, hidden)`, for the target's head. The first `gaps[b]` places of a row see no
+            key of the target; they are to contribute no loss.
+        """
+        hidden = parts.embed(input_ids).to(self.block.input_layernorm.weight.dtype)
+        rotary = parts.rotary(position_ids, hidden)
+
+        def attend_self(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return windowed_attention(query, key, value, self.config.window)
+
+        def attend_target(query: torch.Tensor) -> torch.Tensor:
+            return shifted_attention(query, keys.to(query.dtype), values.to(query.dtype), gaps)
+
+        hidden_states: torch.Tensor = self.block(hidden, rotary, parts, attend_self, attend_target)
+        return hidden_states
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """A drafter with the present settings, running where the target keeps the layer it reads."""
+        parts = TargetParts(binding.target.model, self.config.kv_layer)
+        device, dtype = parts.place
+        block = self.block
+        weight = block.input_layernorm.weight
+        if block.training or (weight.device, weight.dtype) != (device, dtype):
+            # a copy: the user may be training this draft, in another dtype, and finds it as it was
+            block = copy.deepcopy(block).to(device, dtype).eval()
+        return LongSpecDrafter(binding, block, self.config, parts, self._trees(), owner=self)
+
+    def max_nodes(self, target: TargetView) -> int:
+        """Root and all levels of the largest tree."""
+        return 1 + max(map(sum, self._trees()))
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse MLA targets, a KV layer that does not exist, and widths that are no tree."""
+        if target.has_latent_cache:
+            raise ValueError(
+                "this target caches one latent for all heads (MLA), which a LongSpec draft cannot cross-attend. Use "
+                "SpecAttnDraftModel."
+            )
+        decoder = decoder_of(target.model)
+        if not 0 <= self.config.kv_layer < target.num_layers:
+            raise ValueError(f"kv_layer={self.config.kv_layer}: the target has layers 0 to {target.num_layers - 1}.")
+        attention_of(decoder, self.config.kv_layer)
+        self._check_heads(target)
+        self._check_widths("tree_widths", self.setting("tree_widths"))
+        for widths in self._trees()[1:]:
+            self._check_widths("tree_choices: tree_widths", widths)
+
+    def _trees(self) -> list[list[int]]:
+        """Widths of all trees, the configured ones first."""
+        widths = list(self.setting("tree_widths"))
+        return [widths, *other_trees(widths, self.setting("tree_choices"), "tree_widths")]
+
+    def _check_widths(self, name: str, widths: Any) -> None:
+        if not isinstance(widths, list | tuple) or not widths or not all(type(w) is int and w > 0 for w in widths):
+            raise ValueError(f"{name}={widths!r}: expected a list of positive integers, the nodes of each level.")
+        if (room := self.config.window - 2) < len(widths):
+            raise ValueError(f"{name} has {len(widths)} levels, and window={room + 2} allows at most {room}.")
+
+    def _check_heads(self, target: TargetView) -> None:
+        heads = self.config.num_key_value_heads
+        if target.ranks is not None and heads % target.ranks.size:
+            raise ValueError(
+                f"the target's {heads} key/value heads are not divided evenly among {target.ranks.size} ranks, and a "
+                "LongSpec draft reads those of each rank. Use fewer ranks, or SpecAttnDraftModel."
+            )
+        layer = target.config.per_layer_config[self.config.kv_layer]
+        if (size := getattr(layer, "v_head_dim", None)) not in (None, self.config.head_dim):
+            raise ValueError(
+                f"the target has value heads of {size} beside key heads of {self.config.head_dim}, and the heads of a "
+                "LongSpec draft have one size. Use SpecAttnDraftModel."
+            )
+
+
+class LongSpecBlock(GradientCheckpointingLayer):
+    """The block: self-attention, cross-attention, SwiGLU, each behind its norm; no norm at the end.
+
+    How attention is computed is passed in, so that training over whole texts and drafting over a tree run the same
+    definition.
+    """
+
+    def __init__(self, config: LongSpecConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = SelfAttention(config)
+        if config.cross_attention:
+            self.post_self_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.cross_attn: CrossAttention | None = CrossAttention(config)
+        else:
+            self.cross_attn = None
+        self.post_cross_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = SwiGLU(config)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        rotary: Rotary,
+        parts: TargetParts,
+        attend_self: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+        attend_target: Callable[[torch.Tensor], torch.Tensor],
+        num_queries: int | None = None,
+    ) -> torch.Tensor:
+        """Hidden states `(B, Q, hidden)` of the last `num_queries` (by default all) of `(B, N, hidden)` embeddings.
+
+        Args:
+            rotary (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of the N positions.
+            attend_self (`Callable`): Query `(B, H, Q, D)`, key and value `(B, K, N, D)` to `(B, H, Q, D)`.
+            attend_target (`Callable`): Query `(B, H, Q, D)` to `(B, H, Q, D)`.
+        """
+        normed = self.input_layernorm(hidden)
+        key, value = self.self_attn.key_value(normed)
+        query, key = parts.rotate(self.self_attn.query(normed), key, *rotary)
+        if num_queries is not None:
+            hidden, query = hidden[:, -num_queries:], query[:, :, -num_queries:]
+            rotary = rotary[0][:, -num_queries:], rotary[1][:, -num_queries:]
+        hidden = hidden + self.self_attn.output(attend_self(query, key, value))
+        if self.cross_attn is not None:
+            query = self.cross_attn.query(self.post_self_attention_layernorm(hidden))
+            hidden = hidden + self.cross_attn.output(attend_target(parts.rotate_query(query, *rotary)))
+        return hidden + self.mlp(self.post_cross_attention_layernorm(hidden))
+
+    def keys(self, hidden: torch.Tensor, rotary: Rotary, parts: TargetParts) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `(B, K, N, D)` of embeddings: functions of token and position alone, whatever the context."""
+        key, value = self.self_attn.key_value(self.input_layernorm(hidden))
+        return parts.rotate(key[:, :0], key, *rotary)[1], value
+
+
+class CrossAttention(nn.Module):
+    """Query and output projection of an attention whose keys and values belong to somebody else."""
+
+    def __init__(self, config: LongSpecConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        width = config.num_attention_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
+
+    def query(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries `(B, H, N, D)`, not rotated."""
+        return self._split(self.q_proj(hidden))
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """From `(B, H, N, D)` back to `(B, N, hidden)`."""
+        projected: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return projected
+
+    def _split(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class SelfAttention(CrossAttention):
+    """The same with keys and values of its own."""
+
+    def __init__(self, config: LongSpecConfig):
+        super().__init__(config)
+        width = config.num_key_value_heads * config.head_dim
+        self.k_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
+
+    def key_value(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys, not rotated, and values, `(B, K, N, D)`."""
+        return self._split(self.k_proj(hidden)), self._split(self.v_proj(hidden))
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(self, config: LongSpecConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        if config.hidden_act not in ACT2FN:
+            raise ValueError(
+                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected a name that transformers "
+                "knows, such as 'silu'."
+            )
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`(B, N, hidden)` to the same shape."""
+        projected: torch.Tensor = self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return projected

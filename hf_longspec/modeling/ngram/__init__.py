@@ -1,0 +1,1 @@
+"""N-grams: a draft without a model."""

@@ -1,0 +1,9 @@
+"""Configuration of the draft made of n-grams."""
+
+from ..configuration_base import DraftConfig
+
+
+class NgramConfig(DraftConfig):
+    """Configuration of [`NgramDraftModel`]: the target's shapes and nothing else, as there are no weights."""
+
+    model_type = "longspec_ngram"

@@ -1,0 +1,409 @@
+"""N-grams: continuations of earlier occurrences of the current suffix, proposed as one trie, alone or beside a draft.
+
+[`TextIndex`] finds earlier occurrences of the last tokens of a row by hash chains, as zlib finds matches
+(https://www.rfc-editor.org/rfc/rfc1951, section 4), with tokens instead of bytes and one chain per key length. Tables
+have a fixed size: a new position replaces the oldest. [`SuffixLookup`] takes the continuation of the longest matching
+suffix, [`NgramPool`] ranks continuations by frequency.
+
+N-grams as in TokenSwift (https://huggingface.co/papers/2502.18890, section 3.2), with two differences: keys are
+confirmed tokens only, since a key with a predicted token is wrong whenever that token is, and paths that begin alike
+share nodes.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ...generation.draft_tree import DraftTree, merge_paths, merge_trees
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+
+SOURCES = ("both", "pool", "lookup")
+# Each length of keys has tables of its own, and hardly a text repeats this much without repeating more.
+LONGEST_KEY = 16
+
+# Of drafts that propose something else as well; 0 candidates: no n-grams.
+NGRAM_DEFAULTS: dict[str, Any] = {
+    "ngram_candidates": 0,
+    "ngram_num_tokens": 8,
+    "ngram_size": 3,
+    "ngram_source": "both",
+    "ngram_preload": True,
+}
+
+
+@dataclass(frozen=True)
+class NgramSettings:
+    """How n-grams are proposed in one call.
+
+    Args:
+        num_tokens (`int`): Tokens of a path.
+        candidates (`int`): Paths; the nodes that they share are room for further ones.
+        size (`int`): Confirmed tokens of the longest key.
+        source (`str`): Continuations of the `pool` by their counts, those of the suffix `lookup` by the length of the
+            match, or `both`: the best one of the lookup, then the pool's.
+        preload (`bool`): Whether the prompt's n-grams count, or only those of what is generated.
+    """
+
+    num_tokens: int
+    candidates: int
+    size: int
+    source: str
+    preload: bool
+
+    @classmethod
+    def read(
+        cls, setting: Callable[[str], Any], num_tokens: str = "ngram_num_tokens", fewest: int = 0
+    ) -> "NgramSettings":
+        """From a draft's settings.
+
+        Args:
+            setting (`Callable[[str], Any]`): Gives the value of a setting.
+            num_tokens (`str`): Name of the setting that says how long a path is.
+            fewest (`int`): Fewest candidates that make sense.
+
+        Raises:
+            ValueError: If a value is out of range.
+        """
+        ranges = {num_tokens: (1, None), "ngram_candidates": (fewest, None), "ngram_size": (1, LONGEST_KEY)}
+        for name, (low, high) in ranges.items():
+            if type(value := setting(name)) is not int or value < low or (high is not None and value > high):
+                rule = f"of at least {low}" if high is None else f"from {low} to {high}"
+                raise ValueError(f"{name}={value!r}: expected an integer {rule}.")
+        if (source := setting("ngram_source")) not in SOURCES:
+            raise ValueError(f"ngram_source={source!r}: expected one of {', '.join(SOURCES)}.")
+        if type(preload := setting("ngram_preload")) is not bool:
+            raise ValueError(f"ngram_preload={preload!r}: expected True or False.")
+        return cls(setting(num_tokens), setting("ngram_candidates"), setting("ngram_size"), source, preload)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the trie without the root."""
+        return self.num_tokens * self.candidates
+
+
+BYTES_PER_ENTRY = array("i").itemsize
+
+
+class TextIndex:
+    """Keep the text of one row, and for each key length the positions that follow each key.
+
+    Appending a token takes constant time per key length, and the tables do not grow. The text itself takes 4 bytes per
+    token.
+
+    Args:
+        longest_key (`int`): Tokens of the longest key. Keys of 1 to `longest_key` tokens are indexed.
+        capacity (`int`): Number of positions that are kept, rounded up to a power of two.
+
+    >>> index = TextIndex(longest_key=2, capacity=8)
+    >>> index.extend([5, 7, 5, 8, 5])
+    >>> index.occurrences(1, limit=9), index.after(3, 4)
+    ([3, 1], (8, 5, 8, 5))
+    """
+
+    def __init__(self, longest_key: int, capacity: int):
+        self.longest_key = longest_key
+        self.text = array("i")
+        self.size = 1 << (capacity - 1).bit_length()
+        # for key length i + 1: _heads[i] maps the hash of a key to the last position after it, _previous[i] maps each
+        # position to the one before it in the chain
+        self._heads = [self._table() for _ in range(longest_key)]
+        self._previous = [self._table() for _ in range(longest_key)]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of tables and text in bytes."""
+        return BYTES_PER_ENTRY * (2 * self.longest_key * self.size + len(self.text))
+
+    def extend(self, tokens: Iterable[int], indexed: bool = True) -> None:
+        """Append committed tokens.
+
+        Args:
+            tokens (iterable of `int`): Tokens in order.
+            indexed (`bool`, *optional*, defaults to `True`): Whether their positions can be found. Other tokens are
+                only part of the keys of later positions.
+        """
+        for token in tokens:
+            if indexed:
+                self._remember(len(self.text))
+            self.text.append(token)
+
+    def occurrences(self, length: int, limit: int) -> list[int]:
+        """Return at most `limit` positions after earlier occurrences of the last `length` tokens, latest first."""
+        end, found = len(self.text), list[int]()
+        if length > end:
+            return found
+        key, previous = self.text[end - length :], self._previous[length - 1]
+        position = self._heads[length - 1][self._slots(end, length)[-1]]
+        oldest = max(1, end - self.size)
+        while position >= oldest and len(found) < limit:
+            if self.text[position - length : position] == key:  # another key may share the slot
+                found.append(position)
+            position = previous[position % self.size]
+        return found
+
+    def after(self, position: int, count: int) -> tuple[int, ...]:
+        """Return `count` tokens from `position` on. If the text ends earlier, the copied tokens are repeated."""
+        copied = tuple(self.text[position : position + count])
+        if len(copied) == count:
+            return copied
+        return tuple(copied[place % len(copied)] for place in range(count))
+
+    def _remember(self, position: int) -> None:
+        slots = self._slots(position, min(self.longest_key, position))
+        for heads, previous, slot in zip(self._heads, self._previous, slots, strict=False):
+            previous[position % self.size] = heads[slot]
+            heads[slot] = position
+
+    def _slots(self, end: int, longest: int) -> list[int]:
+        """Return the slots of the keys of 1, 2, ..., `longest` tokens before `end`."""
+        code, slots = 0, []
+        for length in range(1, longest + 1):
+            code = hash((code, self.text[end - length]))
+            slots.append(code % self.size)
+        return slots
+
+    def _table(self) -> array:
+        return array("i", bytes(BYTES_PER_ENTRY * self.size))  # position 0 follows no key, so 0 marks an empty slot
+
+
+# Occurrences of a key that are compared, and tokens to which a match is followed back. Both bound the time of a query.
+MAX_OCCURRENCES = 32
+MAX_SUFFIX = 32
+
+
+class SuffixLookup:
+    """Propose the tokens that followed earlier occurrences of the longest suffix of one row's text.
+
+    Prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding) copies the tokens after the first
+    match of a few tokens. Here the longest match comes first, and the most recent of equally long matches.
+
+    Args:
+        index ([`TextIndex`]): The text of the row.
+
+    >>> index = TextIndex(longest_key=1, capacity=64)
+    >>> index.extend([1, 2, 7, 7, 5, 2, 8, 8, 1, 2])
+    >>> SuffixLookup(index).paths(length=2)
+    [(7, 7), (8, 8)]
+    """
+
+    def __init__(self, index: TextIndex):
+        self.index = index
+
+    def paths(self, length: int) -> list[tuple[int, ...]]:
+        """Return different continuations of `length` tokens, the one of the longest suffix first."""
+        for key_length in range(self.index.longest_key, 0, -1):
+            positions = self.index.occurrences(key_length, MAX_OCCURRENCES)
+            if positions:
+                end = self.index.text[-MAX_SUFFIX:]
+                # sorting is stable also in reverse, so the most recent of equally long matches comes first
+                positions.sort(key=lambda position: self._suffix_length(position, end), reverse=True)
+                return list(dict.fromkeys(self.index.after(position, length) for position in positions))
+        return []
+
+    def _suffix_length(self, position: int, end: Sequence[int]) -> int:
+        """Return the number of tokens before `position` that match the `end` of the text."""
+        before = self.index.text[max(0, position - len(end)) : position]
+        if before == end:
+            return len(end)
+        pairs = zip(reversed(before), reversed(end), strict=False)
+        return next((length for length, (token, last) in enumerate(pairs) if token != last), len(before))
+
+
+# The most recent occurrences of one key that are counted. This bounds the time of a query.
+MAX_POOL_OCCURRENCES = 32
+
+
+class NgramPool:
+    """Propose the most frequent continuations of the last committed tokens of one row.
+
+    Args:
+        index ([`TextIndex`]): The text of the row.
+
+    >>> index = TextIndex(longest_key=2, capacity=64)
+    >>> index.extend([1, 2, 3, 9, 2, 3, 8, 2, 3, 9, 2])
+    >>> NgramPool(index).paths(length=2, count=3)
+    [(3, 8), (3, 9)]
+    """
+
+    def __init__(self, index: TextIndex):
+        self.index = index
+
+    def paths(self, length: int, count: int) -> list[tuple[int, ...]]:
+        """Return at least `count` different continuations of `length` tokens, or all if there are fewer, best first.
+
+        Continuations are ordered by the length of their key, then by frequency, then by recency.
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for key_length in range(self.index.longest_key, 0, -1):
+            positions = self.index.occurrences(key_length, MAX_POOL_OCCURRENCES)
+            counts = Counter(self.index.after(position, length) for position in positions)
+            # most_common keeps the order of equal counts, so the most recent comes first
+            found.update(dict.fromkeys(path for path, _ in counts.most_common()))
+            if len(found) >= count:
+                break
+        return list(found)
+
+
+# Positions of a row's text that are remembered: longer texts forget their oldest n-grams.
+CAPACITY = 2**17
+
+
+class NgramDrafter(Drafter):
+    """Proposes continuations that the row's own text had before.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        settings ([`NgramSettings`]): How to draft.
+        others (`Sequence[NgramSettings]`, *optional*): The same with other numbers of tokens and candidates, to choose
+            from.
+    """
+
+    first_ngram_node = 1
+    can_shadow = True
+
+    def __init__(self, binding: Binding, settings: NgramSettings, others: Sequence[NgramSettings] = ()):
+        super().__init__(binding)
+        self._choices = [settings, *others]
+        self.settings = settings
+        self.num_nodes = 1 + max(choice.num_nodes for choice in self._choices)
+        self.max_depth = max(choice.num_tokens for choice in self._choices)
+        self.indexes = [self._empty_index() for _ in range(binding.cache.batch_size)]
+
+    @cached_property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """One for each of the settings."""
+        return named(
+            ([choice.num_tokens, choice.candidates], 1 + choice.num_nodes, choice.num_tokens)
+            for choice in self._choices
+        )
+
+    def choose(self, tree: int) -> None:
+        """The settings of the next tree."""
+        self.settings = self._choices[tree]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of texts and tables, in the host's memory."""
+        return sum(index.nbytes for index in self.indexes)
+
+    def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Read the texts and the first root; of a text that goes on where the last one ended, only what is new."""
+        for row, (text, tokens) in enumerate(zip(texts, verification.tokens, strict=True)):
+            whole, known = [*text.tolist(), *tokens], self.indexes[row].text.tolist()
+            if not known or whole[: len(known)] != known:
+                self.indexes[row] = self._empty_index()
+                self.indexes[row].extend(whole[: len(text)], indexed=self.settings.preload)
+            self.indexes[row].extend(whole[len(self.indexes[row].text) :])
+
+    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Read what was emitted in the meantime."""
+        for index, text, tokens in zip(self.indexes, texts, verification.tokens, strict=True):
+            index.extend([*text[len(index.text) :].tolist(), *tokens])
+
+    def observe(self, verification: Verification) -> None:
+        """Read what was emitted."""
+        for index, tokens in zip(self.indexes, verification.tokens, strict=True):
+            index.extend(tokens)
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """A trie of the best paths behind `root` `(batch,)`, which each row's text ends with."""
+        return merge_paths([self._paths(index) for index in self.indexes], root, *self._size)
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        """Nodes and depth of the next tree."""
+        return 1 + self.settings.num_nodes, self.settings.num_tokens
+
+    def _paths(self, index: TextIndex) -> list[tuple[int, ...]]:
+        """Candidates of one row, best first; more than `candidates`, because paths share nodes."""
+        length, source = self.settings.num_tokens, self.settings.source
+        lookup = SuffixLookup(index).paths(length) if source != "pool" else []
+        if source == "lookup":
+            return lookup
+        return lookup[:1] + NgramPool(index).paths(length, count=self.settings.num_nodes)
+
+    def _empty_index(self) -> TextIndex:
+        return TextIndex(self.settings.size, min(CAPACITY, self.binding.max_length))
+
+
+class JoinedDrafter(Drafter):
+    """Verifies n-gram candidates together with what another drafter proposes.
+
+    The other drafter's nodes keep their indices, so that what it stores per node stays valid; n-gram nodes follow, and
+    those that repeat a path are padding.
+
+    Args:
+        inner ([`Drafter`]): The other drafter; its trees carry no law `q`.
+        ngrams ([`NgramDrafter`]): Where the n-grams come from.
+    """
+
+    def __init__(self, inner: Drafter, ngrams: NgramDrafter):
+        super().__init__(inner.binding)
+        self.inner = inner
+        self.ngrams = ngrams
+        self.num_nodes = inner.num_nodes + ngrams.num_nodes - 1
+        self.max_depth = max(inner.max_depth, ngrams.max_depth)
+        self.wants_hidden = inner.wants_hidden
+        inner.foreign_depth = ngrams.max_depth
+        self._proposed: tuple[DraftTree, DraftTree] | None = None
+        self._chosen = 0
+
+    @property
+    def first_ngram_node(self) -> int:  # type: ignore[override]
+        """Behind the other drafter's present tree."""
+        return self.inner.trees[self._chosen].num_nodes
+
+    @cached_property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """The other drafter's, with the same n-grams."""
+        more, deepest = self.ngrams.num_nodes - 1, self.ngrams.max_depth
+        return tuple(
+            TreeShape(tree.name, tree.num_nodes + more, max(tree.max_depth, deepest)) for tree in self.inner.trees
+        )
+
+    def choose(self, tree: int) -> None:
+        """The other drafter's choice; n-grams stay."""
+        self._chosen = tree
+        self.inner.choose(tree)
+
+    @property
+    def seed_tokens(self) -> int:
+        """As the other drafter wants it."""
+        return self.inner.seed_tokens
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of both."""
+        return self.inner.state_bytes + self.ngrams.state_bytes
+
+    def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Begin with both."""
+        self.inner.start(texts, verification)
+        self.ngrams.start(texts, verification)
+
+    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Go on with both."""
+        self.inner.resume(texts, verification)
+        self.ngrams.resume(texts, verification)
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """One tree behind `root` `(batch,)`: the other drafter's, then the n-grams that it does not hold."""
+        own = self.inner.propose(root)
+        tree = merge_trees([own, self.ngrams.propose(root)])
+        self._proposed = tree, own
+        return tree
+
+    def capture(self, tree: DraftTree) -> Any:
+        """What the other drafter asks for, to whom its own nodes are the whole tree."""
+        joined, own = self._proposed or (None, tree)
+        return self.inner.capture(own if tree is joined else tree)
+
+    def observe(self, verification: Verification) -> None:
+        """Tell both. The path may hold nodes that the other drafter did not propose."""
+        self.inner.observe(verification)
+        self.ngrams.observe(verification)

@@ -1,0 +1,1 @@
+"""The plain loop: a draft that proposes nothing."""

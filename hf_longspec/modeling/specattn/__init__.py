@@ -1,0 +1,1 @@
+"""SpecAttn: the target drafts for itself."""

@@ -1,0 +1,9 @@
+"""Configuration of the training-free SpecAttn draft."""
+
+from ..configuration_base import DraftConfig
+
+
+class SpecAttnConfig(DraftConfig):
+    """Configuration of [`SpecAttnDraftModel`]: the target's shapes and nothing else, as there are no weights."""
+
+    model_type = "specattn"

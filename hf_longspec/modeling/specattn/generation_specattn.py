@@ -1,0 +1,217 @@
+"""SpecAttn: the target drafts for itself on the cache entries that were important in the last verification.
+
+SpecAttn (Vegas), https://huggingface.co/papers/2602.07223. One iteration drafts a chain with sparse attention over the
+selected entries and everything since the selection, verifies it with full attention, collects scores from two of the
+verification's query rows, and selects again. Positions stay the true ones.
+
+The speed-up bound follows from the bytes that a step reads. Each of gamma drafting steps reads all weights and a share of
+the keys and values. The verification reads all weights, keys and values once, and emits gamma + 1 tokens if every draft
+is accepted; plain steps would read everything once for each of these tokens. Every estimate errs in favour of
+speculation, so that no measured speed-up exceeds the bound.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...attention_backends.scores import ScoreCapture
+from ...generation.draft_tree import DraftTree
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.selection import SelectedCache, budget, select_top, select_window
+from ...generation.target import TargetView
+from ...generation.verification import draw_noise, exponential_race
+
+# Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
+# small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
+KV_FACTOR = 16
+
+
+def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
+    """Return an upper bound on the tokens per second of speculation, relative to plain steps.
+
+    Args:
+        gamma (`int`): Number of drafted tokens.
+        share (`float`): Share of the keys and values that a drafting step reads, from 0 to 1.
+        weights (`float`): Bytes of weights that a plain step reads.
+        kv (`float`): Bytes of keys and values that a plain step reads, all rows together.
+
+    >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0), speedup_bound(4, 1.0, 1.0, 1e9)
+    (1.0, 1.0)
+    >>> speedup_bound(gamma=4, share=0.0, weights=0.0, kv=1.0)
+    5.0
+    """
+    if not weights and not kv:
+        return float(gamma + 1)
+    kv *= KV_FACTOR
+    return (gamma + 1) * (weights + kv) / ((gamma + 1) * weights + kv * (1 + gamma * share))
+
+
+def weight_bytes(target: TargetView) -> int:
+    """Return a lower bound on the bytes of weights that every step reads in this process.
+
+    Only linear layers outside of experts count, since a step reads some of the experts only.
+    """
+    total = sum(
+        module.weight.numel() * module.weight.element_size()
+        for name, module in target.model.named_modules()
+        if isinstance(module, nn.Linear) and "expert" not in name
+    )
+    return total // (1 if target.ranks is None else target.ranks.size)
+
+
+def entry_bytes(layers: Sequence[Any]) -> int:
+    """Return the bytes of the keys and values of one token in the given layers of a cache."""
+    parts = [part for layer in layers for part in (layer.keys, layer.values)]
+    return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
+
+
+# What each selection asks the verification to collect.
+CAPTURED_ROWS = {"two_rows": "two_rows", "all_rows": "all_rows", "last_accepted": "each_row", "quest": "two_rows"}
+SELECTIONS = (*CAPTURED_ROWS, "window")
+
+
+@dataclass(frozen=True)
+class SpecAttnSettings:
+    """How SpecAttn drafts in one call; the keys of `draft.generation_config`.
+
+    Args:
+        num_assistant_tokens (`int`): Tokens drafted per iteration (gamma).
+        sparse_ratio (`float`): Share of the prefix that drafting reads.
+        sparse_min_tokens (`int`): Fewest entries to select, as long as the prefix has them.
+        selection (`str`): `two_rows` (the paper's), `all_rows`, `last_accepted`, `window` or `quest`.
+        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities); `quest` has a score of its own.
+        granularity (`str`): One selection per `layer` or per `kv_head`.
+        acceptance (`str`): When sampling, `rejection` or `coupled`.
+    """
+
+    num_assistant_tokens: int
+    sparse_ratio: float
+    sparse_min_tokens: int
+    selection: str
+    score: str
+    granularity: str
+    acceptance: str
+
+
+class SpecAttnDrafter(Drafter):
+    """Drafts chains with the target itself over selected cache entries.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        settings ([`SpecAttnSettings`]): How to draft.
+        others (`Sequence[int]`, *optional*): Other numbers of drafted tokens to choose from.
+    """
+
+    def __init__(self, binding: Binding, settings: SpecAttnSettings, others: Sequence[int] = ()):
+        super().__init__(binding)
+        self.settings = settings
+        self.gammas = [settings.num_assistant_tokens, *others]
+        self.gamma = self.gammas[0]
+        self.num_nodes = max(self.gammas) + 1
+        self.max_depth = max(self.gammas)
+        dense_layers = binding.target.sliding_layers
+        self.selected = SelectedCache(binding.cache, dense_layers, room=self.max_depth)
+
+    @cached_property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """A chain of each length."""
+        return named((gamma, gamma + 1, gamma) for gamma in self.gammas)
+
+    def choose(self, tree: int) -> None:
+        """The length of the next chain."""
+        self.gamma = self.gammas[tree]
+
+    def speedup_bound(self) -> float:
+        """What reading fewer entries can gain if every draft is accepted and all weights are read for each."""
+        lengths = self.binding.cache.host_lengths
+        selected = [budget(length, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for length in lengths]
+        share = sum(selected) / max(1, sum(lengths))
+        layers = [self.binding.cache.layers[index] for index in self.selected.sparse_layers]
+        return speedup_bound(self.max_depth, share, self._weight_bytes, entry_bytes(layers) * sum(lengths))
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        """Of the target; counted once per call."""
+        return weight_bytes(self.binding.target)
+
+    @property
+    def seed_tokens(self) -> int:
+        """A chain of the drafts' length, so that the first phase is not blind."""
+        return self.num_nodes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the copies of selected entries."""
+        return self.selected.nbytes
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """A chain of gamma tokens behind `root` `(batch,)`."""
+        tokens, laws = [root], [torch.empty(0)]
+        for depth in range(self.gamma):
+            token, law = self._choose(self._draft_step(tokens[-1]), depth)
+            tokens.append(token)
+            if law is not None:
+                laws.append(law)
+        if len(laws) == 1:
+            return DraftTree.chain(torch.stack(tokens, 1))
+        laws[0] = torch.zeros_like(laws[1])  # the root was not drawn
+        return DraftTree.chain(torch.stack(tokens, 1), q=torch.stack(laws, 1))
+
+    def capture(self, tree: DraftTree) -> ScoreCapture | None:
+        """Scores of the prefix, unless the selection needs none."""
+        if self.settings.selection == "window":
+            return None
+        return ScoreCapture(
+            last_node=tree.valid.sum(1) - 1,
+            rows=CAPTURED_ROWS[self.settings.selection],
+            score="quest" if self.settings.selection == "quest" else self.settings.score,
+            granularity=self.settings.granularity,
+            skipped_layers=self.selected.dense_layers,
+            sum_ranks=self.binding.target.sum_ranks,
+        )
+
+    def observe(self, verification: Verification) -> None:
+        """Select the next phase's entries: the best of the prefix that was scored. What was committed since stays."""
+        prefix = verification.prefix_lengths
+        counts = [budget(p, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for p in prefix]
+        self.selected.begin(counts, verification.num_nodes)
+        for layer_idx in self.selected.sparse_layers:
+            chosen = self._select(layer_idx, verification, counts)
+            self.selected.fill(layer_idx, chosen)
+
+    def _select(self, layer_idx: int, verification: Verification, counts: list[int]) -> torch.Tensor:
+        capture = verification.capture
+        device = verification.path.device if capture is None else capture.scores[layer_idx].device
+        prefix = torch.tensor(verification.prefix_lengths, device=device)
+        if capture is None:
+            return select_window(prefix, torch.tensor(counts, device=device), max(counts))
+        scores = capture.scores.pop(layer_idx)
+        if capture.rows == "each_row":
+            node = verification.last_nodes.to(device)
+            scores = scores[torch.arange(len(counts), device=device), :, node]
+        return select_top(scores, prefix, max(counts))
+
+    def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
+        """Run the target on one token per row over the selected entries; logits `(batch, vocab)`."""
+        logits, _ = self.selected.step(self.binding.target, token, self.binding.max_length)
+        self.selected.advance()
+        return logits
+
+    def _choose(self, logits: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The drafted token of every row, and the law it was drawn from if that law decides the acceptance."""
+        rule = self.binding.rule
+        if rule is None:
+            return logits.argmax(-1), None
+        scores, law = rule.scores_at(logits, depth), None
+        if rule.do_sample and self.settings.acceptance == "rejection":
+            token = exponential_race(scores, draw_noise(*scores.shape, generator=rule.generator, device=scores.device))
+            law = scores.softmax(-1)
+        else:  # coupled when sampling: the very noise row that the target will use at this position
+            token = rule.choose(scores, depth)
+        if not rule.history_free:
+            rule.sequences.try_out(depth, token)
+        return token, law

@@ -1,0 +1,393 @@
+"""TokenSwift: heads on the target's hidden state propose the tokens that follow, in one step for all of them.
+
+TokenSwift, https://huggingface.co/papers/2502.18890. Head i reads the residual stream after the target's last layer at
+one token, and ranks candidates for the token i places after the target's own prediction. Every combination of the best
+candidates becomes a path of the tree. The hidden state comes from one of two places:
+
+    partial_kv      the paper's: one more forward of the target on the root, over a partial KV cache of fixed size
+                    (section 3.3). The target's own prediction is the first level, the heads are the others.
+    verify_hidden   the verification, which computed the state at the last accepted token. The target's prediction there
+                    is the root, so the heads alone make the tree, which is one level less deep.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+
+from ...attention_backends.scores import QueryCapture, ScoreCapture
+from ...generation.cache import SpeculativeCache
+from ...generation.compact_cache import CompactCache, gather_entries
+from ...generation.draft_tree import DraftTree, num_static_nodes, sibling_tree, static_tree
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.sampling import Coupling
+from ...generation.selection import SINK_TOKENS
+from ...generation.target_modules import TargetEnds
+
+POLICIES = ("dynamic", "static", "full")
+
+
+@dataclass(frozen=True)
+class PartialKVPolicy:
+    """The slots of one layer's buffer, for one row and KV head.
+
+    A build orders entries by importance: the sinks, then the newest, then the others by falling score. Tokens that
+    come later take the free slots, and then the slots of the least important entries. When nothing but the sinks is
+    left to replace, the next build is due. So the buffer always holds the last `recent` tokens, and every token since
+    the build.
+
+    Source: https://huggingface.co/papers/2502.18890, section 3.3. The guaranteed recent tokens are ours.
+
+    Args:
+        budget (`int`): Entries the buffer holds.
+        recent (`int`): Newest entries that a build keeps whatever their score.
+        dynamic (`bool`): Whether tokens that come after the first build enter the buffer at all.
+    """
+
+    budget: int
+    recent: int
+    dynamic: bool = True
+
+    def size(self, built: int) -> int:
+        """Entries that a build of the first `built` tokens keeps."""
+        return min(built, self.budget)
+
+    def room(self, built: int) -> int:
+        """Tokens that fit in behind a build of `built` tokens."""
+        return self.budget - min(self.size(built), SINK_TOKENS) if self.dynamic else 0
+
+    def used(self, built: int, length: int) -> int:
+        """Slots in use when `length` tokens are committed, `built` of which were there at the build."""
+        return min(self.budget, self.size(built) + (length - built)) if self.dynamic else self.size(built)
+
+    def is_due(self, built: int | None, length: int) -> bool:
+        """Whether a row needs a build before it can hold `length` tokens; `built` is `None` before the first one."""
+        return built is None or (self.dynamic and length - built > self.room(built))
+
+    def slot(self, built: int, token: int) -> int:
+        """Where token number `token` goes after a build of the first `built` ones."""
+        free = self.size(built) + token - built
+        return free if free < self.budget else self.budget - 1 - (token - built)
+
+    def select(self, scores: torch.Tensor) -> torch.Tensor:
+        """What a build keeps, the most important first.
+
+        Args:
+            scores (`torch.Tensor` of shape `(K, built)`): Of every token, per KV head.
+
+        Returns:
+            `torch.LongTensor` of shape `(K, size(built))`: their numbers.
+        """
+        heads, built = scores.shape
+        size = self.size(built)
+        sinks = min(SINK_TOKENS, size)
+        recent = min(self.recent, size - sinks)
+        # newest first: a replacement in this part takes the oldest, in exchange for one that is newer than all
+        numbers = torch.arange(built, device=scores.device)
+        certain = torch.cat([numbers[:sinks], numbers[built - recent :].flip(0)])
+        best = scores[:, sinks : built - recent].topk(size - sinks - recent, dim=-1).indices + sinks
+        return torch.cat([certain.expand(heads, -1), best], dim=-1)
+
+
+class PartialCache(CompactCache):
+    """Entries of the target's cache as a [`PartialKVPolicy`] chooses them, per row, layer and KV head.
+
+    After every commit the new tokens' entries are copied, and nothing else moves until the next build.
+
+    Args:
+        cache ([`SpeculativeCache`]): The target's cache.
+        dense_layers (`frozenset[int]`): Layers that keep their own attention.
+        policy ([`PartialKVPolicy`]): What the buffers hold.
+
+    Attributes:
+        built (`list[int | None]`): Tokens of each row at its last build.
+        held (`list[int]`): Tokens of each row that the buffers know of.
+    """
+
+    def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], policy: PartialKVPolicy):
+        super().__init__(cache, dense_layers)
+        self.policy = policy
+        self.built: list[int | None] = [None] * cache.batch_size
+        self.held = [0] * cache.batch_size
+
+    def due(self, count: int) -> list[int]:
+        """Rows that need a build before `count` more tokens are committed."""
+        if len(self.dense_layers) == len(self.layers):
+            return []
+        lengths = self.cache.host_lengths
+        return [row for row, built in enumerate(self.built) if self.policy.is_due(built, lengths[row] + count)]
+
+    def build(self, row: int, length: int, scores_of: Callable[[int], torch.Tensor]) -> None:
+        """Choose anew among the first `length` tokens of a row.
+
+        Args:
+            scores_of (`Callable`): From a layer to the scores `(1 or K, length)` of these tokens.
+        """
+        one = slice(row, row + 1)
+        for index in self.sparse_layers:
+            source, layer = self.cache.layers[index], self.layers[index]
+            scores = scores_of(index)
+            if scores.shape[0] not in (1, source.keys.shape[1]):  # attention made other heads of the cached ones
+                scores = scores.sum(0, keepdim=True)
+            chosen = self.policy.select(scores).to(source.keys.device)[None]
+            if not layer.is_initialized:
+                self._allocate(index)
+            layer.keys[one, :, : chosen.shape[-1]] = gather_entries(source.keys[one], chosen)
+            layer.values[one, :, : chosen.shape[-1]] = gather_entries(source.values[one], chosen)
+        self.built[row] = self.held[row] = length
+
+    def catch_up(self) -> None:
+        """Take in what was committed since the last call; every row has been built."""
+        self.share_dense()
+        lengths = self.cache.host_lengths
+        if not self.sparse_layers:
+            return
+        built = [length or 0 for length in self.built]
+        self.used.set([self.policy.used(*row) for row in zip(built, lengths, strict=True)])
+        if self.policy.dynamic and self.held != list(lengths):
+            self._copy_new(built, lengths)
+        self.held = list(lengths)
+
+    def _copy_new(self, built: list[int], lengths: tuple[int, ...]) -> None:
+        """Copy the entries of the tokens from `held` to `lengths` to their slots."""
+        count = max(length - held for length, held in zip(lengths, self.held, strict=True))
+        source, target = [], []
+        for first, held, length in zip(built, self.held, lengths, strict=True):
+            tokens, missing = range(held, length), count - (length - held)
+            # rows with fewer tokens write into the slot behind all entries, which keeps nothing
+            source.append([*tokens, *[0] * missing])
+            target.append([self.policy.slot(first, token) for token in tokens] + [self.policy.budget] * missing)
+        places = torch.tensor([source, target])
+        for index in self.sparse_layers:
+            places = places.to(self.cache.layers[index].keys.device)  # moves once per device, not per layer
+            self._copy(index, places)
+
+    def _copy(self, layer_idx: int, places: torch.Tensor) -> None:
+        """Copy one layer's entries; `places` `(2, batch, n)` are slots of the target's cache and of the buffer."""
+        source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
+        old, new = places
+        row = torch.arange(old.shape[0], device=old.device)[:, None]
+        layer.keys[row, :, new] = source.keys[row, :, old]
+        layer.values[row, :, new] = source.values[row, :, old]
+
+    def _allocate(self, index: int) -> None:
+        """Buffers of one layer: the budget, and a slot for the token that is being drafted on."""
+        source, layer = self.cache.layers[index], self.layers[index]
+        batch, heads, _, _ = source.keys.shape
+        slots = self.policy.budget + 1
+        layer.keys = source.keys.new_zeros(batch, heads, slots, source.keys.shape[3])
+        layer.values = source.values.new_zeros(batch, heads, slots, source.values.shape[3])
+        layer.is_initialized = True
+
+
+SELF_DRAFTS = ("verify_hidden", "partial_kv")
+
+
+@dataclass(frozen=True)
+class TokenSwiftSettings:
+    """How TokenSwift drafts in one call; the keys of `draft.generation_config`.
+
+    Args:
+        self_draft (`str`): `verify_hidden` or `partial_kv`.
+        tree_branching (`list[int]`): Children of every node, level by level. Entry 0 belongs to the target's own
+            prediction, which `verify_hidden` has emitted already and leaves out, entry i to head i.
+        partial_kv_policy (`str`): `dynamic` (the paper's), `static` (what the prompt gave, never changed) or `full`
+            (the whole cache).
+        partial_kv_budget (`int`): Entries per layer and KV head that drafting reads.
+        partial_kv_recent (`int`): Newest of them, kept whatever their score.
+    """
+
+    self_draft: str
+    tree_branching: list[int]
+    partial_kv_policy: str
+    partial_kv_budget: int
+    partial_kv_recent: int
+
+    @property
+    def widths(self) -> list[int]:
+        """Children of every node, level by level, without a level that is decided already."""
+        return self.tree_branching[1:] if self.self_draft == "verify_hidden" else self.tree_branching
+
+
+class TokenSwiftDrafter(Drafter):
+    """Drafts a tree of fixed shape from one hidden state.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        heads (`TokenSwiftHeads`): From inputs `(B, L, hidden)` of the target's final norm to `(heads, B, L, hidden)`,
+            which the language-model head turns into logits.
+        ends ([`TargetEnds`]): The target's language-model head.
+        settings ([`TokenSwiftSettings`]): How to draft.
+        others (`Sequence[TokenSwiftSettings]`, *optional*): The same with other trees, to choose from.
+        owner (`torch.nn.Module`, *optional*): Keeps what is compiled for later calls; without one the heads run as they
+            are.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        heads: Any,
+        ends: TargetEnds,
+        settings: TokenSwiftSettings,
+        others: Sequence[TokenSwiftSettings] = (),
+        owner: torch.nn.Module | None = None,
+    ):
+        super().__init__(binding)
+        self._owner = owner
+        self.coupling = Coupling(binding.rule)
+        self.heads = heads
+        self.ends = ends
+        self.settings = settings
+        self._trees = [settings, *others]
+        self.widths = settings.widths
+        self.num_nodes = max(num_static_nodes(tree.widths) for tree in self._trees)
+        self.max_depth = max(len(tree.widths) for tree in self._trees)
+        self.wants_hidden = settings.self_draft == "verify_hidden"
+        self.partial = None if self.wants_hidden else self._partial_cache()
+        self.due: list[int] = []
+
+    @cached_property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """One for each branching."""
+        sizes = [(tree.tree_branching, num_static_nodes(tree.widths), len(tree.widths)) for tree in self._trees]
+        return named(sizes)
+
+    def choose(self, tree: int) -> None:
+        """The widths of the next tree."""
+        self.widths = self._trees[tree].widths
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the partial cache: the same at every context length."""
+        return 0 if self.partial is None else self.partial.nbytes
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """All combinations of the best candidates for each of the next tokens behind `root` `(batch,)`."""
+        if self.partial is None:
+            levels = self._rank(root, self.hidden)
+        else:
+            logits, hidden = self.partial.step(self.binding.target, root, self.binding.max_length, with_hidden=True)
+            assert hidden is not None
+            levels = self._rank(root, hidden, logits)
+        return sibling_tree(root, levels, self.widths) if self.heads.sequential else static_tree(root, levels)
+
+    def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
+        """The queries that entries are scored by, if a build is due behind this verification."""
+        self.due = [] if self.partial is None else self.partial.due(max(tree.max_depth, self.foreign_depth) + 1)
+        if self.partial is None or not self.due:
+            return None  # scoring costs a pass over all keys
+        skipped = self.partial.dense_layers
+        if not self.binding.target.has_latent_cache:
+            return QueryCapture(skipped)
+        # One latent for all heads: one selection per layer, by scores that can be compared between heads. Keys exist
+        # during the forward only, so all nodes are scored there.
+        return ScoreCapture(
+            tree.valid.sum(1) - 1,
+            rows="each_row",
+            score="weights",
+            skipped_layers=skipped,
+            sum_ranks=self.binding.target.sum_ranks,
+        )
+
+    def observe(self, verification: Verification) -> None:
+        """Keep the hidden state at the last accepted token, or bring the partial cache up to date."""
+        node = verification.last_nodes
+        if self.partial is None:
+            assert verification.hidden is not None
+            hidden = verification.hidden
+            self.hidden = hidden[torch.arange(len(hidden), device=hidden.device), node.to(hidden.device)]
+            return
+        for row in self.due:
+            self._build(row, node[row : row + 1], verification)
+        self.partial.catch_up()
+
+    def _build(self, row: int, node: torch.Tensor, verification: Verification) -> None:
+        length, capture = verification.prefix_lengths[row], verification.capture
+
+        def scores_of(layer_idx: int) -> torch.Tensor:
+            scores: torch.Tensor = capture.of_node(layer_idx, row, node, length)
+            return scores
+
+        assert self.partial is not None
+        self.partial.build(row, length, scores_of)
+
+    def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *own: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Candidates of every level, see [`_levels`]; as one graph where that is done and possible."""
+        changing, fixed = (root, hidden, *own), (self.heads, self.ends, tuple(self.widths), len(own))
+        known = self.coupling.known(len(self.widths))
+        if self.coupling.fits_graphs:
+            levels = self._run(_levels, (*changing, *known), *fixed, self.coupling, None)
+            if levels is not None:
+                return cast(Sequence[torch.Tensor], levels)
+        logits = None if self.heads.sequential else self._run(_logits, changing, *fixed)
+        return _levels((*changing, *known), *fixed, self.coupling, logits)
+
+    def _run(self, function: Any, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Any:
+        """A function of hidden states and heads, compiled or captured; None if that is not done, or not possible."""
+        runner = self.binding.target.runner
+        if runner is None or self._owner is None:
+            return None
+        shape = len(changing[0]), self.coupling.key, *fixed[2:4]
+        return runner(function, shape, changing, fixed, self._owner, self)
+
+    def _partial_cache(self) -> PartialCache:
+        target, cache, settings = self.binding.target, self.binding.cache, self.settings
+        policy = PartialKVPolicy(
+            budget=min(settings.partial_kv_budget, self.binding.max_length),
+            recent=settings.partial_kv_recent,
+            dynamic=settings.partial_kv_policy == "dynamic",
+        )
+        keep_all = frozenset(range(target.num_layers))
+        return PartialCache(cache, keep_all if settings.partial_kv_policy == "full" else target.sliding_layers, policy)
+
+
+def _logits(
+    changing: tuple[torch.Tensor, ...], heads: Any, ends: TargetEnds, widths: Sequence[int], num_own: int
+) -> torch.Tensor:
+    """Logits `(levels, B, vocab)` of all heads that see no drafted token; a graph can be made of it."""
+    logits: torch.Tensor = ends.head(heads(changing[1][:, None])[: len(widths) - num_own, :, 0])
+    return logits
+
+
+def _levels(
+    changing: tuple[torch.Tensor, ...],
+    heads: Any,
+    ends: TargetEnds,
+    widths: Sequence[int],
+    num_own: int,
+    coupling: Coupling,
+    logits: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """The best candidates of every level; a graph can be made of it.
+
+    Args:
+        changing (`tuple[torch.Tensor, ...]`): Roots `(B,)`, hidden states `(B, hidden)`, the target's own logits
+            `(B, vocab)` for the first level if there are any, and what the coupling knows.
+        num_own (`int`): How many there are: 0 or 1.
+        logits (`torch.Tensor` or `None`): [`_logits`], if they are there already.
+
+    Returns:
+        Tokens `(B, n * width)` of each level: `width` children of each of the n nodes above if heads are sequential.
+        Other heads see no drafted token, and there are `width` for all nodes, ranked as behind the best one.
+    """
+    root, hidden, *known = changing
+    ready, known = known[:num_own], known[num_own:]
+    if not heads.sequential:
+        ready.extend((_logits(changing, heads, ends, widths, num_own) if logits is None else logits).unbind())
+    states, nodes, levels = hidden[:, None], root[:, None], []
+    paths = nodes[..., None][..., :0]
+    for depth, width in enumerate(widths):
+        if depth < len(ready):
+            scores = ready[depth][:, None]
+        else:
+            head = heads.layers[depth - num_own]
+            states = head(states, ends.embed(nodes).to(states))
+            scores = ends.head(head.post_layernorm(states))
+        best = coupling.scores(scores, known, depth, paths).topk(width).indices.to(root.device)  # [B, n, width]
+        levels.append(best.flatten(1))
+        followed = best if heads.sequential else best[..., :1]
+        states, nodes = states.repeat_interleave(followed.shape[2], 1), followed.flatten(1)
+        paths = torch.cat([paths.repeat_interleave(followed.shape[2], 1), nodes[..., None]], 2)
+    return tuple(levels)

@@ -1,0 +1,216 @@
+"""TokenSwiftDraftModel: heads that read the tokens behind the next one off the target's last residual stream."""
+
+import copy
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...generation.attention_layers import refuse_repeated_layers
+from ...generation.draft_tree import num_static_nodes
+from ...generation.drafter import Binding, Drafter
+from ...generation.selection import SINK_TOKENS
+from ...generation.target import TargetView
+from ...generation.target_modules import TargetEnds, device_of, final_norm_of, refuse_compiled_forward
+from ..base import DraftModel
+from ..tree_choices import other_trees
+from .configuration_tokenswift import TokenSwiftConfig
+from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter, TokenSwiftSettings
+
+CHOICES = {"self_draft": SELF_DRAFTS, "partial_kv_policy": POLICIES}
+
+
+class TokenSwiftDraftModel(DraftModel):
+    """A few small heads on the input of the target's final norm, each for one more token ahead.
+
+    The language-model head is the target's and not part of the draft. The heads of the paper know the text up to the
+    hidden state's token and nothing of what follows; sequential ones (`sequential=True`) also see the tokens between
+    there and the one that they predict, drafted ones included, and guess better where a target's predictions are flat.
+
+    ```python
+    draft = TokenSwiftDraftModel.from_target(target, num_heads=3)   # untrained: see hf_longspec.training
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Source: https://huggingface.co/papers/2502.18890, section 3.1.
+    """
+
+    config_class = TokenSwiftConfig
+    _no_split_modules = ["TokenSwiftHead"]
+    settings: ClassVar[dict[str, Any]] = {
+        "self_draft": "verify_hidden",
+        "tree_branching": [1, 3, 3, 3],  # for 3 heads; fewer heads begin with as much of it as they fill
+        "tree_choices": None,
+        "partial_kv_policy": "dynamic",
+        "partial_kv_budget": 4096,  # the paper's scripts; a shorter context is held whole
+        "partial_kv_recent": 64,
+    }
+
+    def __init__(self, config: TokenSwiftConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.heads = TokenSwiftHeads(config)
+        self.generation_config.update(tree_branching=self.settings["tree_branching"][: config.num_heads + 1])
+        self.post_init()
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "TokenSwiftDraftModel":
+        """Untrained heads for `target` in eval mode, with its dtype, on the device of its final norm."""
+        norm = final_norm_of(target)  # refuses targets without one by name
+        draft = super().from_target(target, **overrides)
+        assert isinstance(draft, cls)
+        weight = target.get_input_embeddings().weight
+        return draft.to(device_of(norm, weight.device), weight.dtype).eval()
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states of all heads, normalised, for the target's language-model head.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(B, L, hidden)`): What the target's final norm is given.
+            embedded (`torch.Tensor` of shape `(B, L, hidden)`, *optional*): What its first layer is given, for
+                sequential heads: head i at place t sees token t + i.
+
+        Returns:
+            `torch.Tensor` of shape `(num_heads, B, L, hidden)`. Where the target's own logits at place t predict token
+            t + 1, those of `[i]` predict token t + 2 + i.
+        """
+        if self.config.sequential != (embedded is not None):
+            raise ValueError(
+                f"sequential={self.config.sequential}, and embedded is {'missing' if embedded is None else 'given'}: "
+                "sequential heads need the embeddings of the tokens, other heads do not look at them."
+            )
+        states: torch.Tensor = self.heads(hidden.to(self.dtype), None if embedded is None else embedded.to(self.dtype))
+        return states
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """A drafter with the present settings, its heads where the target's final norm is."""
+        model = binding.target.model
+        embedding = model.get_input_embeddings().weight
+        device, dtype = device_of(final_norm_of(model), embedding.device), embedding.dtype
+        heads = self.heads
+        if heads.training or (self.device, self.dtype) != (device, dtype):
+            # a copy: the user may be training these heads, in another dtype, and finds them as they were
+            heads = copy.deepcopy(heads).to(device, dtype).eval()
+        return TokenSwiftDrafter(binding, heads, TargetEnds(model), *self._drafting_with_others(), owner=self)
+
+    def max_nodes(self, target: TargetView) -> int:
+        """All combinations of candidates, and the root, of the largest tree."""
+        drafting, others = self._drafting_with_others()
+        return max(num_static_nodes(tree.widths) for tree in (drafting, *others))
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse targets without a final norm, no heads, unknown choices, and trees and budgets that do not fit."""
+        final_norm_of(target.model)
+        refuse_compiled_forward(target.model)
+        if self.config.num_heads < 1:
+            raise ValueError(f"num_heads={self.config.num_heads}: expected at least 1, the tokens ahead to predict.")
+        if self.config.sequential and not self.config.chained:
+            raise ValueError(
+                "chained=False, sequential=True: a head that sees the token before its own continues the head that "
+                "proposed it. Leave out chained=False."
+            )
+        for name, choices in CHOICES.items():
+            if (value := self.setting(name)) not in choices:
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
+        if self.setting("self_draft") == "partial_kv":
+            refuse_repeated_layers(target.model, target.num_layers)
+        self._check_tree(target.vocab_size, "tree_branching", self.setting("tree_branching"))
+        for branching in self._other_branchings():
+            self._check_tree(target.vocab_size, "tree_choices: tree_branching", branching)
+        self._check_budget()
+
+    def _check_tree(self, vocab_size: int, name: str, branching: Any) -> None:
+        numbers = branching if isinstance(branching, list | tuple) else [0]
+        if not all(type(number) is int and 0 < number <= vocab_size for number in numbers):
+            raise ValueError(
+                f"{name}={branching!r}: expected a list of integers from 1 to {vocab_size}, the size of the "
+                "vocabulary: the children of every node, level by level."
+            )
+        fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1
+        if not fewest <= len(branching) <= self.config.num_heads + 1:
+            raise ValueError(
+                f"{name}={branching!r} has {len(branching)} entries, expected {fewest} to "
+                f"{self.config.num_heads + 1}: one for the target's own prediction, which self_draft='verify_hidden' "
+                f"does not draft, and one for each of the num_heads={self.config.num_heads} heads that are to be used. "
+                "Shorten it, or train more heads."
+            )
+
+    def _check_budget(self) -> None:
+        budget, recent = self.setting("partial_kv_budget"), self.setting("partial_kv_recent")
+        if type(recent) is not int or recent < 0:
+            raise ValueError(f"partial_kv_recent={recent!r}: expected an integer of at least 0.")
+        ngrams = self.setting("ngram_num_tokens") if self.setting("ngram_candidates") else 0
+        step = max(*map(len, [self.setting("tree_branching"), *self._other_branchings()]), ngrams) + 1
+        least = SINK_TOKENS + recent + step
+        if type(budget) is not int or budget < least:
+            raise ValueError(
+                f"partial_kv_budget={budget!r}: expected an integer of at least {least}, for {SINK_TOKENS} sinks, "
+                f"partial_kv_recent={recent} and the {step} tokens of one step. Raise it, or lower partial_kv_recent."
+            )
+
+    def _drafting_with_others(self) -> tuple[TokenSwiftSettings, list[TokenSwiftSettings]]:
+        """The settings, and the same with every other tree to choose from."""
+        settings = TokenSwiftSettings(**{field.name: self.setting(field.name) for field in fields(TokenSwiftSettings)})
+        return settings, [replace(settings, tree_branching=tree) for tree in self._other_branchings()]
+
+    def _other_branchings(self) -> list[list[int]]:
+        branching = list(self.setting("tree_branching"))
+        return other_trees(branching, self.setting("tree_choices"), "tree_branching")
+
+
+class TokenSwiftHeads(nn.Module):
+    """All heads, run on the same hidden states.
+
+    With `x_0` the input of the target's final norm, `x_i = x_{i-1} + A_i RMSNorm(x_{i-1})` in a chain, or
+    `x_i = x_0 + A_i RMSNorm(x_0)` for independent heads; the language-model head gets `RMSNorm(x_i)`. Sequential heads
+    put `SiLU(B_i [RMSNorm(x_{i-1}), RMSNorm(e_i)])` in place of the norm, with e_i the embedding of the token before
+    the one that they predict.
+
+    Source: https://huggingface.co/papers/2502.18890, equation 1, and the authors' checkpoints, which have the norms;
+    independent heads: Medusa, https://huggingface.co/papers/2401.10774; heads that see the tokens before theirs:
+    Hydra, https://huggingface.co/papers/2402.05109.
+    """
+
+    def __init__(self, config: TokenSwiftConfig):
+        super().__init__()
+        self.chained = config.chained
+        self.sequential = config.sequential
+        self.layers = nn.ModuleList(TokenSwiftHead(config) for _ in range(config.num_heads))
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        """`(B, L, hidden)` to `(num_heads, B, L, hidden)`; `embedded` as in [`TokenSwiftDraftModel`]."""
+        states, current = [], hidden
+        for head in self.layers:
+            assert isinstance(head, TokenSwiftHead)
+            if embedded is not None:  # a place further on for every head, with nothing behind the end
+                embedded = nn.functional.pad(embedded[:, 1:], (0, 0, 0, 1))
+            current = head(current if self.chained else hidden, embedded)
+            states.append(head.post_layernorm(current))
+        return torch.stack(states)
+
+
+class TokenSwiftHead(nn.Module):
+    """One head: a norm and a linear layer that move the residual stream, and the norm before the logits."""
+
+    def __init__(self, config: TokenSwiftConfig):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.linear = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.post_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.sequential:
+            self.token_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.fusion = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        """The residual stream `(..., hidden)` behind this head, not normalised.
+
+        Args:
+            embedded (`torch.Tensor` of shape `(..., hidden)`, *optional*): For sequential heads, the embedding of the
+                token before the one that this head predicts.
+        """
+        given = self.input_layernorm(hidden)
+        if embedded is not None:
+            given = nn.functional.silu(self.fusion(torch.cat([given, self.token_layernorm(embedded)], -1)))
+        moved: torch.Tensor = hidden + self.linear(given)
+        return moved

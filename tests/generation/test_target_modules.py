@@ -1,0 +1,161 @@
+"""What a draft borrows, against what the target itself makes of it: its hidden states, queries, keys and logits."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
+
+from hf_longspec import LongSpecDraftModel
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.target_modules import TargetParts, last_full_layer, rotates
+from hf_longspec.testing import TINY_TARGETS, tiny_prompts
+from tests.robustness.enumeration import build
+
+ROTARY_TARGETS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
+LENGTH = 13
+# the same float32 operations in the same order, but for a factor applied elsewhere
+EQUAL = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def watch(module, store, pre):
+    """Keep what `module` gets (`pre`) or gives."""
+
+    def before(_, args, kwargs):
+        store.append(args[0] if args else kwargs["hidden_states"])
+
+    def after(_, args, output):
+        store.append(output[0] if isinstance(output, tuple) else output)
+
+    return module.register_forward_pre_hook(before, with_kwargs=True) if pre else module.register_forward_hook(after)
+
+
+def unrotated_as(rotation):
+    """A function of the same kind that does not rotate: of queries and keys, or of one of them."""
+    single = list(inspect.signature(rotation).parameters)[1] == "cos"
+    return lambda first, second, *args, **kwargs: first if single else (first, second)
+
+
+# Rows of data beyond the architectures of the other tests: what they are built like, and their own type.
+RELATIVES = [
+    ("granite", "granite_swa"),
+    ("granite", "hyperclovax"),
+    ("granite", "granitemoe"),
+    ("granite", "granitemoeshared"),
+    ("llama", "cohere"),
+    ("cohere2", "exaone4"),
+]
+
+# Rotary embeddings of a part of the heads, of one tensor at a time, of some layers; attention under other names.
+DECODERS = ("phi", "gpt_neox", "stablelm", "nemotron", "persimmon", "gemma4_text", "gemma3n_text", "jetmoe", "mllama")
+
+
+@pytest.fixture
+def relative(target):
+    def make(name, model_type):
+        if model_type not in CONFIG_MAPPING:
+            pytest.skip(f"this transformers has no {model_type}")
+        return target(name, model_type=model_type)
+
+    return make
+
+
+@pytest.mark.parametrize("name", [*TINY_TARGETS, *RELATIVES], ids=str)
+def test_embedding_and_head(target, relative, name):
+    model = target(name) if isinstance(name, str) else relative(*name)
+    parts = TargetParts(model, 0)
+    ids = tiny_prompts(128, (LENGTH,))[0]
+    first, normed = [], []
+    handles = [watch(parts.decoder.layers[0], first, True), watch(parts.decoder.norm, normed, False)]
+    with torch.no_grad():
+        logits = model(ids).logits
+        torch.testing.assert_close(parts.embed(ids), first[0], **EQUAL)
+        torch.testing.assert_close(parts.head(normed[0]), logits, **EQUAL)
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", [*ROTARY_TARGETS, *RELATIVES, *DECODERS], ids=str)
+def test_queries_and_keys_are_rotated_as_in_every_layer(target, relative, name, monkeypatch):
+    """The backend's query and the cached key of each layer are what `rotate_query` makes of the unrotated ones."""
+    if name in DECODERS:
+        model = build(name)
+    else:
+        model = target(name) if isinstance(name, str) else relative(*name)
+    ids = tiny_prompts(128, (LENGTH,))[0]
+    positions = torch.arange(LENGTH)[None]
+    rotated, unrotated = {}, {}
+
+    def record(store):
+        def attend(module, query, key, *args, **kwargs):
+            store[module.layer_idx] = query.clone(), key.clone()
+            return query.transpose(1, 2).contiguous(), None
+
+        return attend
+
+    for label, store in (("recorded", rotated), ("recorded_plain", unrotated)):
+        AttentionInterface.register(label, record(store))
+        AttentionMaskInterface.register(label, lambda **kwargs: None)
+    before = model.config._attn_implementation
+    module = importlib.import_module(type(TargetParts(model, 0).attention).__module__)
+    try:
+        with torch.no_grad():
+            model.set_attn_implementation("recorded")
+            model(ids, use_cache=False)
+            model.set_attn_implementation("recorded_plain")
+            monkeypatch.setattr(module, "apply_rotary_pos_emb", unrotated_as(module.apply_rotary_pos_emb))
+            model(ids, use_cache=False)
+            monkeypatch.undo()
+    finally:
+        model.set_attn_implementation(before)
+    # the layers' stand-in attention passes queries on, so only the first layer has equal inputs in both passes
+    parts = TargetParts(model, 0)
+    rotary = parts.rotary(positions, unrotated[0][0])
+    for with_rotation, without in zip(rotated[0], unrotated[0], strict=True):
+        torch.testing.assert_close(parts.rotate_query(without, *rotary), with_rotation, **EQUAL)
+
+
+@pytest.mark.parametrize("name", ["cohere2", "smollm3", ("cohere2", "exaone4")], ids=str)
+def test_some_layers_do_not_rotate(target, relative, name):
+    model = target(name) if isinstance(name, str) else relative(*name)
+    config = model.config
+    turning = [rotates(config, layer) for layer in range(config.num_hidden_layers)]
+    assert turning == [True, False, True, False]
+    parts = TargetParts(model, 1)
+    states = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
+    rotary = parts.rotary(torch.arange(5)[None], states)
+    assert torch.equal(parts.rotate_query(states, *rotary), states)
+    assert not any(torch.equal(turned, states) for turned in parts.rotate(states, states, *rotary))
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("llama", 2), ("mistral", 2), ("gemma3", 2), ("gpt_oss", 3), ("cohere2", 3), ("gemma2", 3)]
+)
+def test_the_last_full_layer(target, name, layer):
+    config = target(name).config
+    assert last_full_layer(config) == layer
+    kinds = getattr(config, "layer_types", None)
+    assert kinds is None or set(kinds) == {"sliding_attention"} or kinds[layer] == "full_attention"
+
+
+def test_local_and_global_layers_turn_at_their_own_speed(target):
+    model = target("gemma3")
+    positions, like = torch.arange(7)[None], torch.zeros(1)
+    local, whole = (TargetParts(model, layer).rotary(positions, like)[0] for layer in (1, 2))
+    assert not torch.allclose(local, whole)
+
+
+def test_a_target_without_rotary_embedding_is_refused():
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=32, bos_token_id=1, eos_token_id=2))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no rotary embedding"):
+        LongSpecDraftModel.from_target(model)
+
+
+def test_the_place_of_the_keys(target):
+    model = target("llama", dtype=torch.bfloat16)
+    cache = SpeculativeCache(model.config, 1, 9)
+    with torch.no_grad():
+        model(torch.tensor([[5, 6]]), past_key_values=cache)
+    keys = cache.layers[2].keys
+    assert TargetParts(model, 2).place == (keys.device, keys.dtype)

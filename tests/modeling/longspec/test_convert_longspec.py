@@ -1,0 +1,134 @@
+"""Conversion of LongSpec's checkpoints: names, layouts, refusals, and logits against a restated block."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel
+
+from hf_longspec.modeling.convert import convert
+from hf_longspec.modeling.longspec.convert_longspec import LONGSPEC_TARGETS
+from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.modeling.longspec.restated_longspec import Restated
+
+# Hidden width, query width, key width and inner width of the tiny targets.
+D, Q, K, INNER = 64, 64, 32, 96
+
+
+def published_tensors(dtype=torch.float16):
+    """Return the 20 tensors of a published draft, in tiny shapes."""
+    shapes = {"self_attn.o_proj.weight": (D, Q), "cross_attn.o_proj.weight": (D, Q)}
+    for attention in ("self_attn", "cross_attn"):
+        for name, width in (("q_proj", Q), ("k_proj", K), ("v_proj", K)):
+            shapes |= {f"{attention}.{name}.weight": (width, D), f"{attention}.{name}.bias": (width,)}
+    shapes |= {"mlp.gate_proj.weight": (INNER, D), "mlp.up_proj.weight": (INNER, D), "mlp.down_proj.weight": (D, INNER)}
+    norms = ("input_layernorm", "post_self_attention_layernorm", "post_cross_attention_layernorm")
+    shapes |= {f"{norm}.weight": (D,) for norm in norms}
+    generator = torch.Generator().manual_seed(0)
+    return {name: (torch.randn(shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_target("llama")
+
+
+@pytest.fixture
+def target_config(llama, tmp_path):
+    llama.config.save_pretrained(tmp_path / "target")
+    return str(tmp_path / "target" / "config.json")
+
+
+def as_safetensors(tensors, folder):
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def as_shards(tensors, folder):
+    names = sorted(tensors)
+    parts = {"a.bin": names[:7], "b.bin": names[7:]}
+    for part, own in parts.items():
+        torch.save({name: tensors[name] for name in own}, folder / part)
+    index = {"weight_map": {name: part for part, own in parts.items() for name in own}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def as_trainer_file(tensors, folder):
+    torch.save(tensors, folder / "draft_model_weights.pth")
+    return folder
+
+
+def as_wrapped_file(tensors, folder):
+    torch.save({f"module.draft_model.{name}": value for name, value in tensors.items()}, folder / "x.pth")
+    return folder / "x.pth"
+
+
+@pytest.mark.parametrize("layout", [as_safetensors, as_shards, as_trainer_file, as_wrapped_file])
+def test_every_layout(layout, target_config, tmp_path, llama):
+    tensors = published_tensors()
+    assert len(tensors) == 20
+    draft = convert(str(layout(tensors, tmp_path)), target_config)
+    found = draft.block.state_dict()
+    assert len(found) == 16 and draft.dtype == torch.float16
+    assert all(torch.equal(value, tensors[name]) for name, value in found.items())
+    assert (draft.config.window, draft.config.kv_layer, draft.setting("tree_widths")) == (513, 2, [4, 16, 16, 16, 16])
+
+
+def test_the_tree_matches_the_restated_block(target_config, tmp_path, llama):
+    """The draft is saved, loaded by AutoModel and run by `generate`; the restated block has the authors' tensors."""
+    tensors = published_tensors(torch.float32)
+    convert(str(as_safetensors(tensors, tmp_path)), target_config).save_pretrained(tmp_path / "converted")
+    draft = AutoModel.from_pretrained(tmp_path / "converted")
+    draft.generation_config.tree_widths = [3]
+    ids = tiny_prompts(128, (23,))[0]
+    trees = []
+    make = draft.make_drafter
+
+    def make_recorded(binding):
+        drafter = make(binding)
+        propose = drafter.propose
+        drafter.propose = lambda root: trees.append(propose(root)) or trees[-1]
+        return drafter
+
+    draft.make_drafter = make_recorded
+    out = llama.generate(ids, assistant_model=draft, do_sample=False, max_new_tokens=4)
+    assert torch.equal(out, llama.generate(ids, do_sample=False, max_new_tokens=4))
+    restated = Restated(draft, llama)
+    restated.weights = {name: value.double() for name, value in tensors.items()}
+    text = ids[0].tolist()
+    expected = restated.logits(text, [int(trees[0].tokens[0, 0])], restated.target_keys(text))
+    assert trees[0].tokens[0, 1:].tolist() == expected.topk(3).indices.tolist()
+
+
+def test_missing_biases_are_zero(target_config, tmp_path):
+    tensors = {name: value for name, value in published_tensors().items() if not name.endswith(".bias")}
+    draft = convert(str(as_safetensors(tensors, tmp_path)), target_config)
+    biases = [value for name, value in draft.block.state_dict().items() if name.endswith(".bias")]
+    assert len(biases) == 4 and not any(bias.any() for bias in biases)
+
+
+def test_missing_and_unknown_tensors_are_listed(target_config, tmp_path):
+    tensors = published_tensors()
+    del tensors["mlp.up_proj.weight"]
+    tensors["lm_head.weight"] = torch.ones(2)
+    with pytest.raises(
+        ValueError, match=r"missing tensors \['mlp.up_proj.weight'\], unknown tensors \['lm_head.weight'"
+    ):
+        convert(str(as_safetensors(tensors, tmp_path)), target_config)
+
+
+def test_shapes_of_another_target_are_refused(tmp_path):
+    tiny_target("llama", intermediate_size=80).config.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"mlp\.\w+\.weight has shape .* and this target needs .*Pass the target"):
+        convert(str(as_safetensors(published_tensors(), tmp_path)), str(tmp_path / "other"))
+
+
+def test_an_unknown_source_needs_a_target(tmp_path):
+    with pytest.raises(ValueError, match=r"no target is known for .*sail/longspec-vicuna-7b-v1\.5-16k"):
+        convert(str(tmp_path))
+
+
+def test_six_drafts_are_published():
+    assert len(LONGSPEC_TARGETS) == 6 and all(name.startswith("sail/longspec-") for name in LONGSPEC_TARGETS)

@@ -1,0 +1,271 @@
+"""LongSpec's drafter against the restated block, in every iteration of whole generations."""
+
+import random
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_longspec import LongSpecDraftModel, SpeculativeCache
+from hf_longspec.generation.beam import Beam
+from hf_longspec.generation.drafter import Binding
+from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.longspec import generation_longspec as longspec
+from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
+from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+from hf_longspec.testing_drafts import random_longspec_draft
+from tests.modeling.longspec.restated_longspec import Restated
+
+LENGTHS = (33, 3, 13)
+NEVER = 1
+# a random draft hits one token of 128; wide levels make it hit often enough that paths of several nodes are accepted
+WIDE = [40, 40, 40]
+DRAFTERS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
+# float32 against float64 over a handful of small matrix products; logits have a standard deviation near 1
+LOGIT_TOLERANCE = 1e-4
+
+
+def noisy_draft(model, **overrides):
+    return random_longspec_draft(model, **({"window": 8, "tree_widths": WIDE} | overrides))
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Everything the drafter did: one entry per iteration with the texts, the tree and the logits of each level.
+
+    With `recorded.hints`, the continuation of each row, the first node of a level mostly carries the right token behind
+    the first node of the level before: an untrained draft would never see a long path accepted.
+    """
+
+    class Recorded(list):
+        hints = None
+
+    iterations, luck = Recorded(), random.Random(0)
+    propose, grow = LongSpecDrafter.propose, Beam.grow
+
+    def recording_propose(self, root):
+        sequences = self.binding.rule.sequences
+        texts = [[*self.texts[row], *sequences.generated[row][:-1]] for row in range(len(root))]
+        coming = [hint[len(sequences.generated[row]) :] for row, hint in enumerate(iterations.hints or [])]
+        iterations.append({"texts": texts, "levels": [], "coming": coming})
+        tree = propose(self, root)
+        iterations[-1]["tree"] = tree
+        return tree
+
+    def recording_start(self, texts, verification):
+        self.texts = [text.tolist() for text in texts]
+        start(self, texts, verification)
+
+    def recording_grow(self, logits, width):
+        iterations[-1]["levels"].append(logits)
+        depth, first, reach = len(self.levels) - 1, self.first_node, self.reach
+        grow(self, logits, width)
+        for row, coming in enumerate(iterations[-1]["coming"]):
+            if depth < len(coming) and luck.random() < 0.8:
+                self.tokens[row, 0] = coming[depth]
+                self.parents[-1][row, 0] = first
+                self.reach[row, 0, : reach.shape[2]] = reach[row, 0]
+
+    start = LongSpecDrafter.start
+    monkeypatch.setattr(LongSpecDrafter, "propose", recording_propose)
+    monkeypatch.setattr(LongSpecDrafter, "start", recording_start)
+    monkeypatch.setattr(Beam, "grow", recording_grow)
+    return iterations
+
+
+def generate(model, draft, lengths=LENGTHS, new=17, **options):
+    input_ids, mask = tiny_prompts(128, lengths)
+    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": new} | options
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
+
+
+@pytest.mark.parametrize("qkv_bias", [False, True])
+def test_every_node_of_every_iteration_is_the_restated_block(plain_run, recorded, qkv_bias):
+    """Prefill, ring, kept nodes, window edges, tree attention and the gap to the target's keys at once.
+
+    Paths of full depth are accepted on the way, whose deepest node has no keys when the next draft begins.
+    """
+    model = tiny_target("llama")
+    run = plain_run(model, LENGTHS, max_new_tokens=24, eos_token_id=NEVER)
+    draft = noisy_draft(model, qkv_bias=qkv_bias, tree_widths=[5, 6, 4])
+    recorded.hints = run.generated
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    histogram = draft.last_speculation.acceptance_histogram
+    assert histogram[0] and histogram[1] and histogram[3] > 2
+    restated = Restated(draft, model)
+    for step in recorded:
+        tree = step["tree"]
+        for row, text in enumerate(step["texts"]):
+            if not step["coming"][row]:
+                continue  # a finished row drafts nothing that matters
+            keys = restated.target_keys(text)
+            first = 0
+            for logits in step["levels"]:
+                for place in range(0, logits.shape[1], 2):
+                    path = tree.tokens[row][tree.mask[row, first + place]].tolist()
+                    expected = restated.logits(text, path, keys)
+                    assert (logits[row, place].double() - expected).abs().max() < LOGIT_TOLERANCE
+                first += logits.shape[1]
+
+
+def test_the_test_notices_a_wrong_window(recorded):
+    model = tiny_target("llama")
+    draft = noisy_draft(model)
+    generate(model, draft, new=3)
+    draft.config.window = 7
+    step, restated = recorded[0], Restated(draft, model)
+    text = step["texts"][0]
+    expected = restated.logits(text, [int(step["tree"].tokens[0, 0])], restated.target_keys(text))
+    assert (step["levels"][0][0, 0].double() - expected).abs().max() > 100 * LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("lengths", [(21,), LENGTHS], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_text_is_the_targets(plain_run, name, lengths):
+    run = plain_run(name, lengths, max_new_tokens=20, eos_token_id=NEVER)
+    draft = noisy_draft(run.model)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    histogram = draft.last_speculation.acceptance_histogram
+    assert histogram[0] > 0 and sum(histogram[1:]) > 0
+    assert draft.last_speculation.num_draft_tokens == sum(WIDE) * draft.last_speculation.num_spec_steps
+
+
+def test_rows_do_not_interact(plain_run):
+    """A row's trees are those it gets alone, up to rounding: the same tokens are accepted in the same steps."""
+    together = plain_run("qwen3", LENGTHS, max_new_tokens=20, eos_token_id=NEVER)
+    draft = noisy_draft(together.model)
+    together.again(draft)
+    whole = draft.last_speculation
+    alone = []
+    for row, keep in zip(together.inputs["input_ids"], together.inputs["attention_mask"].bool(), strict=True):
+        together.model.generate(
+            row[keep][None], assistant_model=draft, do_sample=False, max_new_tokens=20, eos_token_id=NEVER
+        )
+        alone.append(draft.last_speculation)
+    assert whole.num_spec_steps == sum(stats.num_spec_steps for stats in alone)
+    assert whole.num_accepted_draft_tokens == sum(stats.num_accepted_draft_tokens for stats in alone)
+
+
+def test_no_level_waits_for_the_host(plain_run, monkeypatch):
+    """No number is read back while a tree is drafted: not between the levels, and not for any of its tensors."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            return function(*args, **(kwargs or {}))
+
+    trees, propose = [], LongSpecDrafter.propose
+
+    def counting(self, root):
+        with Reads() as reads:
+            trees.append(propose(self, root))
+        assert reads.count == 0
+        return trees[-1]
+
+    monkeypatch.setattr(LongSpecDrafter, "propose", counting)
+    run = plain_run("gemma3", LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
+    assert run.again(noisy_draft(run.model)).tolist() == run.sequences.tolist()
+    assert len(trees) > 1
+    with Reads() as reads:
+        trees[0].tokens[0, 0].item()
+    assert reads.count == 1  # the count does notice one
+
+
+def test_the_state_does_not_grow(recorded):
+    model = tiny_target("llama")
+    rings = []
+    for length in (9, 300):
+        draft = noisy_draft(model)
+        drafters = []
+        make = draft.make_drafter
+        draft.make_drafter = lambda binding, make=make, drafters=drafters: drafters.append(make(binding)) or drafters[0]
+        generate(model, draft, (length,), new=5)
+        rings.append(drafters[0].ring.nbytes)
+    assert rings[0] == rings[1]
+
+
+@pytest.mark.parametrize("options", [{"kv_layer": 0}, {"kv_layer": 2}, {"cross_attention": False}], ids=str)
+def test_the_chosen_layer_is_read(recorded, options):
+    model = tiny_target("llama")
+    draft = noisy_draft(model, **options)
+    generate(model, draft, (19,), new=6)
+    restated, step = Restated(draft, model), recorded[1]
+    text = step["texts"][0]
+    expected = restated.logits(text, [int(step["tree"].tokens[0, 0])], restated.target_keys(text))
+    assert (step["levels"][0][0, 0].double() - expected).abs().max() < LOGIT_TOLERANCE
+
+
+def test_a_draft_in_another_dtype_is_copied_not_changed(plain_run):
+    run = plain_run("llama", LENGTHS, max_new_tokens=9)
+    draft = noisy_draft(run.model).to(torch.bfloat16)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.dtype == torch.bfloat16
+
+
+def test_a_draft_that_is_being_trained_stays_in_train_mode(plain_run):
+    run = plain_run("llama", LENGTHS, max_new_tokens=9)
+    draft = noisy_draft(run.model).train()
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert all(module.training for module in draft.modules())
+
+
+def test_a_prompt_beyond_the_trained_length_warns_by_name(plain_run, monkeypatch):
+    said = []
+    monkeypatch.setattr(longspec.logger, "warning_once", said.append)
+    run = plain_run("llama", LENGTHS, max_new_tokens=9)
+    draft = noisy_draft(run.model, trained_max_length=33)
+    run.again(draft)
+    assert said == []
+    draft.config.trained_max_length = 32
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert len(said) == 1 and "33 tokens" in said[0] and "trained_max_length=32" in said[0]
+
+
+def test_an_offloaded_target(plain_run):
+    """Its weights wait on the meta device and come when a layer runs; the draft finds its place by the hook."""
+    accelerate = pytest.importorskip("accelerate")
+    run = plain_run(tiny_target("qwen3"), LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
+    draft = noisy_draft(run.model)
+    accelerate.cpu_offload(run.model, execution_device=torch.device("cpu"))
+    assert next(run.model.parameters()).device.type == "meta"
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert run.again(LongSpecDraftModel.from_target(run.model, window=8)).tolist() == run.sequences.tolist()
+
+
+def test_a_second_turn_on_the_same_cache(plain_run):
+    run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=NEVER)
+    draft = noisy_draft(run.model)
+    cache = SpeculativeCache(run.model.config, 1, 100, tree_slots=draft.max_nodes(None))
+    first = run.again(draft, past_key_values=cache, max_new_tokens=6)
+    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6}
+    second = run.model.generate(first, assistant_model=draft, past_key_values=cache, **options)
+    assert second.tolist() == run.sequences.tolist()
+
+
+def test_inside_transformers_own_assisted_decoding(plain_run):
+    """`get_candidates` continues a text with the beam's best chain, whatever was accepted of the last one."""
+    from hf_longspec import SpeculativeCache
+
+    model = tiny_target("llama")
+    draft, view = noisy_draft(model, tree_widths=[3, 3]), TargetView(model)
+    restated = Restated(draft, model)
+    cache = SpeculativeCache(model.config, 1, 60, tree_slots=draft.max_nodes(view))
+    drafter = draft.make_drafter(Binding(view, cache, None, 60))
+    ids = tiny_prompts(128, (23,))[0]
+    for length in (14, 17, 23):
+        with torch.no_grad():
+            candidates, _ = drafter.get_candidates(ids[:, :length])
+        assert candidates.shape[1] == length + 2 and torch.equal(candidates[:, :length], ids[:, :length])
+        text, root = ids[0, : length - 1].tolist(), int(ids[0, length - 1])
+        keys = restated.target_keys(text)
+        # the best path of two tokens that the beam of width 3 can hold
+        law = restated.logits(text, [root], keys).log_softmax(-1)
+        best = law.topk(3).indices.tolist()
+        pairs = {
+            (token, follower): float(law[token] + score)
+            for token in best
+            for follower, score in enumerate(restated.logits(text, [root, token], keys).log_softmax(-1))
+        }
+        assert tuple(candidates[0, length:].tolist()) == max(pairs, key=pairs.__getitem__)

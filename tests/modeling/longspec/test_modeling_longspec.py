@@ -1,0 +1,121 @@
+"""The LongSpec draft as a Hugging Face model: shapes from its target, saving, refusals, and its training forward."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, DynamicCache
+
+from hf_longspec import LongSpecConfig, LongSpecDraftModel
+from hf_longspec.generation.target_modules import TargetParts
+from hf_longspec.testing import tiny_target
+from tests.modeling.longspec.restated_longspec import Restated
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_target("llama")
+
+
+def test_shapes_are_the_targets_and_nothing_of_it_is_registered(llama):
+    draft = LongSpecDraftModel.from_target(llama, intermediate_size=40)
+    names = dict(draft.named_parameters())
+    assert len(names) == 12 and all(name.startswith("block.") for name in names)
+    assert names["block.self_attn.k_proj.weight"].shape == (32, 64)
+    assert names["block.mlp.down_proj.weight"].shape == (64, 40)
+    assert not any(tuple(weight.shape) == (128, 64) for weight in names.values())  # embedding and head
+    assert draft.config.kv_layer == 2 and draft.config.head_dim == 16
+    assert draft.dtype == llama.dtype
+
+
+def test_saving_and_loading(llama, tmp_path):
+    draft = LongSpecDraftModel.from_target(llama, tree_widths=[2, 3], window=33)
+    draft.save_pretrained(tmp_path)
+    assert len(load_file(tmp_path / "model.safetensors")) == 12
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is LongSpecDraftModel and loaded.config.window == 33
+    assert loaded.setting("tree_widths") == [2, 3]
+    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), loaded.parameters(), strict=True))
+    kwargs = {"do_sample": False, "max_new_tokens": 8}
+    ids = torch.tensor([[5, 9, 7, 11]])
+    assert torch.equal(llama.generate(ids, assistant_model=loaded, **kwargs), llama.generate(ids, **kwargs))
+
+
+def test_what_was_loaded_can_be_asked(llama, tmp_path):
+    """As for any model of transformers; a tensor that the file does not have is named in the error."""
+    LongSpecDraftModel.from_target(llama).save_pretrained(tmp_path)
+    draft, info = AutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert isinstance(draft, LongSpecDraftModel) and not info["missing_keys"]
+    assert draft.generation_config.tree_widths == [4, 4, 4, 3]
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["block.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 of this draft's weights \(block\.mlp\.up_proj\.weight"):
+        LongSpecDraftModel.from_pretrained(tmp_path, output_loading_info=True)
+
+
+def test_the_training_forward_is_the_restated_block(llama):
+    """Row by row, at places before and behind the window's edge, with a gap of its own in each row."""
+    torch.manual_seed(0)
+    draft = LongSpecDraftModel.from_target(llama, window=6, initializer_range=0.3)
+    parts, restated = TargetParts(llama, draft.config.kv_layer), Restated(draft, llama)
+    ids = torch.randint(3, 128, (2, 17))
+    cache = DynamicCache()
+    with torch.no_grad():
+        llama(ids, past_key_values=cache)
+        layer = cache.layers[draft.config.kv_layer]
+        positions = torch.arange(17).expand(2, -1)
+        logits = parts.head(draft(ids, positions, layer.keys, layer.values, [1, 3], parts))
+    for row, gap in enumerate([1, 3]):
+        text = ids[row].tolist()
+        for place in (gap, 5, 6, 11, 16):
+            # gap g: the target's keys end g places before the query, as for a node of depth g - 1
+            committed = text[: place - gap + 1]
+            expected = restated.logits(committed, text[place - gap + 1 : place + 1], restated.target_keys(committed))
+            # float32 against float64; logits have a standard deviation near 3
+            assert (logits[row, place].double() - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"tree_widths": []}, r"tree_widths=\[\]: expected a list of positive integers"),
+        ({"tree_widths": [4, 0]}, r"tree_widths=\[4, 0\]: expected a list of positive integers"),
+        ({"tree_widths": 5}, r"tree_widths=5: expected a list of positive integers"),
+        ({"tree_widths": [2, 2, 2], "window": 4}, r"tree_widths has 3 levels, and window=4 allows at most 2"),
+        ({"kv_layer": 3}, "kv_layer=3: the target has layers 0 to 2"),
+        ({"windows": 8}, "unknown settings"),
+    ],
+)
+def test_refused_settings(llama, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        LongSpecDraftModel.from_target(llama, **overrides)
+
+
+def test_latent_caches_are_refused():
+    with pytest.raises(ValueError, match=r"MLA.*SpecAttnDraftModel"):
+        LongSpecDraftModel.from_target(tiny_target("deepseek_v3"))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"hidden_size": 96}, "hidden_size=64, and this target has hidden_size=96"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers=3, and this target has num_hidden_layers=4"),
+        ({"head_dim": 8}, "head_dim=16, and this target has head_dim=8"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta.*10000.*rope_theta.*500000"),
+    ],
+)
+def test_another_target_is_refused_with_both_values(llama, other, message):
+    draft = LongSpecDraftModel.from_target(llama)
+    with pytest.raises(ValueError, match=message):
+        tiny_target("llama", **other).generate(torch.tensor([[5]]), assistant_model=draft, max_new_tokens=2)
+
+
+def test_the_record_of_the_target_survives_json(llama, tmp_path):
+    config = LongSpecConfig.from_target(tiny_target("gemma3"))
+    config.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["target"] == config.target and stored["kv_layer"] == 2
+    assert LongSpecConfig.from_pretrained(tmp_path).target == config.target

@@ -1,0 +1,73 @@
+"""`WindowRing` against a dictionary from position to key."""
+
+import pytest
+import torch
+
+from hf_longspec.modeling.longspec.generation_longspec import WindowRing
+
+WINDOW, SLOTS, HEADS, SIZE = 5, 4, 2, 3
+
+
+def make_ring(batch=2, window=WINDOW):
+    return WindowRing(window, SLOTS, batch, HEADS, SIZE, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def entries(batch, count, start=0.0):
+    """Return keys in which every number is different, and their negatives as values."""
+    keys = torch.arange(batch * HEADS * count * SIZE, dtype=torch.float32).view(batch, HEADS, count, SIZE) + start
+    return keys, -keys
+
+
+def stored(ring, row):
+    """Return a dictionary from position to key `(heads, size)` of one row."""
+    slots = ring.positions[row, : ring.window]
+    assert torch.equal(ring.values[:, :, : ring.window], -ring.keys[:, :, : ring.window])
+    return {int(p): ring.keys[row, :, slot] for slot, p in enumerate(slots) if p >= 0}
+
+
+def test_fill_separates_rows_and_drops_padding():
+    ring = make_ring()
+    keys, values = entries(2, 5)
+    ring.fill(keys, values, torch.tensor([[7, 8, 9, 10, 11], [-3, -2, -1, 0, 1]]))
+    first, second = stored(ring, 0), stored(ring, 1)
+    assert sorted(first) == [7, 8, 9, 10, 11] and sorted(second) == [0, 1]
+    assert all(torch.equal(first[7 + i], keys[0, :, i]) for i in range(5))
+    assert torch.equal(second[0], keys[1, :, 3]) and torch.equal(second[1], keys[1, :, 4])
+
+
+def test_accepted_nodes_replace_the_oldest_tokens():
+    ring = make_ring()
+    ring.fill(*entries(2, 5), torch.tensor([[7, 8, 9, 10, 11], [-3, -2, -1, 0, 1]]))
+    before = stored(ring, 0)
+    nodes, negatives = entries(2, SLOTS, start=500.0)
+    ring.stage(nodes[:, :, :1], negatives[:, :, :1], 0)
+    ring.stage(nodes[:, :, 1:], negatives[:, :, 1:], 1)
+    ring.keep(torch.tensor([[0, 2, 3], [0, 3, 3]]), torch.tensor([3, 0]), torch.tensor([12, 2]))
+    after = stored(ring, 0)
+    assert sorted(after) == [10, 11, 12, 13, 14]
+    assert torch.equal(after[10], before[10])
+    for position, node in ((12, 0), (13, 2), (14, 3)):
+        assert torch.equal(after[position], nodes[0, :, node])
+    assert sorted(stored(ring, 1)) == [0, 1]  # a finished row keeps nothing
+
+
+@pytest.mark.parametrize("position", [12, 14])
+def test_the_window_includes_the_query(position):
+    ring = make_ring(batch=1)
+    ring.fill(*entries(1, 5), torch.tensor([[7, 8, 9, 10, 11]]))
+    seen = ring.positions[:, :WINDOW][ring.visible(torch.tensor([[position]]))]
+    # WINDOW positions end at the query's own, which is a node of the tree and not in the ring
+    assert sorted(seen.tolist()) == [p for p in range(position - WINDOW + 1, position) if p <= 11]
+
+
+def test_no_slot_of_an_empty_ring_is_visible():
+    assert not make_ring().visible(torch.tensor([[0], [3]])).any()
+
+
+def test_bytes_do_not_depend_on_the_positions():
+    ring = make_ring(batch=1)
+    before = ring.nbytes
+    for start in (0, 1000, 100_000):
+        ring.fill(*entries(1, 5), torch.arange(start, start + 5)[None])
+    # keys and values in float32, positions in int64, one spare slot
+    assert ring.nbytes == before == (WINDOW + SLOTS + 1) * (2 * HEADS * SIZE * 4 + 8)

@@ -1,0 +1,200 @@
+"""N-grams as drafts: the text stays the target's, and what is proposed comes from confirmed tokens alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_longspec import NgramDraftModel, PlainDraftModel
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.drafter import Binding, Verification
+from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter, NgramSettings
+from hf_longspec.testing import tiny_prompts, tiny_target
+
+RAGGED = (33, 3, 13)
+BATCHES = pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
+NAMES = pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek_v3"])
+NEVER = 99  # no token of the small vocabulary: all rows stay in play
+# so few tokens that a random model repeats itself now and then
+SMALL = {"vocab_size": 12}
+WIDE = {"num_assistant_tokens": 5, "ngram_candidates": 4}
+
+
+def drafter_of(batch_size, **settings):
+    """A drafter without a target: it needs to know how many rows there are, and how long they can get."""
+    binding = SimpleNamespace(cache=SimpleNamespace(batch_size=batch_size), max_length=500)
+    defaults = {"num_tokens": 3, "candidates": 2, "size": 3, "source": "both", "preload": True}
+    return NgramDrafter(binding, NgramSettings(**(defaults | settings)))
+
+
+def begin(drafter, texts):
+    """Texts whose last token is the root."""
+    committed = [torch.tensor(text[:-1]) for text in texts]
+    drafter.start(committed, Verification(torch.zeros(1, 1), [1], (0,), tokens=[text[-1:] for text in texts]))
+    return drafter.propose(torch.tensor([text[-1] for text in texts]))
+
+
+def paths(tree, row=0):
+    """Every path of a row down to a node without children."""
+    inner = set(tree.parents[row][tree.valid[row]].tolist())
+    leaves = [node for node in range(1, tree.num_nodes) if tree.valid[row, node] and node not in inner]
+    return [tree.tokens[row][tree.mask[row, leaf]].tolist()[1:] for leaf in leaves]
+
+
+class TestProposals:
+    TEXT = [7, 1, 2, 3, 4, 5, 7, 1, 2, 9, 4, 6, 8, 1, 2, 9, 5, 6, 7, 1, 2]
+
+    def test_a_text_worked_out_by_hand(self):
+        """(7, 1, 2) was followed by 3, then by 9; both once, and the later one is better."""
+        tree = begin(drafter_of(1), [self.TEXT])
+        tree.validate()
+        assert tree.num_nodes == 7 and paths(tree) == [[9, 4, 6], [3, 4, 5]]
+        assert tree.tokens[0, 0] == 2
+
+    def test_sources_differ_where_counts_and_suffixes_do(self):
+        text = [6, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 4, 6, 1, 2]
+        # keys of 2 tokens: 4 followed twice, but only 3 came behind (6, 1, 2)
+        found = {
+            source: paths(begin(drafter_of(1, num_tokens=1, size=2, source=source), [text]))
+            for source in ("pool", "lookup", "both")
+        }
+        assert found == {"pool": [[4], [3]], "lookup": [[3], [4]], "both": [[3], [4]]}
+
+    def test_room_that_shared_beginnings_leave_goes_to_further_paths(self):
+        text = [1, 5, 6, 1, 5, 7, 1, 5, 8, 1]
+        assert paths(begin(drafter_of(1, num_tokens=2, candidates=2), [text])) == [[5, 8], [5, 7], [5, 6]]
+
+    def test_without_preload_the_prompt_is_not_proposed(self):
+        drafter = drafter_of(1, preload=False)
+        assert paths(begin(drafter, [self.TEXT])) == []
+        drafter.observe(Verification(torch.zeros(1, 1), [5], (20,), tokens=[[4, 8, 9, 9, 2]]))
+        # the root's own continuation, which was generated; (9, 2) and (9, 9, 2) were not seen before
+        assert paths(drafter.propose(torch.tensor([2]))) == [[4, 8, 9]]
+
+    def test_a_row_of_a_batch_is_what_it_is_alone(self):
+        texts = [self.TEXT, [3, 4], [5, 6, 5, 6, 5]]
+        drafter = drafter_of(3)
+        together = begin(drafter, texts)
+        together.validate()
+        assert paths(together, 1) == []
+        for row, text in enumerate(texts):
+            alone = begin(drafter_of(1), [text])
+            for name in ("tokens", "parents", "valid"):
+                assert torch.equal(getattr(together, name)[row], getattr(alone, name)[0])
+        drafter.observe(Verification(torch.zeros(3, 1), [2, 0, 1], (20, 1, 4), tokens=[[9, 4], [], [6]]))
+        assert [len(index.text) for index in drafter.indexes] == [23, 2, 6]
+
+    def test_starting_again_reads_only_what_is_new(self):
+        drafter = drafter_of(1)
+        begin(drafter, [self.TEXT])
+        index = drafter.indexes[0]
+        begin(drafter, [[*self.TEXT, 9, 4]])
+        assert drafter.indexes[0] is index and index.text.tolist() == [*self.TEXT, 9, 4]
+        begin(drafter, [[5, 5, 5]])
+        assert drafter.indexes[0] is not index and drafter.indexes[0].text.tolist() == [5, 5, 5]
+
+
+@NAMES
+@BATCHES
+def test_greedy_text_is_the_targets(target, plain_run, name, lengths):
+    run = plain_run(target(name, **SMALL), lengths, max_new_tokens=24, eos_token_id=NEVER)
+    draft = NgramDraftModel.from_target(run.model, **WIDE)
+    out = run.again(draft, return_dict_in_generate=True)
+    assert out.sequences.tolist() == run.sequences.tolist()
+    stats = out.speculation
+    assert stats.num_accepted_draft_tokens == stats.num_accepted_ngram_tokens > 0
+    assert sum(stats.acceptance_histogram[2:]) > 0  # several tokens at once
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}], ids=str)
+@NAMES
+def test_same_seed_same_text_as_the_plain_loop(target, name, options):
+    model = target(name, **SMALL)
+    input_ids, mask = tiny_prompts(12, RAGGED)
+    texts = []
+    for draft in (PlainDraftModel.from_target(model), NgramDraftModel.from_target(model, **WIDE)):
+        torch.manual_seed(5)
+        options = {"do_sample": True, "max_new_tokens": 16, "eos_token_id": NEVER} | options
+        texts.append(model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options).tolist())
+    assert texts[0] == texts[1]
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+def test_keys_are_the_confirmed_text(target, monkeypatch):
+    """Whenever something is proposed, the drafter knows prompt and emitted tokens, root included, and nothing else."""
+    propose, seen = NgramDrafter.propose, []
+
+    def checking(self, root):
+        sequences = self.binding.rule.sequences
+        for row, index in enumerate(self.indexes):
+            prompt = input_ids[row][mask[row].bool()].tolist()
+            assert index.text.tolist() == prompt + list(sequences.generated[row])
+            assert index.text[-1] == root[row] or sequences.done[row]
+        seen.append(propose(self, root))
+        return seen[-1]
+
+    monkeypatch.setattr(NgramDrafter, "propose", checking)
+    model = target("llama", **SMALL)
+    input_ids, mask = tiny_prompts(12, RAGGED)
+    draft = NgramDraftModel.from_target(model)
+    options = {"assistant_model": draft, "max_new_tokens": 20, "do_sample": False, "eos_token_id": 7}
+    model.generate(input_ids, attention_mask=mask, **options)
+    assert len(seen) > 3 and {tree.tokens.shape for tree in seen} == {(3, 17)}
+
+
+def test_inside_transformers_own_assisted_decoding(target, monkeypatch):
+    """The stock loop takes the best chain as its candidates and emits what plain `generate` emits."""
+    model = target("llama", **SMALL)
+    input_ids, _ = tiny_prompts(12, [41])
+    options = {"max_new_tokens": 21, "eos_token_id": NEVER, "do_sample": False}
+    expected = model.generate(input_ids, **options)
+    draft, view = NgramDraftModel.from_target(model, num_assistant_tokens=4), TargetView(model)
+    cache = SpeculativeCache(model.config, 1, 62, tree_slots=draft.num_tree_nodes(view))
+    drafter = draft.drafter(Binding(view, cache, None, 62))
+    offered, get_candidates = [], drafter.get_candidates
+
+    def counting(ids, *args, **kwargs):
+        candidates, logits = get_candidates(ids)
+        offered.append(candidates.shape[1] - ids.shape[1])
+        return candidates, logits
+
+    drafter.get_candidates = counting
+    monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: drafter)
+    assert torch.equal(model.generate(input_ids, prompt_lookup_num_tokens=3, **options), expected)
+    assert max(offered) == 4 and len(offered) < 20  # fewer steps than tokens: some were accepted
+    assert drafter.indexes[0].text.tolist() == expected[0, : len(drafter.indexes[0].text)].tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_assistant_tokens": 0}, "num_assistant_tokens=0: expected an integer of at least 1"),
+        ({"ngram_candidates": 0}, "ngram_candidates=0: expected an integer of at least 1"),
+        ({"ngram_candidates": 2.0}, "ngram_candidates=2.0: expected an integer"),
+        ({"ngram_size": 17}, "ngram_size=17: expected an integer from 1 to 16"),
+        ({"ngram_size": True}, "ngram_size=True: expected an integer"),
+        ({"ngram_source": "web"}, "ngram_source='web': expected one of both, pool, lookup"),
+        ({"ngram_preload": 1}, "ngram_preload=1: expected True or False"),
+        ({"ngram_num_tokens": 4}, "unknown settings \\['ngram_num_tokens'\\]"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_refused(target, settings, message):
+    model = target("llama")
+    with pytest.raises(ValueError, match=message):
+        NgramDraftModel.from_target(model, **settings)
+    draft = NgramDraftModel.from_target(model)
+    draft.generation_config.update(**settings)
+    for name, value in settings.items():
+        setattr(draft.generation_config, name, value)
+    with pytest.raises(ValueError, match=message):
+        model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=2)
+
+
+def test_state_is_reported(target):
+    model = tiny_target("llama")
+    draft = NgramDraftModel.from_target(model, ngram_size=2)
+    model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=60, do_sample=False)
+    # 2 lengths of keys, heads and links of 64 places each, and the text
+    assert 4 * 4 * 64 < draft.last_speculation.draft_state_bytes <= 4 * (4 * 64 + 63)

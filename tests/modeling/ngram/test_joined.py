@@ -1,0 +1,329 @@
+"""N-grams beside another drafter's tree: both stay what they are, and the text stays the target's."""
+
+import pytest
+import torch
+
+from hf_longspec import LongSpecDraftModel, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.decoding import Session
+from hf_longspec.generation.drafter import Binding, Verification
+from hf_longspec.generation.selection import SINK_TOKENS
+from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
+from hf_longspec.modeling.ngram.generation_ngram import JoinedDrafter
+from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy
+from hf_longspec.testing import tiny_prompts
+from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
+
+RAGGED = (33, 3, 13)
+BATCHES = pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
+NAMES = ["llama", "qwen3", "gemma3", "deepseek_v3"]
+KINDS = ["longspec", "specattn", "verify_hidden", "partial_kv", "tree"]
+CASES = [(name, kind) for name in NAMES for kind in KINDS if (name, kind) != ("deepseek_v3", "longspec")]
+# so few tokens that a random model repeats itself, and an end token that is none of them
+SMALL, NEVER = {"vocab_size": 12}, 99
+NGRAMS = {"ngram_candidates": 3, "ngram_num_tokens": 5}
+# keys of the same tokens at the same positions, in products of other shapes
+KEY_TOLERANCE = 1e-5
+
+
+def joined_draft(kind, model, hints=(), **settings):
+    """A small draft of its kind with n-grams; one that mostly misses, so that these have a chance."""
+    settings = NGRAMS | settings
+    if kind == "longspec":
+        return random_longspec_draft(model, **({"window": 8, "tree_widths": [2, 3, 2]} | settings))
+    if kind == "specattn":
+        small = {"num_assistant_tokens": 2, "sparse_ratio": 0.1, "sparse_min_tokens": 4, "acceptance": "coupled"}
+        return SpecAttnDraftModel.from_target(model, **(small | settings))
+    if kind in ("verify_hidden", "partial_kv"):
+        # the smallest budget that holds a step: rebuilds are due all the time, and paths of n-grams are the longest
+        small = {"self_draft": kind, "tree_branching": [1, 2, 1], "partial_kv_recent": 2, "partial_kv_budget": 12}
+        return random_tokenswift_draft(model, **(small | settings))
+    draft = RandomTreeDraftModel.from_target(model, **settings)
+    draft.hints, draft.luck = hints, 0.4
+    return draft
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Every iteration: the drafter, its own tree, the joined one, and what was verified (not of the last one)."""
+    steps, propose, observe = [], JoinedDrafter.propose, JoinedDrafter.observe
+
+    def recording_propose(self, root):
+        tree = propose(self, root)
+        steps.append({"drafter": self, "tree": tree, "own": self._proposed[1], "seen": None})
+        return tree
+
+    def recording_observe(self, verification):
+        observe(self, verification)
+        steps[-1]["seen"] = verification
+
+    monkeypatch.setattr(JoinedDrafter, "propose", recording_propose)
+    monkeypatch.setattr(JoinedDrafter, "observe", recording_observe)
+    return steps
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+@BATCHES
+def test_greedy_text_is_the_targets(target, plain_run, joined, name, kind, lengths):
+    run = plain_run(target(name, **SMALL), lengths, max_new_tokens=20, eos_token_id=NEVER)
+    draft = joined_draft(kind, run.model, hints=run.generated)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    own, stats = draft.max_nodes(TargetView(run.model)), draft.last_speculation
+    assert 0 < stats.num_accepted_ngram_tokens <= stats.num_accepted_draft_tokens
+    for step in joined:
+        tree = step["tree"]
+        tree.validate()
+        assert tree.num_nodes == draft.num_tree_nodes(None) == own + 15 and not tree.is_chain
+        # the other drafter's nodes are where it put them
+        assert torch.equal(tree.tokens[:, :own], step["own"].tokens)
+        if kind != "tree":  # random trees repeat themselves
+            assert torch.equal(tree.parents[:, :own], step["own"].parents)
+            assert tree.valid[:, :own].all()
+    accepted = [
+        (row, node)
+        for step in joined[:-1]
+        for row, count in enumerate(step["seen"].num_nodes)
+        for node in step["seen"].path[row, 1:count].tolist()
+        if node >= own
+    ]
+    # the statistics also know of the last iteration, of which no drafter is told
+    assert len(accepted) <= stats.num_accepted_ngram_tokens <= len(accepted) + 5 * len(lengths)
+    assert accepted or len(lengths) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}], ids=str)
+@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[0] in ("llama", "deepseek_v3")])
+def test_same_seed_same_text_as_the_plain_loop(target, name, kind, options):
+    model = target(name, **SMALL)
+    input_ids, mask = tiny_prompts(12, RAGGED)
+    texts = []
+    for draft in (PlainDraftModel.from_target(model), joined_draft(kind, model)):
+        torch.manual_seed(3)
+        options = {"do_sample": True, "max_new_tokens": 14, "eos_token_id": NEVER} | options
+        texts.append(model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options).tolist())
+    assert texts[0] == texts[1]
+    stats = draft.last_speculation
+    assert stats.num_accepted_draft_tokens > 0
+    # a target that drafts for itself under its own noise leaves n-grams nothing to add
+    assert stats.num_accepted_ngram_tokens > 0 or kind == "partial_kv"
+
+
+def ring_of(draft, model, texts):
+    """The ring of a drafter that begins behind `texts`: nothing of it was moved there from a tree."""
+    cache = SpeculativeCache(model.config, len(texts), 200)
+    binding = Binding(TargetView(model), cache, None, 200)
+    fresh = draft.make_drafter(binding)
+    fresh.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), [1], (0,)))
+    return fresh.ring
+
+
+def assert_same_ring(ring, expected, rows):
+    window = slice(0, ring.window)
+    for row in rows:
+        assert ring.positions[row, window].tolist() == expected.positions[row, window].tolist()
+        for found, wanted in ((ring.keys, expected.keys), (ring.values, expected.values)):
+            stored = expected.positions[row, window] >= 0
+            torch.testing.assert_close(
+                found[row, :, window][:, stored], wanted[row, :, window][:, stored], atol=KEY_TOLERANCE, rtol=0
+            )
+
+
+@pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
+@torch.no_grad()
+def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined, lengths, monkeypatch):
+    """After every iteration it is that of a drafter which begins behind the committed text."""
+    model = target("llama", **SMALL)
+    draft = joined_draft("longspec", model)
+    checked = []
+    observe = LongSpecDrafter.observe
+
+    def checking(self, verification):
+        observe(self, verification)
+        sequences = self.binding.rule.sequences
+        texts = [
+            [*input_ids[row][mask[row].bool()].tolist(), *sequences.generated[row][:-1]] for row in range(len(lengths))
+        ]
+        growing = [row for row in range(len(lengths)) if not sequences.done[row]]
+        assert_same_ring(self.ring, ring_of(draft, model, texts), growing)
+        assert [int(self.last_token[row]) for row in growing] == [texts[row][-1] for row in growing]
+        foreign = [verification.path[row, 1:count].ge(self.num_nodes).any() for row, count in
+                   enumerate(verification.num_nodes)]  # fmt: skip
+        checked.extend(bool(foreign[row]) for row in growing)
+
+    monkeypatch.setattr(LongSpecDrafter, "observe", checking)
+    input_ids, mask = tiny_prompts(12, lengths)
+    options = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": NEVER}
+    model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
+    assert checked.count(True) > 1 and checked.count(False) > 1
+
+
+@torch.no_grad()
+def test_a_path_longer_than_longspecs_window(target):
+    """Its last tokens remain, none of them written over another; a row that is done keeps what it had."""
+    model = target("llama", **SMALL)
+    draft = random_longspec_draft(model, window=6, tree_widths=[2])
+    texts, emitted = [[5, 6, 7, 8], [9, 4, 3], [3, 3, 4]], [[4, 5, 6, 7, 8, 9, 10, 11, 3], [8, 4], []]
+    roots = [10, 11, 5]
+    cache = SpeculativeCache(model.config, 3, 100)
+    drafter = draft.make_drafter(Binding(TargetView(model), cache, None, 100))
+    drafter.foreign_depth = 9
+    drafter.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), [1] * 3, (0,) * 3))
+    drafter.root = torch.tensor(roots)
+    written, fill = [], drafter.ring.fill
+    drafter.ring.fill = lambda keys, values, positions: written.append(positions) or fill(keys, values, positions)
+    path = torch.full((3, 12), 50)
+    drafter.observe(Verification(path, [9, 2, 0], (4, 3, 3), tokens=emitted))
+    whole = [[*text, *([root, *tokens[:-1]] if tokens else [])] for text, root, tokens in
+             zip(texts, roots, emitted, strict=True)]  # fmt: skip
+    assert_same_ring(drafter.ring, ring_of(draft, model, whole), range(3))
+    # two tokens for one slot would come in any order on a GPU
+    assert [row[row >= 0].tolist() for row in written[0]] == [list(range(7, 13)), [3, 4], []]
+
+
+@pytest.mark.parametrize("selection", ["two_rows", "all_rows", "last_accepted", "quest", "window"])
+def test_specattn_scores_its_own_chain(target, plain_run, joined, monkeypatch, selection):
+    """The last node of its capture is the end of its chain, and what n-grams add changes no selection's text."""
+    captured, capture = [], JoinedDrafter.capture
+
+    def recording(self, tree):
+        captured.append((tree, capture(self, tree)))
+        return captured[-1][1]
+
+    monkeypatch.setattr(JoinedDrafter, "capture", recording)
+    run = plain_run(target("qwen3", **SMALL), RAGGED, max_new_tokens=14, eos_token_id=NEVER)
+    draft = joined_draft("specattn", run.model, selection=selection, acceptance="rejection")  # greedily, both are right
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.last_speculation.num_accepted_ngram_tokens > 0
+    if selection == "window":
+        assert {wanted for _, wanted in captured} == {None}
+        return
+    (seed, first), *others = captured
+    assert first.last_node.tolist() == (seed.valid.sum(1) - 1).tolist() and seed.num_nodes == 3
+    assert all(wanted.last_node.tolist() == [2, 2, 2] and tree.num_nodes == 18 for tree, wanted in others)
+
+
+def test_specattn_drafts_as_it_does_alone(target, monkeypatch):
+    """Its chains, given the same committed text, are those of the draft without n-grams."""
+    model = target("llama", **SMALL)
+    input_ids, mask = tiny_prompts(12, RAGGED)
+    found = []
+    for settings in ({"ngram_candidates": 0}, {}):
+        chains = {}
+        iterate = Session.iterate
+
+        def watching(self, iterate=iterate, chains=chains):
+            drafter = getattr(self.drafter, "inner", self.drafter)
+            propose, generated = drafter.propose, [tuple(row) for row in self.sequences.generated]
+
+            def keeping(root):
+                tree = propose(root)
+                for row, text in enumerate(generated):
+                    chains[row, text] = tree.tokens[row].tolist()
+                return tree
+
+            drafter.propose = keeping
+            iterate(self)
+            drafter.propose = propose
+
+        monkeypatch.setattr(Session, "iterate", watching)
+        draft = joined_draft("specattn", model, sparse_ratio=1.0, **settings)
+        options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": NEVER}
+        model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
+        monkeypatch.setattr(Session, "iterate", iterate)
+        found.append(chains)
+    shared = found[0].keys() & found[1].keys()
+    assert len(shared) > 5
+    assert all(found[0][key] == found[1][key] for key in shared)
+
+
+def test_drawn_candidates_are_refused_when_sampling(target):
+    model = target("llama")
+    draft = SpecAttnDraftModel.from_target(model, ngram_candidates=2)
+    options = {"assistant_model": draft, "max_new_tokens": 3}
+    with pytest.raises(ValueError, match=r"acceptance='rejection' with ngram_candidates=2.*acceptance='coupled'"):
+        model.generate(torch.tensor([[5, 6, 7]]), do_sample=True, **options)
+    assert draft.last_speculation is None  # nothing was run
+    model.generate(torch.tensor([[5, 6, 7]]), do_sample=False, **options)
+    draft.generation_config.acceptance = "coupled"
+    model.generate(torch.tensor([[5, 6, 7]]), do_sample=True, **options)
+    draft.generation_config.update(acceptance="rejection", ngram_candidates=0)
+    model.generate(torch.tensor([[5, 6, 7]]), do_sample=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ngram_candidates": -1}, "ngram_candidates=-1: expected an integer of at least 0"),
+        ({"ngram_num_tokens": 0}, "ngram_num_tokens=0: expected an integer of at least 1"),
+        ({"ngram_source": "all"}, "ngram_source='all'"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cls", [SpecAttnDraftModel, LongSpecDraftModel])
+def test_bad_settings_are_refused(target, cls, settings, message):
+    with pytest.raises(ValueError, match=message):
+        cls.from_target(target("llama"), **settings)
+
+
+def test_off_by_default_and_never_in_the_baseline(target):
+    model, view = target("llama"), TargetView(target("llama"))
+    binding = Binding(view, SpeculativeCache(model.config, 1, 50), None, 50)
+    for cls in (SpecAttnDraftModel, LongSpecDraftModel):
+        draft = cls.from_target(model)
+        assert draft.settings["ngram_candidates"] == 0 and draft.num_tree_nodes(view) == draft.max_nodes(view)
+        assert type(draft.drafter(binding)) is type(draft.make_drafter(binding))
+    assert "ngram_candidates" not in PlainDraftModel.settings
+    with pytest.raises(ValueError, match="unknown settings"):
+        PlainDraftModel.from_target(model, ngram_candidates=2)
+
+
+@pytest.mark.parametrize("kind", ["longspec", "specattn"])
+def test_inside_transformers_own_assisted_decoding(target, monkeypatch, kind):
+    model = target("llama", **SMALL)
+    input_ids, _ = tiny_prompts(12, [41])
+    options = {"max_new_tokens": 21, "eos_token_id": NEVER, "do_sample": False}
+    expected = model.generate(input_ids, **options)
+    draft, view = joined_draft(kind, model), TargetView(model)
+    cache = SpeculativeCache(model.config, 1, 62, tree_slots=draft.num_tree_nodes(view))
+    drafter = draft.drafter(Binding(view, cache, None, 62))
+    lengths, get_candidates = [], drafter.get_candidates
+
+    def counting(ids, *args, **kwargs):
+        candidates, logits = get_candidates(ids)
+        assert torch.equal(candidates[:, : ids.shape[1]], ids)
+        lengths.append(candidates.shape[1] - ids.shape[1])
+        return candidates, logits
+
+    drafter.get_candidates = counting
+    monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: drafter)
+    assert torch.equal(model.generate(input_ids, prompt_lookup_num_tokens=3, **options), expected)
+    assert max(lengths) == 5 and len(lengths) < 20
+
+
+def test_settings_travel_with_the_draft(target, tmp_path):
+    joined_draft("specattn", target("llama")).save_pretrained(tmp_path)
+    loaded = SpecAttnDraftModel.from_pretrained(tmp_path)
+    assert (loaded.setting("ngram_candidates"), loaded.setting("ngram_num_tokens")) == (3, 5)
+    assert loaded.num_tree_nodes(None) == 3 + 15
+
+
+def test_a_partial_cache_makes_room_for_paths_of_ngrams(target, plain_run, monkeypatch):
+    """They are deeper than the draft's own tree; without room for them their tokens would replace the sinks."""
+    due, slot, counts, slots = PartialCache.due, PartialKVPolicy.slot, [], []
+
+    def recording_due(self, count):
+        counts.append(count)
+        return due(self, count)
+
+    def recording_slot(self, built, token):
+        slots.append(slot(self, built, token))
+        return slots[-1]
+
+    monkeypatch.setattr(PartialCache, "due", recording_due)
+    monkeypatch.setattr(PartialKVPolicy, "slot", recording_slot)
+    run = plain_run(target("llama", **SMALL), (21,), max_new_tokens=40, eos_token_id=NEVER)
+    draft = joined_draft("partial_kv", run.model, ngram_num_tokens=8, partial_kv_budget=15)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert set(counts[1:]) == {8 + 1}  # all of a path and the bonus token; the first count is that of the prompt's end
+    assert min(slots) >= SINK_TOKENS

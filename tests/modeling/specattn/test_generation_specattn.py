@@ -1,0 +1,194 @@
+"""SpecAttn against what follows from its definition: full selection is the target itself, and nothing is disturbed."""
+
+import math
+
+import pytest
+import torch
+
+from hf_longspec import SpecAttnDraftModel
+from hf_longspec.attention_backends.scores import ScoreCapture
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.drafter import Binding, Verification
+from hf_longspec.generation.selection import SINK_TOKENS
+from hf_longspec.generation.target import TargetView, chain_of_last_tokens
+from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+
+NEW_TOKENS = 22
+GAMMA = 4
+LENGTHS = [57, 3, 39]
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+def test_selecting_everything_drafts_like_the_target(name):
+    """With every entry selected the draft is the target: all drafts are accepted, up to the last, cut iteration.
+
+    This fails if a selected entry, the tail, a position or a window of the compact cache is off by one.
+    """
+    model = tiny_target(name)
+    input_ids, mask = tiny_prompts(128, LENGTHS)
+    draft = SpecAttnDraftModel.from_target(model, sparse_ratio=1.0, num_assistant_tokens=GAMMA)
+    out = model.generate(
+        input_ids,
+        attention_mask=mask,
+        assistant_model=draft,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    whole, cut = divmod(NEW_TOKENS - 1, GAMMA + 1)
+    expected = [0] * (GAMMA + 1)
+    expected[GAMMA] = whole * len(LENGTHS)
+    expected[cut - 1] += len(LENGTHS)
+    assert out.speculation.acceptance_histogram == expected
+
+
+def seeded_drafter(model, lengths=LENGTHS, **settings):
+    """A drafter whose cache holds the prompts, as the loop leaves it after seeding; and the roots."""
+    target = TargetView(model)
+    draft = SpecAttnDraftModel.from_target(model, **settings)
+    prompts = [ids[m.bool()] for ids, m in zip(*tiny_prompts(128, lengths), strict=True)]
+    cache = SpeculativeCache(model.config, len(lengths), 100, tree_slots=draft.max_nodes(target))
+    drafter = draft.make_drafter(Binding(target, cache, None, 100))
+    heads = [prompt[: max(0, len(prompt) - drafter.seed_tokens)] for prompt in prompts]
+    target.prefill(torch.nn.utils.rnn.pad_sequence(heads, batch_first=True), cache, None)
+    cache.set_lengths([len(head) for head in heads])
+    tree, sizes = chain_of_last_tokens(prompts, drafter.seed_tokens)
+    before, capture = cache.host_lengths, drafter.capture(tree)
+    with target.attention():
+        target.verify(tree, cache, capture)
+    cache.commit(None, sizes)
+    path = torch.arange(max(sizes)).expand(len(sizes), -1)
+    drafter.observe(Verification(path, sizes, before, capture))
+    return drafter, torch.tensor([7, 8, 9][: len(lengths)])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "deepseek_v3"])
+@torch.no_grad()
+def test_drafting_leaves_the_committed_cache_alone(name):
+    model = tiny_target(name)
+    drafter, root = seeded_drafter(model, sparse_min_tokens=8)
+    cache = drafter.binding.cache
+    lengths = cache.host_lengths
+    before = [[t[row, :, :length].clone() for t in (layer.keys, layer.values) for row, length in enumerate(lengths)]
+              for layer in cache.layers]  # fmt: skip
+    with drafter.binding.target.attention():
+        drafter.propose(root)
+    assert cache.host_lengths == lengths
+    for layer, kept in zip(cache.layers, before, strict=True):
+        now = [t[row, :, :length] for t in (layer.keys, layer.values) for row, length in enumerate(lengths)]
+        assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
+
+
+@pytest.mark.parametrize("selection", ["two_rows", "all_rows", "last_accepted", "quest", "window"])
+@torch.no_grad()
+def test_compact_buffers_hold_budget_and_tail(selection):
+    """Each row reads `max(floor, ceil(ratio * prefix))` entries of its prefix, sinks among them, and what follows."""
+    ratio, floor = 0.3, 8
+    model = tiny_target("llama")
+    drafter, _ = seeded_drafter(model, selection=selection, sparse_ratio=ratio, sparse_min_tokens=floor)
+    cache, selected = drafter.binding.cache, drafter.selected
+    for row, length in enumerate(LENGTHS):
+        prefix = max(0, length - drafter.seed_tokens)
+        count = min(prefix, max(floor, math.ceil(ratio * prefix)))
+        tail = length - prefix
+        assert selected.used.host[row] == count + tail
+        for source, compact in zip(cache.layers, selected.layers, strict=True):
+            kept = compact.keys[row, 0, : count + tail]
+            # every entry is one of the row's own, none twice
+            match = (kept[:, None] == source.keys[row, 0, :length][None]).all(-1)
+            assert match.sum(1).tolist() == [1] * (count + tail)
+            slots = match.int().argmax(1)
+            assert slots[count:].tolist() == list(range(prefix, length))
+            assert set(range(min(SINK_TOKENS, count))) <= set(slots[:count].tolist())
+            if selection == "window" and count:
+                recent = range(prefix - count + SINK_TOKENS, prefix)
+                assert sorted(slots[:count].tolist()) == [*range(SINK_TOKENS), *recent]
+
+
+@torch.no_grad()
+def test_selection_takes_the_entries_with_the_highest_scores(monkeypatch):
+    """With invented scores per layer, exactly the best ones are copied."""
+    model = tiny_target("qwen2")
+    drafter, _ = seeded_drafter(model, lengths=[57], sparse_min_tokens=12, sparse_ratio=0.01)
+    cache = drafter.binding.cache
+    generator = torch.Generator().manual_seed(5)
+    invented = torch.randn(1, 1, 57, generator=generator)
+    capture = drafter.capture(chain_of_last_tokens([torch.arange(5)], 5)[0])
+    capture.scores = {index: invented.clone() for index in range(len(cache.layers))}
+    drafter.observe(Verification(torch.zeros(1, 1, dtype=torch.long), [0], (57,), capture))
+    best = set(invented[0, 0, SINK_TOKENS:].argsort(descending=True)[: 12 - SINK_TOKENS].add(SINK_TOKENS).tolist())
+    expected = best | set(range(SINK_TOKENS))
+    for source, compact in zip(cache.layers, drafter.selected.layers, strict=True):
+        match = (compact.keys[0, 0, :12, None] == source.keys[0, 0, None, :57]).all(-1)
+        assert set(match.int().argmax(1).tolist()) == expected
+
+
+@torch.no_grad()
+def test_sliding_layers_read_the_target_cache_itself():
+    """Their buffers are the target's own; only full-attention layers get compact copies."""
+    model = tiny_target("gemma3")
+    drafter, root = seeded_drafter(model, sparse_min_tokens=8)
+    assert drafter.selected.sparse_layers == [2]
+    with drafter.binding.target.attention():
+        drafter.propose(root)
+    for index, (own, target) in enumerate(zip(drafter.selected.layers, drafter.binding.cache.layers, strict=True)):
+        assert (own.keys.data_ptr() == target.keys.data_ptr()) == (index != 2)
+
+
+def test_memory_of_the_compact_buffers_is_the_budget():
+    """At most ratio x cache + floor + tail + drafts per layer, whatever the context."""
+    model = tiny_target("llama", max_position_embeddings=4096)
+    ratio, floor, gamma = 0.1, 16, 3
+    for length in (200, 800):
+        input_ids, _ = tiny_prompts(128, [length])
+        sizes = []
+        draft = SpecAttnDraftModel.from_target(
+            model, sparse_ratio=ratio, sparse_min_tokens=floor, num_assistant_tokens=gamma
+        )
+        make = draft.make_drafter
+
+        def make_and_watch(binding, make=make, sizes=sizes):
+            drafter = make(binding)
+            observe = drafter.observe
+
+            def watched(verification):
+                observe(verification)
+                sizes.append(max(layer.keys.shape[2] for layer in drafter.selected.layers))
+
+            drafter.observe = watched
+            return drafter
+
+        draft.make_drafter = make_and_watch
+        model.generate(input_ids, assistant_model=draft, max_new_tokens=20, do_sample=False)
+        assert max(sizes) <= max(math.ceil(ratio * (length + 20)), floor) + (gamma + 1) + gamma
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss", "granite"])
+@pytest.mark.parametrize("rows", ["two_rows", "all_rows"])
+@torch.no_grad()
+def test_weights_are_the_attention_that_transformers_reports(name, rows):
+    """Scores of every layer without a window against the probabilities of the eager implementation, summed.
+
+    They include what the layers do to their logits: scaling, softcap (gemma2), sinks in the denominator (gpt_oss).
+    """
+    model = tiny_target(name, attn_implementation="eager")
+    target, nodes = TargetView(model), 5
+    input_ids, _ = tiny_prompts(128, [39])
+    reported = model(input_ids, output_attentions=True, use_cache=False).attentions
+    cache = SpeculativeCache(model.config, 1, 64, tree_slots=nodes)
+    target.prefill(input_ids[:, :-nodes], cache, None)
+    capture = ScoreCapture(last_node=torch.tensor([nodes - 1]), rows=rows, score="weights", granularity="kv_head")
+    with target.attention():
+        tree, _ = chain_of_last_tokens([input_ids[0]], nodes)
+        cache.set_lengths([39 - nodes])
+        target.verify(tree, cache, capture)
+    kv_heads = model.config.num_key_value_heads
+    layers = set(range(model.config.num_hidden_layers)) - target.sliding_layers
+    assert layers <= set(capture.scores)
+    for layer in layers:
+        weights = reported[layer][0, :, -nodes:, :-nodes]  # [H, N, prefix]
+        counted = weights[:, [0, -1]] if rows == "two_rows" else weights
+        expected = counted.sum(1).view(kv_heads, -1, 39 - nodes).sum(1)
+        # float32 in another order, on probabilities
+        torch.testing.assert_close(capture.scores[layer][0], expected, atol=1e-5, rtol=1e-4)

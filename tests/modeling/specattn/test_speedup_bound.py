@@ -1,0 +1,102 @@
+"""The speed-up bound of self-speculation against sums over steps, the roofline model and calls."""
+
+import pytest
+import torch
+
+from benchmarks.floors import Machine, Roofline, shape_of
+from hf_longspec import SpecAttnDraftModel
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE, gate_of
+from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.specattn.generation_specattn import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
+from hf_longspec.testing import tiny_target
+
+
+def seconds_added_up(gamma, share, weights, kv, factor):
+    """Return the speed-up with every draft accepted, summed over steps; a byte of keys and values takes `factor`."""
+    plain = drafted = 0.0
+    for step in range(gamma + 1):
+        plain += weights + factor * kv
+        drafted += weights + factor * (kv if step == gamma else share * kv)
+    return plain / drafted
+
+
+@pytest.mark.parametrize("gamma", [1, 4, 16])
+@pytest.mark.parametrize("share", [0.0, 0.07, 0.5, 1.0])
+@pytest.mark.parametrize(("weights", "kv"), [(1.0, 1e-9), (1.0, 0.01), (1.0, 1.0), (1.0, 100.0), (1e-9, 1.0)])
+def test_no_machine_exceeds_the_bound(gamma, share, weights, kv):
+    for factor in (0.0, 0.1, 1.0, 7.0, KV_FACTOR):
+        assert seconds_added_up(gamma, share, weights, kv, factor) <= speedup_bound(gamma, share, weights, kv) + 1e-12
+    assert speedup_bound(gamma, share, weights, kv) == pytest.approx(
+        seconds_added_up(gamma, share, weights, kv, KV_FACTOR), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("context", [1, 64, 512, 4096, 131_072, 2**20])
+def test_the_roofline_is_below_the_bound(batch, context):
+    """The roofline also counts arithmetic, so its speed-up is smaller."""
+    shape = shape_of("Llama-3.1-8B")
+    roofline = Roofline(shape, Machine("made up", 3.0, 800.0), batch, context)
+    kv, weights = batch * context * roofline.kv_bytes_per_token, shape.weights_read(batch) * 2
+    bound = speedup_bound(4, 0.07, weights, kv)
+    assert roofline.specattn(4, 0.07).max_speedup <= bound
+
+
+def test_the_bound_without_a_cache_and_without_weights():
+    """The bound is 1 without a cache or if drafting reads all of it, and gamma + 1 without weights."""
+    assert speedup_bound(4, 0.07, 16e9, 0.0) == speedup_bound(4, 1.0, 1.0, 1e12) == 1.0
+    assert speedup_bound(4, 0.0, 0.0, 1.0) == speedup_bound(4, 0.3, 0.0, 0.0) == 5.0
+    # 8 billion bfloat16 weights and 128 KiB per token: one token of context is too little, a thousand may pay
+    one = 2 * 32 * 8 * 128 * 2
+    assert speedup_bound(4, 0.07, 16e9, one) < 1 + TRIAL_SHARE < speedup_bound(4, 0.07, 16e9, 1000 * one)
+
+
+def test_bytes_match_the_shapes_of_a_model():
+    target = TargetView(tiny_target("llama", num_hidden_layers=1))
+    model, config = target.model, target.config
+    size, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
+    query = config.num_attention_heads * config.head_dim
+    linear = 2 * size * query + 2 * size * kv + 3 * size * config.intermediate_size + size * config.vocab_size
+    assert weight_bytes(target) == 4 * linear
+    assert weight_bytes(TargetView(tiny_target("llama", num_hidden_layers=1).to(torch.bfloat16))) == 2 * linear
+    cache = SpeculativeCache(config, 1, 20)
+    model(torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
+    assert entry_bytes(cache.layers) == 4 * 2 * kv
+
+
+def test_experts_do_not_count():
+    """A step reads only some of them, so with all of them the bound would be too low."""
+    target = TargetView(tiny_target("qwen3_moe"))
+    experts = [name for name, _ in target.model.named_parameters() if "expert" in name]
+    others = sum(parameter.numel() for name, parameter in target.model.named_parameters() if "expert" not in name)
+    assert experts and weight_bytes(target) <= 4 * others
+
+
+@pytest.fixture
+def gated(monkeypatch):
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
+
+
+def test_speculation_that_reads_the_whole_context_is_not_tried(plain_run, gated):
+    """Below `sparse_min_tokens` a drafting step reads the whole context."""
+    run = plain_run("llama", (21, 30), max_new_tokens=40, eos_token_id=None)
+    out = run.again(run.draft("specattn", sparse_min_tokens=256), return_dict_in_generate=True)
+    assert out.sequences.tolist() == run.sequences.tolist()
+    assert out.speculation.num_spec_steps == 0 and out.speculation.num_plain_steps == 2 * 39
+    (decision,) = out.speculation.gate_decisions
+    assert (decision.choice, decision.tau) == (PLAIN, 0.0)
+    assert decision.draft_tokens_per_second == pytest.approx(decision.plain_tokens_per_second)
+    again = run.draft("specattn", sparse_min_tokens=6)
+    run.again(again)
+    assert again.last_speculation.num_spec_steps > 0
+
+
+def test_speculation_is_tried_when_the_text_has_grown(plain_run, gated):
+    run = plain_run("llama", (21,), max_new_tokens=60, eos_token_id=None)
+    draft = run.draft("specattn", sparse_min_tokens=40, sparse_ratio=0.1)
+    assert isinstance(draft, SpecAttnDraftModel)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    stats = draft.last_speculation
+    assert stats.num_spec_steps > 0
+    assert list(stats.drafted_per_step[0][:18]) == [0] * 18

@@ -1,0 +1,152 @@
+"""TokenSwift in compiled steps: the text of steps that run as they are, and all steps really in graphs."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
+from hf_longspec.generation import compiled_steps as compiled
+from hf_longspec.generation.target import TargetView
+from hf_longspec.testing import tiny_prompts
+from hf_longspec.testing_drafts import random_tokenswift_draft
+
+LENGTHS = (33, 5, 19)
+# Each takes many seconds to compile; `make soak` runs them.
+SOAK = pytest.mark.soak
+NEVER = 999  # no token of the tiny targets
+MODES = {
+    # random heads: wide, so that some of what they say is accepted
+    "verify_hidden": {"self_draft": "verify_hidden", "tree_branching": [1, 40, 1]},
+    "dynamic": {"self_draft": "partial_kv"},
+    "full": {"self_draft": "partial_kv", "partial_kv_policy": "full"},
+    "sequential": {"sequential": True, "tree_branching": [1, 20, 2]},
+}
+# What graphs are made of: the heads, the verification, the forward over the partial cache.
+STEPS = {
+    "verify_hidden": {"_levels", "_tree_step"},
+    "dynamic": {"_levels", "_tree_step", "_sparse_step"},
+    "full": {"_levels", "_tree_step", "_sparse_step"},
+    "sequential": {"_levels", "_tree_step"},
+}
+# The heads alone, where processors that look at the whole text rank what they say.
+RANKED = {"_logits"}
+
+
+def draft_for(model, mode, **settings):
+    small = {"partial_kv_budget": 27, "partial_kv_recent": 9, "tree_branching": [2, 3, 2]}
+    draft = random_tokenswift_draft(model, **(small | MODES[mode] | settings))
+    draft.generation_config.gate = False  # which steps speculate shall not depend on the clock
+    return draft
+
+
+def text(model, draft, mode, rows=3, new=24, **options):
+    """The generated sequences, from the seed that all calls share."""
+    draft.generation_config.compile = mode
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS[:rows])
+    torch.manual_seed(0)
+    inputs = {"attention_mask": attention_mask, "max_new_tokens": new, "eos_token_id": NEVER}
+    return model.generate(input_ids, assistant_model=draft, **inputs, **options)
+
+
+@pytest.fixture
+def run_as_they_are(monkeypatch):
+    """Names of functions that could not be compiled."""
+    failed, call = [], compiled.CompiledRunner.__call__
+
+    def watching(self, function, *args):
+        result = call(self, function, *args)
+        if result is None:
+            failed.append(function.__name__)
+        return result
+
+    monkeypatch.setattr(compiled.CompiledRunner, "__call__", watching)
+    return failed
+
+
+def compiled_steps(*modules):
+    return {function.__name__ for module in modules for function, _ in compiled._compiled.get(module, {})}
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows"),
+    [
+        ("verify_hidden", 3),
+        *(
+            pytest.param(mode, rows, marks=SOAK)
+            for mode in MODES
+            for rows in (1, 3)
+            if (mode, rows) != ("verify_hidden", 3)
+        ),
+    ],
+)
+def test_the_text_is_that_of_the_steps_as_they_are(target, mode, rows, graphs, run_as_they_are):
+    model = target("llama")
+    draft = draft_for(model, mode)
+    expected = text(model, draft, "off", rows)
+    assert graphs.frame_count == 0
+    assert torch.equal(text(model, draft, "compile", rows), expected)
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+    options = {"do_sample": True, "top_p": 0.95, "temperature": 0.9}
+    sampled = text(model, draft, "off", rows, **options)
+    assert torch.equal(text(model, draft, "compile", rows, **options), sampled)
+    assert compiled_steps(model, draft) == STEPS[mode]
+    assert not run_as_they_are
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", pytest.param("dynamic", marks=SOAK)])
+def test_growing_lengths_build_no_further_graph(target, mode, graphs, run_as_they_are):
+    """50 iterations; every one sets and removes a hook, and a second call has another drafter."""
+    model = target("llama")
+    draft = draft_for(model, mode)
+    options = {"do_sample": True, "logits_processor": [ContextualPenaltyLogitsProcessor(1.3, window=5)]}
+    text(model, draft, "compile", rows=2, new=40, **options)
+    built = graphs.frame_count
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        text(model, draft, "compile", rows=2, new=110, **options)
+    assert draft.last_speculation.num_forwards >= 50
+    # rows, or what the partial cache holds of them, that are equally long for the first time in the second call
+    assert graphs.frame_count <= built + 2
+    assert not run_as_they_are
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", pytest.param("dynamic", marks=SOAK)])
+def test_processors_and_joined_ngrams(target, mode, graphs, run_as_they_are):
+    """Ones that look at a position alone, at the last tokens, and at the whole text, over trees with n-grams."""
+    model = target("llama")
+    draft = draft_for(model, mode, ngram_candidates=2, ngram_num_tokens=3)
+    for options in (
+        {"logits_processor": [ContextualPenaltyLogitsProcessor(1.3, window=12)]},
+        {"repetition_penalty": 1.3, "do_sample": True, "min_p": 0.05},
+    ):
+        expected = text(model, draft, "off", **options)
+        assert torch.equal(text(model, draft, "compile", **options), expected)
+        assert draft.last_speculation.num_accepted_draft_tokens > 0
+    assert compiled_steps(model, draft) == STEPS[mode] | RANKED
+    assert not run_as_they_are
+
+
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma3", marks=SOAK), pytest.param("granite", marks=SOAK)])
+def test_the_hidden_states_are_those_of_the_steps_as_they_are(target, name, graphs, monkeypatch):
+    """What comes with the logits, under windows and factors, while drafts without it use the same target."""
+    model = target(name)
+    seen, verify = {"off": [], "compile": []}, TargetView.verify
+
+    def recording(self, *args):
+        step = verify(self, *args)
+        seen[draft.generation_config.compile].append(step.hidden)
+        return step
+
+    monkeypatch.setattr(TargetView, "verify", recording)
+    draft = draft_for(model, "verify_hidden")
+    other = SpecAttnDraftModel.from_target(model, sparse_min_tokens=8, num_assistant_tokens=2)
+    other.generation_config.gate = False
+    expected = text(model, draft, "off", new=12)
+    assert torch.equal(text(model, draft, "compile", new=12), expected)
+    assert len(seen["compile"]) == len(seen["off"]) >= 5
+    for got, truth in zip(seen["compile"], seen["off"], strict=True):
+        torch.testing.assert_close(got, truth, atol=1e-4, rtol=1e-5)  # float32 in another order
+    assert all(before.data_ptr() != after.data_ptr() for before, after in pairwise(seen["compile"]))
+    draft = other
+    assert torch.equal(text(model, other, "compile", new=12), expected)
+    assert seen["compile"][-1] is None

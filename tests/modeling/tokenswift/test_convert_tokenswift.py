@@ -1,0 +1,105 @@
+"""Conversion of TokenSwift's merged checkpoints: heads keep their tensors, and the target's are not read."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel
+
+from hf_longspec import TokenSwiftDraftModel
+from hf_longspec.modeling.convert import PUBLISHED, convert
+from hf_longspec.modeling.tokenswift.convert_tokenswift import TOKENSWIFT_TARGETS
+from hf_longspec.testing import tiny_target
+from tests.modeling.tokenswift.restated_heads import restated_heads
+
+WIDTH = 64
+
+
+def published_heads(num_heads=3, width=WIDTH):
+    """Return the tensors of published heads by the authors' names."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for head in range(num_heads):
+        prefix = f"model.medusa_layers.{head}."
+        tensors[prefix + "linear.weight"] = torch.randn(width, width, generator=generator) * 0.1
+        for norm in ("input_layernorm", "post_layernorm"):
+            tensors[f"{prefix}{norm}.weight"] = 1 + 0.3 * torch.randn(width, generator=generator)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target("qwen2", rms_norm_eps=1e-3)  # large enough to change the result
+
+
+@pytest.fixture
+def config(target, tmp_path):
+    target.config.save_pretrained(tmp_path / "target")
+    return str(tmp_path / "target")
+
+
+@pytest.fixture
+def merged(target, tmp_path):
+    """Return `merged(heads)`, which writes a folder like the authors' trainer, with an unreadable target shard."""
+
+    def write(heads):
+        save_file(heads, tmp_path / "model-2.safetensors")
+        (tmp_path / "model-1.safetensors").write_bytes(b"gigabytes")
+        files = dict.fromkeys(target.state_dict(), "model-1.safetensors") | dict.fromkeys(heads, "model-2.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.mark.parametrize("num_heads", [3, 2])
+def test_heads_match_the_restated_heads(merged, config, tmp_path, num_heads):
+    """Compares outputs on a fixed hidden state after conversion, saving and loading."""
+    heads = published_heads(num_heads)
+    convert(merged(heads), config).save_pretrained(tmp_path / "converted")
+    draft = AutoModel.from_pretrained(tmp_path / "converted")
+    assert type(draft) is TokenSwiftDraftModel
+    assert (draft.config.num_heads, draft.config.chained, draft.config.rms_norm_eps) == (num_heads, True, 1e-3)
+    hidden = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(1)) * 7
+    with torch.no_grad():
+        found = draft(hidden)
+    expected = restated_heads(heads, "model.medusa_layers.", hidden, num_heads, 1e-3, chained=True)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # float32 against float64
+
+
+def test_the_dtype_is_kept(merged, config):
+    heads = {name: value.bfloat16() for name, value in published_heads().items()}
+    draft = convert(merged(heads), config)
+    assert draft.dtype == torch.bfloat16
+    assert all(torch.equal(value, heads[f"model.medusa_layers.{name}"])
+               for name, value in draft.heads.layers.state_dict().items())  # fmt: skip
+
+
+def test_a_single_file_beside_its_target(target, config, tmp_path):
+    torch.save(target.state_dict() | published_heads(), tmp_path / "pytorch_model.bin")
+    draft = convert(str(tmp_path), config)
+    assert torch.equal(draft.heads.layers[1].linear.weight, published_heads()["model.medusa_layers.1.linear.weight"])
+
+
+def test_missing_and_unknown_tensors_are_listed(merged, config):
+    heads = published_heads()
+    del heads["model.medusa_layers.1.linear.weight"]
+    heads["model.medusa_layers.1.linear.bias"] = torch.ones(WIDTH)
+    heads["model.medusa_layers.x.scale"] = torch.ones(1)
+    prefix = r"model\.medusa_layers\."
+    missing = rf"missing tensors \['{prefix}1\.linear\.weight'\]"
+    unknown = rf"unknown tensors \['{prefix}1\.linear\.bias', '{prefix}x\.scale'\]"
+    with pytest.raises(ValueError, match=f"has no TokenSwift heads: {missing}, {unknown}"):
+        convert(merged(heads), config)
+
+
+def test_shapes_of_another_target_are_refused(merged, config):
+    with pytest.raises(ValueError, match=r"has shape \(32, 32\) in .* and this target needs \(64, 64\).*Pass the tar"):
+        convert(merged(published_heads(width=32)), config)
+
+
+def test_seven_checkpoints_are_published():
+    assert len(TOKENSWIFT_TARGETS) == 7 and TOKENSWIFT_TARGETS.items() <= PUBLISHED.items()
+    for source, target in TOKENSWIFT_TARGETS.items():
+        assert source == f"TokenSwift/TokenSwift-{target.partition('/')[2]}"

@@ -1,0 +1,329 @@
+"""TokenSwift's drafter: the text stays the target's, every branch of the tree can be accepted, and what is drafted is
+what the heads say of the hidden state at the last accepted token.
+"""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec.generation.drafter import Binding
+from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.target_modules import TargetEnds
+from hf_longspec.modeling.tokenswift.generation_tokenswift import TokenSwiftDrafter
+from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+from hf_longspec.testing_drafts import random_tokenswift_draft
+from tests.modeling.tokenswift.oracle_heads import with_oracle
+from tests.modeling.tokenswift.restated_heads import restated_heads
+
+LENGTHS = (33, 3, 13)
+NEVER = 999  # no token of the tiny targets
+MODES = {
+    "verify_hidden": {"self_draft": "verify_hidden"},
+    "dynamic": {"self_draft": "partial_kv"},
+    "static": {"self_draft": "partial_kv", "partial_kv_policy": "static"},
+    "full": {"self_draft": "partial_kv", "partial_kv_policy": "full"},
+}
+SMALL = {"partial_kv_budget": 27, "partial_kv_recent": 9}
+
+
+def draft_for(model, mode, **settings):
+    return random_tokenswift_draft(model, **(SMALL | MODES[mode] | settings))
+
+
+def lucky(iteration, row, level):
+    return [0, 2, None, 1][(iteration * 7 + row * 3 + level * level) % 4]
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
+@pytest.mark.parametrize("name", TINY_TARGETS)
+def test_the_text_is_the_targets(plain_run, name, mode):
+    run = plain_run(name, LENGTHS, max_new_tokens=14, eos_token_id=NEVER)
+    draft = with_oracle(draft_for(run.model, mode), run.generated, lucky)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    stats = draft.last_speculation
+    assert sum(stats.acceptance_histogram[2:]) > 0
+    assert stats.num_draft_tokens == {"verify_hidden": 39, "dynamic": 40}[mode] * stats.num_spec_steps
+
+
+@pytest.mark.parametrize("lengths", [(21,), LENGTHS], ids=["one", "ragged"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_the_text_under_every_policy(plain_run, name, mode, lengths):
+    run = plain_run(name, lengths, max_new_tokens=14, eos_token_id=NEVER)
+    draft = with_oracle(draft_for(run.model, mode), run.generated, lucky)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1.3, "top_k": 0}, {"top_p": 0.9, "repetition_penalty": 1.2}])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_same_seed_same_text(target, name, mode, options):
+    model = target(name)
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": 14, "eos_token_id": NEVER}
+
+    def sample(draft):
+        torch.manual_seed(3)
+        return model.generate(**inputs, do_sample=True, assistant_model=draft, **options)[:, max(LENGTHS) :].tolist()
+
+    text = sample(PlainDraftModel.from_target(model))
+    draft = with_oracle(draft_for(model, mode), text, lucky)
+    assert sample(draft) == text
+    assert sum(draft.last_speculation.acceptance_histogram[1:]) > 0
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """One entry per iteration: the texts that are committed or about to be, the tree, and the verification."""
+    records = []
+    propose, observe = TokenSwiftDrafter.propose, TokenSwiftDrafter.observe
+
+    def proposing(self, root):
+        tree = propose(self, root)
+        tree.validate()
+        generated = [list(row) for row in self.binding.rule.sequences.generated]
+        records.append({"generated": generated, "tree": tree})
+        return tree
+
+    def observing(self, verification):
+        observe(self, verification)
+        if records:
+            records[-1]["verification"] = verification
+
+    monkeypatch.setattr(TokenSwiftDrafter, "propose", proposing)
+    monkeypatch.setattr(TokenSwiftDrafter, "observe", observing)
+    return records
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", "full"])
+def test_every_branch_can_be_accepted(plain_run, watch, mode):
+    """With heads that know the text, every combination of ranks in turn, and every depth at which they go wrong."""
+    leaves = list(product(range(3), repeat=3))
+    cases = leaves + [path[:depth] for depth in (0, 1, 2) for path in leaves[4:5]]
+    first = 1 if mode == "full" else 0  # the target's own prediction, which is always right under `full`
+    run = plain_run("llama", (21,), max_new_tokens=1 + 5 * len(cases), eos_token_id=NEVER)
+
+    def ranks(iteration, row, level):
+        case = cases[iteration % len(cases)]
+        return case[level] if level < len(case) else None
+
+    draft = with_oracle(draft_for(run.model, mode), run.generated, ranks)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert len(watch) > len(cases)
+    widths = [1] * first + [3, 3, 3]
+    nodes = [path for depth in range(len(widths) + 1) for path in product(*map(range, widths[:depth]))]
+    for record, case in zip(watch, cases, strict=False):
+        path = (0,) * first + case
+        verification = record["verification"]
+        assert verification.num_nodes == [len(path) + 1]
+        expected = [nodes.index(path[:depth]) for depth in range(len(path) + 1)]
+        assert verification.path[0, : len(path) + 1].tolist() == expected
+
+
+# float32 in another order; logits have a standard deviation of 3
+TIE = 1e-4
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", "full"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere2", "deepseek_v3"])
+def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_run, watch, name, mode):
+    """Against one forward over the whole text without a cache, whose final norm is hooked here.
+
+    The last token the heads know of is the root under `full`, and the one before it under `verify_hidden`.
+    """
+    branching = [2, 3, 1, 2]
+    run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
+    draft = draft_for(run.model, mode, tree_branching=branching)
+    made, make = [], draft.make_drafter
+    draft.make_drafter = lambda binding: made.append(make(binding)) or made[0]
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    (drafter,) = made
+    caught = []
+    handle = run.model.model.norm.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
+    for record in watch[:4]:
+        for row, prompt in enumerate(run.inputs["input_ids"]):
+            text = [*prompt[run.inputs["attention_mask"][row].bool()].tolist(), *record["generated"][row]]
+            with torch.no_grad():
+                caught.clear()
+                logits = run.model(torch.tensor([text]), use_cache=False).logits[0, -1]
+                last = -1 if mode == "full" else -2
+                ranked = [head[0] for head in drafter.ends.head(drafter.heads(caught[0][:, last:][:, :1]))[:, 0]]
+            ranked = [logits, *ranked] if mode == "full" else ranked
+            widths = branching if mode == "full" else branching[1:]
+            tree, parent = record["tree"], 0
+            for scores, width in zip(ranked, widths, strict=True):
+                children = (tree.parents[row] == parent).nonzero().flatten()
+                found = scores[tree.tokens[row, children]]
+                torch.testing.assert_close(found, scores.topk(width).values, atol=TIE, rtol=TIE)
+                parent = int(children[-1])
+    handle.remove()
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", "full"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+def test_sequential_heads_see_the_tokens_that_lead_to_a_node(plain_run, watch, name, mode):
+    """Every node's children, against heads restated in float64 that are walked down to it one after the other."""
+    branching = [2, 3, 1, 2]
+    run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
+    draft = draft_for(run.model, mode, tree_branching=branching, sequential=True)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    norm, ends, own = run.model.model.norm, TargetEnds(run.model), int(mode == "full")
+    caught = []
+    handle = norm.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
+
+    def logits_behind(hidden, path):
+        """Of the last head that has seen all tokens of a path, whose first is the root."""
+        states, embedded = hidden[None], torch.cat([hidden[None], ends.embed(torch.tensor([path]))[0]])
+        heads = restated_heads(
+            draft.state_dict(), "heads.layers.", embedded.new_zeros(len(path) + 1, 64) + states, len(path),
+            draft.config.rms_norm_eps, True, embedded,
+        )[-1, 0]  # fmt: skip
+        return ends.head(heads.float())
+
+    checked = 0
+    for record in watch[:3]:
+        tree = record["tree"]
+        for row, prompt in enumerate(run.inputs["input_ids"]):
+            text = [*prompt[run.inputs["attention_mask"][row].bool()].tolist(), *record["generated"][row]]
+            with torch.no_grad():
+                caught.clear()
+                own_logits = run.model(torch.tensor([text]), use_cache=False).logits[0, -1]
+                hidden = caught[0][0, -1 - (1 - own)]
+                for node in range(tree.num_nodes):
+                    children = (tree.parents[row] == node).nonzero().flatten()
+                    if not len(children):
+                        continue
+                    path = tree.tokens[row][tree.mask[row, node]].tolist()  # in level order, so from the root down
+                    path = path[own:]
+                    scores = logits_behind(hidden, path) if path else own_logits
+                    found = scores[tree.tokens[row, children]]
+                    torch.testing.assert_close(found, scores.topk(len(children)).values, atol=TIE, rtol=TIE)
+                    checked += 1
+    handle.remove()
+    assert checked >= 3 * 3 * (1 + 3 + 3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
+def test_the_text_under_sequential_heads(target, name, mode, options):
+    model = target(name)
+    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": 30, "eos_token_id": NEVER}
+    draft = draft_for(model, mode, sequential=True, tree_branching=[1, 12, 3])
+    draft.generation_config.gate = False
+    texts = []
+    for assistant in (PlainDraftModel.from_target(model), draft):
+        torch.manual_seed(3)
+        texts.append(model.generate(**inputs, assistant_model=assistant, **options).tolist())
+    assert texts[0] == texts[1]
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic", "full"])
+def test_proposing_reads_nothing_back_and_leaves_the_cache_alone(plain_run, monkeypatch, mode):
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+            return function(*args, **(kwargs or {}))
+
+    def committed(cache):
+        return [
+            part[row, :, :length].clone()
+            for layer in cache.layers
+            for part in (layer.keys, layer.values)
+            for row, length in enumerate(cache.host_lengths)
+        ]
+
+    proposals, propose = [], TokenSwiftDrafter.propose
+
+    def counting(self, root):
+        cache = self.binding.cache
+        before, lengths = committed(cache), cache.host_lengths
+        with Reads() as reads:
+            tree = propose(self, root)
+        proposals.append(reads.count)
+        assert cache.host_lengths == lengths
+        assert all(map(torch.equal, before, committed(cache)))
+        return tree
+
+    monkeypatch.setattr(TokenSwiftDrafter, "propose", counting)
+    run = plain_run("llama", LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
+    assert run.again(draft_for(run.model, mode)).tolist() == run.sequences.tolist()
+    assert len(proposals) > 3 and not any(proposals)
+    with Reads() as reads:
+        torch.ones(1).item()
+    assert reads.count == 1  # the count does notice one
+
+
+@pytest.mark.parametrize("branching", [[1], [2], [1, 1, 1, 1], [1, 2], [3, 1, 4]], ids=str)
+@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
+def test_trees_of_other_shapes(plain_run, branching, mode):
+    if mode == "verify_hidden" and len(branching) == 1:
+        pytest.skip("leaves no head to draft")
+    run = plain_run("qwen3", LENGTHS, max_new_tokens=14, eos_token_id=NEVER)
+    draft = with_oracle(draft_for(run.model, mode, tree_branching=branching), run.generated, lambda *where: 0)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic", "full"])
+def test_a_second_turn_on_the_same_cache(plain_run, mode):
+    run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=NEVER)
+    draft = draft_for(run.model, mode)
+    cache = SpeculativeCache(run.model.config, 1, 100, tree_slots=draft.max_nodes(None))
+    first = run.again(draft, past_key_values=cache, max_new_tokens=6)
+    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6}
+    second = run.model.generate(first, assistant_model=draft, past_key_values=cache, **options)
+    assert second.tolist() == run.sequences.tolist()
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
+def test_an_offloaded_target(plain_run, mode):
+    """Its weights wait on the meta device and come when a layer runs."""
+    accelerate = pytest.importorskip("accelerate")
+    run = plain_run(tiny_target("qwen3"), LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
+    draft = draft_for(run.model, mode)
+    accelerate.cpu_offload(run.model, execution_device=torch.device("cpu"))
+    assert next(run.model.parameters()).device.type == "meta"
+    assert run.again(draft).tolist() == run.sequences.tolist()
+
+
+def test_heads_in_another_dtype_or_in_training_are_copied_not_changed(plain_run):
+    run = plain_run("llama", LENGTHS, max_new_tokens=9, eos_token_id=NEVER)
+    draft = draft_for(run.model, "verify_hidden").to(torch.bfloat16).train()
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    assert draft.dtype == torch.bfloat16
+    assert all(module.training for module in draft.modules())
+
+
+@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic", "full"])
+def test_inside_transformers_own_assisted_decoding(mode):
+    """`get_candidates` follows a text that grows by any number of tokens, whatever was accepted of the last chain.
+
+    The chain is the one that a drafter proposes that saw the text for the first time.
+    """
+    model = tiny_target("llama")
+    view = TargetView(model)
+    ids = tiny_prompts(128, (43,))[0]
+
+    def bound():
+        draft = draft_for(model, mode, partial_kv_budget=60)
+        cache = SpeculativeCache(model.config, 1, 60, tree_slots=draft.max_nodes(view))
+        return draft.make_drafter(Binding(view, cache, None, 60))
+
+    following = bound()
+    for length in (14, 17, 18, 39, 43):
+        with torch.no_grad():
+            candidates, _ = following.get_candidates(ids[:, :length])
+            expected, _ = bound().get_candidates(ids[:, :length])
+        assert candidates.shape[1] == length + following.max_depth
+        assert torch.equal(candidates, expected)
+    if mode == "dynamic":
+        assert following.partial.built == [12] and following.partial.held == [42]  # built once, then followed

@@ -1,0 +1,156 @@
+"""TokenSwift heads: shapes, numbers, saving and refusals."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel
+
+from hf_longspec import TokenSwiftConfig, TokenSwiftDraftModel
+from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.target_modules import FinalNormInput, TargetEnds, final_norm_of
+from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+from tests.modeling.tokenswift.restated_heads import restated_heads
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_target("llama")
+
+
+@pytest.fixture
+def make_draft(llama):
+    """`make_draft(chained=False)`: heads whose norms and linear layers all matter."""
+
+    def make(**overrides):
+        draft = TokenSwiftDraftModel.from_target(llama, **overrides)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for weight in draft.parameters():
+                noise = torch.randn(weight.shape, generator=generator)
+                weight.copy_(noise * 0.3 if weight.dim() == 2 else 1 + 0.4 * noise)
+        return draft
+
+    return make
+
+
+@pytest.fixture
+def hidden():
+    return torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(4)) * 5
+
+
+@pytest.mark.parametrize("chained", [True, False])
+@pytest.mark.parametrize("num_heads", [1, 3, 5])
+def test_the_heads_are_the_restated_ones(make_draft, hidden, chained, num_heads):
+    draft = make_draft(num_heads=num_heads, chained=chained)
+    with torch.no_grad():
+        found = draft(hidden)
+    assert found.shape == (num_heads, 2, 7, 64) and found.dtype == torch.float32
+    expected = restated_heads(
+        draft.state_dict(), "heads.layers.", hidden, num_heads, draft.config.rms_norm_eps, chained
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # float32 against float64
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7])
+def test_sequential_heads_are_the_restated_ones(make_draft, hidden, length):
+    draft, hidden = make_draft(sequential=True), hidden[:, :length]
+    embedded = torch.randn(2, length, 64, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        found = draft(hidden, embedded)
+    expected = restated_heads(draft.state_dict(), "heads.layers.", hidden, 3, draft.config.rms_norm_eps, True, embedded)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # float32 against float64
+
+
+def test_embeddings_belong_to_sequential_heads_alone(make_draft, hidden):
+    with pytest.raises(ValueError, match=r"sequential=True, and embedded is missing: .*need the embeddings"):
+        make_draft(sequential=True)(hidden)
+    with pytest.raises(ValueError, match=r"sequential=False, and embedded is given: .*do not look at them"):
+        make_draft()(hidden, hidden)
+
+
+def test_sequential_heads_are_chained(llama):
+    with pytest.raises(ValueError, match=r"chained=False, sequential=True: .*Leave out chained=False"):
+        TokenSwiftDraftModel.from_target(llama, chained=False, sequential=True)
+
+
+def test_norms_compute_in_float32(make_draft, hidden):
+    """In bfloat16 a mean of squares would be off by parts of a hundred; only its result is rounded."""
+    norm = make_draft().bfloat16().heads.layers[0].post_layernorm
+    rounded = hidden.bfloat16()
+    exact = rounded.double() / (rounded.double().pow(2).mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
+    assert (norm(rounded).double() / exact - 1).abs().max() < 2**-7  # two roundings to 8 bits
+
+
+def test_a_bfloat16_draft_takes_hidden_states_of_any_type(make_draft, hidden):
+    draft = make_draft().bfloat16()
+    assert torch.equal(draft(hidden), draft(hidden.bfloat16()))
+
+
+def test_shapes_are_the_targets_and_nothing_of_it_is_saved(llama, tmp_path):
+    draft = TokenSwiftDraftModel.from_target(llama)
+    assert draft.config.hidden_size == 64 and draft.config.rms_norm_eps == llama.config.rms_norm_eps
+    assert not draft.training and draft.dtype == llama.dtype and draft.device == llama.device
+    draft.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert len(saved) == 9 and sum(map(torch.numel, saved.values())) == 3 * (64 * 64 + 2 * 64)
+
+
+def test_a_new_head_is_nearly_the_targets_state(llama):
+    """Linear layers as the configuration says, norms at one."""
+    torch.manual_seed(0)
+    draft = TokenSwiftDraftModel.from_target(llama, initializer_range=0.05)
+    for name, weight in draft.named_parameters():
+        if weight.dim() == 1:
+            assert torch.equal(weight, torch.ones(64)), name
+        else:
+            assert weight.std().item() == pytest.approx(0.05, rel=0.05)  # of 4096 numbers
+
+
+@pytest.mark.parametrize("architecture", TINY_TARGETS)
+def test_every_architecture_has_heads(architecture):
+    """Behind the final norm's own scale, a head that adds nothing gives the target's own logits."""
+    target = tiny_target(architecture)
+    draft = TokenSwiftDraftModel.from_target(target, num_heads=2)
+    norm = final_norm_of(target)
+    with torch.no_grad(), FinalNormInput(target) as caught:
+        logits = target(tiny_prompts(target.config.vocab_size, [9])[0]).logits
+    with torch.no_grad():
+        for head in draft.heads.layers:
+            head.linear.weight.zero_()
+            head.post_layernorm = norm
+        found = TargetEnds(target).head(draft(caught.hidden))
+    for head in found:
+        torch.testing.assert_close(head, logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [{}, {"chained": False}, {"sequential": True}], ids=str)
+def test_saving_and_loading(make_draft, hidden, tmp_path, kind):
+    draft = make_draft(num_heads=2, **kind)
+    draft.save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is TokenSwiftConfig
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is TokenSwiftDraftModel
+    assert loaded.config.num_heads == 2 and all(getattr(loaded.config, name) == value for name, value in kind.items())
+    inputs = [hidden, hidden + 1] if "sequential" in kind else [hidden]
+    assert torch.equal(loaded(*inputs), draft(*inputs))
+
+
+def test_what_is_no_number_of_heads(llama):
+    with pytest.raises(ValueError, match="num_heads=0: expected at least 1"):
+        TokenSwiftDraftModel.from_target(llama, num_heads=0)
+    with pytest.raises(ValueError, match=r"unknown settings \['heads'\]"):
+        TokenSwiftDraftModel.from_target(llama, heads=3)
+
+
+def test_a_target_without_a_final_norm_is_refused():
+    model = tiny_target("llama")
+    model.model.closing = model.model.norm
+    del model.model.norm
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no final norm.*draft without heads"):
+        TokenSwiftDraftModel.from_target(model)
+
+
+def test_another_target_is_refused(make_draft):
+    draft, other = make_draft(), TargetView(tiny_target("llama", hidden_size=32))
+    with pytest.raises(ValueError, match="hidden_size=64, and this target has hidden_size=32"):
+        draft.check(other)

@@ -1,0 +1,263 @@
+"""The partial cache against one list of positions per row, layer and head; what it copies; when it is built."""
+
+from itertools import pairwise, product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy, TokenSwiftDrafter
+from hf_longspec.testing import TINY_TARGETS, tiny_target
+from hf_longspec.testing_drafts import random_tokenswift_draft
+from tests.modeling.tokenswift.oracle_heads import with_oracle
+from tests.modeling.tokenswift.restated_partial_kv import Attended, Slots
+
+LENGTHS = (57, 3, 39)
+NEVER = 999  # no token of the tiny targets
+BUDGET, RECENT = 21, 5
+SMALL = {"self_draft": "partial_kv", "partial_kv_budget": BUDGET, "partial_kv_recent": RECENT}
+REACH = 5  # levels of the default tree, and the token behind them
+
+
+@given(
+    built=st.integers(0, 60),
+    more=st.integers(0, 60),
+    budget=st.integers(6, 40),
+    recent=st.integers(0, 12),
+    seed=st.integers(0, 10**6),
+)
+def test_slots_of_the_policy_are_those_of_a_list(built, more, budget, recent, seed):
+    recent = min(recent, budget - 4)
+    policy = PartialKVPolicy(budget, recent)
+    scores = torch.randn(2, built, generator=torch.Generator().manual_seed(seed))
+    chosen = policy.select(scores)
+    assert chosen.shape == (2, policy.size(built))
+    for head in range(2):
+        slots = Slots(scores[head].tolist(), budget, recent)
+        assert chosen[head].tolist() == slots.positions
+        assert policy.room(built) == slots.room
+        held = chosen[head].tolist() + [None] * (budget - policy.size(built))
+        for length in range(built + 1, built + 1 + min(more, policy.room(built))):
+            assert not policy.is_due(built, length)
+            held[policy.slot(built, length - 1)] = length - 1
+            slots.add(length - 1)
+            assert held[: policy.used(built, length)] == slots.positions
+            assert {*range(min(4, length)), *range(max(0, length - recent), length)} <= set(slots.positions)
+        assert policy.is_due(built, built + policy.room(built) + 1)
+
+
+def test_a_static_policy_is_built_once_and_takes_nothing_in():
+    policy = PartialKVPolicy(12, 3, dynamic=False)
+    assert policy.is_due(None, 5)
+    assert not policy.is_due(5, 10**6)
+    assert policy.used(9, 10**6) == 9
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """A list that gets one entry per commit: the rows that were due, the verification, and what is held behind it."""
+    records = []
+    observe = TokenSwiftDrafter.observe
+
+    def watching(self, verification):
+        observe(self, verification)
+        records.append({"due": self.due, "verification": verification, "held": held(self), "drafter": self})
+
+    monkeypatch.setattr(TokenSwiftDrafter, "observe", watching)
+    return records
+
+
+def held(drafter):
+    """Positions that row, layer and head hold, in slot order: found by comparing keys and values bit by bit."""
+    found, cache = {}, drafter.binding.cache
+    for index in drafter.partial.sparse_layers:
+        full, own = cache.layers[index], drafter.partial.layers[index]
+        for row, (length, used) in enumerate(zip(cache.host_lengths, drafter.partial.used.host, strict=True)):
+            for head in range(full.keys.shape[1]):
+                match = (own.keys[row, head, :used, None] == full.keys[row, head, None, :length]).all(-1)
+                match &= (own.values[row, head, :used, None] == full.values[row, head, None, :length]).all(-1)
+                assert match.sum(1).tolist() == [1] * used
+                found[row, index, head] = match.int().argmax(1).tolist()
+    return found
+
+
+def lucky(iteration, row, level):
+    """Some iterations accept much, others nothing, and no two rows the same."""
+    return [0, 2, None, 1][(iteration * 7 + row * 3 + level * level) % 4]
+
+
+def generate(plain_run, name, lengths=LENGTHS, new=48, ranks=lucky, **settings):
+    """A greedy generation, checked against the bare model's; the texts of all rows, and the draft."""
+    run = plain_run(name, lengths, max_new_tokens=new, eos_token_id=NEVER)
+    draft = with_oracle(random_tokenswift_draft(run.model, **(SMALL | settings)), run.generated, ranks)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    padded = zip(run.inputs["input_ids"], run.inputs["attention_mask"].bool(), run.generated, strict=True)
+    return run.model, [prompt[keep].tolist() + text for prompt, keep, text in padded], draft
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {}),
+        ("qwen3", {"partial_kv_budget": 26, "partial_kv_recent": 12}),
+        ("gemma3", {"partial_kv_recent": 0}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_buffers_hold_what_a_list_per_row_layer_and_head_holds(plain_run, watch, name, settings):
+    """Over a whole generation: which positions, their keys and values bit by bit, and which rows are built when."""
+    model, texts, _ = generate(plain_run, name, **settings)
+    budget, recent = settings.get("partial_kv_budget", BUDGET), settings.get("partial_kv_recent", RECENT)
+    one_for_all = name == "deepseek_v3"  # heads share their cache, and with it the selection
+    slots, builds = {}, [0] * len(LENGTHS)
+    for record in watch:
+        verification = record["verification"]
+        due = []
+        for row, text in enumerate(texts):
+            prefix, kept = verification.prefix_lengths[row], verification.num_nodes[row]
+            places = [place for place in record["held"] if place[0] == row]
+            if any(place not in slots or slots[place].room < REACH for place in places):
+                due.append(row)
+                builds[row] += 1
+                query = prefix + max(kept, 1) - 1
+                attended = Attended(model, text[: query + 1])
+                for _, layer, head in places:
+                    if one_for_all:
+                        scores = attended.weights(layer, query, prefix)
+                    else:
+                        scores = attended.scores(layer, head, query, prefix)
+                    slots[row, layer, head] = Slots(scores, budget, recent)
+            for place in places:
+                for position in range(prefix, prefix + kept):
+                    slots[place].add(position)
+                assert record["held"][place] == slots[place].positions
+        assert record["due"] == due
+        assert (verification.capture is None) == (not due)
+    assert min(builds) >= 2 and max(builds) >= 3
+    assert len(watch) > 2 * sum(bool(record["due"]) for record in watch)
+
+
+def test_a_period_is_the_budget_without_the_sinks(plain_run, watch):
+    """A row is built when the tokens that one more step may emit would not fit."""
+    generate(plain_run, "llama", (57,), 70, partial_kv_policy="dynamic", tree_branching=[1])
+    # the tree has 2 nodes: at most 2 tokens per step
+    lengths = [record["verification"].prefix_lengths[0] for record in watch if record["due"]]
+    gaps = [later - earlier for earlier, later in pairwise(lengths)]
+    assert len(gaps) >= 3
+    assert all(BUDGET - 4 - 2 < gap <= BUDGET - 4 for gap in gaps)
+
+
+def test_a_step_copies_the_new_tokens_and_no_others(plain_run, watch, monkeypatch):
+    copied, copy = [], PartialCache._copy
+
+    def counting(self, layer_idx, places):
+        copied.append((len(watch), layer_idx, places.shape[2]))
+        copy(self, layer_idx, places)
+
+    monkeypatch.setattr(PartialCache, "_copy", counting)
+    model, _, _ = generate(plain_run, "llama", new=24)
+    for step, record in enumerate(watch):
+        widths = [width for when, _, width in copied if when == step]
+        assert widths == [max(record["verification"].num_nodes)] * model.config.num_hidden_layers
+
+
+def test_static_buffers_stay_as_the_prompt_left_them(plain_run, watch):
+    generate(plain_run, "llama", new=24, partial_kv_policy="static")
+    assert all(record["held"] == watch[0]["held"] for record in watch)
+    assert [record["due"] for record in watch if record["due"]] == [[0, 1, 2]]
+    for (row, _, _), positions in watch[0]["held"].items():
+        # the last prompt token came after the queries that scored the others
+        assert set(positions) <= set(range(LENGTHS[row] - 1))
+        assert len(positions) == min(BUDGET, LENGTHS[row] - 1)
+
+
+def test_rows_of_a_batch_hold_what_they_hold_alone(plain_run, watch):
+    """Step by step, as long as a row grows; rows are built at different times."""
+
+    def history(row):
+        growing = [record for record in watch if record["verification"].num_nodes[row]]
+        return [
+            (
+                row in record["due"],
+                record["verification"].num_nodes[row],
+                {place[1:]: positions for place, positions in record["held"].items() if place[0] == row},
+            )
+            for record in growing
+        ]
+
+    def luck(iteration, row, level):
+        return [0, None, 2][(iteration + level) % 3]
+
+    generate(plain_run, "qwen2", ranks=luck)
+    together = [history(row) for row in range(3)]
+    assert len({tuple(step[0] for step in rows) for rows in together}) == 3
+    watch.clear()
+    # a prompt is the first row of its batch whatever its length, so the same prompt has to be cut out of the batch
+    run = plain_run("qwen2", LENGTHS, max_new_tokens=48, eos_token_id=NEVER)
+    for row, length in enumerate(LENGTHS):
+        alone = {"input_ids": run.inputs["input_ids"][row : row + 1, -length:]}
+        alone["attention_mask"] = torch.ones_like(alone["input_ids"])
+        draft = with_oracle(random_tokenswift_draft(run.model, **SMALL), [run.generated[row]], luck)
+        assert run.again(draft, **alone)[0, length:].tolist() == run.generated[row]
+        own = history(0)
+        # the batch goes on for the others when this row ends, and alone it is not told of its last step
+        assert own == together[row][: len(own)] and len(own) >= len(together[row]) - 1
+        watch.clear()
+
+
+# float32 in another order; logits have a standard deviation of 3
+LOGIT_TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [*product(["dynamic", "full"], TINY_TARGETS), ("static", "llama"), ("static", "gemma3"), ("static", "mistral")],
+)
+def test_with_room_for_everything_drafting_computes_the_logits_of_the_target(plain_run, monkeypatch, policy, name):
+    """Against one forward without a cache. `static` never sees what was generated."""
+    computed, step = [], PartialCache.step
+
+    def recording(self, *args, **options):
+        logits, hidden = step(self, *args, **options)
+        computed.append((self.cache.host_lengths, logits))
+        return logits, hidden
+
+    monkeypatch.setattr(PartialCache, "step", recording)
+    settings = {"partial_kv_policy": policy, "partial_kv_budget": 4096, "tree_branching": [1, 2]}
+    model, texts, _ = generate(plain_run, name, (33, 3, 13), 10, **settings)
+    assert len(computed) > 2
+    differ = 0
+    for lengths, logits in computed[1::2]:
+        for row, length in enumerate(lengths):
+            if length + 1 < len(texts[row]):
+                with torch.no_grad():
+                    expected = model(torch.tensor([texts[row][: length + 1]]), use_cache=False).logits[0, -1]
+                if policy == "static":
+                    differ += not torch.allclose(logits[row], expected, **LOGIT_TOLERANCE)
+                else:
+                    torch.testing.assert_close(logits[row], expected, **LOGIT_TOLERANCE)
+    all_slide = name == "mistral"  # and sliding layers read the whole cache under every policy
+    assert (differ > 0) == (policy == "static" and not all_slide)
+
+
+def test_bytes_do_not_depend_on_the_context(plain_run):
+    sizes = set()
+    for length, new in ((90, 5), (90, 40), (400, 5)):
+        model, _, draft = generate(plain_run, "llama", (length, 30), new)
+        sizes.add(draft.last_speculation.draft_state_bytes)
+    config = model.config
+    # keys and values in float32, 2 rows, one slot for the token that is drafted on
+    entry = 2 * 4 * config.num_key_value_heads * config.head_dim
+    assert sizes == {2 * config.num_hidden_layers * (BUDGET + 1) * entry}
+
+
+def test_a_backend_that_takes_lengths_from_the_device(plain_run):
+    """The reference backend looks at no length on the host."""
+    model = tiny_target("llama", attn_implementation="hf_longspec_reference")
+    for policy in ("dynamic", "full"):
+        run = plain_run(model, (17, 3), max_new_tokens=8, eos_token_id=NEVER)
+        draft = random_tokenswift_draft(model, **(SMALL | {"partial_kv_budget": 64, "partial_kv_policy": policy}))
+        assert run.again(draft).tolist() == run.sequences.tolist()
+        # the base prediction over all entries is the target's own, so no step but the last emits less than 2 tokens
+        assert draft.last_speculation.acceptance_histogram[0] <= 2
