@@ -44,15 +44,15 @@ def flatten(file: Path, root: Path, package: str) -> dict[str, str]:
 def flat_name(path: Path, root: Path) -> str:
     """Return the name of a module in the repository, prefixed by its folders.
 
-    The prefix is left out if the name has it already, and for configurations.
+    The prefix is left out for the files of a method, whose names end with that of their folder, and for configurations.
 
-    >>> flat_name(Path("/p/generation/drafters/longspec.py"), Path("/p"))
-    'generation_drafters_longspec'
-    >>> flat_name(Path("/p/modeling/modeling_longspec.py"), Path("/p"))
-    'modeling_longspec'
+    >>> flat_name(Path("/p/generation/cache.py"), Path("/p"))
+    'generation_cache'
+    >>> flat_name(Path("/p/modeling/longspec/generation_longspec.py"), Path("/p"))
+    'generation_longspec'
     """
     *folders, stem = path.relative_to(root.resolve()).with_suffix("").parts
-    if folders and stem.startswith((f"{folders[-1]}_", "configuration_")):
+    if folders and (stem.endswith(f"_{folders[-1]}") or stem.startswith("configuration_")):
         return stem
     return "_".join([*folders, stem])
 

@@ -12,15 +12,16 @@ from hf_longspec.modeling.longspec.training_longspec import RowNoise, anchor_off
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training.target_states import TargetPass
-from tests.training.conftest import (  # noqa: F401 - fixtures
-    draft,
-    ligers_loss,
-    make_draft,
-    make_trainer,
-    pristine_target,
-    target,
-    tokens,
-)
+from tests.training import conftest as training
+
+# The fixtures of tests/training, whose `target` is another one than that of the loop's tests.
+draft = training.draft
+ligers_loss = training.ligers_loss
+make_draft = training.make_draft
+make_trainer = training.make_trainer
+pristine_target = training.pristine_target
+target = training.target
+tokens = training.tokens
 
 LIMIT = 64
 

@@ -10,17 +10,18 @@ from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training.target_states import HiddenPass
 from tests.modeling.tokenswift.restated_heads import restated_heads
-from tests.training.conftest import (  # noqa: F401 - fixtures
-    draft,
-    heads,
-    ligers_loss,
-    make_draft,
-    make_heads,
-    make_trainer,
-    pristine_target,
-    target,
-    tokens,
-)
+from tests.training import conftest as training
+
+# The fixtures of tests/training, whose `target` is another one than that of the loop's tests.
+draft = training.draft
+heads = training.heads
+ligers_loss = training.ligers_loss
+make_draft = training.make_draft
+make_heads = training.make_heads
+make_trainer = training.make_trainer
+pristine_target = training.pristine_target
+target = training.target
+tokens = training.tokens
 
 ROWS = [(0, 33), (40, 21), (70, 6), (90, 3)]
 
