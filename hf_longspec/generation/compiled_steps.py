@@ -6,9 +6,9 @@ large batches of different lengths, the lengths stay in a tensor, and attention 
 reads nothing else on the host, so no graph is built twice.
 
 [`CapturedRunner`] captures a function as a CUDA graph, once per cache and bucket of lengths, and replays it. A graph
-holds addresses, so small inputs are copied into its own tensors. Kernels read the lengths on the device, and buffers are
-read up to the next power of two. `capture` contains all calls of CUDA. It follows the documentation and has never run on
-a GPU.
+holds addresses, so small inputs are copied into its own tensors. Kernels read the lengths on the device, and buffers
+are read up to the next power of two. `capture` contains all calls of CUDA. It follows the documentation and has never
+run on a GPU.
 
 The functions at the end are the contents of a graph. They get the cache as buffers and lengths, and build around them
 the few objects that the model's forward expects.

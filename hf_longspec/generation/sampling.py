@@ -5,11 +5,11 @@
 taken.
 
 [`Coupling`] ranks candidates as the target would choose them if the draft's logits were its own. The target's choice
-depends on its logits, on the processors and, when it samples, on the noise of the position. The last two are known while
-drafting. A draft that applies both proposes the very token that the target will draw whenever the two distributions
-agree. The target's choice does not depend on the draft, so the distribution of the text, and the text for a given seed,
-stay the same. https://huggingface.co/papers/2408.07978 bounds the acceptance of one such draw; here all candidates of a
-tree are ranked this way.
+depends on its logits, on the processors and, when it samples, on the noise of the position. The last two are known
+while drafting. A draft that applies both proposes the very token that the target will draw whenever the two
+distributions agree. The target's choice does not depend on the draft, so the distribution of the text, and the text
+for a given seed, stay the same. https://huggingface.co/papers/2408.07978 bounds the acceptance of one such draw; here
+all candidates of a tree are ranked this way.
 """
 
 import copy

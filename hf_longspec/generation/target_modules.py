@@ -1,8 +1,8 @@
 """The modules of a target that trained drafts share: embedding, language-model head, rotary embedding, final norm.
 
-The modules and functions are the target's own, found and called, never copied. Differences between architectures outside
-of them are the rows of data below; tests/generation/test_target_modules.py compares each with the target's own hidden
-states, queries and logits.
+The modules and functions are the target's own, found and called, never copied. Differences between architectures
+outside of them are the rows of data below; tests/generation/test_target_modules.py compares each with the target's
+own hidden states, queries and logits.
 
 [`FinalNormInput`] catches the input of the final norm, the residual stream after the last layer. Transformers'
 `hidden_states[-1]` is the output of the norm, and `output_hidden_states` keeps the states of all layers.

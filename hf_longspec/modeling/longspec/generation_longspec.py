@@ -1,8 +1,8 @@
 """LongSpec: a one-block draft grows a beam over its own window and the target's cache.
 
-LongSpec, https://huggingface.co/papers/2502.17421. Every node of the tree attends to the whole committed prefix in the
-target's cache, and to its own ancestors and the last `window` tokens in the draft's own state, whose size does not depend
-on the context length. The target has no keys for drafted tokens yet; the draft was trained for that gap.
+LongSpec, https://huggingface.co/papers/2502.17421. Every node of the tree attends to the whole committed prefix in
+the target's cache, and to its own ancestors and the last `window` tokens in the draft's own state, whose size does
+not depend on the context length. The target has no keys for drafted tokens yet; the draft was trained for that gap.
 """
 
 from collections.abc import Sequence

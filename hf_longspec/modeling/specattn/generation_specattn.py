@@ -4,10 +4,10 @@ SpecAttn (Vegas), https://huggingface.co/papers/2602.07223. One iteration drafts
 selected entries and everything since the selection, verifies it with full attention, collects scores from two of the
 verification's query rows, and selects again. Positions stay the true ones.
 
-The speed-up bound follows from the bytes that a step reads. Each of gamma drafting steps reads all weights and a share of
-the keys and values. The verification reads all weights, keys and values once, and emits gamma + 1 tokens if every draft
-is accepted; plain steps would read everything once for each of these tokens. Every estimate errs in favour of
-speculation, so that no measured speed-up exceeds the bound.
+The speed-up bound follows from the bytes that a step reads. Each of gamma drafting steps reads all weights and a
+share of the keys and values. The verification reads all weights, keys and values once, and emits gamma + 1 tokens if
+every draft is accepted; plain steps would read everything once for each of these tokens. Every estimate errs in
+favour of speculation, so that no measured speed-up exceeds the bound.
 """
 
 from collections.abc import Sequence
