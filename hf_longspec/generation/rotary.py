@@ -17,7 +17,8 @@ prompt of its row. The loop keeps to the columns of plain `generate`:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,19 @@ def cache_at(model: PreTrainedModel, column: int) -> str:
     if inputs.get("past_key_values") is cache:
         return KEEPS
     return RECOMPUTES if inputs["input_ids"].shape[1] == column + 1 else FORGETS
+
+
+@contextmanager
+def rotary_state_kept(model: PreTrainedModel) -> Iterator[None]:
+    """Restore the frequencies that forwards leave on rotary embeddings: a trial must not change a later text."""
+    modules = [module for module in model.modules() if hasattr(module, "max_seq_len_cached")]
+    kept = [(module, dict(module._buffers), dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for module, buffers, attributes in kept:
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
 
 
 class RotaryLimit:

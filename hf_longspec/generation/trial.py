@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..attention_backends.interface import REFUSED
+from .rotary import rotary_state_kept
 
 QUERIES = 2
 # The claimed prefix has the length of the longest text, and of this many tokens where a config does not limit texts.
@@ -68,7 +69,8 @@ def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
     """Whether the input `name`, full of zeros, is the same as none: the token types of a text in most models."""
     ignored = layer_traits(model, config).ignored
     if name not in ignored:
-        without, given = _run(model, config), _run(model, config, zeros=name)
+        with rotary_state_kept(model):
+            without, given = _run(model, config), _run(model, config, zeros=name)
         ignored[name] = not given.reasons() and not given.differs_from(without)
     return ignored[name]
 
@@ -76,7 +78,8 @@ def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
 def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
     longest = max([getattr(config, "max_position_embeddings", None) or NO_LIMIT, *_lengths(config)])
     try:
-        first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
+        with rotary_state_kept(model):
+            first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
         differs = later.differs_from(first) and not again.differs_from(first)  # some kernels are never the same
     except torch.OutOfMemoryError:
         raise

@@ -4,12 +4,14 @@ from typing import ClassVar
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, MistralForCausalLM
+from transformers import LlamaForCausalLM
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.contexts import TreeContext
-from hf_longspec.generation import forward_check
+from hf_longspec.generation import forward_check, target
 from hf_longspec.generation.decoding import Session
+from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.trial import LayerTraits
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
 
 ONE, RAGGED = (21,), (3, 33, 13)
@@ -21,23 +23,6 @@ class IgnoresPositions(LlamaForCausalLM):
 
     def forward(self, *args, position_ids=None, **kwargs):
         return super().forward(*args, **kwargs)
-
-
-class DropsItsWindow(MistralForCausalLM):
-    """Its attention layers do not pass the window on, and have no config that says it."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.self_attn.config = _WithoutWindow(layer.self_attn.config)
-
-
-class _WithoutWindow:
-    def __init__(self, config):
-        self._config = config
-
-    def __getattr__(self, name):
-        return None if name == "sliding_window" else getattr(self._config, name)
 
 
 class SeesTheFuture(LlamaForCausalLM):
@@ -66,6 +51,16 @@ class Counted(LlamaForCausalLM):
 def nothing_was_checked(monkeypatch):
     monkeypatch.setattr(forward_check, "_checked", set())
     Counted.forwards.clear()
+
+
+@pytest.fixture
+def blind(monkeypatch):
+    """The trial forward finds nothing, neither reasons nor windows: the check has to find mistakes by itself."""
+
+    def nothing(model, config):
+        return LayerTraits((None,) * config.num_hidden_layers, [], None)
+
+    monkeypatch.setattr(target, "layer_traits", nothing)
 
 
 def as_class(kind, name="llama", **overrides):
@@ -117,7 +112,7 @@ def test_it_runs_behind_the_longest_prefix(lengths, monkeypatch):
 
 @LENGTHS
 @pytest.mark.parametrize("kind", [IgnoresPositions, SeesTheFuture])
-def test_wrong_models_are_refused(kind, lengths):
+def test_wrong_models_are_refused(kind, lengths, blind):
     model = as_class(kind)
     for _ in range(2):  # a refusal is not forgotten
         with pytest.raises(
@@ -127,16 +122,15 @@ def test_wrong_models_are_refused(kind, lengths):
 
 
 @LENGTHS
-def test_a_dropped_window_is_refused(lengths):
-    """Its mask is right in plain forwards, which a verified tree has none of."""
-    model = as_class(DropsItsWindow, "mistral")
-    with pytest.raises(ValueError, match="DropsItsWindow cannot be verified"):
-        generate(model, lengths)
-    longer = as_class(DropsItsWindow, "mistral", sliding_window=4 * WINDOW)  # the prompts do not fill it
-    generate(longer, lengths)
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_lost_window_is_refused(name, lengths, blind):
+    """Plain forwards have the window in their masks, and a verified tree has no such mask."""
+    with pytest.raises(ValueError, match="cannot be verified"):
+        generate(tiny_target(name), lengths)
+    generate(tiny_target(name, sliding_window=4 * WINDOW), lengths)  # the prompts do not fill it
 
 
-@pytest.mark.parametrize(("part", "name"), [("softcap", "gemma2"), ("sinks", "gpt_oss"), ("sliding_window", "gemma3")])
+@pytest.mark.parametrize(("part", "name"), [("softcap", "gemma2"), ("sinks", "gpt_oss")])
 def test_lost_parts_of_the_attention_are_refused(part, name, monkeypatch):
     attend = TreeContext.attend
     monkeypatch.setattr(TreeContext, "attend", lambda *args, **kw: attend(*args, **(kw | {part: None})))
@@ -154,6 +148,8 @@ class TestHowOften:
     def test_once_per_kind_at_the_cost_of_two_small_forwards(self):
         model = as_class(Counted)
         draft = PlainDraftModel.from_target(model)
+        assert TargetView(model).why_not() == []  # the trial has forwards of its own
+        Counted.forwards.clear()
         generate(model, RAGGED, draft)
         first = list(Counted.forwards)
         Counted.forwards.clear()
@@ -175,7 +171,7 @@ class TestHowOften:
         generate(as_class(Counted, **overrides))
         assert 7 in Counted.forwards
 
-    def test_it_can_be_switched_off(self):
+    def test_it_can_be_switched_off(self, blind):
         model = as_class(Counted)
         draft = NgramDraftModel.from_target(model, check_target=False)
         generate(model, draft=draft)
@@ -228,7 +224,7 @@ def test_the_cache_is_left_as_it_was(lengths, monkeypatch):
     assert seen == [1]
 
 
-def test_a_refusal_leaves_the_users_cache(monkeypatch):
+def test_a_refusal_leaves_the_users_cache(blind):
     model = as_class(IgnoresPositions)
     kept = SpeculativeCache(model.config, 1, 60)
     generate(model, draft=PlainDraftModel.from_target(model, check_target=False), past_key_values=kept)
@@ -244,7 +240,7 @@ def test_a_refusal_leaves_the_users_cache(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_warns_once(dtype, monkeypatch):
+def test_half_precision_warns_once(dtype, monkeypatch, blind):
     told = []
     monkeypatch.setattr(forward_check.logger, "warning", lambda *message: told.append(message))
     generate(tiny_target("llama", dtype=dtype))
