@@ -165,6 +165,11 @@ class TargetView:
             for config, implementation in configs:
                 config._attn_implementation_internal = implementation
 
+    def keeping(self, columns: torch.Tensor) -> dict[str, Any]:
+        """The argument of a forward by which logits of `columns` alone are computed, if the model takes it."""
+        # A tensor: some models slice more than the logits when they get an int.
+        return {"logits_to_keep": columns} if self._takes_logits_to_keep else {}
+
     def prefill(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> None:
         """Write keys and values of right-padded prompts behind what `cache` holds, under the model's own attention.
 
@@ -175,10 +180,7 @@ class TargetView:
                 Tokens per forward; all at once by default.
         """
         start, total = cache.get_seq_length(), input_ids.shape[1]
-        extra: dict[str, Any] = {}
-        if self._takes_logits_to_keep:
-            # A tensor: some models slice more than the logits when they get an int.
-            extra["logits_to_keep"] = torch.zeros(1, dtype=torch.long, device=input_ids.device)
+        extra = self.keeping(torch.zeros(1, dtype=torch.long, device=input_ids.device))
         for begin in range(0, total, chunk_size or max(total, 1)):
             chunk = input_ids[:, begin : begin + (chunk_size or total)]
             positions = torch.arange(start + begin, start + begin + chunk.shape[1], device=chunk.device)
