@@ -49,8 +49,8 @@ def check_target(
         texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row, of which the last few are run.
         limit (`int`): Positions of the check stay below it.
         logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*):
-            Of the last token of every text, from a forward over the whole text with images and the like. Then the end of
-            the text that is not in the cache is verified as well: text after an image must be the same without it.
+            Of the last token of every text, from one forward over the text with images and the like. Then the end
+            of a text, which is not in the cache, is verified too: after the image, it must run without that input.
 
     Raises:
         ValueError: If the logits disagree in float32. In other precisions a warning is logged.

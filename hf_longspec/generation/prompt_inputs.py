@@ -40,15 +40,11 @@ TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 def inputs_beside_tokens(target: TargetView, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments that the model would get from plain `generate`, and would use; empty for text alone."""
     given = {name: value for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS}
-    if (encoded := given.get("mm_encoder_outputs")) is not None and not any(
-        outputs is not None for outputs in encoded.values()
-    ):  # what generate() made of pixels and the like
-        given["mm_encoder_outputs"] = None
+    if all(outputs is None for outputs in (given.get("mm_encoder_outputs") or {}).values()):
+        given["mm_encoder_outputs"] = None  # what generate() made of pixels and the like, and here there were none
     given = {name: value for name, value in given.items() if value is not None}
-    is_text = all(
-        name in TOKEN_TYPES and not bool(value.any()) and target.ignores_zeros(name) for name, value in given.items()
-    )
-    return {} if is_text else given
+    are_text = (name in TOKEN_TYPES and not value.any() and target.ignores_zeros(name) for name, value in given.items())
+    return {} if all(are_text) else given
 
 
 def refuse_inputs(
@@ -66,7 +62,7 @@ def refuse_inputs(
     given = inputs_beside_tokens(target, model_kwargs)
     if not given:
         return
-    model, (rows, length) = target.model, input_ids.shape
+    model, length = target.model, input_ids.shape[1]
     names, without = ", ".join(sorted(given)), "call generate() without assistant_model."
     if any(hasattr(module, "rope_deltas") for module in model.modules()):
         raise ValueError(
@@ -89,9 +85,8 @@ def refuse_inputs(
         )
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
-        of_tokens = {
-            name for name, value in given.items() if isinstance(value, torch.Tensor) and value.shape[:2] == (rows, length)
-        }
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        of_tokens = {name for name, value in tensors.items() if value.shape[:2] == input_ids.shape}
         if unknown := sorted(of_tokens - set(TOKEN_TYPES)):
             raise ValueError(
                 f"{', '.join(unknown)} may have a value for each token, and attention_mask has padding, which the loop "
@@ -124,7 +119,11 @@ def _of_every_forward(target: TargetView, input_ids: torch.Tensor, given: dict[s
         **grown,
     )
     kept = {name for name in given if passed.get(name) is not None}
-    return {name for name in kept if not (name in TOKEN_TYPES and target.ignores_zeros(name))}
+    return {
+        name
+        for name in kept
+        if not (target.ignores_zeros(name) if name in TOKEN_TYPES else target.ignores(name, given[name]))
+    }
 
 
 class PromptInputs:
@@ -160,10 +159,9 @@ class PromptInputs:
         Raises:
             ValueError: If a prompt does not end with text, or its positions are not those of its tokens.
         """
-        model = target.model
+        model, names = target.model, ", ".join([*self.types, *self.others])
         tokens = pad_sequence(list(prompts), batch_first=True)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        types = {name: pad_sequence(rows, batch_first=True) for name, rows in self.types.items()}
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=tokens.device)
         columns, of_row = last.unique(return_inverse=True)
         inputs = model.prepare_inputs_for_generation(
@@ -172,36 +170,31 @@ class PromptInputs:
             past_key_values=cache,
             use_cache=True,
             is_first_iteration=True,
-            **types,
+            **{name: pad_sequence(rows, batch_first=True) for name, rows in self.types.items()},
             **self.others,
         )
         with DecoderArguments(model) as decoder:
             logits = model(**inputs, **target.keeping(columns)).logits
         where = last if logits.shape[1] == tokens.shape[1] else of_row
         self.logits = logits[range(len(prompts)), where.to(logits.device)]
-        embedded = decoder.arguments.get("inputs_embeds")
-        used = decoder.arguments.get("position_ids")
-        if (
-            embedded is None
-            or embedded.shape[:2] != tokens.shape
-            or (used is not None and not bool((used == positions.to(used.device)).all()))
-        ):
+        embedded, used = (decoder.arguments.get(name) for name in ("inputs_embeds", "position_ids"))
+        in_place = used is None or bool((used == positions.to(used.device)).all())
+        if embedded is None or embedded.shape[:2] != tokens.shape or not in_place:
             raise ValueError(
-                f"{', '.join([*self.types, *self.others])}: the decoder of {type(model).__name__} did not get one "
-                "embedding for each token, at the position of the token. Call generate() without assistant_model."
+                f"{names}: the decoder of {type(model).__name__} did not get one embedding for each token, at the "
+                "position of the token. Call generate() without assistant_model."
             )
         sizes = []
         for row, prompt in enumerate(prompts):
             end = slice(max(0, len(prompt) - most), len(prompt))
             is_text = (embedded[row, end] == model.get_input_embeddings()(prompt[end]).to(embedded.device)).all(-1)
             for rows in self.types.values():
-                is_text &= rows[row][end].to(is_text.device) == 0
+                is_text &= (rows[row][end] == 0).to(is_text.device)
             sizes.append(int(is_text.flip(0).long().cumprod(0).sum()))
         if 0 in sizes:
             raise ValueError(
-                f"the prompt of row {sizes.index(0)} does not end with text: its last token is part of what "
-                f"{', '.join([*self.types, *self.others])} gave, and a draft continues text. Add a token of text, or "
-                "call generate() without assistant_model."
+                f"the prompt of row {sizes.index(0)} does not end with text: its last token belongs to {names}, and a "
+                "draft continues text. Add a token of text, or call generate() without assistant_model."
             )
         return sizes
 

@@ -19,7 +19,7 @@ from .draft_tree import DraftTree
 from .final_norm import FinalNormInput
 from .ranks import Ranks
 from .step import FixedSteps, Runner, logits_under
-from .trial import LayerTraits, ignores_zeros, layer_traits
+from .trial import LayerTraits, ignores, ignores_zeros, layer_traits
 
 ATTENTION_NAME = "hf_longspec"
 # Of each model, held while its attention implementation is switched; re-entrant, as a criterion may generate, too.
@@ -75,6 +75,11 @@ class TargetView:
         """Whether an input of this name that is full of zeros changes nothing."""
         with self.attention():
             return ignores_zeros(self.model, self.config, name)
+
+    def ignores(self, name: str, value: Any) -> bool:
+        """Whether this input changes nothing of text after a prefix."""
+        with self.attention():
+            return ignores(self.model, self.config, name, value)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
