@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2AudioForConditionalGeneration
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.decoding import Session
@@ -25,7 +25,7 @@ def models():
 
     def get(name):
         if name not in made:
-            made[name] = fuyu() if name == "fuyu" else vision_language_model(name)
+            made[name] = OTHERS[name]() if name in OTHERS else vision_language_model(name)
         return made[name]
 
     return get
@@ -35,6 +35,17 @@ def fuyu():
     sizes = SIZES | {"image_token_id": IMAGE_TOKEN}
     config = AutoConfig.for_model("fuyu", text_config={"model_type": "persimmon", **SIZES}, patch_size=4, **sizes)
     return peaked(lambda: AutoModelForCausalLM.from_config(config))
+
+
+def qwen2_audio():
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    audio |= {"num_mel_bins": 16, "max_source_positions": 20}
+    text = SIZES | {"model_type": "qwen2"}
+    config = AutoConfig.for_model("qwen2_audio", audio_config=audio, text_config=text, audio_token_id=IMAGE_TOKEN)
+    return peaked(lambda: Qwen2AudioForConditionalGeneration(config))
+
+
+OTHERS = {"fuyu": fuyu, "qwen2_audio": qwen2_audio}
 
 
 def check(model, lengths, **inputs):
@@ -48,7 +59,7 @@ def check(model, lengths, **inputs):
 
 
 @pytest.mark.parametrize("lengths", [(37,), (23, 9, 40)], ids=["one", "ragged"])
-@pytest.mark.parametrize("name", [*TEXT_ALONE, "fuyu"])
+@pytest.mark.parametrize("name", [*TEXT_ALONE, *OTHERS])
 def test_text_alone(name, lengths, models):
     check(models(name), lengths)
 
@@ -88,7 +99,9 @@ def test_classes_whose_text_differs(name, reason, models):
         models(name).generate(tiny_prompts(VOCAB_OF_TEXT, (9,))[0], **OPTIONS, assistant_model=draft)
 
 
-# Of each class: tokens of an image, and the inputs of so many images.
+FRAMES = (torch.arange(40) < 16).long()[None]  # of 40 frames, 16 have sound
+FUYU_PATCHES = "image_patches"  # renamed, and still taken under this name by transformers 5.23
+# Of each class: tokens of an image (or a sound), and the inputs of so many of them.
 GRID = torch.tensor([[x, y] for y in range(4) for x in range(4)])
 IMAGES = {
     "gemma3": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),
@@ -106,8 +119,11 @@ IMAGES = {
     ),
     "idefics3": (1, lambda rows: {"pixel_values": torch.randn(rows, 1, 3, 28, 28)}),
     "fuyu": (4, lambda rows: {FUYU_PATCHES: torch.randn(rows, 4, 48)}),
+    "qwen2_audio": (
+        4,
+        lambda rows: {"input_features": torch.randn(rows, 16, 40), "feature_attention_mask": FRAMES.repeat(rows, 1)},
+    ),
 }
-FUYU_PATCHES = "image_patches"  # renamed, and still taken under this name by transformers 5.23
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"} | dict.fromkeys(QWENS, "mm_token_type_ids")
 IMAGES |= dict.fromkeys(
@@ -151,7 +167,19 @@ def random_tree(model, sequences):
 
 
 def longspec(model, _):
-    return random_longspec_draft(model)
+    return random_longspec_draft(model, gate=False)
+
+
+def tokenswift(model, _):
+    return random_tokenswift_draft(model, gate=False)
+
+
+def specattn(model, _):
+    return SpecAttnDraftModel.from_target(model, gate=False)
+
+
+def ngrams(model, _):
+    return NgramDraftModel.from_target(model, gate=False)
 
 
 @pytest.mark.parametrize("lengths", [(17,), (19, 19), (14, 21)], ids=["one", "two", "ragged"])
@@ -170,23 +198,24 @@ def test_image(name, lengths, models):
         ("gemma3", (17,), longspec),
         ("llava", (19, 19), longspec),
         ("mistral3", (14, 21), longspec),
-        ("idefics3", (14, 21), lambda model, _: random_tokenswift_draft(model)),
-        ("gemma3", (14, 21), lambda model, _: SpecAttnDraftModel.from_target(model)),
-        ("gemma4", (19, 19), lambda model, _: NgramDraftModel.from_target(model)),
-        ("fuyu", (19, 19), lambda model, _: NgramDraftModel.from_target(model)),
+        ("idefics3", (14, 21), tokenswift),
+        ("gemma3", (14, 21), specattn),
+        ("gemma4", (19, 19), ngrams),
+        ("fuyu", (19, 19), ngrams),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_image_with_other_drafts(name, lengths, draft, models):
-    check_image(models(name), draft, *with_image(name, lengths, after=6))
+    out, _ = check_image(models(name), draft, *with_image(name, lengths, after=6))
+    assert sum(map(sum, out.speculation.drafted_per_step)) > 0
 
 
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_text_after_the_image_seeds_the_drafter(after, models, monkeypatch):
-    """SpecAttn would like to see 8 tokens or more. Tokens of an image would be taken for text there."""
+    """SpecAttn would see as many as its drafts have. Tokens of an image would be taken for text there."""
     sizes, seed = [], Session.seed
     monkeypatch.setattr(Session, "seed", lambda session: (sizes.append([*map(len, session.tails)]), seed(session)))
-    draft = SpecAttnDraftModel.from_target(models("llava"))
+    draft = SpecAttnDraftModel.from_target(models("llava"), gate=False)
     check_image(models("llava"), lambda *_: draft, *with_image("llava", (14, 21), after=after))
     assert sizes == [[after, after]]
 
