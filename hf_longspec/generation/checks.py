@@ -1,30 +1,15 @@
 """Everything that is refused, with value, rule and remedy, before any work is done."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
+from .prompt_inputs import refuse_inputs
 from .sampling import refuse_stateful
 from .target import TargetView
 from .user_cache import refuse_cache
-
-# What the loop takes from generate()'s keyword arguments for the model; anything else would be silently dropped.
-KNOWN_MODEL_KWARGS = {
-    "attention_mask",
-    "cache_position",
-    "inputs_tensor",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "past_key_values",
-    "position_ids",
-    "synced_gpus",
-    "tokenizer",
-    "use_cache",
-}
 
 # What `generate` passes on to the assistants of transformers.
 ASSISTANT_SETTINGS = (
@@ -93,11 +78,6 @@ def _refuse_inputs(
 ) -> None:
     if model_kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0:
         raise ValueError("inputs_embeds cannot be drafted from: pass input_ids, or call generate() without a draft.")
-    if unknown := sorted(_unknown_inputs(target, input_ids, model_kwargs)):
-        raise ValueError(
-            f"{', '.join(unknown)} would not reach the model: speculative decoding runs on token ids alone. Drop what "
-            "is not needed, or call generate() without assistant_model."
-        )
     if not model_kwargs.get("use_cache", True):
         raise ValueError("use_cache=False: speculative decoding needs the cache. Drop the argument.")
     for name in ("output_attentions", "output_hidden_states"):
@@ -124,20 +104,9 @@ def _refuse_inputs(
             f"attention_mask has padding, and the forward of {type(target.model).__name__} takes no position_ids, so "
             "plain generate counts the padding as positions. Pass one prompt, or prompts of equal length."
         )
+    limit = max_length_of(config, target, input_ids.shape[1])
+    refuse_inputs(target, input_ids, model_kwargs, limit, config.prefill_chunk_size)
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
-
-
-def _unknown_inputs(target: TargetView, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Iterator[str]:
-    """What the model would get from plain `generate`, would use, and does not get from the loop."""
-    for name, value in model_kwargs.items():
-        if name in KNOWN_MODEL_KWARGS or value is None:
-            continue
-        if name == "mm_encoder_outputs":  # what generate() made of pixels and the like; empty where there are none
-            yield from (f"{modality} inputs" for modality, outputs in value.items() if outputs is not None)
-            continue
-        of_tokens = isinstance(value, torch.Tensor) and value.shape == input_ids.shape
-        if not (of_tokens and not bool(value.any()) and target.ignores_zeros(name)):  # types of tokens: all are text
-            yield name
 
 
 def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:

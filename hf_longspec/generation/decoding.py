@@ -23,6 +23,7 @@ from .drafter import Binding, Drafter, Verification
 from .forward_check import check_target
 from .gate import gated
 from .outputs import Outputs
+from .prompt_inputs import PromptInputs, inputs_beside_tokens
 from .rotary import RotaryLimit
 from .sampling import NoiseRows, TokenRule
 from .sequences import Sequences
@@ -84,6 +85,8 @@ class Session:
     rotary: RotaryLimit
     texts: list[torch.Tensor]
     prompts: list[torch.Tensor]
+    inputs: PromptInputs
+    tails: list[torch.Tensor]
     stored: int
     root: torch.Tensor
     proposed: list[int]
@@ -135,30 +138,39 @@ class Session:
         self.cache, self.stored = cache, cache.get_seq_length()
         self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
         self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
+        self.inputs = PromptInputs(inputs_beside_tokens(self.target, model_kwargs), mask)
         self.rotary = RotaryLimit(self.target.model, self.target.config, [len(text) for text in self.texts])
         self.rotary.refuse(input_ids.shape[1], self.max_length, self.stored, self.config.prefill_chunk_size)
         binding = Binding(self.target, cache, self.rule, self.max_length)
         self.drafter = gated(self.draft.drafter(binding), self.draft, self.stats, self._may_speculate)
 
     def prefill(self) -> None:
-        """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks."""
-        heads = [prompt[: max(0, len(prompt) - self.drafter.seed_tokens)] for prompt in self.prompts]
-        start = self.cache.get_seq_length()
-        if max(map(len, heads)):
+        """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks.
+
+        With images and the like, all prompt tokens run in one forward; the last ones are run again by [`seed`].
+        """
+        start, seed_tokens = self.cache.get_seq_length(), self.drafter.seed_tokens
+        sizes = [min(seed_tokens, len(prompt)) for prompt in self.prompts]
+        if self.inputs:
+            sizes = self.inputs.run(self.target, self.prompts, self.cache, seed_tokens)
+        heads = [prompt[: len(prompt) - size] for prompt, size in zip(self.prompts, sizes, strict=True)]
+        if max(map(len, heads)) and not self.inputs:
             # whole, where the frequencies of all tokens depend on the last one
             whole = self.prompts if self.rotary.is_passed else heads
             padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
             self.target.prefill(padded, self.cache, self.config.prefill_chunk_size)
         self.cache.set_lengths([start + len(head) for head in heads])
+        self.tails = [prompt[len(head) :] for prompt, head in zip(self.prompts, heads, strict=True)]
 
     def check_target(self) -> None:
         """Compare one small verification with a plain forward, if this kind of target was not compared yet."""
         if self.draft.setting("check_target") and not self.rotary.never_speculates:
-            check_target(self.target, self.cache, self.texts, self.rotary.highest(self.max_length))
+            highest = self.rotary.highest(self.max_length)
+            check_target(self.target, self.cache, self.texts, highest, self.inputs.logits)
 
     def seed(self) -> None:
         """Run the last prompt tokens as a chain: gives the first token, and the drafter its first look."""
-        tree, sizes = chain_of_last_tokens(self.prompts, self.drafter.seed_tokens)
+        tree, sizes = chain_of_last_tokens(self.tails, self.drafter.seed_tokens)
         before, capture = self.cache.host_lengths, self.drafter.capture(tree)
         step = self._verify(tree, capture)
         rows = torch.arange(len(sizes), device=step.logits.device)

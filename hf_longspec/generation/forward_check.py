@@ -33,7 +33,13 @@ HALF_TOLERANCE = 0.5
 _checked: set[tuple[Any, ...]] = set()
 
 
-def check_target(target: TargetView, cache: SpeculativeCache, texts: Sequence[torch.Tensor], limit: int) -> None:
+def check_target(
+    target: TargetView,
+    cache: SpeculativeCache,
+    texts: Sequence[torch.Tensor],
+    limit: int,
+    logits: torch.Tensor | None = None,
+) -> None:
     """Compare verification and plain forward behind the longest row of `cache`, once per process and kind of target.
 
     Kinds are told apart by class, config, type of the weights and attention implementation. The cache stays as it is,
@@ -42,11 +48,14 @@ def check_target(target: TargetView, cache: SpeculativeCache, texts: Sequence[to
     Args:
         texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row, of which the last few are run.
         limit (`int`): Positions of the check stay below it.
+        logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*):
+            Of the last token of every text, from one forward over the text with images and the like. Then the end
+            of a text, which is not in the cache, is verified too: after the image, it must run without that input.
 
     Raises:
         ValueError: If the logits disagree in float32. In other precisions a warning is logged.
     """
-    kind = _kind_of(target)
+    kind = *_kind_of(target), logits is not None
     if kind in _checked:
         return
     row = max(range(cache.batch_size), key=cache.host_lengths.__getitem__)
@@ -62,6 +71,12 @@ def check_target(target: TargetView, cache: SpeculativeCache, texts: Sequence[to
     with target.attention():
         verified = target.verify(tree, view).logits[:, nodes]
     _compare(target, verified.float(), plain.to(verified.device).float())
+    if logits is not None:
+        end = texts[row][None, start:]
+        view = _row_of(cache, row, target, room=end.shape[1])
+        with target.attention():
+            verified = target.verify(DraftTree.chain(end), view).logits[:, -1]
+        _compare(target, verified.float(), logits[row, None].to(verified.device).float())
     _checked.add(kind)
 
 

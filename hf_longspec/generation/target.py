@@ -20,7 +20,7 @@ from .compiled_steps import FixedSteps, Runner, logits_under
 from .draft_tree import DraftTree
 from .parallel import Ranks
 from .target_modules import FinalNormInput
-from .trial import LayerTraits, ignores_zeros, layer_traits
+from .trial import LayerTraits, ignores, ignores_zeros, layer_traits
 
 ATTENTION_NAME = "hf_longspec"
 # Of each model, held while its attention implementation is switched; re-entrant, as a criterion may generate, too.
@@ -86,6 +86,11 @@ class TargetView:
         """Whether an input of this name that is full of zeros changes nothing."""
         with self.attention():
             return ignores_zeros(self.model, self.config, name)
+
+    def ignores(self, name: str, value: Any) -> bool:
+        """Whether this input changes nothing of text after a prefix."""
+        with self.attention():
+            return ignores(self.model, self.config, name, value)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -178,6 +183,11 @@ class TargetView:
             for config, implementation in configs:
                 config._attn_implementation_internal = implementation
 
+    def keeping(self, columns: torch.Tensor) -> dict[str, Any]:
+        """The argument of a forward by which logits of `columns` alone are computed, if the model takes it."""
+        # A tensor: some models slice more than the logits when they get an int.
+        return {"logits_to_keep": columns} if self._takes_logits_to_keep else {}
+
     def prefill(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> None:
         """Write keys and values of right-padded prompts behind what `cache` holds, under the model's own attention.
 
@@ -188,10 +198,7 @@ class TargetView:
                 Tokens per forward; all at once by default.
         """
         start, total = cache.get_seq_length(), input_ids.shape[1]
-        extra: dict[str, Any] = {}
-        if self._takes_logits_to_keep:
-            # A tensor: some models slice more than the logits when they get an int.
-            extra["logits_to_keep"] = torch.zeros(1, dtype=torch.long, device=input_ids.device)
+        extra = self.keeping(torch.zeros(1, dtype=torch.long, device=input_ids.device))
         for begin in range(0, total, chunk_size or max(total, 1)):
             chunk = input_ids[:, begin : begin + (chunk_size or total)]
             positions = torch.arange(start + begin, start + begin + chunk.shape[1], device=chunk.device)

@@ -69,10 +69,23 @@ def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
     """Whether the input `name`, full of zeros, is the same as none: the token types of a text in most models."""
     ignored = layer_traits(model, config).ignored
     if name not in ignored:
+        zeros = {name: torch.zeros(1, QUERIES, dtype=torch.long, device=model.device)}
         with rotary_state_kept(model):
-            without, given = _run(model, config), _run(model, config, zeros=name)
+            without, given = _run(model, config), _run(model, config, more=zeros)
         ignored[name] = not given.reasons() and not given.differs_from(without)
     return ignored[name]
+
+
+def ignores(model: PreTrainedModel, config: Any, name: str, value: Any) -> bool:
+    """Whether the tensor `value` changes nothing of text after a prefix: say, sizes of an image without its pixels."""
+    if not isinstance(value, torch.Tensor):  # settings, whose effect may be outside of the logits
+        return False
+    try:
+        without, given = _run(model, config, QUERIES), _run(model, config, QUERIES, more={name: value})
+    except Exception:  # some models refuse it without the pixels, which is no proof of either
+        return False
+    same = given.reasons() == without.reasons() and torch.equal(given.logits, without.logits)
+    return same and given.layers.keys() == without.layers.keys() and not given.differs_from(without)
 
 
 def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
@@ -126,23 +139,23 @@ def _cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> int 
 
 
 @torch.no_grad()
-def _run(model: PreTrainedModel, config: Any, offset: int = 0, zeros: str | None = None) -> "Trial":
+def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, Any] | None = None) -> "Trial":
     """One forward behind a claimed prefix as a verification makes it, or at the beginning of a text as `generate` does.
 
-    Positions are those of the first tokens in both.
+    It gets the inputs `more` as well. Positions are those of the first tokens in both.
     """
     trial, cache = Trial(offset), ClaimingCache(config.num_hidden_layers, offset)
     device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights that wait on a disk
     positions = torch.arange(QUERIES, device=device)[None]
     inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
-    inputs |= {} if zeros is None else {zeros: torch.zeros_like(positions)}
+    inputs |= more or {}
     tokens = positions + 1
     if offset:
         inputs["input_ids"] = tokens
     else:
         inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **inputs)
     with torch.compiler.set_stance("force_eager"):  # a forward that was compiled would be compiled for two tokens
-        model(**inputs, trial=trial)
+        trial.logits = model(**inputs, trial=trial).logits
     trial.cached = cache.updated
     return trial
 
@@ -168,6 +181,8 @@ class Trial:
     Args:
         offset (`int`): Tokens that the cache claims to hold.
     """
+
+    logits: torch.Tensor
 
     def __init__(self, offset: int):
         self.offset = offset

@@ -1,14 +1,16 @@
-"""Classes for images and text, as `AutoModelForCausalLM` gives them for gemma-3-4b-it: text-only calls."""
+"""Classes for images and text, as `AutoModelForCausalLM` gives them for gemma-3-4b-it: text alone, and images."""
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2AudioForConditionalGeneration
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.generation.decoding import Session
+from hf_longspec.generation.prompt_inputs import PromptInputs
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.configuration_plain import PlainConfig
 from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
 
 TEXT_ALONE = ("gemma3", "gemma4", "llava", "mistral3", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -23,15 +25,27 @@ def models():
 
     def get(name):
         if name not in made:
-            made[name] = fuyu() if name == "fuyu" else vision_language_model(name)
+            made[name] = OTHERS[name]() if name in OTHERS else vision_language_model(name)
         return made[name]
 
     return get
 
 
 def fuyu():
-    config = AutoConfig.for_model("fuyu", text_config={"model_type": "persimmon", **SIZES}, patch_size=4, **SIZES)
+    sizes = SIZES | {"image_token_id": IMAGE_TOKEN}
+    config = AutoConfig.for_model("fuyu", text_config={"model_type": "persimmon", **SIZES}, patch_size=4, **sizes)
     return peaked(lambda: AutoModelForCausalLM.from_config(config))
+
+
+def qwen2_audio():
+    audio = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 48}
+    audio |= {"num_mel_bins": 16, "max_source_positions": 20}
+    text = SIZES | {"model_type": "qwen2"}
+    config = AutoConfig.for_model("qwen2_audio", audio_config=audio, text_config=text, audio_token_id=IMAGE_TOKEN)
+    return peaked(lambda: Qwen2AudioForConditionalGeneration(config))
+
+
+OTHERS = {"fuyu": fuyu, "qwen2_audio": qwen2_audio}
 
 
 def check(model, lengths, **inputs):
@@ -45,7 +59,7 @@ def check(model, lengths, **inputs):
 
 
 @pytest.mark.parametrize("lengths", [(37,), (23, 9, 40)], ids=["one", "ragged"])
-@pytest.mark.parametrize("name", [*TEXT_ALONE, "fuyu"])
+@pytest.mark.parametrize("name", [*TEXT_ALONE, *OTHERS])
 def test_text_alone(name, lengths, models):
     check(models(name), lengths)
 
@@ -71,34 +85,10 @@ def test_types_of_tokens_that_are_all_text(name, argument, models):
     check(models(name), (23, 9), **{argument: torch.zeros(2, 23, dtype=torch.long)})
 
 
-def test_types_of_tokens_that_matter(models):
-    model = models("gemma3")
-    input_ids, _ = tiny_prompts(VOCAB_OF_TEXT, (9,))
-    types = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0, 0]])
-    draft = PlainDraftModel.from_target(model)
-    with pytest.raises(ValueError, match="token_type_ids would not reach the model"):
-        model.generate(input_ids, token_type_ids=types, **OPTIONS, assistant_model=draft)
-    assert draft.last_speculation is None
-
-
 def test_zeros_that_are_no_text(models):
     """In PaliGemma, tokens of type 0 see each other in both directions."""
     assert not TargetView(models("paligemma")).ignores_zeros("token_type_ids")
     assert TargetView(models("gemma3")).ignores_zeros("token_type_ids")
-
-
-@pytest.mark.parametrize("name", ["gemma3", "llava"])
-def test_images_are_refused_by_name(name, models):
-    """Before the first token. Transformers 5.23 encodes them before it calls any decoding."""
-    model, tokens = models(name), 4
-    input_ids, _ = tiny_prompts(VOCAB_OF_TEXT, (12,))
-    input_ids[0, 2 : 2 + tokens] = IMAGE_TOKEN
-    pixels = torch.randn(1, 3, 28, 28)
-    assert model.generate(input_ids, pixel_values=pixels, **OPTIONS).shape == (1, 23)
-    draft = PlainDraftModel.from_target(model)
-    with pytest.raises(ValueError, match=r"(image inputs|pixel_values) would not reach.*or call generate\(\) without"):
-        model.generate(input_ids, pixel_values=pixels, **OPTIONS, assistant_model=draft)
-    assert draft.last_speculation is None
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
@@ -107,3 +97,206 @@ def test_classes_whose_text_differs(name, reason, models):
     draft = PlainDraftModel.from_target(models(name))
     with pytest.raises(ValueError, match=reason):
         models(name).generate(tiny_prompts(VOCAB_OF_TEXT, (9,))[0], **OPTIONS, assistant_model=draft)
+
+
+FRAMES = (torch.arange(40) < 16).long()[None]  # of 40 frames, 16 have sound
+FUYU_PATCHES = "image_patches"  # renamed, and still taken under this name by transformers 5.23
+# Of each class: tokens of an image (or a sound), and the inputs of so many of them.
+GRID = torch.tensor([[x, y] for y in range(4) for x in range(4)])
+IMAGES = {
+    "gemma3": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),
+    "gemma4": (
+        4,
+        lambda rows: {
+            "pixel_values": torch.rand(rows, 16, 3 * 14 * 14),
+            "image_position_ids": GRID.expand(rows, -1, -1),
+        },
+    ),
+    "llava": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),
+    "mistral3": (
+        4,
+        lambda rows: {"pixel_values": torch.randn(rows, 3, 56, 56), "image_sizes": torch.full((rows, 2), 56)},
+    ),
+    "idefics3": (1, lambda rows: {"pixel_values": torch.randn(rows, 1, 3, 28, 28)}),
+    "fuyu": (4, lambda rows: {FUYU_PATCHES: torch.randn(rows, 4, 48)}),
+    "qwen2_audio": (
+        4,
+        lambda rows: {"input_features": torch.randn(rows, 16, 40), "feature_attention_mask": FRAMES.repeat(rows, 1)},
+    ),
+}
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TYPES = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"} | dict.fromkeys(QWENS, "mm_token_type_ids")
+IMAGES |= dict.fromkeys(
+    QWENS,
+    (
+        1,
+        lambda rows: {
+            "pixel_values": torch.randn(4 * rows, 3 * 2 * 14 * 14),
+            "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
+        },
+    ),
+)
+SUPPORTED = [name for name in IMAGES if name not in QWENS]
+LOGITS = 1e-4  # largest gap between logits of float32 whose sums have other orders; they spread by 1 to 2
+
+
+def with_image(name, lengths, after, types=True, seed=0):
+    """A call with an image in each prompt, `after` tokens before its end, padded on the left."""
+    tokens, make = IMAGES[name]
+    input_ids, mask = tiny_prompts(VOCAB_OF_TEXT, lengths)
+    end = input_ids.shape[1] - after
+    input_ids[:, end - tokens : end] = IMAGE_TOKEN
+    torch.manual_seed(seed)
+    call = OPTIONS | {"attention_mask": mask} | make(len(lengths))
+    if types and name in TYPES:
+        call[TYPES[name]] = (input_ids == IMAGE_TOKEN).long()
+    return input_ids, call | {"output_logits": True, "return_dict_in_generate": True}
+
+
+def check_image(model, draft, input_ids, call):
+    plain = model.generate(input_ids, **call)
+    out = model.generate(input_ids, **call, assistant_model=draft(model, plain.sequences))
+    assert torch.equal(out.sequences, plain.sequences)
+    assert (torch.stack(out.logits) - torch.stack(plain.logits)).abs().max() < LOGITS
+    return out, plain
+
+
+def random_tree(model, sequences):
+    config = PlainConfig(**PlainDraftModel.from_target(model).config.to_dict())
+    return RandomTreeDraftModel(config, hints=sequences[:, -OPTIONS["max_new_tokens"] :].tolist())
+
+
+def longspec(model, _):
+    return random_longspec_draft(model, gate=False)
+
+
+def tokenswift(model, _):
+    return random_tokenswift_draft(model, gate=False)
+
+
+def specattn(model, _):
+    return SpecAttnDraftModel.from_target(model, gate=False)
+
+
+def ngrams(model, _):
+    return NgramDraftModel.from_target(model, gate=False)
+
+
+@pytest.mark.parametrize("lengths", [(17,), (19, 19), (14, 21)], ids=["one", "two", "ragged"])
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_image(name, lengths, models):
+    input_ids, call = with_image(name, lengths, after=6)
+    out, plain = check_image(models(name), random_tree, input_ids, call)
+    assert out.speculation.num_accepted_draft_tokens > 0
+    other = models(name).generate(input_ids, **call | with_image(name, lengths, after=6, seed=1)[1])
+    assert (other.logits[0] - plain.logits[0]).abs().max() > 100 * LOGITS
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "draft"),
+    [
+        ("gemma3", (17,), longspec),
+        ("llava", (19, 19), longspec),
+        ("mistral3", (14, 21), longspec),
+        ("idefics3", (14, 21), tokenswift),
+        ("gemma3", (14, 21), specattn),
+        ("gemma4", (19, 19), ngrams),
+        ("fuyu", (19, 19), ngrams),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_image_with_other_drafts(name, lengths, draft, models):
+    out, _ = check_image(models(name), draft, *with_image(name, lengths, after=6))
+    assert sum(map(sum, out.speculation.drafted_per_step)) > 0
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_text_after_the_image_seeds_the_drafter(after, models, monkeypatch):
+    """SpecAttn would see as many as its drafts have. Tokens of an image would be taken for text there."""
+    sizes, seed = [], Session.seed
+    monkeypatch.setattr(Session, "seed", lambda session: (sizes.append([*map(len, session.tails)]), seed(session)))
+    draft = SpecAttnDraftModel.from_target(models("llava"), gate=False)
+    check_image(models("llava"), lambda *_: draft, *with_image("llava", (14, 21), after=after))
+    assert sizes == [[after, after]]
+
+
+def test_types_of_tokens_that_matter(models):
+    """Without an image, gemma3 attends in both directions where they are 1, and text goes on after that."""
+    model = models("gemma3")
+    input_ids, _ = tiny_prompts(VOCAB_OF_TEXT, (9,))
+    types = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0, 0]])
+    call = OPTIONS | {"token_type_ids": types, "output_logits": True, "return_dict_in_generate": True}
+    _, plain = check_image(model, random_tree, input_ids, call)
+    other = model.generate(input_ids, **call | {"token_type_ids": 0 * types})
+    assert (other.logits[0] - plain.logits[0]).abs().max() > 100 * LOGITS
+    types[:, -1] = 1
+    with pytest.raises(ValueError, match=r"row 0 does not end with text.*token_type_ids"):
+        check_image(model, random_tree, input_ids, call)
+
+
+def test_second_turn_after_an_image(models):
+    """The cache holds the image; the user passes text alone. With the image again, the call is refused."""
+    model = models("llava")
+    input_ids, call = with_image("llava", (17,), after=6)
+    draft = PlainDraftModel.from_target(model)
+    first = model.generate(input_ids, **call, assistant_model=draft)
+    more = torch.cat([first.sequences, tiny_prompts(VOCAB_OF_TEXT, (5,))[0]], dim=1)
+    again = call | {"attention_mask": torch.ones_like(more)}
+    with pytest.raises(ValueError, match=r"past_key_values holds 27 tokens.*Leave past_key_values out"):
+        model.generate(more, **again, past_key_values=first.past_key_values, assistant_model=draft)
+    second = model.generate(more, **OPTIONS, past_key_values=first.past_key_values, assistant_model=draft)
+    stock = model.generate(input_ids, **call)
+    assert torch.equal(second, model.generate(more, **OPTIONS, past_key_values=stock.past_key_values))
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_images_whose_positions_do_not_count_tokens(name, models):
+    input_ids, call = with_image(name, (17,), after=6)
+    assert models(name).generate(input_ids, **call).sequences.shape == (1, 28)
+    draft = PlainDraftModel.from_target(models(name))
+    with pytest.raises(ValueError, match=r"mm_token_type_ids.*positions.*\(rope_deltas\).*Pass text alone"):
+        models(name).generate(input_ids, **call, assistant_model=draft)
+    assert draft.last_speculation is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prefill_chunk_size": 8}, r"prefill_chunk_size=8 with .*Drop prefill_chunk_size"),
+        ({"output_router_logits": True}, "output_router_logits would not reach the model"),
+        ({}, "the prompt of row 0 does not end with text: .*Add a token"),
+    ],
+    ids=["chunks", "every_forward", "no_text"],
+)
+def test_calls_with_images_that_are_refused(change, reason, models, monkeypatch):
+    model = models("llava")
+    monkeypatch.setattr(model, "_validate_model_kwargs", lambda kwargs: None)
+    draft = PlainDraftModel.from_target(model)
+    input_ids, call = with_image("llava", (19, 19), after=6 if change else 0)
+    with pytest.raises(ValueError, match=reason):
+        model.generate(input_ids, **call | change, assistant_model=draft)
+
+
+def test_placeholders_outside_of_the_vocabulary(models):
+    """Gemma3 takes them, and no draft could look them up."""
+    model = models("gemma3")
+    input_ids, call = with_image("gemma3", (17,), after=6)
+    call["token_type_ids"][0, 0], input_ids[0, 0] = 1, 128
+    with pytest.raises(ValueError, match="input_ids contains 128, and the vocabulary has 128 tokens"):
+        model.generate(input_ids, **call, assistant_model=PlainDraftModel.from_target(model))
+
+
+def test_an_image_that_text_sees_is_compared(models, monkeypatch):
+    """If the prompt's end ran without what the first forward gave it, the check of the target would say so."""
+    model = vision_language_model("gemma3")
+    monkeypatch.setattr("hf_longspec.generation.forward_check._checked", set())
+    run = PromptInputs.run
+
+    def wrong(self, *args):
+        sizes = run(self, *args)
+        self.logits = self.logits.flip(-1)
+        return sizes
+
+    monkeypatch.setattr(PromptInputs, "run", wrong)
+    with pytest.raises(ValueError, match="cannot be verified"):
+        check_image(model, random_tree, *with_image("gemma3", (17,), after=6))

@@ -1,0 +1,223 @@
+"""What a call gives the model beside its tokens: images, types of tokens.
+
+Plain `generate` passes such inputs to the first forward and decodes text after it. So does the loop: the whole prompt
+runs in one forward of the model's own, and the last tokens of the prompt run once more, as the chain that seeds the
+drafter. Tokens of an image must not be part of that chain. The forward shows which tokens are text: the decoder got
+their embeddings.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from .cache import SpeculativeCache
+from .rotary import FrequencyChange
+from .target import TargetView
+
+# What the loop takes from generate()'s keyword arguments for the model, or makes itself.
+KNOWN_MODEL_KWARGS = {
+    "attention_mask",
+    "cache_position",
+    "inputs_tensor",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "synced_gpus",
+    "tokenizer",
+    "use_cache",
+}
+# Inputs `(batch, T)` that transformers cuts along with the tokens. 0 is text in all models that are supported.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+def inputs_beside_tokens(target: TargetView, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that the model would get from plain `generate`, and would use; empty for text alone."""
+    given = {name: value for name, value in model_kwargs.items() if name not in KNOWN_MODEL_KWARGS}
+    if all(outputs is None for outputs in (given.get("mm_encoder_outputs") or {}).values()):
+        given["mm_encoder_outputs"] = None  # what generate() made of pixels and the like, and here there were none
+    given = {name: value for name, value in given.items() if value is not None}
+    are_text = (name in TOKEN_TYPES and not value.any() and target.ignores_zeros(name) for name, value in given.items())
+    return {} if all(are_text) else given
+
+
+def refuse_inputs(
+    target: TargetView,
+    input_ids: torch.Tensor,
+    model_kwargs: dict[str, Any],
+    max_length: int,
+    chunk_size: int | None,
+) -> None:
+    """Refuse inputs beside the tokens after which text would differ from that of plain `generate`.
+
+    Raises:
+        ValueError: With the names of the inputs, the rule and the remedy.
+    """
+    given = inputs_beside_tokens(target, model_kwargs)
+    if not given:
+        return
+    model, length = target.model, input_ids.shape[1]
+    names, without = ", ".join(sorted(given)), "call generate() without assistant_model."
+    if any(hasattr(module, "rope_deltas") for module in model.modules()):
+        raise ValueError(
+            f"{names}: the positions of {type(model).__name__} after an image do not count tokens (rope_deltas), and "
+            f"the loop counts tokens. Pass text alone, or {without}"
+        )
+    if kept := sorted(_of_every_forward(target, input_ids, given)):
+        raise ValueError(
+            f"{', '.join(kept)} would not reach the model: plain generate passes it to every forward, and speculative "
+            f"decoding passes inputs beside the tokens to the first one. Drop what is not needed, or {without}"
+        )
+    if chunk_size is not None and chunk_size < length:
+        raise ValueError(
+            f"prefill_chunk_size={chunk_size} with {names}: such a prompt runs in one forward. Drop prefill_chunk_size."
+        )
+    if (cache := model_kwargs.get("past_key_values")) is not None and (stored := int(cache.get_seq_length())):
+        raise ValueError(
+            f"past_key_values holds {stored} tokens, and {names} would be input of the first forward. Leave "
+            "past_key_values out, or drop the inputs if the cache holds what they gave."
+        )
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        of_tokens = {name for name, value in tensors.items() if value.shape[:2] == input_ids.shape}
+        if unknown := sorted(of_tokens - set(TOKEN_TYPES)):
+            raise ValueError(
+                f"{', '.join(unknown)} may have a value for each token, and attention_mask has padding, which the loop "
+                "moves. Pass prompts of the same length, or one at a time."
+            )
+    if (largest := int(input_ids.max())) >= target.vocab_size:
+        raise ValueError(
+            f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts cannot look up "
+            f"placeholders outside of it. Please {without}"
+        )
+    if (column := FrequencyChange.of(target.config).column) < max_length:
+        raise ValueError(
+            f"max_length={max_length} with {names}: rotary frequencies change at position {column}, where the loop may "
+            f"have to run the prompt again without these inputs. Keep max_length at {column} or below, or {without}"
+        )
+
+
+def _of_every_forward(target: TargetView, input_ids: torch.Tensor, given: dict[str, Any]) -> set[str]:
+    """Names of inputs that the second forward of plain `generate` gets, and that text would depend on."""
+    rows, length = input_ids.shape
+    cache = SpeculativeCache(target.config, rows, length)
+    cache.set_lengths([length] * rows)
+    grown = {name: nn.functional.pad(value, (0, 1)) if name in TOKEN_TYPES else value for name, value in given.items()}
+    passed = target.model.prepare_inputs_for_generation(
+        nn.functional.pad(input_ids, (0, 1)),
+        next_sequence_length=1,
+        past_key_values=cache,
+        use_cache=True,
+        is_first_iteration=False,
+        **grown,
+    )
+    kept = {name for name in given if passed.get(name) is not None}
+    return {
+        name
+        for name in kept
+        if not (target.ignores_zeros(name) if name in TOKEN_TYPES else target.ignores(name, given[name]))
+    }
+
+
+class PromptInputs:
+    """Inputs of the first forward beside the tokens. It is false if there are none.
+
+    Args:
+        values (`dict[str, Any]`): Checked by [`refuse_inputs`].
+        mask (`torch.Tensor` of shape `(batch, P)`): 0 at padding.
+
+    Attributes:
+        logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Of the last token of each prompt.
+    """
+
+    logits: torch.Tensor | None = None
+
+    def __init__(self, values: dict[str, Any], mask: torch.Tensor):
+        self.types = {
+            name: [row[keep.bool()] for row, keep in zip(value, mask, strict=True)]
+            for name, value in values.items()
+            if name in TOKEN_TYPES
+        }
+        self.others = {name: value for name, value in values.items() if name not in TOKEN_TYPES}
+
+    def __bool__(self) -> bool:
+        return bool(self.types or self.others)
+
+    def run(self, target: TargetView, prompts: Sequence[torch.Tensor], cache: SpeculativeCache, most: int) -> list[int]:
+        """Run whole prompts in one forward with these inputs, right-padded.
+
+        Returns:
+            `list[int]`: Tokens at the end of each prompt that are text, `most` of them at most.
+
+        Raises:
+            ValueError: If a prompt does not end with text, or its positions are not those of its tokens.
+        """
+        model, names = target.model, ", ".join([*self.types, *self.others])
+        tokens = pad_sequence(list(prompts), batch_first=True)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=tokens.device)
+        columns, of_row = last.unique(return_inverse=True)
+        inputs = model.prepare_inputs_for_generation(
+            tokens,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            is_first_iteration=True,
+            **{name: pad_sequence(rows, batch_first=True) for name, rows in self.types.items()},
+            **self.others,
+        )
+        with DecoderArguments(model) as decoder:
+            logits = model(**inputs, **target.keeping(columns)).logits
+        where = last if logits.shape[1] == tokens.shape[1] else of_row
+        self.logits = logits[range(len(prompts)), where.to(logits.device)]
+        embedded, used = (decoder.arguments.get(name) for name in ("inputs_embeds", "position_ids"))
+        in_place = used is None or bool((used == positions.to(used.device)).all())
+        if embedded is None or embedded.shape[:2] != tokens.shape or not in_place:
+            raise ValueError(
+                f"{names}: the decoder of {type(model).__name__} did not get one embedding for each token, at the "
+                "position of the token. Call generate() without assistant_model."
+            )
+        sizes = []
+        for row, prompt in enumerate(prompts):
+            end = slice(max(0, len(prompt) - most), len(prompt))
+            is_text = (embedded[row, end] == model.get_input_embeddings()(prompt[end]).to(embedded.device)).all(-1)
+            for rows in self.types.values():
+                is_text &= (rows[row][end] == 0).to(is_text.device)
+            sizes.append(int(is_text.flip(0).long().cumprod(0).sum()))
+        if 0 in sizes:
+            raise ValueError(
+                f"the prompt of row {sizes.index(0)} does not end with text: its last token belongs to {names}, and a "
+                "draft continues text. Add a token of text, or call generate() without assistant_model."
+            )
+        return sizes
+
+
+class DecoderArguments:
+    """Remembers the keyword arguments of this thread's call of the text decoder, while the context is open.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, used as it is.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._decoder = model.get_decoder()
+        self.arguments: dict[str, Any] = {}
+
+    def __enter__(self) -> "DecoderArguments":
+        self._thread = threading.get_ident()  # another thread may be generating on the same model
+        self._handle = self._decoder.register_forward_pre_hook(self._catch, with_kwargs=True)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._handle.remove()
+
+    def _catch(self, module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        if threading.get_ident() == self._thread:
+            self.arguments = arguments
