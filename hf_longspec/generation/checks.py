@@ -1,4 +1,4 @@
-"""Everything that is refused, with value, rule and remedy, before any work is done."""
+"""Checks of targets and arguments: unsupported ones are refused with value, rule and remedy before any work is done."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +11,7 @@ from .sampling import refuse_stateful
 from .target import TargetView
 from .user_cache import refuse_cache
 
-# What the loop takes from generate()'s keyword arguments for the model; anything else would be silently dropped.
+# Keyword arguments of generate() that the loop handles. Others are refused, as they would be silently dropped.
 KNOWN_MODEL_KWARGS = {
     "attention_mask",
     "cache_position",
@@ -26,7 +26,7 @@ KNOWN_MODEL_KWARGS = {
     "use_cache",
 }
 
-# What `generate` passes on to the assistants of transformers.
+# Settings that `generate` passes on to the assistants of transformers.
 ASSISTANT_SETTINGS = (
     "assistant_confidence_threshold",
     "assistant_early_exit",
@@ -50,7 +50,11 @@ def refuse_unsupported(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Raise ValueError if this call cannot be decoded speculatively, naming every reason."""
+    """Refuse a call that cannot be decoded speculatively.
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
+    """
     refuse_target(target, type(draft), max_length_of(config, target, input_ids.shape[1]))
     if target.model.training and any(
         getattr(module, "gradient_checkpointing", False) for module in target.model.modules()
@@ -75,10 +79,13 @@ def refuse_unsupported(
 
 
 def refuse_target(target: TargetView, draft: type, max_length: int | None = None) -> None:
-    """Raise ValueError if no draft can be used with this model, naming every reason.
+    """Refuse a model that cannot be used with any draft.
 
     Args:
-        max_length (`int`, *optional*): Most tokens of a text, if known.
+        max_length (`int`, *optional*): Maximum number of tokens of a text, if known.
+
+    Raises:
+        ValueError: With every reason.
     """
     if reasons := target.why_not(max_length):
         raise ValueError(
@@ -95,8 +102,8 @@ def _refuse_inputs(
         raise ValueError("inputs_embeds cannot be drafted from: pass input_ids, or call generate() without a draft.")
     if unknown := sorted(_unknown_inputs(target, input_ids, model_kwargs)):
         raise ValueError(
-            f"{', '.join(unknown)} would not reach the model: speculative decoding runs on token ids alone. Drop what "
-            "is not needed, or call generate() without assistant_model."
+            f"{', '.join(unknown)} would not reach the model: speculative decoding takes token ids only. Drop the "
+            "arguments that are not needed, or call generate() without assistant_model."
         )
     if not model_kwargs.get("use_cache", True):
         raise ValueError("use_cache=False: speculative decoding needs the cache. Drop the argument.")
@@ -128,20 +135,20 @@ def _refuse_inputs(
 
 
 def _unknown_inputs(target: TargetView, input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Iterator[str]:
-    """What the model would get from plain `generate`, would use, and does not get from the loop."""
+    """Return the inputs that the model would get and use in plain `generate`, and does not get from the loop."""
     for name, value in model_kwargs.items():
         if name in KNOWN_MODEL_KWARGS or value is None:
             continue
-        if name == "mm_encoder_outputs":  # what generate() made of pixels and the like; empty where there are none
+        if name == "mm_encoder_outputs":  # made by generate() from images and the like; empty if there are none
             yield from (f"{modality} inputs" for modality, outputs in value.items() if outputs is not None)
             continue
         of_tokens = isinstance(value, torch.Tensor) and value.shape == input_ids.shape
-        if not (of_tokens and not bool(value.any()) and target.ignores_zeros(name)):  # types of tokens: all are text
+        if not (of_tokens and not bool(value.any()) and target.ignores_zeros(name)):  # token types of text are zeros
             yield name
 
 
 def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
-    """Generate makes the positions itself unless the user does; the loop counts tokens and takes no others."""
+    """Refuse position ids of the user that do not count tokens, as the loop computes positions by counting."""
     if positions is None:
         return
     keep = torch.ones_like(input_ids) if mask is None else mask
@@ -156,8 +163,8 @@ def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positi
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
-    """Those of transformers' own assistants that this call sets: a draft has its settings in a config of its own."""
-    defaults = GenerationConfig._get_default_generation_params()  # what `generate` fills in by itself
+    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`."""
+    defaults = GenerationConfig._get_default_generation_params()  # values that `generate` fills in by itself
     given = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
     for name, value in given.items():
         if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
@@ -169,10 +176,10 @@ def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationCon
 
 
 def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: int) -> int:
-    """Most tokens that a row of this call can reach.
+    """Return the maximum number of tokens of a row in this call, prompt included.
 
     Raises:
-        ValueError: If nothing says so.
+        ValueError: If neither the call nor the model's config has a limit.
     """
     limit = config.max_length or getattr(target.config, "max_position_embeddings", None)
     if limit is None:
@@ -181,6 +188,6 @@ def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: i
 
 
 def pad_token_id_of(config: GenerationConfig) -> int:
-    """What fills finished rows."""
+    """Return the token that fills finished rows; 0 if the call has no padding token."""
     pad = getattr(config, "_pad_token_tensor", None)
     return int(pad) if pad is not None else 0
