@@ -11,15 +11,15 @@ from transformers import LogitsProcessor
 
 
 class ContextualPenaltyLogitsProcessor(LogitsProcessor):
-    """Repetition penalty over the last `window` tokens, prompt included. An id is penalised once, however often it occurs.
+    """Repetition penalty over the last `window` tokens, prompt included. A repeated id is penalised only once.
 
     A positive score is divided by the penalty and a negative one multiplied, as in transformers'
     `RepetitionPenaltyLogitsProcessor` (CTRL, https://huggingface.co/papers/1909.05858). A call touches at most `window`
     scores of each row. With a draft, every node of the tree is penalised by the window that ends at that node.
 
-    The window is a part of the `input_ids` of `generate`, which contain the left padding of a batch. While padding is in
-    the window, the padding id is penalised. Pass `pad_token_id` if the padding id is a token that the model may emit,
-    such as the end of the text.
+    The window is a part of the `input_ids` of `generate`, which contain the left padding of a batch. While padding is
+    in the window, the padding id is penalised. Pass `pad_token_id` if the padding id is a token that the model may
+    emit, such as the end of the text.
 
     Args:
         penalty (`float`):

@@ -260,7 +260,7 @@ class Session:
         self.sequences.end()
 
     def forget(self) -> None:
-        """Reset the cache to the tokens that it held before the call, as the caller gets no further text."""
+        """Reset the cache to the tokens that it held before the call, as the call returns no text."""
         self.cache.rollback()
         self.cache.set_lengths([self.stored] * self.cache.batch_size)
 

@@ -105,7 +105,7 @@ class Drafter(CandidateGenerator):
     is_steady: bool = True
     """Whether more verifications of trees of the present shape will follow, so that compiling one is worth it."""
     foreign_depth: int = 0
-    """Depth of the nodes, from `num_nodes` on, that other drafters add to the verified trees; a path may contain them."""
+    """Depth of the nodes that other drafters add to verified trees, from `num_nodes` on; a path may contain them."""
     first_ngram_node: int | None = None
     """Index of the first node that only n-grams propose; all later nodes are of this kind."""
 

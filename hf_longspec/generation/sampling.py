@@ -97,7 +97,7 @@ HISTORY_FREE = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
-# Processors of transformers that run the model or keep state. A call on a path that is rejected would change that state.
+# Processors of transformers that run the model or keep state. A call on a path that is rejected would change the state.
 STATEFUL = {
     "ClassifierFreeGuidanceLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",
@@ -133,8 +133,9 @@ class TokenRule:
     def scores_at(self, raw: torch.Tensor, depth: int) -> torch.Tensor:
         """Return processed scores `(batch, vocab)` of logits at `depth` places after the last emitted token.
 
-        Write the tokens in between with [`Sequences.try_out`] first. Processors are called with the whole batch, because
-        some have one parameter per row. For each length, rows of another length are replaced by a row of this length.
+        Write the tokens in between with [`Sequences.try_out`] first. Processors are called with the whole batch,
+        because some have one parameter per row. For each length, rows of another length are replaced by a row of this
+        length.
         """
         raw = raw.float()
         if not self.processors:

@@ -97,7 +97,7 @@ class SelectedCache(CompactCache):
         return torch.where(is_selected, padded, behind)
 
     def _behind_selected(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the slots after the selected entries, and a mask of the selected ones, shared by all layers of a device.
+        """Return the slots after the selected entries, and a mask of the selected ones, for all layers of a device.
 
         If all rows have the same count, the slots are `(B, 1, T - count)` and the mask is `None`. Otherwise both have
         the shape `(B, 1, T)`, and the mask is True in places of selected entries.

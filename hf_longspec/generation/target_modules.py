@@ -151,7 +151,7 @@ def attention_of(decoder: Any, layer: int) -> Any:
     attention = attention_layers(decoder).get(layer)
     if attention is None or not hasattr(sys.modules[type(attention).__module__], ROTATION):
         raise ValueError(
-            f"layer {layer} of {type(decoder).__name__} has no attention with a function {ROTATION} in its module, and "
+            f"{type(decoder).__name__} has no attention in layer {layer} with a function {ROTATION} in its module, and "
             "a trained draft rotates its queries with that function. Use a training-free draft, such as "
             "SpecAttnDraftModel."
         )
@@ -159,7 +159,7 @@ def attention_of(decoder: Any, layer: int) -> Any:
 
 
 def _rotation_of(attention: Any) -> Any:
-    """Return the target's own function as `rotation(query, key, cos, sin)`; some take one of query and key at a time."""
+    """Return the target's own function as `rotation(query, key, cos, sin)`; some take one tensor at a time."""
     function = vars(sys.modules[type(attention).__module__])[ROTATION]
     if list(inspect.signature(function).parameters)[1] != "cos":
         return function

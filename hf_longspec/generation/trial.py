@@ -65,7 +65,7 @@ def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
 
 
 def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
-    """Return whether the input `name` with only zeros has the same effect as no input, as token types of text often do."""
+    """Return whether zeros as input `name` have the same effect as no input, as is common for token types."""
     ignored = layer_traits(model, config).ignored
     if name not in ignored:
         without, given = _run(model, config), _run(model, config, zeros=name)

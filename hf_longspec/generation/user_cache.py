@@ -1,7 +1,7 @@
 """A `DynamicCache` that the user passed: taken over at the start of a call, and updated at its end.
 
-Plain `generate` writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. At the
-end, its layers become views of the used part of the loop's own buffers, without a copy.
+Plain `generate` writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. Its
+layers become views of the used part of the loop's own buffers instead, without a copy.
 """
 
 from typing import Any
