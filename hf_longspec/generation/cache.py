@@ -257,9 +257,8 @@ class SpeculativeCache(Cache):
         stored = self.get_seq_length()
         if input_ids.shape[0] != self.batch_size:
             raise ValueError(
-                f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}. Pass the "
-                "cache of these "
-                "rows, or leave past_key_values out."
+                f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}. Pass the cache of "
+                "these rows, or leave past_key_values out."
             )
         padded = mask is not None and not bool(mask.all())
         if stored and (self.rows.equal_length is None or padded):

@@ -122,9 +122,8 @@ def _refuse_inputs(
     if mask is not None and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
         raise ValueError(
-            f"attention_mask ends with 0 in the rows {rows}: padding must be on the left, so that every "
-            "row ends with a "
-            "token. Tokenize with padding_side='left'."
+            f"attention_mask ends with 0 in the rows {rows}: padding must be on the left, so that every row ends with "
+            "a token. Tokenize with padding_side='left'."
         )
     if mask is not None and not bool(mask.all()) and target.counts_padding:
         raise ValueError(
@@ -169,9 +168,8 @@ def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationCon
     for name, value in given.items():
         if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
             raise ValueError(
-                f"{name}={value!r} would have no effect: it is for the assistants of transformers. Drop it; "
-                "the settings "
-                "of a draft are those of draft.generation_config, such as draft.generation_config.num_assistant_tokens."
+                f"{name}={value!r} would have no effect: it is for the assistants of transformers. Drop it, and use "
+                "the settings in draft.generation_config, such as draft.generation_config.num_assistant_tokens."
             )
 
 

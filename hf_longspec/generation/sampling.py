@@ -313,11 +313,9 @@ def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vo
             )
         if not _is_declared_stateless(processor) and not _repeats_itself(processor, input_ids, vocab_size):
             raise ValueError(
-                f"{name} returned other scores when a copy of it was called a second time with the same "
-                "input, and it is "
-                "called along drafted paths that may be rejected. Make its result depend on input_ids and "
-                "scores alone, "
-                "or call generate() without assistant_model."
+                f"{name} returned other scores when a copy of it was called a second time with the same input, and it "
+                "is called along drafted paths that may be rejected. Make its result depend on input_ids and scores "
+                "alone, or call generate() without assistant_model."
             )
 
 
@@ -337,10 +335,9 @@ def _repeats_itself(processor: Any, input_ids: torch.Tensor, vocab_size: int) ->
         twin = copy.deepcopy(processor, shared)
     except Exception as error:  # its parts may raise anything
         raise ValueError(
-            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so whether "
-            "it keeps state from "
-            "call to call was not tested. Give it the attribute stateless=True if its result depends on input_ids and "
-            "scores alone, or call generate() without assistant_model."
+            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so whether it keeps state "
+            "from call to call was not tested. Give it the attribute stateless=True if its result depends on input_ids "
+            "and scores alone, or call generate() without assistant_model."
         ) from error
     devices = [input_ids.device] if input_ids.is_cuda else []
     with torch.random.fork_rng(devices=devices):

@@ -173,9 +173,8 @@ class Sequences:
         if len(given) == 1:
             return [False] * self.batch_size + given
         raise ValueError(
-            f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one "
-            "for each row, or "
-            "a single one. Correct the criterion."
+            f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one for each row, "
+            "or a single one. Correct the criterion."
         )
 
     def _end_together(self) -> None:

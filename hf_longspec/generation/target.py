@@ -121,7 +121,7 @@ class TargetView:
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
         if "chunked_attention" in kinds or getattr(self.config, "attention_chunk_size", None):
-            reasons.append("it has chunked attention, and attention backends are not told the chunk")
+            reasons.append("it has chunked attention, whose chunk size attention backends do not get")
         if getattr(self.model, "_is_stateful", False):
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         if "prepare_inputs_for_generation" in vars(self.model):

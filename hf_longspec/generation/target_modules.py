@@ -241,11 +241,9 @@ def refuse_compiled_forward(model: PreTrainedModel) -> None:
     for module in (model, model.get_decoder()):
         if module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable"):
             raise ValueError(
-                f"the forward of {type(module).__name__} is compiled, and a graph does not give out the final "
-                "norm's input, "
-                "which the draft's heads read. Use the model as it was before torch.compile (`del "
-                "model.forward`), with "
-                'draft.generation_config.compile = "compile".'
+                f"the forward of {type(module).__name__} is compiled, and a graph does not give out the final norm's "
+                "input, which the draft's heads read. Use the model as it was before torch.compile (`del "
+                'model.forward`), with draft.generation_config.compile = "compile".'
             )
 
 

@@ -43,9 +43,8 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
     """
     if implementation == "quantized" or (implementation or "").startswith("offloaded"):
         raise ValueError(
-            f"cache_implementation={implementation!r}: with a draft, keys and values are kept as the "
-            "model computes them, "
-            "on its device. Leave cache_implementation out, or call generate() without assistant_model."
+            f"cache_implementation={implementation!r}: with a draft, keys and values are kept as the model computes "
+            "them, on its device. Leave cache_implementation out, or call generate() without assistant_model."
         )
     if is_own(cache):
         cache.require(input_ids, mask)
@@ -53,14 +52,12 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
         return
     if reason := _why_not(cache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a "
-            "SpeculativeCache, which is "
-            "allocated in advance, or leave the argument out."
+            f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which "
+            "is allocated in advance, or leave the argument out."
         )
     if mask is not None and not bool(mask.all()):
         raise ValueError(
-            "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots "
-            "for the padding, "
+            "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots for the padding, "
             "which the loop drops. Leave past_key_values out, or continue each row in a cache of its own."
         )
     held = [layer.keys.shape[0] for layer in cache.layers if _holds(layer)]

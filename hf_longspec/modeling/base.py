@@ -151,9 +151,8 @@ class DraftModel(PreTrainedModel):
         self.check_settings(target)
         if (nodes := self.num_tree_nodes(target)) > MOST_NODES:
             raise ValueError(
-                f"the settings of this draft make a tree of {nodes:,} nodes: at most {MOST_NODES:,} are "
-                "allowed, and 5 to 100 "
-                "are usual. Lower the length, the width or the number of its paths in draft.generation_config."
+                f"the settings of this draft make a tree of {nodes:,} nodes: at most {MOST_NODES:,} are allowed, and 5 "
+                "to 100 are usual. Lower the length, the width or the number of its paths in draft.generation_config."
             )
 
     def check_settings(self, target: TargetView) -> None:

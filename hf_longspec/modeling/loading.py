@@ -124,8 +124,8 @@ class Checkpoint:
                 self._files, outside = dict.fromkeys(_names(index), name), []
         if outside:
             raise ValueError(
-                f"{index} names the files {outside}: expected names of files beside it, without a folder. Do not "
-                "use this checkpoint, or correct the index."
+                f"{index} names the files {outside}: expected names of files in the same folder. Do not use this "
+                "checkpoint, or correct the index."
             )
         self.names = sorted(self._files)
 

@@ -1,4 +1,4 @@
-"""N-grams: continuations of earlier occurrences of the current suffix, proposed as one trie, alone or beside a draft.
+"""N-grams: continuations of earlier occurrences of the current suffix, proposed as one trie, alone or with a draft.
 
 [`TextIndex`] finds earlier occurrences of the last tokens of a row by hash chains, as zlib finds matches
 (https://www.rfc-editor.org/rfc/rfc1951, section 4), with tokens instead of bytes and one chain per key length. Tables
