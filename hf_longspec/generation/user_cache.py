@@ -57,8 +57,8 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
         )
     if mask is not None and not bool(mask.all()):
         raise ValueError(
-            "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots for the padding, "
-            "which the loop drops. Leave past_key_values out, or continue each row in a cache of its own."
+            "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots for the "
+            "padding, which the loop drops. Leave past_key_values out, or continue each row in a cache of its own."
         )
     held = [layer.keys.shape[0] for layer in cache.layers if _holds(layer)]
     if held and held[0] != input_ids.shape[0]:

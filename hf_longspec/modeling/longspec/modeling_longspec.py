@@ -141,8 +141,8 @@ class LongSpecDraftModel(DraftModel):
         layer = target.config.per_layer_config[self.config.kv_layer]
         if (size := getattr(layer, "v_head_dim", None)) not in (None, self.config.head_dim):
             raise ValueError(
-                f"the target has value heads of size {size} and key heads of size {self.config.head_dim}, and all heads "
-                "of a LongSpec draft have the same size. Use SpecAttnDraftModel."
+                f"the target has value heads of size {size} and key heads of size {self.config.head_dim}, and all "
+                "heads of a LongSpec draft have the same size. Use SpecAttnDraftModel."
             )
 
 
