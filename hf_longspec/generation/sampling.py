@@ -223,8 +223,8 @@ class TokenRule:
     def _chain_scores(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
         recent = self.recent()
         if recent is not None:
-            behind = torch.cat([recent, tree.tokens[:, 1:]], 1).unfold(1, recent.shape[1], 1)
-            return warped(self.processors, logits, behind)
+            texts = torch.cat([recent, tree.tokens[:, 1:]], 1).unfold(1, recent.shape[1], 1)
+            return warped(self.processors, logits, texts)
         scores = []
         for depth in range(tree.num_nodes):
             if depth:
@@ -262,7 +262,7 @@ class TokenRule:
 
 
 def warped(
-    processors: Sequence[LogitsProcessor], logits: torch.Tensor, behind: torch.Tensor | None = None
+    processors: Sequence[LogitsProcessor], logits: torch.Tensor, texts: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the scores of logits `(B, N, vocab)` by processors that depend on the last tokens at most.
 
@@ -271,15 +271,15 @@ def warped(
     Args:
         processors (`Sequence[LogitsProcessor]`): Processors, called in order.
         logits (`torch.Tensor` of shape `(B, N, vocab)`): Logits after each node.
-        behind (`torch.LongTensor` of shape `(B, N, window)`, *optional*): The last tokens of the text that ends with
+        texts (`torch.LongTensor` of shape `(B, N, window)`, *optional*): The last tokens of the text that ends with
             each node. Not needed by processors that do not depend on tokens.
     """
     if not processors:
         return logits.float()
     scores = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
-    if behind is None:
-        behind = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
-    seen = behind.reshape(len(scores), -1)
+    if texts is None:
+        texts = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+    seen = texts.reshape(len(scores), -1)
     for processor in processors:
         scores = processor(seen, scores)
     return scores.view(logits.shape)

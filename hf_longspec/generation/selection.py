@@ -90,11 +90,11 @@ class SelectedCache(CompactCache):
 
     def _slots(self, selected: torch.Tensor) -> torch.Tensor:
         """Return the slots `(B, 1 or K, T)` of the selected entries, then of the tail, then `room` arbitrary ones."""
-        behind, is_selected = self._behind_selected(selected.device)
+        rest, is_selected = self._behind_selected(selected.device)
         if is_selected is None:
-            return torch.cat([selected, behind.expand(-1, selected.shape[1], -1)], dim=-1)
-        padded = torch.nn.functional.pad(selected, (0, behind.shape[-1] - selected.shape[-1]))
-        return torch.where(is_selected, padded, behind)
+            return torch.cat([selected, rest.expand(-1, selected.shape[1], -1)], dim=-1)
+        padded = torch.nn.functional.pad(selected, (0, rest.shape[-1] - selected.shape[-1]))
+        return torch.where(is_selected, padded, rest)
 
     def _behind_selected(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the slots after the selected entries, and a mask of the selected ones, for all layers of a device.

@@ -150,16 +150,16 @@ class SpecAttnDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`."""
-        tokens, laws = [root], [torch.empty(0)]
+        tokens, distributions = [root], [torch.empty(0)]
         for depth in range(self.gamma):
-            token, law = self._choose(self._draft_step(tokens[-1]), depth)
+            token, distribution = self._choose(self._draft_step(tokens[-1]), depth)
             tokens.append(token)
-            if law is not None:
-                laws.append(law)
-        if len(laws) == 1:
+            if distribution is not None:
+                distributions.append(distribution)
+        if len(distributions) == 1:
             return DraftTree.chain(torch.stack(tokens, 1))
-        laws[0] = torch.zeros_like(laws[1])  # the root was not drawn
-        return DraftTree.chain(torch.stack(tokens, 1), q=torch.stack(laws, 1))
+        distributions[0] = torch.zeros_like(distributions[1])  # the root was not drawn
+        return DraftTree.chain(torch.stack(tokens, 1), q=torch.stack(distributions, 1))
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         """Return a capture of the prefix's scores, unless the selection needs none."""
@@ -206,12 +206,12 @@ class SpecAttnDrafter(Drafter):
         rule = self.binding.rule
         if rule is None:
             return logits.argmax(-1), None
-        scores, law = rule.scores_at(logits, depth), None
+        scores, distribution = rule.scores_at(logits, depth), None
         if rule.do_sample and self.settings.acceptance == "rejection":
             token = exponential_race(scores, draw_noise(*scores.shape, generator=rule.generator, device=scores.device))
-            law = scores.softmax(-1)
+            distribution = scores.softmax(-1)
         else:  # greedy, or coupled: sampled with the noise row that the target will use at this position
             token = rule.choose(scores, depth)
         if not rule.history_free:
             rule.sequences.try_out(depth, token)
-        return token, law
+        return token, distribution
