@@ -102,7 +102,7 @@ class TestConfigurations:
         ("longspec", {"noise_range": 3}, "noise_range=3 in the draft's config.json: expected list"),
         ("longspec", {"rms_norm_eps": "small"}, "rms_norm_eps='small'.*expected float"),
         ("longspec", {"cross_attention": "yes"}, "cross_attention='yes'.*expected bool"),
-        ("longspec", {"hidden_act": "nope"}, "hidden_act='nope'.*a name that transformers knows"),
+        ("longspec", {"hidden_act": "nope"}, "hidden_act='nope'.*the name of an activation"),
         ("longspec", {"num_attention_heads": 3}, "do not have the shapes of its config.json"),
         ("tokenswift", {"num_heads": -1}, "num_heads=-1"),
         ("tokenswift", {"num_heads": 10**9}, "num_heads=1000000000 in the draft's config.json: expected at most 256"),
