@@ -146,5 +146,5 @@ def _holds(layer: Any) -> bool:
 
 
 def _stored(cache: Any) -> int:
-    """Return the number of tokens in the cache, which a `StaticCache` holds as a tensor."""
+    """Return the length, which is a tensor in a `StaticCache`."""
     return int(cache.get_seq_length())
