@@ -1,8 +1,8 @@
-"""This package's attention for a model that other threads go on using as it was loaded.
+"""This package's attention for a model that other threads keep using with its own implementation.
 
-The implementation is state of the model, so a plain forward in another thread meets whatever is set at that
-moment, and it may change between its mask and its layers. Masks are therefore made as the model's own implementation
-makes them; the attention function reads those of eager and sdpa as well as none.
+The implementation is state of the model, so it may change in the middle of a plain forward in another thread, between
+the mask and the layers. Masks are therefore created by the model's own implementation. The attention function supports
+the masks of eager and sdpa, and no mask.
 """
 
 from functools import partial
@@ -11,13 +11,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .interface import AUTOMATIC, attention_forward
 
-# Names by the implementation that the model was loaded with. Transformers treats names with "sdpa" in them in its
-# own way.
+# Names by the implementation that the model was loaded with. They do not contain "sdpa", as transformers handles names
+# with "sdpa" in a special way.
 BESIDE = {"eager": f"{AUTOMATIC}_beside_eager", "sdpa": f"{AUTOMATIC}_beside_default"}
 
 
 def name_beside(implementation: str | None) -> str:
-    """Name of the implementation to switch to from `implementation`, registered with transformers."""
+    """Register the implementation that replaces `implementation` with transformers, and return its name."""
     name = BESIDE.get(implementation or "")
     if name is None:
         return AUTOMATIC

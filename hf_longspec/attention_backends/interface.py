@@ -3,8 +3,8 @@
 `attn_implementation="hf_longspec"` uses the preferred backend for every call; `"hf_longspec_torch"`,
 `"hf_longspec_triton"`, `"hf_longspec_fa"` and `"hf_longspec_reference"` require one. With a context (`tree=`), the
 context computes (contexts.py). Without one this is ordinary attention: causal if transformers passes no mask, under the
-mask otherwise. No call is delegated to transformers' own implementations: eager has no causality of its own, and sdpa
-has neither softcap nor sinks.
+mask otherwise. No call is delegated to transformers' own implementations, as eager is not causal without a mask, and
+sdpa has neither softcap nor sinks.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from .registry import AttentionBackend, AttentionCall, select
 from .torch_backend import TORCH_BACKEND
 from .triton.backend import TRITON_BACKEND
 
-# Transformers treats names with "flash", "sdpa", "/" or "paged|" in them in its own way.
+# Transformers handles names with "flash", "sdpa", "/" or "paged|" in a special way.
 AUTOMATIC = "hf_longspec"
 
 REFUSED = {
@@ -71,7 +71,7 @@ def attention_forward(
         `torch.Tensor` of shape `(B, N, H, Dv)`, contiguous, and None in place of the weights.
 
     Raises:
-        ValueError: If no backend supports the call, or the model asks for something that would be computed wrongly.
+        ValueError: If no backend supports the call, or the model passes an argument that is not supported.
     """
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -112,7 +112,7 @@ def _attend(
 ) -> torch.Tensor:
     """Compute attention without a context."""
     state: AttentionState
-    if mask is not None:  # it includes the window: transformers' eager reads nothing else either
+    if mask is not None:  # it includes the window, as for transformers' eager attention
         state = backend.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
     elif causal:
         window = {"sliding_window": sliding_window}
@@ -140,12 +140,13 @@ def attention_mask(
     device: Any = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask of a forward, with the signature of transformers' `AttentionMaskInterface`.
+    """Return the mask of a forward, with the signature of transformers' `AttentionMaskInterface`.
 
     Returns:
-        None for a causal mask and a [`WindowMask`] for the config's sliding window, where `attention_forward` does the
-        same by itself: the queries are the last of the keys' positions, and nothing is padded. Otherwise (chunks, for
-        instance) transformers' `sdpa_mask`, boolean of shape `(B, 1, q_length, kv_length)`.
+        `torch.Tensor` of shape `(B, 1, q_length, kv_length)`, *optional*: If the queries are the last of the keys'
+        positions and nothing is padded, `attention_forward` needs no entries: `None` for a causal mask, a
+        [`WindowMask`] for the config's sliding window. Otherwise, for instance with chunks, the boolean `sdpa_mask` of
+        transformers.
     """
     last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     if allow_is_causal_skip and last and _nothing_padded(attention_mask):
@@ -178,7 +179,7 @@ def register() -> None:
 def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:
     if attention_mask is None:
         return True
-    # reading a tensor would break the graph
+    # reading the values of a tensor would break the graph
     return not torch.compiler.is_compiling() and bool(attention_mask.all())
 
 

@@ -1,6 +1,6 @@
-"""Which keys a query sees: additive masks, and what lengths and windows say without a mask.
+"""The keys that a query attends to: additive masks, and rules on lengths and windows that need no mask.
 
-An additive mask is added to the scores and is -inf where a query does not see a key. [`ExplicitMask`] and
+An additive mask is added to the scores and is -inf where a query does not attend to a key. [`ExplicitMask`] and
 [`PositionMask`] are masks of a whole call. They are computed for one block of its keys at a time: `mask(start, stop)`.
 [`WindowMask`] is the boolean mask of a sliding window as a tensor without entries.
 """
@@ -19,7 +19,7 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `mask` as an additive mask.
 
     Args:
-        mask (`torch.Tensor`): True where a query sees a key; or an additive mask already.
+        mask (`torch.Tensor`): Boolean mask, True where a query attends to a key; or an additive mask.
         dtype (`torch.dtype`): Floating point dtype of the result.
 
     Returns:
@@ -38,7 +38,15 @@ def prefix_mask(
     positions: torch.Tensor | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """Return which of the first `slots` slots N queries see of prefixes of `lengths` `(B,)`: `(B, N, slots)`."""
+    """Return the boolean mask `(B, N, slots)` of N queries over prefixes of `lengths` `(B,)`.
+
+    Args:
+        lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's prefix.
+        slots (`int`): Number of slots.
+        nodes (`int`): N.
+        positions (`torch.LongTensor` of shape `(B, N)`, *optional*): Positions of the queries, needed for a window.
+        sliding_window (`int`, *optional*): Window of the layer.
+    """
     places = torch.arange(slots, device=lengths.device)
     seen = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
     if sliding_window is None or positions is None:
@@ -48,7 +56,7 @@ def prefix_mask(
 
 @dataclass
 class ExplicitMask:
-    """A mask that exists as a tensor.
+    """Mask that exists as a tensor.
 
     Args:
         mask (`torch.Tensor` of shape `(..., N, M)`): Boolean or additive mask.
@@ -64,13 +72,13 @@ class ExplicitMask:
 
 @dataclass
 class PositionMask:
-    """Causality and sliding window, from the positions of queries and keys.
+    """Mask of causality and sliding window, computed from the positions of queries and keys.
 
     Args:
         positions (`torch.LongTensor` of shape `(B or 1, N)`): Absolute positions of the queries.
         first (`int`): Absolute position of key 0 of the call.
-        sliding_window (`int`, *optional*): A query sees a key only if their distance is below it.
-        causal (`bool`): Whether a query sees only keys at its own position or before.
+        sliding_window (`int`, *optional*): A query attends only to keys at a smaller distance.
+        causal (`bool`): Whether a query attends only to keys at its own position or before.
         dtype (`torch.dtype`): Floating point dtype of the result.
     """
 
@@ -92,10 +100,10 @@ class PositionMask:
 
 
 class WindowMask(torch.Tensor):
-    """The causal mask of a sliding window, `(B, 1, N, S)`, for queries that are the last N of S positions.
+    """Causal mask of a sliding window, `(B, 1, N, S)`, for queries that are the last N of S positions.
 
-    It has the shape of that mask, the dtype `torch.bool` and no memory of its own: an attention function reads
-    `sliding_window` and needs no entries. Any other operation gets the whole mask.
+    It has the shape of that mask, the dtype `torch.bool` and no memory for entries. An attention function reads
+    `sliding_window` instead. All other operations run on the whole mask, which is computed for them.
     """
 
     sliding_window: int
@@ -110,7 +118,7 @@ class WindowMask(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return properties and copies to a device without entries, and compute everything else with them."""
+        """Run properties and copies to a device without entries, and all other operations on the whole mask."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func.__name__ in _PROPERTIES:
@@ -134,10 +142,10 @@ _PROPERTIES = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_float
 
 
 def shared_length(host_lengths: tuple[int, ...]) -> int | None:
-    """Return the length of all rows, or None if the rows have different lengths.
+    """Return the length of all rows, or `None` if the rows have different lengths.
 
-    Inside a graph, several lengths that are passed one by one count as different. A comparison would compile into the
-    graph which of them happen to be equal.
+    Inside a graph, several lengths that are passed one by one count as different. If they were compared, the graph
+    would be specialised to the result.
     """
     first = host_lengths[0]
     if torch.compiler.is_compiling():

@@ -1,8 +1,8 @@
-"""The attention layers of a model, and keywords for those whose decoder layers keep them to themselves.
+"""The attention layers of a model, and hooks for decoder layers that do not pass keywords on to their attention.
 
-An attention function is handed its context as a keyword of the model's forward. The decoder layers of nemotron and
-stablelm take keywords and pass none of them on to their attention, which would take them. Such layers are found by
-reading their forward, and hooks pass on what they withhold.
+An attention function gets its context as a keyword of the model's forward. The decoder layers of nemotron and stablelm
+accept keywords and do not pass them on to their attention, which would accept them. Such layers are found in the source
+of their forward, and hooks pass the keywords on.
 """
 
 import ast
@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import nn
 
-# What this package adds to a forward.
+# Keywords that this package adds to a forward.
 KEYWORDS = ("tree", "trial")
 
 
 @contextmanager
 def passed_on(model: nn.Module) -> Iterator[None]:
-    """Let `KEYWORDS` of this thread's forwards reach every attention layer of `model` while the context is open."""
+    """Pass `KEYWORDS` of this thread's forwards on to every attention layer of `model` while the context is open."""
     pairs = withheld(model)
     if not pairs:
         yield
@@ -43,14 +43,14 @@ def passed_on(model: nn.Module) -> Iterator[None]:
 
 
 class _Given(threading.local):
-    """What the decoder layer that runs in this thread was given; another thread may be using the same model."""
+    """Keywords of the decoder layer that runs in this thread; another thread may be using the same model."""
 
     def __init__(self) -> None:
         self.keywords: dict[str, Any] = {}
 
 
 def withheld(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Decoder layers that keep keywords to themselves, each with its attention layer."""
+    """Return the decoder layers that do not pass keywords on, each with its attention layer."""
     return [
         (layer, child)
         for layer in model.modules()
@@ -60,21 +60,24 @@ def withheld(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
-    """Every attention layer of `model`, by the layer of the cache that it names."""
+    """Return every attention layer of `model` by the index of its cache layer."""
     return {module.layer_idx: module for module in model.modules() if _attends(module)}  # type: ignore[misc]
 
 
 def refuse_repeated_layers(model: nn.Module, num_layers: int) -> None:
-    """Raise ValueError if attention layers run several times per forward and write a layer of the cache each time.
+    """Refuse a model whose attention layers run several times per forward, each time for another layer of the cache.
 
-    What such a layer shows of its attention cannot be told apart.
+    The scores of the single runs cannot be distinguished, as all of them come from the same module.
+
+    Raises:
+        ValueError: With the remedy.
     """
     found = attention_layers(model)
     if found and len(found) < num_layers:
         raise ValueError(
             f"the {num_layers} layers of its cache are written by {len(found)} attention layers, which run several "
-            f"times per forward in {type(model).__name__}, and a draft on a part of the cache needs the scores of "
-            "each. Use NgramDraftModel."
+            f"times per forward in {type(model).__name__}, and a draft that reads a part of the cache needs the scores "
+            "of each run. Use NgramDraftModel."
         )
 
 
@@ -84,9 +87,9 @@ def _attends(module: nn.Module) -> bool:
 
 @cache
 def _keeps_keywords(kind: type) -> bool:
-    """Whether a forward takes any keyword and passes none on."""
+    """Return whether a forward accepts any keyword and passes none on."""
     name = _keywords_name(kind)
-    if name is None or not (source := _source(kind)):  # as transformers does, trust a model without source
+    if name is None or not (source := _source(kind)):  # transformers, too, trusts a model without source
         return False
     used = (node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name))
     return name not in used
@@ -94,14 +97,14 @@ def _keeps_keywords(kind: type) -> bool:
 
 @cache
 def _keywords_name(kind: type) -> str | None:
-    """Name of the parameter that takes any keyword, as `kwargs`; None if there is none."""
+    """Return the name of the parameter that takes any keyword, such as `kwargs`; `None` if there is none."""
     parameters = inspect.signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
     return next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
 
 
 @cache
 def _source(kind: type) -> str:
-    """The source of a forward; empty if there is none."""
+    """Return the source of a forward; an empty string if there is none."""
     try:
         return textwrap.dedent(inspect.getsource(kind.forward))  # type: ignore[attr-defined]
     except (OSError, TypeError):

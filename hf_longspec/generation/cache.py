@@ -12,7 +12,7 @@ from ..attention_backends.triton.commit import can_move, move_nodes
 
 
 class RowLengths:
-    """Committed length of every row, on the host and on each device that asked, shared by all layers."""
+    """Committed length of every row, on the host and, once requested, on a device; shared by all layers."""
 
     def __init__(self, batch_size: int):
         self.batch_size = batch_size
@@ -25,19 +25,19 @@ class RowLengths:
         """Replace every row's length."""
         self.host = tuple(lengths)
         self.longest = max(self.host)
-        # the length of every row, or None when they differ
+        # length of all rows, or None if they differ
         self.equal_length = self.longest if min(self.host) == self.longest else None
         self._on_device.clear()
         self._slots.clear()
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Lengths as a tensor of shape `(batch,)` on `device`."""
+        """Return the lengths as a tensor of shape `(batch,)` on `device`."""
         if device not in self._on_device:
             self._on_device[device] = torch.tensor(self.host, dtype=torch.long, device=device)
         return self._on_device[device]
 
     def slots(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row index `(batch, 1)` and slot index `(batch, count)` of the next `count` slots of every row."""
+        """Return row index `(batch, 1)` and slot index `(batch, count)` of the next `count` slots of every row."""
         key = (count, device)
         if key not in self._slots:
             row = torch.arange(self.batch_size, device=device)[:, None]
@@ -52,9 +52,9 @@ ALIGNMENT = 64
 def lazy_zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return zeros of the given shape, with dtype and device of `like`.
 
-    On a CPU, a page takes memory when it is first written. `torch.zeros` writes every zero, so a text of 100 tokens
-    would pay for a buffer of 100,000; numpy gets pages of zeros from the system instead. On other devices the whole
-    buffer is allocated at once.
+    On a CPU, a page takes memory when it is first written. `torch.zeros` writes every zero, so a text of 100 tokens in
+    a buffer for 100,000 would take all of the buffer's memory. numpy gets pages of zeros from the system instead. On
+    other devices the whole buffer is allocated at once.
 
     >>> lazy_zeros(torch.ones(1, dtype=torch.bfloat16), 2, 3).tolist()
     [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
@@ -68,10 +68,10 @@ def lazy_zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
 
 
 class SpeculativeLayer(CacheLayerMixin):
-    """Keys and values of one layer, allocated from the first tensors it sees and again when they no longer fit.
+    """Keys and values of one layer, allocated with the shapes of the first update and replaced by larger ones if full.
 
-    Sliding-window layers are stored at full length too: the attention backend applies the window, and a rejected
-    node can therefore never have pushed a committed one out.
+    Sliding-window layers are stored at full length too, and the attention backend applies the window. A rejected node
+    therefore never evicts a committed one.
     """
 
     is_compileable = False
@@ -85,7 +85,7 @@ class SpeculativeLayer(CacheLayerMixin):
         self.length = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate from the shapes seen: under tensor parallelism a rank holds fewer heads than the config says."""
+        """Allocate with the shapes of these states, as under tensor parallelism a rank holds a part of the heads."""
         batch_size = key_states.shape[0]
         if batch_size != self.rows.batch_size:
             raise ValueError(
@@ -97,15 +97,15 @@ class SpeculativeLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def _allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, capacity: int) -> None:
-        """Buffers of `capacity` slots with the rows, heads, widths and dtypes of these states."""
-        # Zeros: masked slots are multiplied by probability 0, and 0 x NaN would be NaN.
+        """Allocate buffers of `capacity` slots with the rows, heads, widths and dtypes of these states."""
+        # Zeros, because masked slots are multiplied by probability 0, and 0 x NaN would be NaN.
         keys, values = (
             lazy_zeros(states, *states.shape[:2], capacity, states.shape[-1]) for states in (key_states, value_states)
         )
         self.keys, self.values = keys, values
 
     def reserve(self, capacity: int) -> None:
-        """Have at least `capacity` slots; a buffer that is too small is replaced by one larger by at least half."""
+        """Make room for at least `capacity` slots; a buffer that is too small grows by at least half."""
         if capacity <= self.capacity:
             return
         capacity = max(capacity, self.capacity + self.capacity // 2)
@@ -119,7 +119,7 @@ class SpeculativeLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new entries; return views of every slot written so far, the new ones included."""
+        """Write new entries, and return views of all slots written so far, the new ones included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = key_states.shape[2]
@@ -150,34 +150,34 @@ class SpeculativeLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def move(self, path: torch.Tensor) -> None:
-        """Copy the staged nodes of `path` to the slots right behind the prefix, in place."""
+        """Copy the staged nodes of `path` to the slots right after the prefix, in place."""
         path = path.to(self.keys.device)
         row, target = self.rows.slots(path.shape[1], self.keys.device)
         source = target[:, :1] + path
-        # One temporary at a time, of M nodes: far below one layer.
+        # one temporary of M nodes at a time, which is far smaller than a layer
         self.keys[row, :, target] = self.keys[row, :, source]
         self.values[row, :, target] = self.values[row, :, source]
 
     def get_seq_length(self) -> int:
-        """Tokens stored; with rows of unequal length, the longest."""
+        """Return the number of tokens stored: that of the longest row if lengths differ."""
         return self.length
 
     def get_max_length(self) -> int:
-        """Slots of the buffers, staging slots included."""
+        """Return the number of slots of the buffers, staging slots included."""
         return self.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Key length and offset of the mask that transformers builds for `query_length` new tokens."""
+        """Return key length and offset of the mask that transformers builds for `query_length` new tokens."""
         return self.length + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens (a negative number, as in transformers)."""
+        """Remove the last `-tokens_to_remove` tokens (a negative number, as in transformers)."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative integer.")
         self.length = max(0, self.length + tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget every token; the buffers stay."""
+        """Remove all tokens, and keep the buffers."""
         self.length = 0
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -187,16 +187,16 @@ class SpeculativeLayer(CacheLayerMixin):
             self.values.copy_(self.values.index_select(0, beam_idx.to(self.values.device)))
 
 
-# Nodes that one verification may stage behind the committed tokens.
+# Nodes that one verification may stage after the committed tokens.
 DEFAULT_TREE_SLOTS = 80
 
 
 class SpeculativeCache(Cache):
-    """Key/value cache for speculative decoding: rolled back for free, committed in place.
+    """Key/value cache for speculative decoding, with rollback at no cost and commit in place.
 
-    Works as `past_key_values` of plain `model.generate` too, and can be passed back for a second turn. A call that
+    It also works as `past_key_values` of plain `model.generate`, and can be passed again for a second turn. A call that
     needs more room reallocates the buffers once, larger by at least half. On a CPU the buffers take memory as tokens
-    are stored, so a generous `max_length` costs nothing; other devices take all of it at the first step.
+    are stored, so a generous `max_length` costs nothing. Other devices allocate all of it at the first step.
 
     Args:
         config (`PreTrainedConfig`):
@@ -206,10 +206,10 @@ class SpeculativeCache(Cache):
         max_length (`int`):
             Committed tokens that a row can hold without reallocation, prompt included.
         tree_slots (`int`, *optional*, defaults to 80):
-            Nodes that one verification may stage behind the committed tokens.
+            Nodes that one verification may stage after the committed tokens.
     """
 
-    # A marker instead of isinstance: the installed package and a copy loaded from the Hub have different classes.
+    # A marker, because the installed package and a copy loaded from the Hub have different classes.
     _is_longspec_cache = True
 
     def __init__(
@@ -241,7 +241,7 @@ class SpeculativeCache(Cache):
         return min(layer.capacity for layer in self.layers) - self.tree_slots
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Declare how many tokens each row holds: what a right-padded prefill wrote beyond them is forgotten."""
+        """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped."""
         if len(lengths) != self.batch_size:
             raise ValueError(f"{len(lengths)} lengths for a cache of {self.batch_size} rows.")
         self.rows.set(lengths)
@@ -252,14 +252,13 @@ class SpeculativeCache(Cache):
         """Check that this cache can continue `input_ids` `(batch, P)`, padded where `mask` is 0.
 
         Raises:
-            ValueError: If it was made for another batch, or its rows cannot be continued.
+            ValueError: If the cache was made for another batch, or its rows cannot be continued.
         """
         stored = self.get_seq_length()
         if input_ids.shape[0] != self.batch_size:
             raise ValueError(
-                f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}. Pass the "
-                "cache of these "
-                "rows, or leave past_key_values out."
+                f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}. Pass the cache of "
+                "these rows, or leave past_key_values out."
             )
         padded = mask is not None and not bool(mask.all())
         if stored and (self.rows.equal_length is None or padded):
@@ -274,29 +273,29 @@ class SpeculativeCache(Cache):
             )
 
     def reserve(self, max_length: int, tree_slots: int) -> None:
-        """Make room for `max_length` committed tokens and `tree_slots` staged ones; reallocates at most once."""
+        """Make room for `max_length` committed tokens and `tree_slots` staged ones, with at most one reallocation."""
         self.tree_slots = max(self.tree_slots, tree_slots)
         for layer in self.layers:
             layer.reserve(max_length + self.tree_slots)
 
     def stage(self, num_nodes: int) -> None:
-        """Let the next forward write `num_nodes` nodes behind the committed tokens without committing them."""
+        """Let the next forward write `num_nodes` nodes after the committed tokens without committing them."""
         if num_nodes > self.tree_slots or self.rows.longest + num_nodes > self.max_length + self.tree_slots:
             raise ValueError(
-                f"{num_nodes} nodes do not fit behind {self.rows.longest} committed tokens in a cache of "
+                f"{num_nodes} nodes do not fit after {self.rows.longest} committed tokens in a cache of "
                 f"max_length={self.max_length} and tree_slots={self.tree_slots}. Raise whichever is too small."
             )
         self.rows.staged = True
 
     def commit(self, path: torch.Tensor | None, num_nodes: Sequence[int]) -> None:
-        """Keep the accepted nodes: move them right behind the prefix and add `num_nodes[b]` to every row's length.
+        """Keep the accepted nodes: move them right after the prefix and add `num_nodes[b]` to every row's length.
 
         Args:
             path (`torch.LongTensor` of shape `(batch, M)`, *optional*):
-                Indices of the staged nodes to keep, node 0 first; entries at and beyond `num_nodes[b]` are ignored.
-                `None` when the kept nodes are the first ones of every row, as in a chain: nothing moves.
+                Indices of the staged nodes to keep, node 0 first. Entries from `num_nodes[b]` on are ignored. `None`
+                if the first nodes of every row are kept, as in a chain: nothing moves.
             num_nodes (`Sequence[int]`):
-                Nodes to keep of each row.
+                Number of nodes to keep of each row.
         """
         longest = max(num_nodes)
         if path is not None and longest > 1:
@@ -305,7 +304,7 @@ class SpeculativeCache(Cache):
         self.set_lengths([length + count for length, count in zip(self.rows.host, num_nodes, strict=True)])
 
     def _move(self, path: torch.Tensor, num_nodes: Sequence[int]) -> None:
-        """Copy the nodes of `path` behind the prefix: where there is Triton in one launch per device."""
+        """Copy the nodes of `path` to the slots after the prefix, with Triton in one launch per device."""
         together: dict[torch.device, list[torch.Tensor]] = {}
         for layer in self.layers:
             if layer.is_initialized and can_move(layer.keys.device):
@@ -317,16 +316,16 @@ class SpeculativeCache(Cache):
             move_nodes(buffers, path.to(device), self.rows.on(device), counts)
 
     def rollback(self) -> None:
-        """Drop what is staged. The slots keep their junk until the next step overwrites them."""
+        """Drop the staged nodes. Their slots keep stale entries until the next step overwrites them."""
         self.rows.staged = False
 
     def reset(self) -> None:
-        """Forget every token; the buffers stay."""
+        """Remove all tokens, and keep the buffers."""
         self.rollback()
         self.set_lengths([0] * self.batch_size)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every row."""
+        """Remove the last `-tokens_to_remove` tokens of every row."""
         super().crop(tokens_to_remove)
         self.rows.set([max(0, length + tokens_to_remove) for length in self.rows.host])
 

@@ -1,4 +1,4 @@
-"""Everything that is refused, with value, rule and remedy, before any work is done."""
+"""Checks of targets and arguments: unsupported ones are refused with value, rule and remedy before any work is done."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .sampling import refuse_stateful
 from .target import TargetView
 from .user_cache import refuse_cache
 
-# What `generate` passes on to the assistants of transformers.
+# Settings that `generate` passes on to the assistants of transformers.
 ASSISTANT_SETTINGS = (
     "assistant_confidence_threshold",
     "assistant_early_exit",
@@ -35,7 +35,11 @@ def refuse_unsupported(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Raise ValueError if this call cannot be decoded speculatively, naming every reason."""
+    """Refuse a call that cannot be decoded speculatively.
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
+    """
     refuse_target(target, type(draft), max_length_of(config, target, input_ids.shape[1]))
     if target.model.training and any(
         getattr(module, "gradient_checkpointing", False) for module in target.model.modules()
@@ -60,10 +64,13 @@ def refuse_unsupported(
 
 
 def refuse_target(target: TargetView, draft: type, max_length: int | None = None) -> None:
-    """Raise ValueError if no draft can be used with this model, naming every reason.
+    """Refuse a model that cannot be used with any draft.
 
     Args:
-        max_length (`int`, *optional*): Most tokens of a text, if known.
+        max_length (`int`, *optional*): Maximum number of tokens of a text, if known.
+
+    Raises:
+        ValueError: With every reason.
     """
     if reasons := target.why_not(max_length):
         raise ValueError(
@@ -95,9 +102,8 @@ def _refuse_inputs(
     if mask is not None and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
         raise ValueError(
-            f"attention_mask ends with 0 in the rows {rows}: padding must be on the left, so that every "
-            "row ends with a "
-            "token. Tokenize with padding_side='left'."
+            f"attention_mask ends with 0 in the rows {rows}: padding must be on the left, so that every row ends with "
+            "a token. Tokenize with padding_side='left'."
         )
     if mask is not None and not bool(mask.all()) and target.counts_padding:
         raise ValueError(
@@ -110,7 +116,7 @@ def _refuse_inputs(
 
 
 def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:
-    """Generate makes the positions itself unless the user does; the loop counts tokens and takes no others."""
+    """Refuse position ids of the user that do not count tokens, as the loop computes positions by counting."""
     if positions is None:
         return
     keep = torch.ones_like(input_ids) if mask is None else mask
@@ -125,23 +131,22 @@ def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positi
 
 
 def _refuse_assistant_settings(config: GenerationConfig, of_model: GenerationConfig) -> None:
-    """Those of transformers' own assistants that this call sets: a draft has its settings in a config of its own."""
-    defaults = GenerationConfig._get_default_generation_params()  # what `generate` fills in by itself
+    """Refuse settings of transformers' own assistants, as the settings of a draft are in its `generation_config`."""
+    defaults = GenerationConfig._get_default_generation_params()  # values that `generate` fills in by itself
     given = {name: getattr(config, name, None) for name in ASSISTANT_SETTINGS}
     for name, value in given.items():
         if value is not None and value not in (defaults.get(name), getattr(of_model, name, None)):
             raise ValueError(
-                f"{name}={value!r} would have no effect: it is for the assistants of transformers. Drop it; "
-                "the settings "
-                "of a draft are those of draft.generation_config, such as draft.generation_config.num_assistant_tokens."
+                f"{name}={value!r} would have no effect: it is for the assistants of transformers. Drop it, and use "
+                "the settings in draft.generation_config, such as draft.generation_config.num_assistant_tokens."
             )
 
 
 def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: int) -> int:
-    """Most tokens that a row of this call can reach.
+    """Return the maximum number of tokens of a row in this call, prompt included.
 
     Raises:
-        ValueError: If nothing says so.
+        ValueError: If neither the call nor the model's config has a limit.
     """
     limit = config.max_length or getattr(target.config, "max_position_embeddings", None)
     if limit is None:
@@ -150,6 +155,6 @@ def max_length_of(config: GenerationConfig, target: TargetView, prompt_length: i
 
 
 def pad_token_id_of(config: GenerationConfig) -> int:
-    """What fills finished rows."""
+    """Return the token that fills finished rows; 0 if the call has no padding token."""
     pad = getattr(config, "_pad_token_tensor", None)
     return int(pad) if pad is not None else 0

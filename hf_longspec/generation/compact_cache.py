@@ -9,10 +9,10 @@ from .target import TargetView
 
 
 class CompactCache(Cache):
-    """Hold copies of some entries of the target's cache, and free slots behind them for drafted tokens.
+    """Hold copies of some entries of the target's cache, and free slots after them for drafted tokens.
 
     A subclass chooses the entries of each layer, writes them to `keys` and `values` of the layer, and sets `used`.
-    Layers in `dense_layers` read the target's cache. Their drafted tokens are written to the slots behind the committed
+    Layers in `dense_layers` read the target's cache. Their drafted tokens are written to the slots after the committed
     tokens, where the next verification overwrites them.
 
     Args:
@@ -39,7 +39,7 @@ class CompactCache(Cache):
 
     @property
     def sparse_layers(self) -> list[int]:
-        """Indices of the layers whose entries are selected, without layers that share the cache of another one."""
+        """Indices of the layers whose entries are selected, without layers that share the cache of another layer."""
         return [
             index
             for index, layer in enumerate(self.cache.layers)
@@ -48,7 +48,7 @@ class CompactCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Size of the copies in bytes. Dense layers have none."""
+        """Size of the copies in bytes; dense layers have none."""
         own = [self.layers[index] for index in self.sparse_layers if self.layers[index].is_initialized]
         return sum(part.numel() * part.element_size() for layer in own for part in (layer.keys, layer.values))
 
@@ -64,7 +64,7 @@ class CompactCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target on one token per row, which attends to the entries and to itself.
 
-        Keys and values of the token are written behind the used entries.
+        Keys and values of the token are written to the slot after the used entries.
 
         Args:
             target ([`TargetView`]): The target.

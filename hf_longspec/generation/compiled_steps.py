@@ -246,13 +246,18 @@ Runner = CompiledRunner | CapturedRunner
 
 
 def runner_of(mode: str, device: torch.device) -> Runner | None:
-    """Who runs the steps on a device: None for "off", or where "auto" means it.
+    """Return the runner of a mode on a device; `None` if steps run as they are.
 
-    On a GPU, "auto" captures graphs: launching the kernels of a step takes longer than they do. On a CPU it compiles
-    nothing: that takes half a minute or more before the first token, which only long outputs win back.
+    "auto" captures graphs on a GPU, as launching the kernels of a step takes longer than running them. On a CPU "auto"
+    compiles nothing, as compilation delays the first token by half a minute or more, which pays off in long outputs
+    only.
+
+    Args:
+        mode (`str`): One of `COMPILE_MODES`.
+        device (`torch.device`): Device of the target.
 
     Raises:
-        ValueError: If there is no such mode, or it needs a GPU.
+        ValueError: If the mode does not exist, or needs a GPU.
     """
     if mode not in COMPILE_MODES:
         raise ValueError(f"compile={mode!r}: expected one of {', '.join(COMPILE_MODES)}.")
@@ -266,10 +271,10 @@ def runner_of(mode: str, device: torch.device) -> Runner | None:
 
 
 class FixedSteps:
-    """Runs the steps of one target through a runner.
+    """Run the steps of one target through a runner.
 
     Args:
-        model (`PreTrainedModel`): A causal language model, used as it is.
+        model (`PreTrainedModel`): A causal language model.
         runner ([`CompiledRunner`] or [`CapturedRunner`]): Compiles or captures.
     """
 
@@ -286,13 +291,19 @@ class FixedSteps:
         context: Any,
         with_hidden: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Logits `(B, N, vocab)` of `(B, N)` tokens, or None if this step has to run as it is.
+        """Run one step, or return `None`, with nothing done, if it cannot run compiled or captured.
 
         Args:
-            cache ([`SpeculativeCache`] or [`CompactCache`]): Written to like by the model itself.
-            context ([`TreeContext`] or [`SparseContext`]): Its capture is filled.
-            with_hidden (`bool`, *optional*, defaults to `False`): Whether the final norm's input `(B, N, hidden)` is to
-                come with the logits; a [`FinalNormInput`] is open then.
+            tokens (`torch.LongTensor` of shape `(B, N)`): Tokens.
+            positions (`torch.LongTensor` of shape `(B, N)`): Positions of the tokens.
+            cache ([`SpeculativeCache`] or [`CompactCache`]): Cache, to which keys and values of the tokens are written.
+            mask (`torch.BoolTensor` of shape `(B, 1, N, N)`): Mask between the tokens.
+            context ([`TreeContext`] or [`SparseContext`]): Attention context, whose capture is filled.
+            with_hidden (`bool`, *optional*, defaults to `False`): Whether to return the input of the final norm too.
+                This needs an open [`FinalNormInput`].
+
+        Returns:
+            `tuple`, *optional*: Logits `(B, N, vocab)`, and the input of the final norm `(B, N, hidden)` or `None`.
         """
         groups = _groups(cache)
         if not all(map(self.runner.takes, groups)) or not all(layer.is_initialized for layer in cache.layers):
@@ -329,12 +340,12 @@ class FixedSteps:
 
 
 class StepCache(Cache):
-    """What the model sees as its cache inside a step: buffers, and where this step writes.
+    """The model's cache inside a step: buffers, and the slots that the step writes to.
 
     Args:
         buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer, `(B, K, capacity, D)`.
-        places (`list[tuple]`): Of every layer: whether all rows write to the same slots, the slots `(N,)` or `(B, N)`,
-            and the end of what is read; None for the whole buffer.
+        places (`list[tuple]`): For every layer, whether all rows write to the same slots, these slots `(N,)` or
+            `(B, N)`, and the end of the slots that are read (`None` for the whole buffer).
     """
 
     def __init__(self, buffers: list[tuple[torch.Tensor, torch.Tensor]], places: list[tuple]):
@@ -345,7 +356,7 @@ class StepCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the nodes' entries; return the used part of both buffers."""
+        """Write keys and values of the nodes, and return the used part of both buffers."""
         keys, values = self.buffers[layer_idx]
         same, slots, end = self.places[layer_idx]
         if same:
@@ -359,16 +370,17 @@ class StepCache(Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """No layer drops entries."""
+        """False for every layer, as none drops entries."""
         return [False] * len(self.buffers)
 
 
 class Collected:
-    """Keeps what a capture would be shown, to be shown after the step.
+    """Keep the data for a capture inside a graph, and pass them on to the capture after the step.
 
     Args:
-        score_rows ([`ScoreRows`], *optional*): What the capture lets a backend write itself.
-        last_node (`torch.LongTensor` of shape `(B,)`): With them, the index of every row's last node.
+        score_rows ([`ScoreRows`], *optional*): Scores that the backend writes itself.
+        last_node (`torch.LongTensor` of shape `(B,)`, *optional*): Index of every row's last node, needed for
+            `score_rows`.
     """
 
     def __init__(self, score_rows: ScoreRows | None, last_node: torch.Tensor | None):
@@ -378,22 +390,22 @@ class Collected:
         self.scored: list[tuple[int, torch.Tensor]] = []
 
     def keep_scores(self, layer_idx: int, scores: torch.Tensor, host_lengths: Any) -> None:
-        """Keep one layer's scores, one per entry."""
+        """Keep the scores of one layer, one per entry."""
         self.scored.append((layer_idx, scores))
 
     def collect(
         self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, lse: torch.Tensor, *, scaling, softcap, **where
     ) -> None:
-        """Keep one layer's queries and log-sum-exp."""
+        """Keep queries and log-sum-exp of one layer."""
         self.layers.append((layer_idx, query, lse, {"scaling": scaling, "softcap": softcap}))
 
 
 def _tree_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
-    """A verification: logits, what the final norm was given, and what its capture is to be shown."""
+    """Run a verification; return logits, input of the final norm, and the data for its capture."""
     tokens, positions, mask, depths, *lengths = changing
     captures, score_rows, windows = kind
     capture = Collected(score_rows, None if score_rows is None else lengths.pop())
-    # A new counter: a number that grows with every step would be compiled into each
+    # a new counter, since the value of one that grows with every step would become a constant of the graph
     host = known_lengths(sizes[0], known[0], tokens.shape[0])
     shown = capture if captures else None
     context = TreeContext(lengths[0], host, depths, mask[:, 0], shown, CallCounter(), windows=windows)
@@ -402,7 +414,7 @@ def _tree_step(changing, model, members, known, kind, with_hidden, sizes, buffer
 
 
 def _sparse_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
-    """A drafting step over a compact cache: logits, what the final norm was given, and nothing for a capture."""
+    """Run a drafting step over a compact cache; return logits, input of the final norm, and nothing for a capture."""
     tokens, positions, mask, *lengths = changing
     dense_layers, windows = kind
     rows = tokens.shape[0]
@@ -431,7 +443,7 @@ def logits_under(
     cache: Any,
     mask: torch.Tensor,
 ) -> torch.Tensor:
-    """Logits `(B, N, vocab)` of `(B, N)` tokens in one forward whose attention layers are handed `context`."""
+    """Return logits `(B, N, vocab)` of `(B, N)` tokens from one forward whose attention layers get `context`."""
     logits: torch.Tensor = model(
         input_ids=tokens,
         position_ids=positions,
@@ -454,7 +466,7 @@ def _places(members, known, lengths, sizes, nodes: int) -> list[tuple]:
 
 
 def _groups(cache: Any) -> list[RowLengths]:
-    """The different lengths that layers of the cache have: one, or those of a compact cache and of the whole one."""
+    """Return the different row lengths of the layers of a cache: one, or two for a compact cache with dense layers."""
     groups: list[RowLengths] = []
     for layer in cache.layers:
         if not any(layer.rows is rows for rows in groups):

@@ -1,7 +1,8 @@
-"""The decoding loop: draft, verify, accept, commit. The only file that knows the order.
+"""The decoding loop: draft, verify, accept, commit. No other file depends on this order.
 
 Symbols: B batch rows, N tree nodes, V vocabulary; the root is the last emitted token of a row, whose keys and values
-are not in the cache yet; n is what a row emits in one iteration, accepted drafts and one bonus token.
+are not in the cache yet; n is the number of tokens that a row emits in one iteration: accepted drafts and one bonus
+token.
 """
 
 import time
@@ -44,14 +45,15 @@ def decode(
     streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-    """Generate with `model`, drafting with `draft`; arguments and result are those of `generate`'s decoding methods.
+    """Generate with `model` as target and `draft` as draft.
 
-    While the call runs, `draft.last_speculation` has its statistics so far. A stopping criterion that raises
-    StopIteration ends the text where it stands, and what was generated is returned.
+    Arguments and result are those of the decoding methods of `generate`. `draft.last_speculation` holds the statistics
+    of the call while it runs. If a stopping criterion raises StopIteration, all rows end there, and the text so far is
+    returned.
 
     Raises:
-        ValueError: If target, draft or arguments are not supported; nothing has been generated or changed then.
-        KeyboardInterrupt: After Ctrl-C. What was generated is `draft.last_speculation.partial_sequences`, and
+        ValueError: If target, draft or arguments are not supported. Nothing has been generated or changed then.
+        KeyboardInterrupt: After Ctrl-C. The text so far is `draft.last_speculation.partial_sequences`, and
             `past_key_values` holds a beginning of it.
     """
     target = TargetView(model, runner_of(draft.setting("compile"), input_ids.device))
@@ -77,7 +79,7 @@ def decode(
 
 
 class Session:
-    """One call of `generate`: what it was given, and what has been emitted and committed so far."""
+    """One call of `generate`: its arguments, and the tokens emitted and committed so far."""
 
     cache: SpeculativeCache
     user_cache: UserCache | None
@@ -123,7 +125,7 @@ class Session:
         self.outputs = Outputs(generation_config, batch_size)
 
     def open_cache(self, model_kwargs: dict[str, Any]) -> None:
-        """Take over the user's cache or make one, cut the prompts out of their padding, bind the drafter."""
+        """Take over the user's cache or create one, remove the padding of the prompts, and bind the drafter."""
         input_ids = self.sequences.tokens[:, : self.sequences.prompt_length]
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
@@ -147,7 +149,7 @@ class Session:
     def prefill(self) -> None:
         """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks.
 
-        With images and the like, all prompt tokens run in one forward; the last ones are run again by [`seed`].
+        With images and the like, all prompt tokens run in one forward, and [`seed`] runs the last ones again.
         """
         start, seed_tokens = self.cache.get_seq_length(), self.drafter.seed_tokens
         sizes = [min(seed_tokens, len(prompt)) for prompt in self.prompts]
@@ -155,7 +157,7 @@ class Session:
             sizes = self.inputs.run(self.target, self.prompts, self.cache, seed_tokens)
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self.prompts, sizes, strict=True)]
         if max(map(len, heads)) and not self.inputs:
-            # whole, where the frequencies of all tokens depend on the last one
+            # whole prompts after the limit, since there the last token decides the frequencies of all
             whole = self.prompts if self.rotary.is_passed else heads
             padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
             self.target.prefill(padded, self.cache, self.config.prefill_chunk_size)
@@ -163,13 +165,13 @@ class Session:
         self.tails = [prompt[len(head) :] for prompt, head in zip(self.prompts, heads, strict=True)]
 
     def check_target(self) -> None:
-        """Compare one small verification with a plain forward, if this kind of target was not compared yet."""
+        """Compare one small verification with a plain forward, unless this kind of target was compared before."""
         if self.draft.setting("check_target") and not self.rotary.never_speculates:
             highest = self.rotary.highest(self.max_length)
             check_target(self.target, self.cache, self.texts, highest, self.inputs.logits)
 
     def seed(self) -> None:
-        """Run the last prompt tokens as a chain: gives the first token, and the drafter its first look."""
+        """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""
         tree, sizes = chain_of_last_tokens(self.tails, self.drafter.seed_tokens)
         before, capture = self.cache.host_lengths, self.drafter.capture(tree)
         step = self._verify(tree, capture)
@@ -182,7 +184,7 @@ class Session:
         self.stats.prefill_seconds = time.perf_counter() - self.started
 
     def iterate(self) -> None:
-        """One iteration: draft, verify, accept, commit, observe."""
+        """Run one iteration: draft, verify, accept, commit, observe."""
         if self.rotary.is_due(self.cache.host_lengths, self.sequences.done):
             self._pass_rotary_limit()
         started = time.perf_counter()
@@ -208,13 +210,13 @@ class Session:
         return self.rotary.may_speculate(self.cache.host_lengths, self.sequences.done, max_depth)
 
     def _pass_rotary_limit(self) -> None:
-        """Go on under other frequencies, with the keys and values that plain `generate` has there."""
+        """Continue under the new frequencies, with the keys and values that plain `generate` has there."""
         if self.rotary.recomputes:
             lengths = self.cache.host_lengths
-            # An interruption or an error from here on leaves an empty cache, not one of both frequencies.
+            # An interruption or an error from here on leaves an empty cache, not one with keys of both frequencies.
             self.stored = 0
             self.cache.set_lengths([0] * len(lengths))
-            # one column more than any row has committed: its position chooses the frequencies
+            # one column more than any row has committed, since its position decides the frequencies
             tokens = self.texts[0].new_zeros(len(lengths), int(self.rotary.column) + 1)
             for row, (text, new) in enumerate(zip(self.texts, self.sequences.generated, strict=True)):
                 committed = torch.cat([text, text.new_tensor(new)])[: lengths[row]]
@@ -229,9 +231,9 @@ class Session:
         return self.target.verify(tree, self.cache, capture, highest, self.drafter.wants_hidden, fixed_shape, lowest)
 
     def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
-        """Accept, emit up to each row's stop, set the next roots. Returns the path and what every row emitted."""
+        """Accept and emit up to each row's stop, set the next roots; return the path and the emitted tokens by row."""
         acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
-        # the one host read of an iteration: nodes kept, nodes proposed, tokens emitted, the path
+        # the only host read of an iteration: nodes kept, nodes proposed, tokens emitted, path
         counts = torch.stack([acceptance.num_nodes, tree.valid.sum(1)], dim=1)
         host = torch.cat([counts, acceptance.tokens, acceptance.path], dim=1).tolist()
         self.proposed = [row[1] - 1 for row in host]
@@ -253,14 +255,14 @@ class Session:
         self.stats.record_forward(emitted, None if is_plain else self.proposed, ngrams)
 
     def close(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-        """What `generate` returns; the user's cache holds what was committed."""
+        """Update the user's cache, end the stream, and return the result of `generate`."""
         self._settle()
         self.sequences.end()
         cache = self.cache if self.user_cache is None else self.user_cache.cache
         return self.outputs.result(self.sequences, cache, self.stats)
 
     def keep_partial(self) -> None:
-        """Ctrl-C, wherever it came: keep what was generated and was committed, and end the stream."""
+        """Keep after Ctrl-C the generated text and the committed part of the cache, and end the stream."""
         if not any(self.sequences.generated):
             self.forget()
             return
@@ -270,14 +272,14 @@ class Session:
         self.sequences.end()
 
     def forget(self) -> None:
-        """Leave the cache as it was given: what the caller does not get, it must not hold either."""
+        """Reset the cache to the tokens that it held before the call, as the call returns no text."""
         self.cache.rollback()
         self.cache.set_lengths([self.stored] * self.cache.batch_size)
 
     def _settle(self) -> None:
-        """Leave the cache with what was committed of the text, and close the times, whatever ended the call."""
+        """Leave the committed part of the text in the cache, and complete the statistics."""
         self.cache.rollback()
-        # of rows that were cut to the length of the others, more was committed
+        # rows that were cut to the length of the others have committed more than their text
         lengths = (len(text) + len(new) - 1 for text, new in zip(self.texts, self.sequences.generated, strict=True))
         self.cache.set_lengths([min(held) for held in zip(self.cache.host_lengths, lengths, strict=True)])
         if self.user_cache is not None:

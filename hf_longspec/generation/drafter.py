@@ -17,14 +17,14 @@ from .target import TargetView, chain_of_last_tokens
 
 @dataclass
 class Binding:
-    """What a drafter is given for one call.
+    """Inputs of a drafter for one call of `generate`.
 
     Args:
         target ([`TargetView`]): The target model.
-        cache ([`SpeculativeCache`]): The target's cache; committed prefix only between steps.
-        rule ([`TokenRule`], *optional*): The target's token rule, for drafters that sample under it. `None` when the
+        cache ([`SpeculativeCache`]): The target's cache, which holds only committed tokens between steps.
+        rule ([`TokenRule`], *optional*): The target's token rule, for drafters that sample under it. `None` if the
             drafter runs inside transformers' own assisted decoding.
-        max_length (`int`): Most tokens a row can reach.
+        max_length (`int`): Maximum number of tokens of a row.
     """
 
     target: TargetView
@@ -35,16 +35,16 @@ class Binding:
 
 @dataclass
 class Verification:
-    """What the last verification decided, told to the drafter after the commit.
+    """Result of the last verification, which the drafter gets after the commit.
 
     Args:
-        path (`torch.LongTensor` of shape `(batch, M)`): Node indices that were kept, node 0 first.
-        num_nodes (`list[int]`): How many of them each row kept; 0 for rows that are done.
-        prefix_lengths (`tuple[int, ...]`): Committed tokens of each row before this commit.
-        capture (*optional*): What [`Drafter.capture`] asked for, filled.
-        tokens (`list[list[int]]`, *optional*): What each row emitted, on the host; the last is the next root. Empty for
-            rows that are done.
-        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): The final norm's input at every node, for
+        path (`torch.LongTensor` of shape `(batch, M)`): Indices of the accepted nodes, node 0 first.
+        num_nodes (`list[int]`): Number of nodes that each row kept; 0 for rows that have ended.
+        prefix_lengths (`tuple[int, ...]`): Number of committed tokens of each row before this commit.
+        capture (*optional*): The result of [`Drafter.capture`], filled.
+        tokens (`list[list[int]]`, *optional*): Tokens that each row emitted, on the host. The last one is the next
+            root. Empty for rows that have ended.
+        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): Input of the final norm at every node, for
             drafters that set `wants_hidden`.
     """
 
@@ -57,7 +57,7 @@ class Verification:
 
     @property
     def last_nodes(self) -> torch.Tensor:
-        """Index `(batch,)` of the last node that each row kept; node 0 for rows that are done."""
+        """Index `(batch,)` of the last node that each row kept; node 0 for rows that have ended."""
         last = torch.tensor(self.num_nodes, device=self.path.device).sub_(1).clamp_min_(0)
         return self.path.gather(1, last[:, None]).squeeze(1)
 
@@ -67,8 +67,8 @@ class TreeShape:
     """One of the trees that a drafter can propose.
 
     Args:
-        name (`str`): What the settings call it.
-        num_nodes (`int`): Nodes, root included.
+        name (`str`): Name of the tree in the settings.
+        num_nodes (`int`): Number of nodes, root included.
         max_depth (`int`): Depth of the deepest node.
     """
 
@@ -78,8 +78,7 @@ class TreeShape:
 
 
 def named(trees: Iterable[tuple[Any, int, int]]) -> tuple[TreeShape, ...]:
-    """Shapes from what the settings say, nodes and depth of each tree; one alone needs no name.
-
+    """Return tree shapes from setting, number of nodes and depth of each tree. A single tree gets the name `draft`.
     >>> [tree.name for tree in named([([4, 2], 7, 2), ([1], 2, 1)])], named([([1], 2, 1)])[0].name
     (['[4, 2]', '[1]'], 'draft')
     """
@@ -88,86 +87,89 @@ def named(trees: Iterable[tuple[Any, int, int]]) -> tuple[TreeShape, ...]:
 
 
 class Drafter(CandidateGenerator):
-    """Proposes draft trees and learns from their verification. The decoding loop knows nothing else of it.
+    """Propose draft trees, and update the own state after their verification.
 
-    Subclasses implement `propose`, and `observe` and `capture` if they keep state.
+    The decoding loop depends on this interface only. Subclasses implement `propose`, and also `observe` and `capture`
+    if they keep state.
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
     """
 
     num_nodes: int = 1
-    """Nodes of the largest tree, root included."""
+    """Number of nodes of the largest tree, root included."""
     max_depth: int = 0
-    """Depth of its deepest node, or of a deeper one of the other trees."""
+    """Depth of the deepest node of all trees."""
     wants_hidden: bool = False
-    """Whether verifications shall hand over what the target's final norm is given."""
+    """Whether [`Verification`] includes the input of the target's final norm."""
     is_steady: bool = True
-    """Whether more verifications of the present tree's shape will follow, so that compiling one is worth it."""
+    """Whether more verifications of trees of the present shape will follow, so that compiling one is worth it."""
     foreign_depth: int = 0
-    """Depth of the nodes, from `num_nodes` on, that others add to the verified trees; a path may lead over them."""
+    """Depth of the nodes that other drafters add to verified trees, from `num_nodes` on; a path may contain them."""
     first_ngram_node: int | None = None
-    """Nodes from this one on come from n-grams alone."""
+    """Index of the first node that only n-grams propose; all later nodes are of this kind."""
 
     can_shadow: bool = False
-    """Whether proposing takes no forward and changes nothing, so that it may be compared with plain steps."""
+    """Whether `propose` runs no forward and changes no state, so that it may be compared with plain steps."""
 
     def __init__(self, binding: Binding):
         self.binding = binding
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
-        """The trees that may be chosen, the configured one first."""
+        """Shapes of the trees to choose from, the configured one first."""
         return named([(None, self.num_nodes, self.max_depth)])
 
     def choose(self, tree: int) -> None:
-        """Propose trees of this number from now on."""
+        """Propose trees of shape `trees[tree]` from now on."""
 
     def speedup_bound(self) -> float:
-        """Tokens per second over those of plain steps, behind the present prefixes, if everything were accepted."""
+        """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
         return inf
 
     @property
     def seed_tokens(self) -> int:
-        """How many of the last prompt tokens run through the verification path, so that the drafter sees them."""
+        """Number of last prompt tokens that run as a verification, so that the drafter can observe them."""
         return 1
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what the drafter keeps beside the target's cache."""
+        """Bytes of the drafter's own state, without the target's cache."""
         return 0
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Begin behind `texts`, the tokens of every row, which are all committed.
+        """Begin to draft after the prompts.
 
         Args:
-            verification ([`Verification`]): That of their last tokens, `seed_tokens` of them, as a chain.
+            texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row, all committed.
+            verification ([`Verification`]): Verification of their last `seed_tokens` tokens as a chain.
         """
         self.observe(verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Go on behind `texts`, all committed, of which tokens at the end were not told.
+        """Continue to draft after plain steps, whose tokens the drafter did not observe.
 
         Args:
-            verification ([`Verification`]): That of their last tokens, one of each growing row.
+            texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row, all committed.
+            verification ([`Verification`]): Verification of their last tokens, one of each growing row.
         """
         self.start(texts, verification)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """A tree of candidates after `root` `(batch,)`, the last emitted tokens."""
+        """Return a tree of candidates after `root` `(batch,)`, the last emitted tokens."""
         raise NotImplementedError
 
     def capture(self, tree: DraftTree) -> Any:
-        """What the next verification shall collect from the attention layers; nothing by default."""
+        """Return an object that collects data from the attention layers in the next verification; `None` by default."""
         return None
 
     def observe(self, verification: Verification) -> None:
-        """Catch up with what was verified and committed."""
+        """Update the drafter's state with the tokens that were verified and committed."""
 
     def get_candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The best chain of [`Drafter.propose`] behind `input_ids`: transformers' candidate generator contract.
+        """Return `input_ids` with the best chain of [`Drafter.propose`], as transformers' candidate generators do.
 
-        Runs the drafter's own cache up to the sequence first, so it works inside any assisted decoding of batch 1.
+        The cache is first extended to the sequence, so this works inside any assisted decoding with batch size 1.
         """
         self._follow(input_ids[0, :-1], int(input_ids[0, -1]))
         chain = self.propose(input_ids[:, -1]).best_chain()
@@ -175,10 +177,10 @@ class Drafter(CandidateGenerator):
         return torch.cat([input_ids, chain[None, :room]], dim=-1), None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
-        """Nothing to adapt: the number of candidates is fixed."""
+        """Do nothing, as the number of candidates is fixed."""
 
     def _follow(self, tokens: torch.Tensor, root: int) -> None:
-        """Bring the cache to `tokens`, after which `root` comes, by one chain-shaped verification."""
+        """Extend the cache to `tokens`, which `root` follows, by one verification of a chain."""
         target, cache = self.binding.target, self.binding.cache
         missing = tokens[cache.host_lengths[0] :]
         if not len(missing):

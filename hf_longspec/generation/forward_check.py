@@ -1,9 +1,9 @@
-"""The first verification of a kind of target is compared with a plain forward: it may be wrong in ways nobody listed.
+"""Comparison of the first verification of each kind of target with a plain forward, to find unexpected differences.
 
-The check runs behind the prefix of the longest row. It verifies a tree with two branches: the last tokens of the
-prompt, and before them the same tokens in reverse. The logits of the former have to be those of a plain forward over
-the same tokens under the model's own attention. They are not if a model ignores `position_ids`, the tree mask, a
-softcap or sinks, or a window that is shorter than the prefix.
+The check runs after the prefix of the longest row. It verifies a tree with two branches: the last tokens of the prompt,
+and before them the same tokens in reverse. The logits of the former must equal those of a plain forward over the same
+tokens under the model's own attention. They do not if the tree is verified without `position_ids`, the tree mask, a
+softcap, sinks, or a window that is shorter than the prefix.
 """
 
 import math
@@ -21,13 +21,13 @@ logger = logging.get_logger(__name__)
 
 CHECK_DEFAULTS: dict[str, Any] = {"check_target": True}
 
-# Tokens that are compared. The tree has one node less than twice as many.
+# Number of tokens that are compared. The tree has one node less than twice this number.
 NUM_TOKENS = 4
 
-# Largest gap between two logits, as a share of their standard deviation. Measured on the tiny targets of testing.py:
-# at most 4e-6 in float32; 0.6 and more where the window, the softcap, the sinks, the positions or the mask are lost.
+# Largest difference of two logits, relative to their standard deviation. Measured on the tiny targets of testing.py:
+# at most 4e-6 in float32; at least 0.6 without the window, the softcap, the sinks, the positions or the mask.
 TOLERANCE = 0.02
-# In half precision rounding moves logits (0.07 in bfloat16), and other experts are chosen in near-ties (0.8, gpt_oss).
+# In half precision, rounding changes logits (0.07 in bfloat16) and the choice of experts in near-ties (0.8, gpt_oss).
 HALF_TOLERANCE = 0.5
 
 _checked: set[tuple[Any, ...]] = set()
@@ -40,17 +40,19 @@ def check_target(
     limit: int,
     logits: torch.Tensor | None = None,
 ) -> None:
-    """Compare verification and plain forward behind the longest row of `cache`, once per process and kind of target.
+    """Compare verification and plain forward after the longest row of `cache`, once per process and kind of target.
 
-    Kinds are told apart by class, config, type of the weights and attention implementation. The cache stays as it is,
-    apart from slots that hold nothing. Call it outside of [`TargetView.attention`].
+    A kind is given by class, config, dtype of the weights and attention implementation. The check writes only to free
+    slots of the cache. Call it outside of [`TargetView.attention`].
 
     Args:
-        texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row, of which the last few are run.
-        limit (`int`): Positions of the check stay below it.
+        target ([`TargetView`]): The target.
+        cache ([`SpeculativeCache`]): The target's cache, with the prefix of every row.
+        texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row. The check runs the last few of one row.
+        limit (`int`): Upper bound of the positions of the check.
         logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*):
-            Of the last token of every text, from one forward over the text with images and the like. Then the end
-            of a text, which is not in the cache, is verified too: after the image, it must run without that input.
+            Logits of the last token of every text, from one forward over the text with images and the like. With them,
+            the check also verifies the end of a text that is not in the cache, which must run without these inputs.
 
     Raises:
         ValueError: If the logits disagree in float32. In other precisions a warning is logged.
@@ -81,7 +83,7 @@ def check_target(
 
 
 def check_check_target(value: Any) -> None:
-    """Refuse a setting `check_target` that is no bool.
+    """Refuse a setting `check_target` that is not a bool.
 
     Raises:
         ValueError: With the value, the rule and the remedy.
@@ -104,7 +106,7 @@ def _kind_of(target: TargetView) -> tuple[Any, ...]:
 
 
 def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:
-    """A tree over `chain` `(1, n)` and a wrong branch beside it, whose nodes come first; the nodes of the chain."""
+    """Return a tree of `chain` `(1, n)` and a wrong branch, whose nodes come first, and the indices of the chain."""
     drafted = chain.shape[1] - 1
     tokens = torch.cat([chain[:, :1], chain[:, 1:].flip(1), chain[:, 1:]], dim=1)
     branch = list(range(1, drafted))
@@ -119,7 +121,7 @@ def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:
 
 
 def _row_of(cache: SpeculativeCache, row: int, target: TargetView, room: int) -> SpeculativeCache:
-    """One row of a cache as a cache of its own, over the same buffers. It writes behind the committed tokens."""
+    """Return one row of a cache as a separate cache over the same buffers, which writes after the committed tokens."""
     length = cache.host_lengths[row]
     view = SpeculativeCache(target.config, 1, length + room, tree_slots=room)
     for own, layer in zip(view.layers, cache.layers, strict=True):
@@ -156,7 +158,7 @@ def _compare(target: TargetView, verified: torch.Tensor, plain: torch.Tensor) ->
 
 
 def _computes_exactly(model: torch.nn.Module) -> bool:
-    """Whether all is computed in float32: no half precision, no quantised weights or activations, no TF32."""
+    """Return whether the model computes in float32: no half precision, no quantised weights or activations, no TF32."""
     if getattr(model, "is_quantized", False) or torch.get_float32_matmul_precision() != "highest":
         return False
     if any(hasattr(module, "_packed_params") for module in model.modules()):  # torch's dynamic int8

@@ -1,4 +1,4 @@
-"""What a call returns: sequences, and scores and logits per position if they are asked for."""
+"""Results of a call: sequences, and scores and logits per position if they are requested."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ Kept = list[list[torch.Tensor]]
 
 
 class Outputs:
-    """Keeps scores and logits of emitted tokens, row by row, and makes what `generate` returns.
+    """Keep scores and logits of emitted tokens, row by row, and build the result of `generate`.
 
     Args:
-        config (`GenerationConfig`): Says what is asked for.
-        batch_size (`int`): Rows.
+        config (`GenerationConfig`): Its `return_dict_in_generate`, `output_scores` and `output_logits` are read.
+        batch_size (`int`): Number of rows.
     """
 
     def __init__(self, config: GenerationConfig, batch_size: int):
@@ -29,13 +29,13 @@ class Outputs:
         self._logits: Kept = [[] for _ in range(batch_size)]
 
     def keep(self, scores: torch.Tensor | None, logits: torch.Tensor, path: torch.Tensor, emitted: list[int]) -> None:
-        """Keep what belongs to the tokens that a step emitted.
+        """Keep scores and logits of the tokens that a step emitted.
 
         Args:
-            scores (`torch.Tensor` of shape `(B, M, V)`, *optional*): Processed, along the path.
-            logits (`torch.Tensor` of shape `(B, N, V)`): Raw, of every node.
+            scores (`torch.Tensor` of shape `(B, M, V)`, *optional*): Processed scores along the path.
+            logits (`torch.Tensor` of shape `(B, N, V)`): Raw logits of every node.
             path (`torch.LongTensor` of shape `(B, M)`): Nodes that were kept.
-            emitted (`list[int]`): Tokens that each row emitted.
+            emitted (`list[int]`): Number of tokens that each row emitted.
         """
         if self.wants_scores and scores is not None:
             _extend(self._scores, scores, emitted)
@@ -45,7 +45,7 @@ class Outputs:
     def result(
         self, sequences: Sequences, cache: Any, stats: SpeculationStats
     ) -> GenerateDecoderOnlyOutput | torch.LongTensor:
-        """With `return_dict_in_generate`, the statistics are its attribute `speculation`."""
+        """Return the result of `generate`. With `return_dict_in_generate`, its attribute `speculation` is `stats`."""
         tokens = sequences.output()
         if not self.as_dict:
             return tokens
@@ -65,7 +65,7 @@ def _extend(kept: Kept, values: torch.Tensor, emitted: list[int]) -> None:
 
 
 def _by_position(rows: Kept, sequences: Sequences) -> tuple[torch.Tensor, ...] | None:
-    """One `(batch, vocab)` tensor per generated position; zeros for rows that were done by then."""
+    """Return one `(batch, vocab)` tensor per generated position, with zeros for rows that have ended before it."""
     if not any(rows):
         return None
     longest = max(map(len, sequences.generated))

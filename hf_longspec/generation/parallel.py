@@ -37,7 +37,7 @@ class Ranks:
 
     @property
     def is_everyone(self) -> bool:
-        """Whether these are all processes."""
+        """Whether the group contains all processes."""
         return self.size == dist.get_world_size()
 
     def first(self, numbers: Sequence[int]) -> list[int]:

@@ -1,8 +1,8 @@
-"""The way from `model.generate(..., assistant_model=draft)` to this project's loop: one patch, removable.
+"""The route from `model.generate(..., assistant_model=draft)` to the decoding loop of this package.
 
-`GenerationMixin._assisted_decoding` is wrapped once for the process. A draft is known by its attribute
-`_is_longspec_draft`, not by its class: an installed copy of this package and one loaded from the Hub have different
-classes. Every other assistant takes the stock function.
+It is a removable patch: `GenerationMixin._assisted_decoding` is wrapped once per process. Drafts are recognised by
+their attribute `_is_longspec_draft`, because an installed copy of this package and one loaded from the Hub have
+different classes. All other assistants run the function of transformers.
 """
 
 import functools
@@ -14,7 +14,7 @@ _STOCK = "_longspec_stock"
 
 
 def install() -> None:
-    """Route drafts of this project to their own loop. Doing it again, also from another copy, changes nothing."""
+    """Route the drafts of this package to their loop. Repeating it, also from another copy, changes nothing."""
     stock = stock_assisted_decoding()
 
     @functools.wraps(stock)
@@ -28,16 +28,16 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore transformers' own function."""
+    """Restore the function of transformers."""
     GenerationMixin._assisted_decoding = stock_assisted_decoding()
 
 
 def is_installed() -> bool:
-    """Whether drafts are routed."""
+    """Return whether drafts are routed."""
     return hasattr(GenerationMixin._assisted_decoding, _STOCK)
 
 
 def stock_assisted_decoding() -> Any:
-    """Transformers' own function, whoever has wrapped it."""
+    """Return the function of transformers, which this or another copy may have wrapped."""
     current = GenerationMixin._assisted_decoding
     return getattr(current, _STOCK, current)

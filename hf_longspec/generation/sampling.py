@@ -80,9 +80,9 @@ class NoiseRows:
             del kept[:count]
 
 
-# Processors whose result depends on the logits of one position only: they may run on all nodes at once.
-# A processor of your own joins them by a true attribute `history_free`. One that looks at the last tokens only says at
-# how many by an attribute `history_window`: it then costs the same at every length of the text, and may be handed any
+# Processors whose result depends on the logits of one position only, so that they may run on all nodes at once.
+# A custom processor of this kind sets the attribute `history_free = True`. A processor that depends on the last tokens
+# only sets `history_window` to their number. Its cost then does not grow with the text, and it may be called with any
 # number of rows of `history_window` tokens, one for each node.
 HISTORY_FREE = {
     "EpsilonLogitsWarper",
@@ -97,8 +97,7 @@ HISTORY_FREE = {
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 }
-# Processors of transformers that run the model or keep state: calling them along a path that may be rejected
-# changes them.
+# Processors of transformers that run the model or keep state. A call on a path that is rejected would change the state.
 STATEFUL = {
     "ClassifierFreeGuidanceLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",
@@ -108,16 +107,13 @@ STATEFUL = {
 
 
 class TokenRule:
-    """The target's rule for choosing a token, and the acceptance of a draft tree under it.
+    """Choose tokens as the target does, and accept the nodes of a draft tree under this rule.
 
     Args:
-        processors (`LogitsProcessorList`): As `generate` assembled them.
-        do_sample (`bool`): Draw from the processed distribution instead of taking its argmax.
-        sequences ([`Sequences`]): What has been emitted: the prefix that processors see.
-        noise ([`NoiseRows`], *optional*): Required for sampling.
-
-    Raises:
-        ValueError: If a processor is stateful.
+        processors (`LogitsProcessorList`): Processors of the call, in the order of `generate`.
+        do_sample (`bool`): Whether to draw from the processed distribution instead of taking its argmax.
+        sequences ([`Sequences`]): Emitted tokens, which are the input of the processors.
+        noise ([`NoiseRows`], *optional*): Noise, required for sampling.
     """
 
     def __init__(
@@ -135,10 +131,11 @@ class TokenRule:
         self.history_window = _longest_window(processors)
 
     def scores_at(self, raw: torch.Tensor, depth: int) -> torch.Tensor:
-        """Processed scores `(batch, vocab)` of logits at `depth` places behind the last emitted token.
+        """Return processed scores `(batch, vocab)` of logits at `depth` places after the last emitted token.
 
-        What lies between must have been announced by [`Sequences.try_out`]. Processors get the whole batch, because
-        some keep one number per row; rows of another length are stood in for by a row of the right one.
+        Write the tokens in between with [`Sequences.try_out`] first. Processors are called with the whole batch,
+        because some have one parameter per row. For each length, rows of another length are replaced by a row of this
+        length.
         """
         raw = raw.float()
         if not self.processors:
@@ -155,23 +152,28 @@ class TokenRule:
         return scores
 
     def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
-        """The token `(batch,)` that the rule takes from `scores`, with the noise row of `depth`."""
+        """Return the token `(batch,)` that the rule chooses by `scores`, with the noise row of `depth`."""
         if not self.do_sample:
             return scores.argmax(-1)
         return exponential_race(scores, self.noise_of(depth + 1)[:, depth])
 
     def noise_of(self, count: int) -> torch.Tensor:
-        """The noise `(batch, count, vocab)` that decides the next tokens."""
+        """Return the noise `(batch, count, vocab)` that decides the next `count` tokens."""
         return self._noise.rows(count)
 
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, with_scores: bool = False
     ) -> tuple[Acceptance, torch.Tensor | None]:
-        """Walk down the tree as far as the target agrees.
+        """Accept the nodes of a tree up to the first token that the target does not choose.
 
         Args:
-            logits (`torch.Tensor` of shape `(batch, N, vocab)`): The target's raw logits of every node.
-            with_scores (`bool`): Also return the processed scores of the path, `(batch, M, vocab)`.
+            tree ([`DraftTree`]): Tree to accept nodes of.
+            logits (`torch.Tensor` of shape `(batch, N, vocab)`): The target's raw logits after every node.
+            with_scores (`bool`, *optional*, defaults to `False`): Whether to return processed scores.
+
+        Returns:
+            `tuple`: [`Acceptance`], and the processed scores `(batch, M, vocab)` along the path if `with_scores`, else
+            `None`.
         """
         if self.history_free or tree.num_nodes == 1:
             scores = self.scores_of_all(logits)
@@ -198,11 +200,11 @@ class TokenRule:
 
     @property
     def generator(self) -> torch.Generator:
-        """For draws that need not be tied to a position."""
+        """Generator for draws that need not be tied to a position."""
         return self._noise.generator
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Tell the rule how many tokens of each row were emitted."""
+        """Advance the noise by the number of tokens that each row emitted."""
         if self.noise is not None:
             self.noise.advance(counts)
 
@@ -213,7 +215,7 @@ class TokenRule:
         return self.noise
 
     def scores_of_all(self, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores of logits `(batch, N, vocab)`; of more than one node only if the rule is `history_free`."""
+        """Return processed scores of logits `(batch, N, vocab)`. N must be 1 unless the rule is `history_free`."""
         if logits.shape[1] == 1:
             return self.scores_at(logits[:, 0], 0)[:, None]
         return warped(self.processors, logits)
@@ -221,8 +223,8 @@ class TokenRule:
     def _chain_scores(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
         recent = self.recent()
         if recent is not None:
-            behind = torch.cat([recent, tree.tokens[:, 1:]], 1).unfold(1, recent.shape[1], 1)
-            return warped(self.processors, logits, behind)
+            texts = torch.cat([recent, tree.tokens[:, 1:]], 1).unfold(1, recent.shape[1], 1)
+            return warped(self.processors, logits, texts)
         scores = []
         for depth in range(tree.num_nodes):
             if depth:
@@ -232,21 +234,21 @@ class TokenRule:
 
     @property
     def has_recent(self) -> bool:
-        """Whether processors look at the last tokens at most, and every row has as many."""
+        """Whether processors depend on at most `history_window` last tokens, and every row has that many."""
         return self.history_window is not None and min(self.sequences.lengths) >= self.history_window
 
     def recent(self) -> torch.Tensor | None:
-        """The last `history_window` tokens `(batch, window)`; None without `has_recent`."""
+        """Return the last `history_window` tokens `(batch, window)`; `None` unless `has_recent`."""
         window, lengths = self.history_window, self.sequences.lengths
         if window is None or not self.has_recent:
             return None
         if min(lengths) == max(lengths):
-            # a copy: strides of the whole are another graph in every call
+            # a copy, as the strides of a view differ between calls and would need another graph
             return self.sequences.tokens[:, lengths[0] - window : lengths[0]].clone()
         return torch.stack([row[end - window : end] for row, end in zip(self.sequences.tokens, lengths, strict=True)])
 
     def _accept_stepwise(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor]:
-        """Process the logits of the walked path only, each node with the prefix that leads to it."""
+        """Walk the tree and process only the logits of the path, each node with the prefix that leads to it."""
         rows = torch.arange(logits.shape[0], device=logits.device)
         scores: list[torch.Tensor] = []
 
@@ -260,41 +262,47 @@ class TokenRule:
 
 
 def warped(
-    processors: Sequence[LogitsProcessor], logits: torch.Tensor, behind: torch.Tensor | None = None
+    processors: Sequence[LogitsProcessor], logits: torch.Tensor, texts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Scores of logits `(B, N, vocab)` by processors that look at the last tokens at most, all nodes at once.
+    """Return the scores of logits `(B, N, vocab)` by processors that depend on the last tokens at most.
 
-    Fits into graphs.
+    All nodes are processed at once, and the function may be part of a graph.
 
     Args:
-        behind (`torch.LongTensor` of shape `(B, N, window)`, *optional*): The last tokens of the text that ends with
-            each node; by default the processors look at none.
+        processors (`Sequence[LogitsProcessor]`): Processors, called in order.
+        logits (`torch.Tensor` of shape `(B, N, vocab)`): Logits after each node.
+        texts (`torch.LongTensor` of shape `(B, N, window)`, *optional*): The last tokens of the text that ends with
+            each node. Not needed by processors that do not depend on tokens.
     """
     if not processors:
         return logits.float()
     scores = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
-    if behind is None:
-        behind = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
-    seen = behind.reshape(len(scores), -1)
+    if texts is None:
+        texts = torch.zeros(len(scores), 1, dtype=torch.long, device=scores.device)
+    seen = texts.reshape(len(scores), -1)
     for processor in processors:
         scores = processor(seen, scores)
     return scores.view(logits.shape)
 
 
 def along_path(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-    """Values `(batch, N, V)` of the nodes of `path` `(batch, M)`: `(batch, M, V)`."""
+    """Return from values `(batch, N, V)` of all nodes those of the nodes of `path` `(batch, M)`: `(batch, M, V)`."""
     return values.gather(1, path[..., None].expand(-1, -1, values.shape[-1]))
 
 
 def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vocab_size: int) -> None:
-    """Raise ValueError for a processor that cannot be called along a path that may be rejected.
+    """Refuse processors that keep state, as they cannot be called on a path that may be rejected.
 
-    Those that depend on their calls are found out by calling a copy twice on the same input. What shows only later, or
-    in another text, is not found.
+    State is detected by calling a copy of the processor twice on the same input. State that takes effect only in later
+    calls or in other texts is not detected.
 
     Args:
+        processors (`LogitsProcessorList`): Processors of the call.
         input_ids (`torch.LongTensor` of shape `(batch, P)`): The prompts.
-        vocab_size (`int`): The target's.
+        vocab_size (`int`): Size of the target's vocabulary.
+
+    Raises:
+        ValueError: With the processor and the remedy.
     """
     for processor in processors:
         name = type(processor).__name__
@@ -305,11 +313,9 @@ def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vo
             )
         if not _is_declared_stateless(processor) and not _repeats_itself(processor, input_ids, vocab_size):
             raise ValueError(
-                f"{name} returned other scores when a copy of it was called a second time with the same "
-                "input, and it is "
-                "called along drafted paths that may be rejected. Make its result depend on input_ids and "
-                "scores alone, "
-                "or call generate() without assistant_model."
+                f"{name} returned other scores when a copy of it was called a second time with the same input, and it "
+                "is called along drafted paths that may be rejected. Make its result depend on input_ids and scores "
+                "alone, or call generate() without assistant_model."
             )
 
 
@@ -320,19 +326,18 @@ def _is_declared_stateless(processor: object) -> bool:
 
 
 def _repeats_itself(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:
-    """Whether two calls on the same input have the same result; with the random numbers of the caller left alone."""
-    # a processor may hold a model, which is not to be copied
+    """Return whether two calls on the same input have the same result. The default generators do not change."""
+    # a processor may hold a model, which is shared instead of copied
     shared = {
         id(part): part for part in getattr(processor, "__dict__", {}).values() if isinstance(part, torch.nn.Module)
     }
     try:
         twin = copy.deepcopy(processor, shared)
-    except Exception as error:  # whatever its parts raise
+    except Exception as error:  # its parts may raise anything
         raise ValueError(
-            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so whether "
-            "it keeps state from "
-            "call to call was not tested. Give it the attribute stateless=True if its result depends on input_ids and "
-            "scores alone, or call generate() without assistant_model."
+            f"{type(processor).__name__} cannot be copied ({type(error).__name__}: {error}), so whether it keeps state "
+            "from call to call was not tested. Give it the attribute stateless=True if its result depends on input_ids "
+            "and scores alone, or call generate() without assistant_model."
         ) from error
     devices = [input_ids.device] if input_ids.is_cuda else []
     with torch.random.fork_rng(devices=devices):
@@ -349,8 +354,8 @@ def _is_history_free(processor: object) -> bool:
 
 
 def _longest_window(processors: LogitsProcessorList) -> int | None:
-    """How many of the last tokens the processors look at; None if one of them may look at all."""
-    longest = 1  # some read the batch size off the tokens
+    """Return the number of last tokens that the processors depend on; `None` if one may depend on all."""
+    longest = 1  # some processors read the batch size from the tokens
     for processor in processors:
         if not _is_history_free(processor):
             window = getattr(processor, "history_window", None)

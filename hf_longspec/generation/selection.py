@@ -1,4 +1,4 @@
-"""Which prefix entries a sparse drafting phase reads, and the compact cache that holds copies of them."""
+"""Selection of the prefix entries that a sparse drafting phase reads, and the compact cache with copies of them."""
 
 import math
 from collections.abc import Sequence
@@ -8,49 +8,49 @@ import torch
 from .cache import SpeculativeCache
 from .compact_cache import CompactCache, gather_entries
 
-# Attention sinks: always selected (https://huggingface.co/papers/2309.17453).
+# Number of attention sinks, which are always selected (https://huggingface.co/papers/2309.17453).
 SINK_TOKENS = 4
 
 
 def budget(prefix_length: int, ratio: float, floor: int) -> int:
-    """Entries to select out of `prefix_length`: a share, at least `floor`, never more than there are."""
+    """Return the number of entries to select of a prefix: a share of it, at least `floor`, at most all."""
     return min(prefix_length, max(floor, math.ceil(ratio * prefix_length)))
 
 
 def select_top(scores: torch.Tensor, prefix_lengths: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` best entries of every row and head, best first, the sinks before all others.
+    """Return the `count` best entries of every row and head, sinks first, then the others by falling score.
 
     Args:
-        scores (`torch.Tensor` of shape `(B, K, S)`): Overwritten. Entries at or beyond a row's prefix never win while
-            the row has others.
-        prefix_lengths (`torch.LongTensor` of shape `(B,)`): Prefix of each row.
-        count (`int`): At most S.
+        scores (`torch.Tensor` of shape `(B, K, S)`): Scores of the entries, which are overwritten. Entries after a
+            row's prefix are selected last.
+        prefix_lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's prefix.
+        count (`int`): Number of entries to select, at most S.
 
     Returns:
-        `torch.LongTensor` of shape `(B, K, count)`.
+        `torch.LongTensor` of shape `(B, K, count)`: Slots of the entries.
     """
     scores[..., :SINK_TOKENS] = torch.inf
     slots = torch.arange(scores.shape[-1], device=scores.device)
     if scores.shape[0] > 1:
         scores.masked_fill_((slots >= prefix_lengths[:, None])[:, None], -torch.inf)
-    # rows share one count, so a row with a smaller budget takes the first of its sorted winners
+    # rows share one count, so a row with a smaller budget takes the first ones, and the result is sorted
     return scores.topk(count, dim=-1, sorted=scores.shape[0] > 1).indices
 
 
 def select_window(prefix_lengths: torch.Tensor, counts: torch.Tensor, count: int) -> torch.Tensor:
-    """Sinks and the most recent entries (StreamingLLM), `(B, 1, count)`; a row's first `counts[b]` are meant."""
+    """Return slots `(B, 1, count)` of sinks and most recent entries (StreamingLLM); the first `counts[b]` are valid."""
     places = torch.arange(count, device=counts.device)
     recent = prefix_lengths[:, None] - counts[:, None] + places
     return torch.where(places < SINK_TOKENS, places, recent)[:, None]
 
 
 class SelectedCache(CompactCache):
-    """Compact copies of selected entries per layer, a dense tail behind them, and room for the drafted tokens.
+    """Compact copies of selected entries per layer, followed by a dense tail and room for the drafted tokens.
 
     Args:
         cache ([`SpeculativeCache`]): The target's cache.
-        dense_layers (`frozenset[int]`): Layers that keep their own attention.
-        room (`int`): Tokens drafted per phase.
+        dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
+        room (`int`): Number of tokens drafted per phase.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], room: int):
@@ -61,11 +61,11 @@ class SelectedCache(CompactCache):
         self._behind: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def begin(self, counts: Sequence[int], tails: Sequence[int]) -> None:
-        """Start a phase: `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
+        """Start a phase with `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
         self.used.set([count + tail for count, tail in zip(counts, tails, strict=True)])
         self.share_dense()
         self._counts = list(counts)
-        # from a place behind the selected entries to its slot
+        # difference between a slot of the target's cache and its place after the selected entries
         self._shift = [stored - used for stored, used in zip(self.cache.host_lengths, self.used.host, strict=True)]
         self._behind.clear()
 
@@ -73,8 +73,9 @@ class SelectedCache(CompactCache):
         """Copy one layer's selected entries and tail.
 
         Args:
-            selected (`torch.LongTensor` of shape `(B, 1 or K, max(counts))`): Slots; a row's first `counts[b]` are
-                meant.
+            layer_idx (`int`): Index of the layer.
+            selected (`torch.LongTensor` of shape `(B, 1 or K, max(counts))`): Slots of the selected entries. The first
+                `counts[b]` of a row are valid.
         """
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
         slots = self._slots(selected.to(source.keys.device))
@@ -83,23 +84,23 @@ class SelectedCache(CompactCache):
         layer.is_initialized = True
 
     def advance(self) -> None:
-        """One drafted token was written in every row."""
+        """Count one drafted token that was written in every row."""
         for rows in (self.used, self.dense_used):
             rows.set([length + 1 for length in rows.host])
 
     def _slots(self, selected: torch.Tensor) -> torch.Tensor:
-        """Slots of selected entries, then of the tail, then `room` arbitrary ones: `(B, 1 or K, T)`."""
-        behind, is_selected = self._behind_selected(selected.device)
+        """Return the slots `(B, 1 or K, T)` of the selected entries, then of the tail, then `room` arbitrary ones."""
+        rest, is_selected = self._behind_selected(selected.device)
         if is_selected is None:
-            return torch.cat([selected, behind.expand(-1, selected.shape[1], -1)], dim=-1)
-        padded = torch.nn.functional.pad(selected, (0, behind.shape[-1] - selected.shape[-1]))
-        return torch.where(is_selected, padded, behind)
+            return torch.cat([selected, rest.expand(-1, selected.shape[1], -1)], dim=-1)
+        padded = torch.nn.functional.pad(selected, (0, rest.shape[-1] - selected.shape[-1]))
+        return torch.where(is_selected, padded, rest)
 
     def _behind_selected(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the layers on a device share in a phase: the slots behind the selected ones, and where those end.
+        """Return the slots after the selected entries, and a mask of the selected ones, for all layers of a device.
 
-        With one count for all rows the slots are `(B, 1, T - count)`, and no mask is needed. Otherwise both are
-        `(B, 1, T)`, and the mask says which places hold selected entries.
+        If all rows have the same count, the slots are `(B, 1, T - count)` and the mask is `None`. Otherwise both have
+        the shape `(B, 1, T)`, and the mask is True in places of selected entries.
         """
         if device not in self._behind:
             equal = min(self._counts) == max(self._counts)

@@ -1,4 +1,4 @@
-"""The token sequences of a batch: appending, stopping and streaming, exact to the token in every row."""
+"""The token sequences of a batch: appending, stopping and streaming, token by token in every row."""
 
 from array import array
 from collections import defaultdict
@@ -13,25 +13,25 @@ from .parallel import Ranks
 
 
 class Sequences:
-    """Prompts and what was generated, one row per prompt, rows growing at their own pace.
+    """Prompts and generated tokens, one row per prompt. Each row grows at its own pace.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(batch, P)`):
-            Prompts as the user gave them, left padding included: processors and criteria see them as in plain
+            Prompts of the user, left padding included, so that processors and criteria get the same input as in plain
             `generate`.
         stopping_criteria (`StoppingCriteriaList`):
-            Checked after every single token of every row. Criteria other than length and end-of-sequence are called
-            with the whole batch, `(batch, length)`, once for the rows that have just reached this length: they are in
-            their places, longer rows are cut, shorter ones padded. An answer per row counts for these rows, one answer
-            for all ends all rows where they stand, and so does a criterion that raises StopIteration.
+            Checked after every single token of every row. Criteria other than length and end of sequence are called
+            with the whole batch `(batch, length)`, once for all rows that have just reached this length. Longer rows
+            are cut, shorter ones padded. A result per row applies to the rows of this length. A single result ends all
+            rows at their present length, and so does a criterion that raises StopIteration.
 
-            Without a criterion that has an `eos_token_id`, a row that a criterion stops grows on until every row has
-            been stopped, as in `generate`, which has nothing to pad with then.
-        pad_token_id (`int`): Fills finished rows.
-        max_length (`int`): Most tokens of a row, prompt included.
-        reach (`int`): Most tokens a step may try out beyond what is emitted.
+            Without a criterion that has an `eos_token_id`, a stopped row keeps growing until all rows have been
+            stopped, as in `generate`, which has no token to pad with then.
+        pad_token_id (`int`): Token that fills finished rows.
+        max_length (`int`): Maximum number of tokens of a row, prompt included.
+        reach (`int`): Maximum number of tokens that a step writes with `try_out`.
         streamer (`BaseStreamer`, *optional*): Receives the prompt's continuation, each token once.
-        ranks ([`Ranks`], *optional*): Processes that must stop together: the first one's criteria decide.
+        ranks ([`Ranks`], *optional*): Processes that must stop together. The criteria of the first one decide.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Sequences:
         self.max_length = max_length
         self.tokens = input_ids.new_full((batch_size, max_length + reach), pad_token_id)
         self.tokens[:, :prompt_length] = input_ids
-        # what has been emitted; `tokens` repeats it for processors and criteria, with candidates behind it
+        # emitted tokens; `tokens` holds them too, for processors and criteria, with candidates after them
         self.generated: list[array[int]] = [array("q") for _ in range(batch_size)]
         self.done = [False] * batch_size
         self.interrupted = False
@@ -80,11 +80,11 @@ class Sequences:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row, padded prompt included."""
+        """Number of tokens of each row, padded prompt included."""
         return [self.prompt_length + len(tokens) for tokens in self.generated]
 
     def growing_rows_by_length(self) -> dict[int, list[int]]:
-        """Unfinished rows, grouped by their length."""
+        """Return the unfinished rows, grouped by length."""
         groups: dict[int, list[int]] = defaultdict(list)
         for row, length in enumerate(self.lengths):
             if not self.done[row]:
@@ -92,16 +92,16 @@ class Sequences:
         return groups
 
     def try_out(self, depth: int, tokens: torch.Tensor) -> None:
-        """Write candidate tokens `(batch,)` at `depth` places behind what is emitted, for processors to see."""
+        """Write candidate tokens `(batch,)` at `depth` places after the emitted ones, as input of processors."""
         columns = torch.tensor(self.lengths, device=tokens.device) + depth
         self.tokens[torch.arange(self.batch_size, device=tokens.device), columns] = tokens
 
     def append(self, accepted: Sequence[Sequence[int]], scores: torch.Tensor | None = None) -> list[int]:
-        """Emit tokens until a row stops; returns how many each row really emitted.
+        """Emit the tokens of each row up to its stop, and return how many each row emitted.
 
         Args:
             accepted (`Sequence[Sequence[int]]`): Tokens of each row, in order.
-            scores (`torch.Tensor` of shape `(batch, M, vocab)`, *optional*): What custom criteria get as `scores`.
+            scores (`torch.Tensor` of shape `(batch, M, vocab)`, *optional*): Argument `scores` of custom criteria.
         """
         counts, starts = [0] * self.batch_size, self.lengths
         for place in range(max(map(len, accepted))):
@@ -131,7 +131,7 @@ class Sequences:
         self.done[row] = self._rows_pause or length >= self.max_length
 
     def _ask_criteria(self, grown: list[int], scores: tuple[torch.Tensor, ...] | None) -> None:
-        """Ask the user's criteria about the rows that have a new token, once for each length."""
+        """Call the user's criteria for the rows that have a new token, once per length."""
         groups: dict[int, list[int]] = defaultdict(list)
         for row in grown:
             if self._stopped[row] is None:
@@ -144,7 +144,7 @@ class Sequences:
                 self.interrupt()
                 return
             stops = [any(column) for column in zip(*answers, strict=True)]
-            if self._ranks is not None:  # a criterion may look at the clock, and ranks that disagree wait for ever
+            if self._ranks is not None:  # a criterion may depend on the clock, and ranks that disagree would deadlock
                 stops = list(map(bool, self._ranks.first(stops)))
             *of_rows, of_all = stops
             for row, own in enumerate(self.lengths):
@@ -152,12 +152,12 @@ class Sequences:
                     self._stop(row, own)
 
     def interrupt(self) -> None:
-        """End all rows where they stand."""
+        """End all rows at their present length."""
         self.interrupted = True
         self.done = [True] * self.batch_size
 
     def _batch_at(self, length: int) -> torch.Tensor:
-        """The texts `(batch, length)` when a row has this length; padding stands where another one has no token yet."""
+        """Return the texts cut or padded to `length`, `(batch, length)`."""
         ids = self.tokens[:, :length]
         if any(own < length for own in self.lengths):
             ids = ids.clone()
@@ -166,20 +166,19 @@ class Sequences:
         return ids
 
     def _answer(self, answer: Any) -> list[bool]:
-        """What a criterion returned: an answer for each row, and behind them one for all rows."""
+        """Return the result of a criterion as one value for each row, followed by one for all rows."""
         given = torch.as_tensor(answer).bool().flatten().tolist()
         if len(given) == self.batch_size:
             return [*given, False]
         if len(given) == 1:
             return [False] * self.batch_size + given
         raise ValueError(
-            f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one "
-            "for each row, or "
-            "a single one. Correct the criterion."
+            f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one for each row, "
+            "or a single one. Correct the criterion."
         )
 
     def _end_together(self) -> None:
-        """Without end tokens, all rows end at the length at which the last of them was stopped."""
+        """End all rows at the length at which the last of them was stopped, if there is no end token."""
         if self._rows_pause or None in self._stopped:
             return
         length = max(stopped for stopped in self._stopped if stopped is not None)
@@ -190,26 +189,26 @@ class Sequences:
                 del tokens[length - self.prompt_length :]
 
     def _stream(self, streamer: BaseStreamer) -> None:
-        """Hand on every position that all rows have reached; a finished row contributes padding."""
+        """Stream every position that all rows have reached, with padding for finished rows."""
         growing = [len(tokens) for tokens, done in zip(self.generated, self.done, strict=True) if not done]
         ready = min(growing, default=max(len(tokens) for tokens in self.generated))
         while self._streamed < ready:
             place = self._streamed
             column = [row[place] if place < len(row) else self.pad_token_id for row in self.generated]
-            # before the streamer has it: whether it took what an exception cut short is unknown, and no token
-            # comes twice
+            # Set before the call: if the streamer raises, it is unknown whether it took the token, and no token may be
+            # streamed twice.
             self._streamed = self.max_length
             streamer.put(torch.tensor(column, dtype=torch.long))
             self._streamed = place + 1
 
     def end(self) -> None:
-        """Hand on what is left, and end the stream."""
+        """Stream the remaining tokens, and end the stream."""
         if self._streamer is not None:
             self._stream(self._streamer)  # an interruption may have come between emitting and streaming
             self._streamer.end()
 
     def output(self) -> torch.Tensor:
-        """Prompts and continuations, `(batch, longest)`, finished rows padded."""
+        """Return prompts and continuations `(batch, longest)`, with finished rows padded."""
         output = self.tokens[:, : max(self.lengths)].clone()
         for row, length in enumerate(self.lengths):
             output[row, self.prompt_length : length] = torch.tensor(self.generated[row].tolist(), dtype=torch.long)

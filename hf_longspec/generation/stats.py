@@ -1,4 +1,4 @@
-"""What speculation achieved in one call of `generate`, and what the gate found out."""
+"""Statistics of speculation in one call of `generate`, and the decisions of the gate."""
 
 from array import array
 from dataclasses import asdict, dataclass, field, replace
@@ -9,15 +9,15 @@ import torch
 
 @dataclass(frozen=True)
 class GateDecision:
-    """What the gate found out, when that changed.
+    """A decision of the gate, recorded when it differs from the one before.
 
     Args:
-        choice (`str`): The fastest one: `plain` or `draft`; with `tree_choices`, instead of `draft`, the tree.
-        length (`int`): Tokens of the longest row by then, prompt included.
-        plain_tokens_per_second (`float`): Of steps without drafting, all growing rows together.
-        draft_tokens_per_second (`float`): Of steps that speculate, with the fastest tree.
-        tau (`float`): Tokens per verification and row of the steps that this speed was taken from. 0 if nothing was
-            tried: the speed then is what speculation could reach if every draft were accepted.
+        choice (`str`): The fastest choice: `plain`, or `draft`. With `tree_choices`, the tree in place of `draft`.
+        length (`int`): Tokens of the longest row at that time, prompt included.
+        plain_tokens_per_second (`float`): Speed of steps without drafting, all growing rows together.
+        draft_tokens_per_second (`float`): Speed of speculation with the fastest tree.
+        tau (`float`): Tokens per verification and row in the steps that this speed was measured on. 0 if speculation
+            was not tried. The speed then is the bound that holds if every draft is accepted.
     """
 
     choice: str
@@ -29,37 +29,38 @@ class GateDecision:
 
 @dataclass
 class SpeculationStats:
-    """Counts and times of one call, summed over the rows of the batch. Complete when the call has returned.
+    """Counts and times of one call, summed over the rows of the batch. They are complete when the call has returned.
 
-    The first token comes from the prompt's own forward and belongs to the prefill; everything else is counted here.
-    A *row-step* is one row of one verification in which the row was still growing. Where the gate had the root alone
-    verified, it is a *plain* one, which emits one token and counts for nothing else.
+    The first token comes from the forward of the prompt and belongs to the prefill. All later tokens are counted here.
+    A *row-step* is one row of one verification in which the row was still growing. It is *plain* if the gate had the
+    root alone verified; such a step emits one token and is counted in `num_plain_steps` only.
 
     Args:
         method (`str`): `model_type` of the draft.
-        num_spec_steps (`int`): Row-steps, plain ones apart.
-        num_plain_steps (`int`): Plain row-steps.
-        num_forwards (`int`): Verification forwards of the target, plain ones included (one serves all rows).
-        num_draft_tokens (`int`): Drafted tokens that were verified, padding excluded.
-        num_accepted_draft_tokens (`int`): Drafted tokens that were emitted.
-        num_accepted_ngram_tokens (`int`): Those of them that n-grams alone proposed. TokenSwift's beta also credits
-            n-grams with what another candidate proposed as well.
-        num_emitted_tokens (`int`): Tokens emitted by verifications, bonus tokens included, those of plain steps apart.
-        acceptance_histogram (`list[int]`): Entry k counts the row-steps that emitted k drafted tokens.
-        prefill_seconds (`float`): Until the first token (time to first token).
-        draft_seconds (`float`): In the drafter, with what it does to catch up after a verification.
-        verify_seconds (`float`): In verification forwards. Steps on a GPU run on after the call has returned, and the
-            wait for them falls into the rest.
-        decode_seconds (`float`): Everything after the first token.
-        draft_state_bytes (`int`): What the drafter kept beside the target's cache.
-        gate_decisions (`list[GateDecision]`): What the gate found out, each time that it changed.
+        num_spec_steps (`int`): Number of row-steps, without plain ones.
+        num_plain_steps (`int`): Number of plain row-steps.
+        num_forwards (`int`): Number of verification forwards of the target, plain ones included. One serves all rows.
+        num_draft_tokens (`int`): Number of drafted tokens that were verified, padding excluded.
+        num_accepted_draft_tokens (`int`): Number of drafted tokens that were emitted.
+        num_accepted_ngram_tokens (`int`): Number of these that only n-grams proposed. TokenSwift's beta also credits
+            n-grams with tokens that another candidate proposed too.
+        num_emitted_tokens (`int`): Number of tokens that verifications emitted, bonus tokens included, without those
+            of plain steps.
+        acceptance_histogram (`list[int]`): Entry k is the number of row-steps that emitted k drafted tokens.
+        prefill_seconds (`float`): Time to the first token.
+        draft_seconds (`float`): Time in the drafter, its update after each verification included.
+        verify_seconds (`float`): Time in verification forwards. On a GPU these return before their kernels have
+            finished, and the wait for the kernels is part of `rest_seconds`.
+        decode_seconds (`float`): Time after the first token.
+        draft_state_bytes (`int`): Bytes that the drafter kept besides the target's cache.
+        gate_decisions (`list[GateDecision]`): Decisions of the gate, one for each change.
         interrupted (`bool`): Whether Ctrl-C, or a stopping criterion that raised StopIteration, ended the call.
-        partial_sequences (`torch.LongTensor` of shape `(batch, length)`, *optional*): After Ctrl-C, the prompts
-            and what was generated, as `generate` would have returned them; None if nothing was.
-        emitted_per_step (`list[array]`): For each row of the batch, the tokens that each of its row-steps emitted: the
-            last of them is the target's own, those before it were drafted. Together with the first token they are the
-            row's text. Rows behind the last one that had a row-step are missing.
-        drafted_per_step (`list[array]`): Likewise, the drafted tokens that were verified.
+        partial_sequences (`torch.LongTensor` of shape `(batch, length)`, *optional*): After Ctrl-C, prompts and
+            generated tokens, as `generate` would have returned them. `None` if no token was generated.
+        emitted_per_step (`list[array]`): For each row of the batch, the number of tokens that each of its row-steps
+            emitted. The last token of a step is the target's own, those before it were drafted. Rows after the last
+            one that had a row-step are missing.
+        drafted_per_step (`list[array]`): Likewise, the number of drafted tokens that were verified.
     """
 
     method: str = ""
@@ -85,7 +86,7 @@ class SpeculationStats:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """tau: tokens emitted per row-step, the bonus token included; 0 before the first verification."""
+        """Tokens emitted per row-step (tau), the bonus token included; 0 before the first verification."""
         return self.num_emitted_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
 
     @property
@@ -95,22 +96,22 @@ class SpeculationStats:
 
     @property
     def rest_seconds(self) -> float:
-        """Decoding time outside of drafting and verification forwards: acceptance, commit, stopping, streaming."""
+        """Decoding time outside of drafting and verification: acceptance, commit, stopping, streaming."""
         return max(0.0, self.decode_seconds - self.draft_seconds - self.verify_seconds)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens emitted per second of decoding, all rows together, prefill and first token apart."""
+        """Tokens emitted per second of decoding, all rows together, without prefill and first token."""
         tokens = self.num_emitted_tokens + self.num_plain_steps
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
     def record_forward(self, emitted: list[int], drafted: list[int] | None, ngrams: list[int]) -> None:
-        """Count one verification; all lists have an entry per row.
+        """Count one verification. All lists have one entry per row.
 
         Args:
-            emitted (`list[int]`): Tokens that each row emitted; 0 in rows that took no part.
-            drafted (`list[int]`, *optional*): Drafted tokens that were verified; None for a plain step.
-            ngrams (`list[int]`): Emitted tokens that n-grams alone had proposed.
+            emitted (`list[int]`): Number of tokens that each row emitted; 0 in rows that took no part.
+            drafted (`list[int]`, *optional*): Number of drafted tokens that were verified; `None` for a plain step.
+            ngrams (`list[int]`): Number of emitted tokens that only n-grams had proposed.
         """
         self.num_forwards += 1
         for row, count in enumerate(emitted):
@@ -120,9 +121,14 @@ class SpeculationStats:
                 self.record(count, drafted[row], count - 1, ngrams[row], row)
 
     def record(self, emitted: int, drafted: int, accepted: int, ngrams: int = 0, row: int = 0) -> None:
-        """Count one step of `row` that emitted `emitted` tokens, `accepted` of them drafted, out of `drafted` proposed.
+        """Count one step of a row.
 
-        `ngrams` of the accepted ones were proposed by n-grams alone.
+        Args:
+            emitted (`int`): Number of tokens emitted.
+            drafted (`int`): Number of drafted tokens that were verified.
+            accepted (`int`): Number of drafted tokens that were emitted.
+            ngrams (`int`, *optional*, defaults to 0): Number of these that only n-grams had proposed.
+            row (`int`, *optional*, defaults to 0): Index of the row.
         """
         self._note(row, emitted, drafted)
         self.num_spec_steps += 1
@@ -134,7 +140,7 @@ class SpeculationStats:
         self.acceptance_histogram[accepted] += 1
 
     def record_plain(self, row: int = 0) -> None:
-        """Count one step of `row` in which the root alone was verified, and one token emitted."""
+        """Count one step of `row` that verified the root alone and emitted one token."""
         self._note(row, 1, 0)
         self.num_plain_steps += 1
 
@@ -146,7 +152,7 @@ class SpeculationStats:
         self.drafted_per_step[row].append(drafted)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the single steps and the text, ratios included, for JSON."""
+        """Return all counts, times and ratios for JSON, without single steps and text."""
         counts = replace(self, partial_sequences=None, emitted_per_step=[], drafted_per_step=[])
         left_out = ("partial_sequences", "emitted_per_step", "drafted_per_step")
         sums = {name: value for name, value in asdict(counts).items() if name not in left_out}

@@ -1,4 +1,4 @@
-"""What the decoding loop needs to know of an unmodified causal language model, and how it runs it."""
+"""An unmodified causal language model as a target: its properties, its prefill and its verification forward."""
 
 import inspect
 import threading
@@ -23,29 +23,29 @@ from .target_modules import FinalNormInput
 from .trial import LayerTraits, ignores, ignores_zeros, layer_traits
 
 ATTENTION_NAME = "hf_longspec"
-# Of each model, held while its attention implementation is switched; re-entrant, as a criterion may generate, too.
+# One lock per model, held while its attention implementation is switched. Re-entrant, as a criterion may call generate.
 _locks: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 _locks_guard = threading.Lock()
-# Layer types whose state is not a list of keys and values that a tree could branch from or a rollback shorten.
+# Layer types with a recurrent state, which cannot branch into a tree or be rolled back.
 RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
-# Layers that attend to all keys, or to those in a window.
+# Layer types that attend to all keys or to those in a window, or do not attend.
 PLAIN_LAYERS = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
 
 
 class TargetView:
-    """The target model as the decoding loop sees it.
+    """Run an unmodified target model for the decoding loop.
 
     Args:
         model (`PreTrainedModel`):
-            A causal language model, used as it is.
-        runner (*optional*):
-            Compiles or captures steps of fixed shapes, see step.py. Not used under tensor parallelism.
+            A causal language model. It is not modified.
+        runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*):
+            Compiles or captures steps of fixed shapes. Not used under tensor parallelism.
     """
 
     def __init__(self, model: PreTrainedModel, runner: Runner | None = None):
         self.model = model
         self.ranks = Ranks.of(model)
-        self.runner = runner if self.ranks is None else None  # collectives inside of a graph were never tried
+        self.runner = runner if self.ranks is None else None  # collectives inside a graph are untested
         self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         self.config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(model).forward).parameters
@@ -59,14 +59,15 @@ class TargetView:
 
     @property
     def sum_ranks(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Sums a tensor over the processes that hold the target; None if there is one."""
+        """Function that sums a tensor over the processes that hold the target; `None` if there is only one."""
         return None if self.ranks is None else self.ranks.sum
 
     @property
     def counts_padding(self) -> bool:
-        """Whether the positions of a row depend on its left padding in plain `generate`, and the text with them.
+        """Whether in plain `generate` the positions of a row, and with them its text, depend on its left padding.
 
-        `generate` makes position ids only for a forward that names them. Rotary embeddings depend on distances alone.
+        `generate` creates position ids only for a forward that has this parameter. Without them padding shifts all
+        positions, which changes nothing for rotary embeddings, as these depend on distances only.
         """
         rotates = any("rotary_emb" in name for name, _ in self.model.named_modules())
         return not (self._takes_positions or rotates)
@@ -78,12 +79,12 @@ class TargetView:
 
     @cached_property
     def traits(self) -> LayerTraits:
-        """What the attention layers do, as a trial forward shows."""
+        """Traits of the attention layers, found by a trial forward."""
         with self.attention():
             return layer_traits(self.model, self.config)
 
     def ignores_zeros(self, name: str) -> bool:
-        """Whether an input of this name that is full of zeros changes nothing."""
+        """Return whether an input of this name that holds only zeros changes nothing."""
         with self.attention():
             return ignores_zeros(self.model, self.config, name)
 
@@ -99,7 +100,7 @@ class TargetView:
 
     @property
     def sliding_layers(self) -> frozenset[int]:
-        """Layers that attend to a sliding window only."""
+        """Indices of the layers that attend to a sliding window only."""
         return frozenset(layer for layer, window in enumerate(self.windows) if window is not None)
 
     @property
@@ -108,10 +109,11 @@ class TargetView:
         return getattr(self.config, "kv_lora_rank", None) is not None
 
     def why_not(self, max_length: int | None = None) -> list[str]:
-        """Reasons why this model cannot be decoded speculatively, one line each; empty if it can.
+        """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can.
 
         Args:
-            max_length (`int`, *optional*): Most tokens that a row can reach, where a reason depends on it.
+            max_length (`int`, *optional*): Maximum number of tokens of a row. Reasons that depend on it are left out
+                without it.
         """
         reasons = []
         if self.model.config.is_encoder_decoder:
@@ -124,7 +126,7 @@ class TargetView:
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
         if "chunked_attention" in kinds or getattr(self.config, "attention_chunk_size", None):
-            reasons.append("it has chunked attention, and attention backends are not told the chunk")
+            reasons.append("it has chunked attention, whose chunk size attention backends do not get")
         if getattr(self.model, "_is_stateful", False):
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         if "prepare_inputs_for_generation" in vars(self.model):
@@ -133,7 +135,7 @@ class TargetView:
             )
         if not self.model._can_set_attn_implementation():
             reasons.append("its attention does not go through transformers' AttentionInterface")
-        if reasons:  # the trial below may be impossible with such layers
+        if reasons:  # the trial below may fail with such layers
             return reasons
         reasons += self.traits.reasons
         window = self.traits.forgotten_window
@@ -147,9 +149,10 @@ class TargetView:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait until no other thread decodes with a draft on this model: its attention implementation is switched then.
+        """Wait until no other thread decodes with a draft on this model, as decoding switches its attention.
 
-        A model that was loaded with one of our implementations is not switched, so its threads do not wait.
+        A model that was loaded with one of the implementations of this package is not switched, so its threads do not
+        wait.
         """
         with _locks_guard:
             lock = _locks.setdefault(self.model, threading.RLock())
@@ -165,10 +168,10 @@ class TargetView:
 
     @contextmanager
     def attention(self) -> Iterator[None]:
-        """Run the model under this project's attention backend, and restore what was set, also after an error.
+        """Switch the model to this package's attention, and restore its own implementation afterwards.
 
-        A model that was loaded with one of our implementations is left alone: the implementation is state of the model,
-        not of the call. Another one belongs to this thread's [`turn`].
+        The implementation is state of the model, so hold [`TargetView.turn`] meanwhile. A model that was loaded with
+        one of the implementations of this package is left as it is.
         """
         if self._has_our_attention:
             with passed_on(self.model):
@@ -189,13 +192,13 @@ class TargetView:
         return {"logits_to_keep": columns} if self._takes_logits_to_keep else {}
 
     def prefill(self, input_ids: torch.Tensor, cache: SpeculativeCache, chunk_size: int | None) -> None:
-        """Write keys and values of right-padded prompts behind what `cache` holds, under the model's own attention.
+        """Append keys and values of right-padded prompts to `cache`, under the model's own attention.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, T)`):
-                Prompt tokens that are not in the cache yet; every row has the same number of them cached.
+                Prompt tokens that are not in the cache yet. All rows of the cache have the same length.
             chunk_size (`int`, *optional*):
-                Tokens per forward; all at once by default.
+                Tokens per forward. All tokens run in one forward by default.
         """
         start, total = cache.get_seq_length(), input_ids.shape[1]
         extra = self.keeping(torch.zeros(1, dtype=torch.long, device=input_ids.device))
@@ -220,20 +223,27 @@ class TargetView:
         fixed_shape: bool = False,
         lowest: Sequence[int] | None = None,
     ) -> "Step":
-        """One forward over all nodes of the tree; their keys and values are staged in `cache`.
+        """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
         Args:
+            tree ([`DraftTree`]):
+                Tree to verify.
+            cache ([`SpeculativeCache`]):
+                Cache with the committed tokens.
             capture (*optional*):
-                Collects what the drafter wants to see of the attention, see `attention_backends/scores.py`.
+                Collects scores or queries of the attention layers, see `attention_backends/scores.py`.
             limit (`int`, *optional*):
-                Positions are clamped below it. Nodes there can never be emitted, but models with a position table
-                would index beyond its end.
+                Positions are clamped below it. Nodes there are never emitted, but models with a position table would
+                index beyond its end.
             with_hidden (`bool`, *optional*, defaults to `False`):
-                Whether the input of the final norm is wanted.
+                Whether to return the input of the final norm.
             fixed_shape (`bool`, *optional*, defaults to `False`):
-                Whether more steps of this many nodes will follow, so that compiling one is worth it.
+                Whether more steps with this number of nodes will follow, so that compiling one is worth it.
             lowest (`Sequence[int]`, *optional*):
-                Positions of each row are raised to this one, see [`RotaryLimit.lowest`].
+                Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
+
+        Raises:
+            ValueError: If the model never called the attention backend.
         """
         device = tree.tokens.device
         lengths = cache.rows.on(device)
@@ -257,7 +267,7 @@ class TargetView:
             logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # without the context, the mask of the nodes alone does not fit the keys
+        except RuntimeError as error:  # attention that ignores the context fails, as the mask covers the nodes only
             if context.calls.total or fixed_shape:
                 raise
             failed = error
@@ -275,7 +285,8 @@ class TargetView:
         """Run the model on `(batch, N)` tokens with an attention context.
 
         Returns:
-            `(batch, N, vocab)` logits, and `(batch, N, hidden)`, what the final norm was given, if `with_hidden`.
+            `tuple`: Logits `(batch, N, vocab)`, and the input of the final norm `(batch, N, hidden)` if `with_hidden`,
+            else `None`.
         """
         with FinalNormInput(self.model) if with_hidden else nullcontext() as caught:
             if fixed_shape and self._fixed is not None:
@@ -291,9 +302,9 @@ class Step:
     """Result of one verification.
 
     Args:
-        logits (`torch.Tensor` of shape `(batch, N, vocab)`): Of every node.
-        context ([`TreeContext`]): The attention context they were computed under.
-        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): What the final norm was given.
+        logits (`torch.Tensor` of shape `(batch, N, vocab)`): Logits after every node.
+        context ([`TreeContext`]): Attention context of the forward.
+        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): Input of the final norm.
     """
 
     logits: torch.Tensor
@@ -302,7 +313,7 @@ class Step:
 
 
 def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[DraftTree, list[int]]:
-    """The last `count` tokens of every prompt as a chain, and how many each row really has."""
+    """Return the last `count` tokens of every prompt as a chain, and how many of them each row has."""
     sizes = [min(count, len(prompt)) for prompt in prompts]
     width = max(sizes)
     device = prompts[0].device
@@ -314,7 +325,7 @@ def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[D
 
 
 def _attention_configs(model: PreTrainedModel) -> list[tuple[Any, str]]:
-    """Every configuration below `model` that names an attention implementation, with that name."""
+    """Return every configuration in `model` that holds an attention implementation, with its name."""
     found: dict[int, tuple[Any, str]] = {}
     pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while pending:

@@ -1,8 +1,8 @@
 """The modules of a target that trained drafts share: embedding, language-model head, rotary embedding, final norm.
 
 The modules and functions are the target's own, found and called, never copied. Differences between architectures
-outside of them are the rows of data below; tests/generation/test_target_modules.py compares each with the target's
-own hidden states, queries and logits.
+outside of them are rows of data in this file. tests/generation/test_target_modules.py compares each row with the
+target's own hidden states, queries and logits.
 
 [`FinalNormInput`] catches the input of the final norm, the residual stream after the last layer. Transformers'
 `hidden_states[-1]` is the output of the norm, and `output_hidden_states` keeps the states of all layers.
@@ -22,10 +22,10 @@ from .attention_layers import attention_layers
 
 _GRANITE = ("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared")
 
-# Factor, by config field, between the embedding module and the first layer (where the module does not apply it).
+# Config field of the factor between the embedding module and the first layer, if the module does not apply it.
 EMBEDDING_FACTORS = dict.fromkeys((*_GRANITE, "hyperclovax"), "embedding_multiplier")
 
-# Between the head module and the logits, by config field: a factor, a divisor.
+# Config fields of a factor and of a divisor between the head module and the logits.
 LOGIT_FACTORS = dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), "logit_scale") | {"hyperclovax": "logits_scaling"}
 LOGIT_DIVISORS = dict.fromkeys(_GRANITE, "logits_scaling")
 
@@ -34,7 +34,7 @@ class TargetEnds:
     """Embedding and language-model head of a target, with the factors around them.
 
     Args:
-        model (`PreTrainedModel`): A causal language model, used as it is.
+        model (`PreTrainedModel`): A causal language model.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -42,13 +42,13 @@ class TargetEnds:
         self.config = model.config.get_text_config(decoder=True)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the target's first layer gets for `tokens` `(B, N)`: `(B, N, hidden)`."""
+        """Return the input `(B, N, hidden)` of the target's first layer for `tokens` `(B, N)`."""
         hidden = self.model.get_input_embeddings()(tokens)
         factor = EMBEDDING_FACTORS.get(self.config.model_type)
         return hidden if factor is None else hidden * getattr(self.config, factor)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `(..., vocab)` of hidden states `(..., hidden)`; the target's final norm is not applied."""
+        """Return logits `(..., vocab)` of hidden states `(..., hidden)`, without applying the target's final norm."""
         logits = self.model.get_output_embeddings()(hidden)
         kind = self.config.model_type
         if kind in LOGIT_FACTORS:
@@ -60,8 +60,8 @@ class TargetEnds:
 
 
 def device_of(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a module of a target runs; `default` for one without parameters."""
-    # accelerate: weights may wait elsewhere than they run, and the modules that hold them know where that is
+    """Return the device that a module of a target runs on; `default` if it has no parameters."""
+    # accelerate may store weights on another device than the one they run on, which is in the hooks of the modules
     hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     device = next((device for device in devices if device is not None), None)
@@ -70,19 +70,19 @@ def device_of(module: nn.Module, default: torch.device) -> torch.device:
     return torch.device(device)
 
 
-# Where some layers slide a window, layers of this type do not rotate queries and keys.
+# Layer type that does not rotate queries and keys, in models of which some layers have a sliding window.
 UNROTATED_LAYERS = dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "exaone_moe"), "full_attention")
 
-# Rotates queries and keys, in the module of every attention class.
+# Name of the function that rotates queries and keys, in the Python module of every attention class.
 ROTATION = "apply_rotary_pos_emb"
 
 
 class TargetParts(TargetEnds):
-    """The modules of a target that a draft with attention uses, with the cache layer it reads.
+    """Modules of a target that a draft with attention uses.
 
     Args:
-        model (`PreTrainedModel`): A causal language model, used as it is.
-        kv_layer (`int`): The layer whose keys and values the draft attends to.
+        model (`PreTrainedModel`): A causal language model.
+        kv_layer (`int`): Index of the layer whose keys and values the draft attends to.
     """
 
     def __init__(self, model: PreTrainedModel, kv_layer: int):
@@ -102,7 +102,7 @@ class TargetParts(TargetEnds):
         return device_of(self.attention, weight.device), weight.dtype
 
     def rotary(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of `positions` `(B, N)` at the KV layer, in the dtype and on the device of `like`."""
+        """Return cosines and sines of `positions` `(B, N)` at the KV layer, with dtype and device of `like`."""
         extra = {} if self._layer_type is None else {"layer_type": self._layer_type}
         cos, sin = self.decoder.rotary_emb(like, positions, **extra)
         return cos, sin
@@ -110,7 +110,7 @@ class TargetParts(TargetEnds):
     def rotate(
         self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries `(B, H, N, D)` and keys `(B, K, N, D)` rotated as the target does."""
+        """Return queries `(B, H, N, D)` and keys `(B, K, N, D)`, rotated as in the target."""
         if self._is_partial is None:
             self._is_partial = _takes_parts_only(self._rotation, query, cos, sin)
         if not self._is_partial:
@@ -123,12 +123,12 @@ class TargetParts(TargetEnds):
         return query, key
 
     def rotate_query(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Queries for the cached keys of the KV layer, whose rotation they share or lack together."""
+        """Return the queries rotated if the cached keys of the KV layer are rotated, else unchanged."""
         return self.rotate(query, query[:, :0], cos, sin)[0] if self.rotates else query
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The module with the layers and the rotary embedding.
+    """Return the module that holds the layers and the rotary embedding.
 
     Raises:
         ValueError: If there is none, as in models with learned or ALiBi positions.
@@ -143,23 +143,23 @@ def decoder_of(model: PreTrainedModel) -> Any:
 
 
 def attention_of(decoder: Any, layer: int) -> Any:
-    """The attention of a layer that rotates queries and keys by the function beside its class.
+    """Return the attention module of a layer, which rotates queries and keys with `apply_rotary_pos_emb`.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If the layer has none, or the Python module of its class has no such function.
     """
     attention = attention_layers(decoder).get(layer)
     if attention is None or not hasattr(sys.modules[type(attention).__module__], ROTATION):
         raise ValueError(
-            f"{type(decoder).__name__} has no attention in layer {layer} with a function {ROTATION} beside it, and a "
-            "trained draft rotates its queries as the target does. Use a training-free draft, such as "
+            f"{type(decoder).__name__} has no attention in layer {layer} with a function {ROTATION} in its module, and "
+            "a trained draft rotates its queries with that function. Use a training-free draft, such as "
             "SpecAttnDraftModel."
         )
     return attention
 
 
 def _rotation_of(attention: Any) -> Any:
-    """`rotation(query, key, cos, sin)` of the target's own function, which may take one of them at a time."""
+    """Return the target's own function as `rotation(query, key, cos, sin)`; some take one tensor at a time."""
     function = vars(sys.modules[type(attention).__module__])[ROTATION]
     if list(inspect.signature(function).parameters)[1] != "cos":
         return function
@@ -167,7 +167,7 @@ def _rotation_of(attention: Any) -> Any:
 
 
 def _takes_parts_only(rotation: Any, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether a rotation is handed the first part of heads alone, as its shapes show: some split heads themselves."""
+    """Return whether the rotation function expects only the rotated part of each head; some split heads themselves."""
     if cos.shape[-1] >= query.shape[-1]:
         return False
     one = query[:, :1, :1]
@@ -178,9 +178,9 @@ def _takes_parts_only(rotation: Any, query: torch.Tensor, cos: torch.Tensor, sin
 
 
 def _rotary_layer_type(rotary_emb: Any, config: Any, layer: int) -> str | None:
-    """The type that a rotary embedding with settings of its own for each type of layer is to be asked for.
+    """Return the argument `layer_type` of a rotary embedding with settings per layer type; `None` without such types.
 
-    Of a layer without rotary embedding (beam), that of the others: a draft rotates its own queries anyway.
+    For a layer without rotary embedding it is the type of the other layers, as a draft always rotates its own queries.
     """
     if "layer_type" not in inspect.signature(rotary_emb.forward).parameters:
         return None
@@ -189,7 +189,7 @@ def _rotary_layer_type(rotary_emb: Any, config: Any, layer: int) -> str | None:
 
 
 def rotates(config: Any, layer: int) -> bool:
-    """Whether layer `layer` of a target rotates its queries and keys."""
+    """Return whether layer `layer` of a target rotates its queries and keys."""
     kinds = getattr(config, "layer_types", None)
     if kinds and (getattr(config, "rope_parameters", None) or {}).get(kinds[layer], True) is None:
         return False
@@ -201,7 +201,7 @@ def rotates(config: Any, layer: int) -> bool:
 
 
 def last_full_layer(config: Any) -> int:
-    """The last layer with keys of its own text and without a sliding window; the last one with keys if all slide."""
+    """Return the last layer that caches keys of the text and has no sliding window; the last with keys if all slide."""
     others = set(getattr(config, "cross_attention_layers", None) or ())  # keys of images
     # the last layers of gemma3n read the keys of earlier ones
     depth = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
@@ -211,12 +211,12 @@ def last_full_layer(config: Any) -> int:
     return (full or layers)[-1]
 
 
-# Name of the norm behind the last layer, in the order of how common it is.
+# Names of the norm after the last layer, the most common first.
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "norm_f", "ln_f")
 
 
 def final_norm_of(model: PreTrainedModel) -> nn.Module:
-    """The norm between the last layer and the language-model head.
+    """Return the norm between the last layer and the language-model head.
 
     Raises:
         ValueError: If no module has one of the known names.
@@ -233,26 +233,28 @@ def final_norm_of(model: PreTrainedModel) -> nn.Module:
 
 
 def refuse_compiled_forward(model: PreTrainedModel) -> None:
-    """Raise ValueError if the final norm runs inside a graph of the user's own, which takes no hook."""
+    """Refuse a model whose forward the user compiled, as hooks on the final norm do not run in that graph.
+
+    Raises:
+        ValueError: With the remedy.
+    """
     for module in (model, model.get_decoder()):
         if module._compiled_call_impl is not None or hasattr(module.forward, "_torchdynamo_orig_callable"):
             raise ValueError(
-                f"the forward of {type(module).__name__} is compiled, and a graph does not give out the final "
-                "norm's input, "
-                "which the draft's heads read. Use the model as it was before torch.compile (`del "
-                "model.forward`), with "
-                'draft.generation_config.compile = "compile".'
+                f"the forward of {type(module).__name__} is compiled, and a graph does not give out the final norm's "
+                "input, which the draft's heads read. Use the model as it was before torch.compile (`del "
+                'model.forward`), with draft.generation_config.compile = "compile".'
             )
 
 
 class FinalNormInput:
-    """Remembers what the final norm is given by this thread's forwards, while the context is open.
+    """Keep the input of the final norm in forwards of this thread, while the context is open.
 
     Args:
-        model (`PreTrainedModel`): A causal language model, used as it is.
+        model (`PreTrainedModel`): A causal language model.
 
     Attributes:
-        hidden (`torch.Tensor` of shape `(B, N, hidden)`): Of the latest forward.
+        hidden (`torch.Tensor` of shape `(B, N, hidden)`): Input of the final norm in the latest forward.
     """
 
     hidden: torch.Tensor
@@ -277,10 +279,10 @@ class FinalNormInput:
 
 
 class _Traced:
-    """What the final norm is given in a forward that a graph is made of. Outside of the graph it never holds anything.
+    """Input of the final norm in a forward that is being traced. It holds nothing outside of tracing.
 
-    A graph takes no part in hooks being set and removed, and cannot ask for its thread. A forward of another thread
-    that is traced meanwhile meets the hook too, and has not asked.
+    A traced function can neither register hooks nor read its thread. The flag `wanted` distinguishes its forward from
+    one that another thread traces while the hook is registered.
     """
 
     wanted = False
@@ -293,9 +295,9 @@ _traced = _Traced()
 def with_final_norm_input(
     model: PreTrainedModel, forward: Callable[[], torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `forward` returns, and what it gave the final norm `(B, N, hidden)`.
+    """Return the result of `forward`, and the input `(B, N, hidden)` of the final norm in it.
 
-    May be part of a function that is compiled, if a [`FinalNormInput`] is open whenever that is called.
+    It may be part of a compiled function if a [`FinalNormInput`] is open during every call of that function.
     """
     if not torch.compiler.is_compiling():
         with FinalNormInput(model) as caught:

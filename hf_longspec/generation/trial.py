@@ -1,10 +1,10 @@
-"""What the attention layers of a model do, learned from forwards of two tokens.
+"""The traits of a model's attention layers, found by forwards of two tokens.
 
-A layer's mask is the only complete statement of what the layer attends to: a config may contain a `sliding_window` that
-the model does not use, and a model may apply a window without passing it to its attention function. So the model runs
-at the beginning of a text and behind a long prefix that its cache only claims to hold; every layer's mask is compared
-with the causal one. Queries must be the same in both: then positions are those that the model is given. No attention is
-computed, and the prefix costs no memory.
+Only its mask completely describes which keys a layer attends to: a config may contain a `sliding_window` that the model
+does not use, and a model may apply a window without passing it to its attention function. The model therefore runs at
+the beginning of a text and after a long prefix that its cache only claims to hold, and every layer's mask is compared
+with the causal one. Queries are compared between both runs. They are equal if the model uses the positions that it is
+given. No attention is computed, and the prefix takes no memory.
 """
 
 from collections.abc import Iterable
@@ -21,21 +21,21 @@ from ..attention_backends.interface import REFUSED
 from .rotary import rotary_state_kept
 
 QUERIES = 2
-# The claimed prefix has the length of the longest text, and of this many tokens where a config does not limit texts.
+# Length of the longest text if the config has no limit. The claimed prefix is as long as the longest text.
 NO_LIMIT = 1 << 17
 MOST_NAMED = 4
 
 
 @dataclass
 class LayerTraits:
-    """What a model's attention layers do.
+    """Traits of a model's attention layers.
 
     Args:
-        windows (`tuple[int | None, ...]`): Sliding window of every layer; None for a layer that attends to all keys.
-        reasons (`list[str]`): Why a tree cannot be verified with these layers; empty if it can.
+        windows (`tuple[int | None, ...]`): Sliding window of every layer; `None` for a layer that attends to all keys.
+        reasons (`list[str]`): Reasons why a tree cannot be verified with these layers; empty if it can.
         forgotten_window (`int`, *optional*):
-            A window that no layer applies and transformers' cache does: behind so many tokens, stock text depends on
-            where its prompt ended.
+            A window that transformers' cache applies and the layers do not. After this many tokens, the text of plain
+            `generate` depends on where its prompt ended.
         ignored (`dict[str, bool]`): Whether zeros change nothing, for every input that was tried.
     """
 
@@ -49,10 +49,10 @@ _known: WeakKeyDictionary[PreTrainedModel, tuple[dict, LayerTraits]] = WeakKeyDi
 
 
 def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
-    """What the attention layers of `model` do; tried once, and again if the text config has changed.
+    """Return the traits of the attention layers of `model`, found once and again if the text config has changed.
 
     Args:
-        model (`PreTrainedModel`): It runs under an attention implementation of this project.
+        model (`PreTrainedModel`): A model that runs under an attention implementation of this package.
         config (`PreTrainedConfig`): Its text config.
     """
     settings = config.to_dict()
@@ -60,13 +60,13 @@ def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
     if known is not None and known[0] == settings:
         return known[1]
     traits = _try(model, config)
-    if traits.windows:  # otherwise it failed, and what it lacked may be there the next time
+    if traits.windows:  # a trial that failed is repeated the next time
         _known[model] = deepcopy(settings), traits
     return traits
 
 
 def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
-    """Whether the input `name`, full of zeros, is the same as none: the token types of a text in most models."""
+    """Return whether zeros as input `name` have the same effect as no input, as is common for token types."""
     ignored = layer_traits(model, config).ignored
     if name not in ignored:
         zeros = {name: torch.zeros(1, QUERIES, dtype=torch.long, device=model.device)}
@@ -91,9 +91,14 @@ def ignores(model: PreTrainedModel, config: Any, name: str, value: Any) -> bool:
 def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
     longest = max([getattr(config, "max_position_embeddings", None) or NO_LIMIT, *_lengths(config)])
     try:
+<<<<<<< HEAD
         with rotary_state_kept(model):
             first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
         differs = later.differs_from(first) and not again.differs_from(first)  # some kernels are never the same
+=======
+        first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
+        differs = later.differs_from(first) and not again.differs_from(first)  # some kernels never repeat
+>>>>>>> w-eng1
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -124,28 +129,35 @@ def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
 
 
 def _lengths(config: Any) -> Iterable[int]:
-    """Numbers of a config that may be windows, and 2 more, so that each hides something."""
+    """Yield the numbers of a config that may be windows, plus 2, so that each of them hides a key."""
     for name, value in config.to_dict().items():
         if isinstance(value, int) and ("window" in name or "chunk" in name):
             yield value + QUERIES
 
 
 def _cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> int | None:
-    """The window by which transformers' cache drops keys that the attention of the model would read; None for none."""
-    layers = enumerate(DynamicCache(config=config).layers)  # some of them are dummies
+    """Return the window by which transformers' cache drops keys that the layers attend to; `None` if it drops none."""
+    layers = enumerate(DynamicCache(config=config).layers)  # may include dummy layers
     lengths = {layer: getattr(cached, "sliding_window", None) for layer, cached in layers if layer in windows}
     sliding = {layer: length for layer, length in lengths.items() if length is not None}
     return min((cut for layer, cut in sliding.items() if cut < (windows[layer] or torch.inf)), default=None)
 
 
 @torch.no_grad()
+<<<<<<< HEAD
 def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, Any] | None = None) -> "Trial":
     """One forward behind a claimed prefix as a verification makes it, or at the beginning of a text as `generate` does.
 
     It gets the inputs `more` as well. Positions are those of the first tokens in both.
+=======
+def _run(model: PreTrainedModel, config: Any, offset: int = 0, zeros: str | None = None) -> "Trial":
+    """Run one forward like a verification after a claimed prefix, or like `generate` at the beginning of a text.
+
+    Both get the positions of the first tokens.
+>>>>>>> w-eng1
     """
     trial, cache = Trial(offset), ClaimingCache(config.num_hidden_layers, offset)
-    device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights that wait on a disk
+    device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights offloaded to disk
     positions = torch.arange(QUERIES, device=device)[None]
     inputs = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
     inputs |= more or {}
@@ -154,20 +166,25 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, A
         inputs["input_ids"] = tokens
     else:
         inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **inputs)
+<<<<<<< HEAD
     with torch.compiler.set_stance("force_eager"):  # a forward that was compiled would be compiled for two tokens
         trial.logits = model(**inputs, trial=trial).logits
+=======
+    with torch.compiler.set_stance("force_eager"):  # a compiled forward would be compiled again for two tokens
+        model(**inputs, trial=trial)
+>>>>>>> w-eng1
     trial.cached = cache.updated
     return trial
 
 
 @dataclass
 class LayerMask:
-    """What one layer was given.
+    """Inputs of one layer.
 
     Args:
-        window (`int`, *optional*): Its sliding window.
-        query (`torch.Tensor` of shape `(1, H, 2, D)`): Its queries.
-        reasons (`tuple[str, ...]`): Why a tree cannot be verified with it, each beginning behind the layer's name.
+        window (`int`, *optional*): Sliding window of the layer.
+        query (`torch.Tensor` of shape `(1, H, 2, D)`): Queries of the layer.
+        reasons (`tuple[str, ...]`): Reasons why a tree cannot be verified with it, as predicates of the layer.
     """
 
     window: int | None
@@ -176,10 +193,10 @@ class LayerMask:
 
 
 class Trial:
-    """Is called by the attention layers of one forward in place of a backend.
+    """Record the inputs of the attention layers of one forward, in place of a backend.
 
     Args:
-        offset (`int`): Tokens that the cache claims to hold.
+        offset (`int`): Number of tokens that the cache claims to hold.
     """
 
     logits: torch.Tensor
@@ -201,9 +218,9 @@ class Trial:
         causal: bool,
         options: dict[str, Any],
     ) -> torch.Tensor:
-        """Note what the layer was given; its output `(B, N, H, Dv)` is 0."""
+        """Record the inputs of the layer, and return zeros `(B, N, H, Dv)` as its output."""
         window, reasons = (sliding_window, ()) if mask is None else self._of_mask(mask)
-        if not causal:  # whatever the mask is now: transformers leaves it out where is_causal says the same
+        if not causal:  # also if there is no mask: transformers omits one that equals is_causal
             reasons += ("attend to later tokens",)
         reasons += tuple(f"need {name}: {why}" for name, why in REFUSED.items() if options.get(name) is not None)
         layer: Any = module.layer_idx
@@ -211,7 +228,7 @@ class Trial:
         return value.new_zeros(*query.transpose(1, 2).shape[:3], value.shape[3])
 
     def reasons(self) -> list[str]:
-        """Why a tree cannot be verified, each reason with its layers."""
+        """Return the reasons why a tree cannot be verified, each with its layers."""
         layers: dict[str, list[int]] = {}
         for layer, found in self.layers.items():
             for reason in found.reasons:
@@ -219,14 +236,14 @@ class Trial:
         return [f"{_named(which)} {reason}" for reason, which in layers.items()]
 
     def differs_from(self, other: "Trial") -> bool:
-        """Whether queries differ although tokens and positions are the same, and attention gave 0."""
+        """Return whether queries differ although tokens, positions and attention outputs are the same."""
         return any(
             layer not in other.layers or not torch.equal(found.query, other.layers[layer].query)
             for layer, found in self.layers.items()
         )
 
     def _of_mask(self, mask: torch.Tensor) -> tuple[int | None, tuple[str, ...]]:
-        if id(mask) not in self._read:  # with the mask, so that its id stays its own
+        if id(mask) not in self._read:  # stored with the mask, so that no other object gets its id
             self._read[id(mask)] = mask, *self._read_mask(mask)
         return self._read[id(mask)][1:]
 
@@ -244,7 +261,7 @@ class Trial:
 
 
 class ClaimingLayer(CacheLayerMixin):
-    """A layer of [`ClaimingCache`]."""
+    """Layer of a [`ClaimingCache`]."""
 
     is_sliding = False
 
@@ -254,38 +271,38 @@ class ClaimingLayer(CacheLayerMixin):
         self.is_initialized = offset > 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is stored."""
+        """Do nothing, as the layer stores nothing."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the right shapes."""
+        """Return views of the right shapes."""
         count = self.offset + key_states.shape[2]
         keys, values = (states[:, :, :1].expand(-1, -1, count, -1) for states in (key_states, value_states))
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys."""
+        """Return length and offset of the keys."""
         return self.offset + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens that it claims to hold."""
+        """Return the claimed number of tokens."""
         return self.offset
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1: there is no limit."""
         return -1
 
 
 class ClaimingCache(Cache):
-    """Claims to hold `offset` tokens in every layer and holds none.
+    """Cache that claims to hold `offset` tokens in every layer and holds none.
 
     Args:
-        num_layers (`int`): Layers of the model.
-        offset (`int`): Claimed tokens.
+        num_layers (`int`): Number of layers of the model.
+        offset (`int`): Claimed number of tokens.
 
     Attributes:
-        updated (`set[int]`): Layers that wrote to it.
+        updated (`set[int]`): Indices of the layers that wrote to it.
     """
 
     def __init__(self, num_layers: int, offset: int):
@@ -295,12 +312,12 @@ class ClaimingCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the right shapes."""
+        """Return views of the right shapes."""
         self.updated.add(layer_idx)
         return self.layers[0].update(key_states, value_states)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """A tensor, so that no mask function leaves the mask to the attention function."""
+        """Return the offset as a tensor, so that mask functions create the mask instead of omitting it."""
         return torch.tensor(self.layers[0].offset)
 
 

@@ -1,7 +1,7 @@
-"""A `DynamicCache` that the user passed: taken over at the start of a call, brought up to date at its end.
+"""A `DynamicCache` that the user passed: taken over at the start of a call, and updated at its end.
 
-Stock `generate` writes into the cache it is given. The loop cannot, because such a cache holds no tree, but its
-layers may hold views: they are pointed at the used part of the loop's own buffers, without a copy.
+Plain `generate` writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. Its
+layers become views of the used part of the loop's own buffers instead, without a copy.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from .cache import SpeculativeCache
 
 
 def is_own(cache: Any) -> bool:
-    """Whether this is a [`SpeculativeCache`], of this copy of the package or another."""
+    """Return whether `cache` is a [`SpeculativeCache`] of this or another copy of the package."""
     return getattr(cache, "_is_longspec_cache", False)
 
 
 def user_cache_of(cache: Any) -> "UserCache | None":
-    """What has to be honoured; None for a cache of our own and for the empty one that `generate` makes by default.
+    """Return the user's cache, or `None` for a [`SpeculativeCache`] and for the empty cache that `generate` creates.
 
-    `generate` marks what it was given, and not what it makes itself.
+    `generate` marks a cache that it was given, and not one that it creates.
     """
     if cache is None or is_own(cache) or not (getattr(cache, "_is_user_defined", False) or _stored(cache)):
         return None
@@ -29,20 +29,22 @@ def user_cache_of(cache: Any) -> "UserCache | None":
 
 
 def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, implementation: Any) -> None:
-    """Raise ValueError for a cache that cannot be honoured.
+    """Refuse a cache that the loop cannot continue or update.
 
     Args:
-        cache (*optional*): `past_key_values` as the loop got it.
+        cache (*optional*): Argument `past_key_values` of the call.
         input_ids (`torch.LongTensor` of shape `(batch, P)`): The whole text.
         mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding.
-        implementation (`str`, *optional*): `cache_implementation` of the call. The static ones give what the loop does
-            anyway: buffers of a fixed size.
+        implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as the loop
+            uses buffers of a fixed size anyway.
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
     """
     if implementation == "quantized" or (implementation or "").startswith("offloaded"):
         raise ValueError(
-            f"cache_implementation={implementation!r}: with a draft, keys and values are kept as the "
-            "model computes them, "
-            "on its device. Leave cache_implementation out, or call generate() without assistant_model."
+            f"cache_implementation={implementation!r}: with a draft, keys and values are kept as the model computes "
+            "them, on its device. Leave cache_implementation out, or call generate() without assistant_model."
         )
     if is_own(cache):
         cache.require(input_ids, mask)
@@ -50,20 +52,19 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
         return
     if reason := _why_not(cache):
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a "
-            "SpeculativeCache, which is "
-            "allocated in advance, or leave the argument out."
+            f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which "
+            "is allocated in advance, or leave the argument out."
         )
     if mask is not None and not bool(mask.all()):
         raise ValueError(
-            "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots "
-            "for the padding, "
-            "which the loop drops. Leave past_key_values out, or continue each row in a cache of its own."
+            "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots for the "
+            "padding, which the loop drops. Leave past_key_values out, or continue each row in a cache of its own."
         )
     held = [layer.keys.shape[0] for layer in cache.layers if _holds(layer)]
     if held and held[0] != input_ids.shape[0]:
         raise ValueError(
-            f"past_key_values has {held[0]} rows and input_ids {input_ids.shape[0]}. Pass that batch's own."
+            f"past_key_values has {held[0]} rows and input_ids {input_ids.shape[0]}. Pass the cache of these rows, or "
+            "leave past_key_values out."
         )
     if _stored(cache) >= input_ids.shape[1]:
         raise ValueError(
@@ -73,10 +74,10 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
 
 
 class UserCache:
-    """A `DynamicCache` of the user's.
+    """Take over and update a `DynamicCache` of the user.
 
     Args:
-        cache (`DynamicCache`): Checked by [`refuse_cache`].
+        cache (`DynamicCache`): The cache, checked by [`refuse_cache`].
     """
 
     def __init__(self, cache: DynamicCache):
@@ -84,10 +85,10 @@ class UserCache:
         self.stored = _stored(cache)
 
     def lend_to(self, own: SpeculativeCache) -> None:
-        """Copy what is stored into `own`, layer by layer, and point the layers at the copy, which frees the original.
+        """Copy the stored entries to `own`, layer by layer, and point the layers to the copy, which frees the original.
 
-        A layer with a sliding window has its last tokens only. The slots before them stay zero: no later token
-        sees them.
+        A layer with a sliding window holds its last tokens only. The slots before them stay zero, as no later token
+        attends to them.
         """
         for layer, taken in zip(self.cache.layers, own.layers, strict=False):
             if _holds(layer):
@@ -99,14 +100,14 @@ class UserCache:
         own.set_lengths([self.stored] * own.batch_size)
 
     def update_from(self, own: SpeculativeCache) -> None:
-        """Point the layers at what `own` holds of all rows: of a batch, as many tokens as the shortest row has.
+        """Point the layers to the entries of `own`, as many as the shortest row has.
 
-        What is missing of the longer rows is computed by the next call, like any other token of its input.
+        The next call computes the missing tokens of longer rows, like any other token of its input.
         """
         length = min(own.host_lengths)
         for index, taken in enumerate(own.layers):
             if taken.is_initialized:
-                while len(self.cache.layers) <= index:  # a DynamicCache without a config makes its layers as it goes
+                while len(self.cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
                     self.cache.layers.append(DynamicLayer())
                 layer = self.cache.layers[index]
                 if not layer.is_initialized:
@@ -115,7 +116,7 @@ class UserCache:
 
 
 def _point(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-    """Views of the tokens that a layer keeps out of the first `length` ones."""
+    """Set keys and values of a layer to views of the tokens that it keeps out of the first `length` ones."""
     first = 0
     if type(layer) is DynamicSlidingWindowLayer:
         first = max(0, length - layer.sliding_window + 1)
@@ -124,7 +125,7 @@ def _point(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) ->
 
 
 def _why_not(cache: Any) -> str | None:
-    """Why the layers of this cache cannot be read and written."""
+    """Return why the layers of this cache cannot be read and written; `None` if they can."""
     if type(cache) is not DynamicCache:
         return "whose way of storing keys and values the loop cannot keep up"
     if cache.offloading:
@@ -136,7 +137,7 @@ def _why_not(cache: Any) -> str | None:
 
 
 def _is_dummy(layer: Any) -> bool:
-    """Whether a layer stores nothing, like those that read the keys of another layer (transformers from 5.23 on)."""
+    """Return whether a layer stores nothing, as it reads the keys of another one (transformers from 5.23 on)."""
     return type(layer).__name__ == "DummyLayer"
 
 
@@ -145,5 +146,5 @@ def _holds(layer: Any) -> bool:
 
 
 def _stored(cache: Any) -> int:
-    """Tokens in the cache; a `StaticCache` counts in a tensor."""
+    """Return the length, which is a tensor in a `StaticCache`."""
     return int(cache.get_seq_length())

@@ -1,1 +1,1 @@
-"""What is published: drafts as Hugging Face models with a config, settings and (some of them) weights."""
+"""Drafts as Hugging Face models with a config, settings and (some of them) weights."""

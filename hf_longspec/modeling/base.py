@@ -1,4 +1,4 @@
-"""DraftModel: what all drafts have in common. Importing it routes `generate(assistant_model=draft)` to our loop."""
+"""DraftModel, the base of all drafts. Importing it routes `generate(assistant_model=draft)` to the decoding loop."""
 
 import copy
 import os
@@ -26,17 +26,17 @@ from .ngram.generation_ngram import NGRAM_DEFAULTS, JoinedDrafter, NgramDrafter,
 register()
 install()
 
-# Nodes of a tree: its mask has a number for each pair of them.
+# Maximum number of nodes of a tree. Its mask has an entry for each pair of nodes.
 MOST_NODES = 4096
 
 
 class DraftModel(PreTrainedModel):
-    """A draft model as a Hugging Face model: `config` holds its architecture, `generation_config` how it drafts.
+    """Base of all drafts. `config` holds the architecture, and `generation_config` the settings of drafting.
 
-    Subclasses define `config_class`, `settings` (name of every key of `generation_config` that is theirs, with its
-    default), `make_drafter` and `max_nodes`; without parameters they set `weightless`. Unless they clear
-    `takes_ngrams`, they get the settings of n-grams, which join their trees: callers use `drafter` and
-    `num_tree_nodes`.
+    Subclasses define `config_class`, `make_drafter`, `max_nodes` and `settings`, the keys of `generation_config` that
+    they add, with default values. Subclasses without parameters set `weightless`. Unless a subclass clears
+    `takes_ngrams`, it also gets the settings of n-grams, which are added to its trees. Callers therefore use `drafter`
+    and `num_tree_nodes`, which include n-grams.
     """
 
     config_class = DraftConfig
@@ -45,7 +45,7 @@ class DraftModel(PreTrainedModel):
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {}
-    # Known to the route by this marker: an installed class and one loaded from the Hub are different classes.
+    # A marker for the route, because an installed class and one loaded from the Hub are different classes.
     _is_longspec_draft = True
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -58,24 +58,28 @@ class DraftModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
         self.last_speculation: SpeculationStats | None = None
-        self.was_told_of_gate = False  # whether it has been said that speculation does not pay
+        self.was_told_of_gate = False  # whether a log message has reported that speculation does not pay
 
     def get_input_embeddings(self) -> None:
-        """None: a draft reads the target's. Accelerate asks for them before it shards a model (FSDP)."""
+        """Return `None`, as a draft uses the embeddings of the target. Accelerate calls this for sharding (FSDP)."""
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftModel":
-        """A draft for `target`. `overrides` are keys of the config, or of the draft's `generation_config`.
+        """Return a draft for `target`.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            overrides (`Any`): Fields of the draft's config, or of its `generation_config`, by name.
 
         Raises:
-            ValueError: If an override is neither, or the target cannot be drafted for.
+            ValueError: If an override is unknown, or the target is not supported.
         """
         settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
         known = set(vars(cls.config_class()))
         if unknown := sorted(set(overrides) - known):
             raise ValueError(f"unknown settings {unknown} for {cls.__name__}; it has {sorted(cls.settings)}.")
         view = TargetView(target)
-        if not cls.weightless:  # what reads a target's structure needs one that can be decoded; generate() asks again
+        if not cls.weightless:  # drafts with weights depend on the target's structure; generate() checks it again
             refuse_target(view, cls)
         draft = cls(cls.config_class.from_target(target, **overrides))
         draft.generation_config.update(**settings)
@@ -83,9 +87,9 @@ class DraftModel(PreTrainedModel):
         return draft
 
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
-        """Generate with `model` and this draft: what `generate(assistant_model=draft)` ends in.
+        """Generate with `model` and this draft. `model.generate(assistant_model=draft)` calls this method.
 
-        Without the patch of `_assisted_decoding`: `model.generate(..., custom_generate=draft.custom_generate)`.
+        Use `model.generate(..., custom_generate=draft.custom_generate)` if the route is not installed.
         """
         for name in ("assistant_tokenizer", "tokenizer", "inputs_tensor", "synced_gpus"):
             kwargs.pop(name, None)
@@ -100,32 +104,32 @@ class DraftModel(PreTrainedModel):
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> Any:
-        """The patch-free route; transformers hands no streamer to a `custom_generate` callable."""
+        """Generate without the installed route. Transformers passes no streamer to a `custom_generate` function."""
         return decode(model, self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
 
     def drafter(self, binding: Binding) -> Drafter:
-        """The drafter of one call, n-grams included if there are any."""
+        """Return the drafter of one call, with n-grams if the settings enable them."""
         drafter, ngrams = self.make_drafter(binding), self._joined_ngrams()
         return drafter if ngrams is None else JoinedDrafter(drafter, NgramDrafter(binding, ngrams))
 
     def num_tree_nodes(self, target: TargetView) -> int:
-        """Most nodes of a verified tree under the present settings: root, drafts and n-grams."""
+        """Return the maximum number of nodes of a verified tree: root, drafted tokens and n-grams."""
         ngrams = self._joined_ngrams()
         return self.max_nodes(target) + (0 if ngrams is None else ngrams.num_nodes)
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """What this kind of draft proposes by itself; see `drafter`."""
+        """Return the drafter of one call without n-grams; see `drafter`."""
         raise NotImplementedError
 
     def max_nodes(self, target: TargetView) -> int:
-        """Most nodes of what it proposes by itself, root included; see `num_tree_nodes`."""
+        """Return the maximum number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""
         raise NotImplementedError
 
     def check(self, target: TargetView) -> None:
-        """Refuse a target this draft was not made for, and settings that do not exist or contradict each other.
+        """Refuse a target that this draft was not made for, and settings that do not exist or contradict each other.
 
         Raises:
-            ValueError: With both values, the rule and the remedy.
+            ValueError: With the value, the rule and the remedy.
         """
         found = self.config.describe(target.model)
         for name, recorded in (self.config.target or {}).items():
@@ -141,22 +145,21 @@ class DraftModel(PreTrainedModel):
                 f"draft.generation_config has unknown settings {unknown}; {type(self).__name__} has "
                 f"{sorted(self.settings)}."
             )
-        self._joined_ngrams()  # refuses what is out of range
+        self._joined_ngrams()  # refuses values out of range
         check_gate(self.setting("gate"))
         check_check_target(self.setting("check_target"))
         self.check_settings(target)
         if (nodes := self.num_tree_nodes(target)) > MOST_NODES:
             raise ValueError(
-                f"the settings of this draft make a tree of {nodes:,} nodes: at most {MOST_NODES:,} are "
-                "allowed, and 5 to 100 "
-                "are usual. Lower the length, the width or the number of its paths in draft.generation_config."
+                f"the settings of this draft make a tree of {nodes:,} nodes: at most {MOST_NODES:,} are allowed, and 5 "
+                "to 100 are usual. Lower the length, the width or the number of its paths in draft.generation_config."
             )
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse values of `generation_config` that this kind of draft cannot run with."""
+        """Refuse values of `generation_config` that this kind of draft does not support."""
 
     def check_sampling(self) -> None:
-        """Refuse settings that only go with greedy decoding; called when the target samples."""
+        """Refuse settings that need greedy decoding. Called if the target samples."""
 
     def _joined_ngrams(self) -> NgramSettings | None:
         if not self.takes_ngrams:
@@ -165,12 +168,12 @@ class DraftModel(PreTrainedModel):
         return ngrams if ngrams.candidates else None
 
     def setting(self, name: str) -> Any:
-        """Value of one of this draft's settings."""
+        """Return the value of a setting of this draft, or its default."""
         value = getattr(self.generation_config, name, None)
         return self.settings[name] if value is None else value
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """What transformers' own assisted decoding calls, which a draft is no assistant for.
+        """Refuse transformers' own assisted decoding, which calls this method and does not support these drafts.
 
         Raises:
             ValueError: Always.
@@ -181,20 +184,20 @@ class DraftModel(PreTrainedModel):
             "custom_generate=draft.custom_generate instead of assistant_model."
         )
 
-    _supports_logits_to_keep = generate  # called before it, of most targets
+    _supports_logits_to_keep = generate  # assisted decoding calls this before generate() with most targets
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Drafts are run by their drafter, inside `generate`."""
+        """Raise an error, as a draft runs inside `generate` only."""
         raise NotImplementedError(f"{type(self).__name__} is used as model.generate(..., assistant_model=draft).")
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters; a draft without any is wherever its target is."""
+        """Device of the parameters; the CPU for a draft without any, which runs on the device of its target."""
         return torch.device("cpu") if self.weightless else super().device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the parameters; a draft without any reports float32."""
+        """Data type of the parameters; float32 for a draft without any."""
         return torch.float32 if self.weightless else super().dtype
 
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -204,10 +207,15 @@ class DraftModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Write config.json, generation_config.json and, if there are any, the weights.
 
-        A draft that was loaded as remote code brings its code along. For an installed one `push_to_hub` does.
+        The code of a draft that was loaded as remote code is written too. For an installed draft, `push_to_hub` adds
+        the code.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder to write to.
+            kwargs (`Any`): Arguments of `PreTrainedModel.save_pretrained`.
 
         Raises:
-            ValueError: For `push_to_hub=True`, which would upload a draft without its code.
+            ValueError: If `push_to_hub=True`, which would upload a draft without its code.
         """
         if kwargs.pop("push_to_hub", False):
             raise ValueError(
@@ -215,7 +223,7 @@ class DraftModel(PreTrainedModel):
                 'draft.push_to_hub("owner/name").'
             )
         if self._auto_class is None and hasattr(self.config, "auto_map"):
-            del self.config.auto_map  # it names files that stay where the draft was loaded from
+            del self.config.auto_map  # it names files that are not saved
         if self.weightless:
             os.makedirs(save_directory, exist_ok=True)
             self.config.architectures = [type(self).__name__]
@@ -231,22 +239,23 @@ class DraftModel(PreTrainedModel):
 
         Args:
             repo_id (`str`): `"owner/name"`.
-            kwargs: Those of `hf_longspec.hub.push`: `private`, `token`, and facts for the card, such as `license`.
+            kwargs (`Any`): Arguments of `hf_longspec.hub.push`: `private`, `token`, and facts for the card, such as
+                `license`.
 
         Raises:
-            ValueError: If the draft cannot be published; nothing is uploaded then.
+            ValueError: If the draft cannot be published. Nothing is uploaded then.
         """
         try:
-            hub = import_module("hf_longspec.hub")  # by name: a published copy of this file does without it
+            hub = import_module("hf_longspec.hub")  # by name, as published copies of this file lack it
         except ImportError:
             return super().push_to_hub(repo_id, **kwargs)
         return hub.push(self, repo_id, **kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a draft from a folder or a Hub repo, with the settings it was saved with.
+        """Load a draft and its saved settings from a folder or a Hub repository.
 
-        With `output_loading_info=True` also what transformers reports of its weights, as for any model.
+        With `output_loading_info=True`, return also transformers' loading info, as for any model.
 
         Raises:
             OSError: If a file is missing or cannot be read.

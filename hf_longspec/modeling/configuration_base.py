@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-# Largest value of a size in a config.json, far above those of any model: a damaged file must not take all memory.
+# Largest value of each size in a config.json, far above those of any model, so that a damaged file cannot take all
+# memory.
 MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**17,
@@ -38,7 +39,7 @@ class DraftConfig(PreTrainedConfig):
 
     model_type = "longspec_draft"
 
-    # Fields, not an __init__: transformers turns every subclass into a dataclass, whose own __init__ would replace it.
+    # Fields instead of an __init__, as transformers turns every subclass into a dataclass, which replaces __init__.
     vocab_size: int = 0
     target: dict[str, Any] | None = None
     target_name_or_path: str | None = None
@@ -57,7 +58,7 @@ class DraftConfig(PreTrainedConfig):
             "target": cls.describe(target),
             "target_name_or_path": getattr(target, "config", target)._name_or_path or None,
         }
-        # pipelines read these from the assistant's config
+        # pipelines read these fields from the assistant's config
         values |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return cls(**(values | overrides))
 
@@ -108,8 +109,8 @@ def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:
 
 
 def shape_of(config: Any, name: str) -> Any:
-    """A field of a target's text config; a list where its layers differ (gemma4), None where it has no such field."""
+    """Return a field of a target's text config: a list if its layers differ (gemma4), `None` if it does not exist."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers refuses to read what only single layers have
+    except RuntimeError:  # transformers refuses to read a field that differs between layers
         return [getattr(layer, name, None) for layer in config.per_layer_config]

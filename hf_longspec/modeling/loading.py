@@ -1,4 +1,4 @@
-"""Load drafts: their settings, their weights, and readable errors for files that are missing, cut or foreign."""
+"""Loading of drafts: settings, weights, and readable errors for missing, truncated or unknown files."""
 
 import copy
 import json
@@ -14,55 +14,56 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig
 
-# Arguments of `from_pretrained` that say where files come from.
+# Arguments of `from_pretrained` that determine the source of files.
 HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}
 
 
 @contextmanager
 def readable_errors(path: Any) -> Iterator[None]:
-    """Name the folder and the remedy where weights cannot be loaded.
+    """Replace errors of loading weights by errors with the folder and the remedy.
 
     Raises:
-        OSError: If a file is cut short or is no safetensors file.
-        ValueError: If the weights have other shapes than the configuration says.
+        OSError: If a file is truncated or is not a safetensors file.
+        ValueError: If the weights do not have the shapes of the configuration.
     """
     try:
         yield
     except SafetensorError as error:
         raise OSError(
-            f"the weights in {path} cannot be read ({error}): the file is cut short, or is no safetensors file. "
+            f"the weights in {path} cannot be read ({error}): the file is truncated, or is not a safetensors file. "
             "Download or save the draft again."
         ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
         raise ValueError(
-            f"the weights in {path} do not have the shapes that its config.json says. Take both files from the same "
-            "draft."
+            f"the weights in {path} do not have the shapes of its config.json. Take both files from the same draft."
         ) from error
 
 
 def require_complete(path: Any, missing: Any, vocab_size: int) -> None:
-    """Refuse a draft some of whose weights would be random, or that does not say its vocabulary.
+    """Refuse a draft with missing weights, which would be random, or without a vocabulary size.
 
     Raises:
-        ValueError: With the first names that are missing.
+        ValueError: With the first missing names, or the size.
     """
     if missing:
         names = ", ".join(sorted(missing)[:3])
         raise ValueError(
-            f"{path} lacks {len(missing)} of this draft's weights ({names}...), which would be random. Take its files "
-            "from one draft, or begin a new one with from_target(target)."
+            f"{path} lacks {len(missing)} of this draft's weights ({names}...), which would be random. Take all files "
+            "from the same draft, or begin a new one with from_target(target)."
         )
     if vocab_size < 1:
         raise ValueError(f"config.json in {path} has vocab_size={vocab_size}: expected the target's, at least 1.")
 
 
 def read_settings(draft: Any, path: Any, **hub: Any) -> None:
-    """Give a draft the settings it was saved with; the defaults stand where there are none.
+    """Set the settings of a draft to the saved ones, with defaults for missing settings.
 
     Args:
-        hub: Those of `HUB_KWARGS` that were given.
+        draft (`DraftModel`): The draft.
+        path (`str` or `os.PathLike`): Folder or Hub id.
+        hub (`Any`): Arguments named in `HUB_KWARGS`.
 
     Raises:
         OSError: If generation_config.json cannot be read.
@@ -74,12 +75,12 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
             raise
         # the repo has no generation_config.json
     for name, value in copy.deepcopy(draft.settings).items():
-        if not hasattr(draft.generation_config, name):  # published before there was such a setting
+        if not hasattr(draft.generation_config, name):  # published before the setting existed
             setattr(draft.generation_config, name, value)
 
 
 def _is_malformed(error: OSError) -> bool:
-    """Whether transformers found a JSON file and could not read it, as opposed to finding none."""
+    """Return whether transformers found a JSON file that it could not read, as opposed to no file."""
     return isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError)
 
 
@@ -94,9 +95,9 @@ WEIGHT_FILES = (
 
 
 class Checkpoint:
-    """The tensors of a checkpoint, by the names that they have there.
+    """Tensors of a checkpoint by name.
 
-    Shards without a wanted tensor are not opened, and not fetched from the Hub.
+    Shards without a requested tensor are neither opened nor downloaded.
 
     Args:
         source (`str`): Hub id, folder or weight file.
@@ -123,14 +124,13 @@ class Checkpoint:
                 self._files, outside = dict.fromkeys(_names(index), name), []
         if outside:
             raise ValueError(
-                f"{index} names the files {outside}: expected names of files beside it, without a folder. Do "
-                "not use this "
+                f"{index} names the files {outside}: expected names of files in the same folder. Do not use this "
                 "checkpoint, or correct the index."
             )
         self.names = sorted(self._files)
 
     def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """The tensors whose names begin with `prefix`."""
+        """Return the tensors whose names begin with `prefix`."""
         wanted = {name: file for name, file in self._files.items() if name.startswith(prefix)}
         files = sorted(set(wanted.values()))
         if self._on_hub:
@@ -142,10 +142,15 @@ class Checkpoint:
         return tensors
 
     def check(self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
-        """Refuse tensors that are not those of `what`, except for biases that are missing.
+        """Refuse tensors with other names or shapes than expected. Biases may be missing.
+
+        Args:
+            tensors (`Mapping[str, torch.Tensor]`): Tensors to check, by name.
+            expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
+            what (`str`): Name of the module that they belong to, for the message.
 
         Raises:
-            ValueError: With the names that are missing or unknown, or both shapes.
+            ValueError: With missing and unknown names, or both shapes.
         """
         missing = sorted(name for name in expected.keys() - tensors.keys() if not name.endswith(".bias"))
         unknown = sorted(tensors.keys() - expected.keys())
@@ -162,7 +167,7 @@ class Checkpoint:
                 )
 
     def _find(self) -> str:
-        """Name of the preferred weight file; of those on the Hub, indices are looked for first."""
+        """Return the name of the preferred weight file. Indices are tried first, to download only needed shards."""
         for patterns in ([name for name in WEIGHT_FILES if name.endswith(".json")], WEIGHT_FILES):
             if self._on_hub:
                 self._fetch(patterns)
@@ -175,16 +180,16 @@ class Checkpoint:
 
 
 def _is_plain_name(file: Any) -> bool:
-    """Whether a name leads to no other folder, on any system."""
+    """Return whether a file name contains no folder, on any operating system."""
     return isinstance(file, str) and file not in ("", ".", "..") and not set(file) & {"/", "\\", ":"}
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Name the file and the remedy where torch, safetensors and json say what they stumbled over.
+    """Replace errors of torch, safetensors and json by an error with the file and the remedy.
 
     Raises:
-        ValueError: If a file is cut short, or holds something else.
+        ValueError: If a file is truncated, or holds no tensors by name.
     """
     try:
         yield
@@ -198,7 +203,7 @@ def _readable(path: Path) -> Iterator[None]:
         TypeError,
     ) as error:
         raise ValueError(
-            f"{path} cannot be read ({type(error).__name__}): the file is cut short, or holds no tensors by name. "
+            f"{path} cannot be read ({type(error).__name__}): the file is truncated, or holds no tensors by name. "
             "Download it again, or pass a checkpoint as the authors' training writes it."
         ) from error
 
@@ -219,7 +224,7 @@ def _tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    # mapped, so that tensors nobody asks for are not read; files of old versions of torch cannot be
+    # Memory-mapped, so that tensors that are not requested are not read. Files of old torch versions cannot be mapped.
     mapped = zipfile.is_zipfile(path)
     weights = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     if not isinstance(weights, dict):

@@ -154,7 +154,7 @@ def test_impossible_sizes(sizes):
 
 def test_too_much_is_refused_before_anything_is_written():
     ledger = Ledger(make_cache(max_length=6, tree_slots=4))
-    with pytest.raises(ValueError, match=r"5 nodes do not fit behind 0 committed tokens .* tree_slots=4"):
+    with pytest.raises(ValueError, match=r"5 nodes do not fit after 0 committed tokens .* tree_slots=4"):
         ledger.cache.stage(5)
     with pytest.raises(ValueError, match=r"made for batch_size=2, but .* 3 rows"):
         ledger.cache.update(*torch.zeros(2, 3, HEADS, 1, KEY_SIZE), 0)
@@ -162,7 +162,7 @@ def test_too_much_is_refused_before_anything_is_written():
     ledger.cache.set_lengths([10, 3])
     with pytest.raises(ValueError, match=r"rows hold \(10, 3\) tokens, and plain generation needs rows of one length"):
         ledger.write(1)
-    with pytest.raises(ValueError, match="1 nodes do not fit behind 10 committed tokens"):
+    with pytest.raises(ValueError, match="1 nodes do not fit after 10 committed tokens"):
         ledger.cache.stage(1)
     with pytest.raises(ValueError, match="3 lengths for a cache of 2 rows"):
         ledger.cache.set_lengths([1, 2, 3])

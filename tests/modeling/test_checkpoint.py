@@ -51,7 +51,7 @@ def test_an_index_names_files_beside_it_only(tmp_path, name):
     write(tmp_path, "x.bin", TENSORS)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"big.a": name}}))
-    with pytest.raises(ValueError, match=r"index\.json names the files .*: expected names of files beside it"):
+    with pytest.raises(ValueError, match=r"index\.json names the files .*: expected names of files in the same folder"):
         Checkpoint(str(tmp_path / "a"))
 
 

@@ -9,24 +9,25 @@ from ..configuration_base import DraftConfig, shape_of, text_config
 
 
 class LongSpecConfig(DraftConfig):
-    """Shape of the one block of a LongSpec draft, and which target it reads.
+    """Configuration of [`LongSpecDraftModel`]: shape of its one block, and the target layer that it reads.
 
     Args:
         hidden_size (`int`): Width of the target's embeddings.
         intermediate_size (`int`): Width of the SwiGLU.
-        num_attention_heads (`int`): Query heads of both attentions.
-        num_key_value_heads (`int`): Key/value heads: the target's.
-        head_dim (`int`): Size of a head: the target's.
+        num_attention_heads (`int`): Number of query heads of both attentions.
+        num_key_value_heads (`int`): Number of key/value heads, equal to the target's.
+        head_dim (`int`): Size of a head, equal to the target's.
         hidden_act (`str`): Activation of the SwiGLU.
         rms_norm_eps (`float`): Epsilon of the three norms.
         initializer_range (`float`): Standard deviation of the initial weights.
         qkv_bias (`bool`): Whether the query, key and value projections have a bias, as in the authors' checkpoints.
-        window (`int`): Positions that a self-attention query sees, its own included.
-        kv_layer (`int`): Layer of the target whose keys and values are read.
-        cross_attention (`bool`): Whether the target's cache is read at all; without it the draft sees its window only.
-        noise_range (`list[int]`): Smallest and largest gap between a query and the newest target key it sees in
+        window (`int`): Number of positions that a self-attention query attends to, its own included.
+        kv_layer (`int`): Index of the target's layer whose keys and values are read.
+        cross_attention (`bool`): Whether the draft attends to the target's cache. Otherwise it attends to its window
+            only.
+        noise_range (`list[int]`): Smallest and largest gap between a query and its newest visible target key in
             training. Drafting at depth d has gap d + 1, so the second number is the depth of the tree.
-        trained_max_length (`int`, *optional*): Largest position seen in training.
+        trained_max_length (`int`, *optional*): Largest position in training.
     """
 
     model_type = "longspec"
@@ -48,10 +49,10 @@ class LongSpecConfig(DraftConfig):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "LongSpecConfig":
-        """The configuration of a draft for `target`; every shape is that of the layer it reads unless overridden."""
+        """Return the configuration of a draft for `target`, with the shapes of the layer it reads unless overridden."""
         text = text_config(target)
         kv_layer = overrides.get("kv_layer", last_full_layer(text))
-        # where layers differ, those of the one that is read
+        # shapes of the layer that is read, if layers differ
         layer = text.per_layer_config[kv_layer] if kv_layer in range(text.num_hidden_layers) else text
         values = {
             "hidden_size": text.hidden_size,
@@ -69,7 +70,7 @@ class LongSpecConfig(DraftConfig):
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
-        """Shapes, head size and rotary settings of a target."""
+        """Return model type, shapes, head size and rotary settings of a target."""
         text = text_config(target)
         rotary = getattr(text, "rope_parameters", None)
         head_dim = shape_of(text, "head_dim") or text.hidden_size // text.num_attention_heads
@@ -77,6 +78,6 @@ class LongSpecConfig(DraftConfig):
 
 
 def _intermediate_size(layer: Any, index: int) -> int:
-    """Width of a target's feed-forward layer; that of a gated one without any where a target has experts only."""
+    """Return the width of a target's feed-forward layer, or the usual one of a gated layer if it has experts only."""
     size = getattr(layer, "intermediate_size", None) or 8 * layer.hidden_size // 3  # arXiv:2002.05202, section 3.2
     return int(size[index] if isinstance(size, list | tuple) else size)

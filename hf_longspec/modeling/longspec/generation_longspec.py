@@ -148,15 +148,16 @@ logger = logging.get_logger(__name__)
 
 
 class LongSpecDrafter(Drafter):
-    """Drafts a tree of fixed size with one block.
+    """Draft a tree of fixed size with one block.
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        block (`LongSpecBlock`): The trained block, on device and in dtype of the keys it reads.
-        config (`LongSpecConfig`): Its configuration.
+        block (`LongSpecBlock`): The trained block, with device and dtype of the keys it reads.
+        config (`LongSpecConfig`): Configuration of the block.
         parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
-        trees (`Sequence[list[int]]`): Nodes of each level of the tree, root excluded; for each tree to choose from.
-        owner (`torch.nn.Module`, *optional*): Keeps what is compiled for later calls; by default the block.
+        trees (`Sequence[list[int]]`): Number of nodes of each level, root excluded, for each tree to choose from.
+        owner (`torch.nn.Module`, *optional*): Owner of compiled functions, which later calls use again. The block by
+            default.
     """
 
     def __init__(
@@ -191,35 +192,35 @@ class LongSpecDrafter(Drafter):
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
-        """One for each list of widths."""
+        """Shapes of the trees, one for each list of widths."""
         return named((widths, 1 + sum(widths), len(widths)) for widths in self._trees)
 
     def choose(self, tree: int) -> None:
-        """The widths of the next tree."""
+        """Propose trees with the widths of this index from now on."""
         self.widths = self._trees[tree]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the ring: the same at every context length."""
+        """Bytes of the ring, the same at every context length."""
         return self.ring.nbytes
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Fill the ring with the last tokens of the texts: the only prefill that this draft needs."""
+        """Fill the ring with the last tokens of the texts, which is the only prefill of this draft."""
         self._warn_of_length(max(map(len, texts)))
         self.resume(texts, verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Fill the ring anew."""
+        """Fill the ring again with the last tokens of the texts."""
         last = [text[-self.config.window :] for text in texts]
         width = max(map(len, last))
         tokens = torch.stack([torch.nn.functional.pad(text, (width - len(text), 0)) for text in last])
         ends = torch.tensor([len(text) for text in texts], device=self.device)
         positions = ends[:, None] - width + torch.arange(width, device=self.device)
         self._remember(tokens, positions, positions >= 0)
-        self.last_token = tokens[:, -1].clone()  # contiguous, as observe leaves it: another stride is another graph
+        self.last_token = tokens[:, -1].clone()  # contiguous, as in observe; other strides would need another graph
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """A beam of the configured widths behind `root` `(batch,)`."""
+        """Return a beam of the chosen widths after `root` `(batch,)`."""
         self.root = root
         cache = self.binding.cache
         layer = cache.layers[self.parts.kv_layer]
@@ -245,13 +246,18 @@ class LongSpecDrafter(Drafter):
         known: Sequence[torch.Tensor] = (),
         runner: Any = None,
     ) -> tuple[torch.Tensor, ...]:
-        """All levels: tokens, parents, depths and mask of the tree. Writes to the ring; reads nothing on the host.
+        """Draft all levels, and return tokens, parents, depths and mask of the tree.
+
+        It writes to the ring and reads nothing on the host.
 
         Args:
-            known (sequence of `torch.Tensor`): What decides about these levels beside logits: see [`Coupling`].
-            runner (*optional*): Runs the block level by level, compiled or captured; candidates are ranked in between.
+            root (`torch.LongTensor` of shape `(B,)`): Last emitted token of every row.
+            last_token (`torch.LongTensor` of shape `(B,)`): Last committed token of every row.
+            target ([`Prefix`]): Keys and values of the target.
+            known (sequence of `torch.Tensor`, *optional*): Result of [`Coupling.known`].
+            runner (*optional*): Runs the block level by level, compiled or captured. Candidates are ranked in between.
         """
-        # one column per depth, and one for the last committed token, whose own keys may be missing: see observe
+        # one column per depth, and one for the last committed token, whose keys may be missing, see observe
         positions = target.lengths[:, None] + torch.arange(-1, len(self.widths), device=self.device)
         rotary = self.parts.rotary(positions, self.ring.keys)
         beam = Beam(root)
@@ -267,7 +273,7 @@ class LongSpecDrafter(Drafter):
         return beam.fields()
 
     def _run_by(self, runner: Any, function: Any, changing: Sequence[torch.Tensor], target: Prefix, *depth: int) -> Any:
-        """A function of these inputs, compiled or captured; None if that is not possible."""
+        """Return the result of a function of these inputs, compiled or captured; `None` if that is not possible."""
         rows = self.binding.cache.rows
         known = runner.knows(rows)
         sizes = runner.sizes(rows, 0, target.keys.shape[2])
@@ -276,7 +282,7 @@ class LongSpecDrafter(Drafter):
         return runner(function, shape, changing, fixed, self._owner, self)
 
     def observe(self, verification: Verification) -> None:
-        """Keep the accepted nodes' keys. A node of the deepest level has none yet: the next draft makes them."""
+        """Keep the keys of the accepted nodes. Nodes of the deepest level have none until the next draft."""
         if self.foreign_depth:
             return self._observe_tokens(verification)
         numbers = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
@@ -286,21 +292,21 @@ class LongSpecDrafter(Drafter):
         self.last_token = self.tokens.gather(1, last).squeeze(1)
 
     def _observe_tokens(self, verification: Verification) -> None:
-        """Make the keys of everything that was committed anew: nodes of others have none in the ring."""
+        """Compute the keys of all committed tokens again, as nodes of other drafters have none in the ring."""
         width = verification.path.shape[1]
         rows = [[*row[:-1], *[0] * (width - len(row))][: width - 1] for row in verification.tokens]
         drafted = torch.tensor(rows, device=self.root.device, dtype=torch.long)
         tokens = torch.cat([self.root[:, None], drafted], dim=1)
         counts, lengths = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
         places = torch.arange(width, device=self.device)
-        # a path may be longer than the window, whose slots take its last tokens then
+        # a path may be longer than the window, which then keeps its last tokens
         kept = (places < counts[:, None]) & (places >= counts[:, None] - self.config.window)
         self._remember(tokens, lengths[:, None] + places, kept)
         last = (counts - 1).clamp_min(0)[:, None].to(tokens.device)
         self.last_token = tokens.gather(1, last).squeeze(1)
 
     def _remember(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> None:
-        """Put the keys of those `tokens` that are `kept` into the ring; all `(B, T)`."""
+        """Store keys and values of those `tokens` `(B, T)` in the ring that are `kept` `(B, T)`."""
         hidden = self.parts.embed(tokens).to(self.device, self.dtype)
         keys, values = self.block.keys(hidden, self.parts.rotary(positions, hidden), self.parts)
         self.ring.fill(keys, values, torch.where(kept, positions, -1))
@@ -314,11 +320,13 @@ class LongSpecDrafter(Drafter):
             )
 
     def level(self, changing: tuple[torch.Tensor, ...], depth: int, target: Prefix) -> torch.Tensor:
-        """Logits `(B, n, V)` after the newest level of a beam.
+        """Return the logits `(B, n, V)` after the newest level of a beam.
 
         Args:
             changing (`tuple[torch.Tensor, ...]`): Tokens and reach of that level, the last committed token of each
-                row, and what `grow` computes once: positions, and their rotary embedding.
+                row, positions, and cosines and sines of the positions.
+            depth (`int`): Depth of the level, 0 for the root.
+            target ([`Prefix`]): Keys and values of the target.
         """
         level, reach, last_token, positions, cos, sin = changing
         first = 0 if depth == 0 else depth + 1
@@ -340,7 +348,7 @@ class LongSpecDrafter(Drafter):
             ranks = self.binding.target.ranks
             if ranks is None or target.keys.shape[1] == self.config.num_key_value_heads:
                 return target.attend(self._kernels, query, self.scaling)
-            # the cache holds this rank's key/value heads, and the block is whole on every rank
+            # the cache holds the key/value heads of this rank, while every rank has the whole block
             return ranks.all_heads(target.attend(self._kernels, ranks.own_heads(query), self.scaling))
 
         here = cos[:, own], sin[:, own]
@@ -349,18 +357,18 @@ class LongSpecDrafter(Drafter):
         return logits
 
     def _visible(self, reach: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """`(B, n, window + N)`: the ring as far as the window reaches, and each node's ancestors."""
+        """Return the mask `(B, n, window + N)` of the tokens in the window and of each node's ancestors."""
         ring = self.ring.visible(position)[:, None].expand(-1, reach.shape[1], -1)
         return torch.cat([ring, reach.to(self.device)], dim=-1)
 
 
 def _grow(changing, drafter, known, sizes, keys, values):
-    """[`LongSpecDrafter.grow`] as a graph is made of it."""
+    """Run [`LongSpecDrafter.grow`] inside a graph."""
     root, last_token, lengths, *decides = changing
     return drafter.grow(root, last_token, prefix_in_graph(keys, values, lengths, known, sizes), decides)
 
 
 def _level(changing, drafter, known, sizes, keys, values, depth):
-    """[`LongSpecDrafter.level`] likewise."""
+    """Run [`LongSpecDrafter.level`] inside a graph."""
     *inputs, lengths = changing
     return drafter.level(tuple(inputs), depth, prefix_in_graph(keys, values, lengths, known, sizes))

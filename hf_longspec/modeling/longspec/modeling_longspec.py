@@ -23,10 +23,10 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 class LongSpecDraftModel(DraftModel):
-    """A draft whose cost does not grow with the context: its own state is a ring of `window` tokens, and everything
-    older it reads from the target's cache, which is there anyway.
+    """A one-block draft whose own state does not grow with the context.
 
-    Embedding, head and rotary embedding are the target's and not part of the draft.
+    Its self-attention covers a ring of the last `window` tokens, and its cross-attention the whole prefix in the
+    target's cache. Embedding, head and rotary embedding are the target's and not part of the draft.
 
     ```python
     draft = LongSpecDraftModel.from_target(target)            # untrained: see hf_longspec.training
@@ -48,8 +48,8 @@ class LongSpecDraftModel(DraftModel):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "LongSpecDraftModel":
-        """An untrained draft for `target` in eval mode, with its dtype, on the device of the layer that it reads."""
-        decoder_of(target)  # refuses targets without rotary positions by name
+        """Return an untrained draft for `target` in eval mode, with its dtype, on the device of the layer it reads."""
+        decoder_of(target)  # refuses targets without rotary positions
         draft = super().from_target(target, **overrides)
         assert isinstance(draft, cls)
         return draft.to(*TargetParts(target, draft.config.kv_layer).place).eval()
@@ -63,19 +63,19 @@ class LongSpecDraftModel(DraftModel):
         gaps: list[int],
         parts: TargetParts,
     ) -> torch.Tensor:
-        """Hidden states of whole texts, as training needs them.
+        """Return the hidden states of whole texts, for training.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(B, L)`): Tokens.
-            position_ids (`torch.LongTensor` of shape `(B, L)`): The positions that the target ran them at.
+            position_ids (`torch.LongTensor` of shape `(B, L)`): Positions of the tokens in the target's forward.
             keys (`torch.Tensor` of shape `(B, K, L, D)`): Keys of the target's KV layer for these tokens.
-            values (`torch.Tensor` of shape `(B, K, L, D)`): Likewise.
-            gaps (`list[int]`): For each row, how far behind a query its newest visible key is: at least 1.
+            values (`torch.Tensor` of shape `(B, K, L, D)`): Values of the target's KV layer for these tokens.
+            gaps (`list[int]`): Distance of each row's queries to their newest visible key, at least 1.
             parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
 
         Returns:
-            `torch.Tensor` of shape `(B, L, hidden)`, for the target's head. The first `gaps[b]` places of a row see no
-            key of the target; they are to contribute no loss.
+            `torch.Tensor` of shape `(B, L, hidden)`: Input of the target's head. The first `gaps[b]` places of a row
+            attend to no key of the target and must not contribute to the loss.
         """
         hidden = parts.embed(input_ids).to(self.block.input_layernorm.weight.dtype)
         rotary = parts.rotary(position_ids, hidden)
@@ -90,22 +90,22 @@ class LongSpecDraftModel(DraftModel):
         return hidden_states
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """A drafter with the present settings, running where the target keeps the layer it reads."""
+        """Return a drafter with the present settings, on the device of the target's layer that it reads."""
         parts = TargetParts(binding.target.model, self.config.kv_layer)
         device, dtype = parts.place
         block = self.block
         weight = block.input_layernorm.weight
         if block.training or (weight.device, weight.dtype) != (device, dtype):
-            # a copy: the user may be training this draft, in another dtype, and finds it as it was
+            # a copy, as the user may be training this draft in another dtype
             block = copy.deepcopy(block).to(device, dtype).eval()
         return LongSpecDrafter(binding, block, self.config, parts, self._trees(), owner=self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Root and all levels of the largest tree."""
+        """Return the number of nodes of the largest tree, root included."""
         return 1 + max(map(sum, self._trees()))
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse MLA targets, a KV layer that does not exist, and widths that are no tree."""
+        """Refuse MLA targets, a KV layer that does not exist, and invalid widths of trees."""
         if target.has_latent_cache:
             raise ValueError(
                 "this target caches one latent for all heads (MLA), which a LongSpec draft cannot cross-attend. Use "
@@ -121,7 +121,7 @@ class LongSpecDraftModel(DraftModel):
             self._check_widths("tree_choices: tree_widths", widths)
 
     def _trees(self) -> list[list[int]]:
-        """Widths of all trees, the configured ones first."""
+        """Return the widths of all trees, the configured ones first."""
         widths = list(self.setting("tree_widths"))
         return [widths, *other_trees(widths, self.setting("tree_choices"), "tree_widths")]
 
@@ -141,16 +141,16 @@ class LongSpecDraftModel(DraftModel):
         layer = target.config.per_layer_config[self.config.kv_layer]
         if (size := getattr(layer, "v_head_dim", None)) not in (None, self.config.head_dim):
             raise ValueError(
-                f"the target has value heads of {size} beside key heads of {self.config.head_dim}, and the heads of a "
-                "LongSpec draft have one size. Use SpecAttnDraftModel."
+                f"the target has value heads of size {size} and key heads of size {self.config.head_dim}, and all "
+                "heads of a LongSpec draft have the same size. Use SpecAttnDraftModel."
             )
 
 
 class LongSpecBlock(GradientCheckpointingLayer):
-    """The block: self-attention, cross-attention, SwiGLU, each behind its norm; no norm at the end.
+    """The block: self-attention, cross-attention and SwiGLU, each after its norm. There is no final norm.
 
-    How attention is computed is passed in, so that training over whole texts and drafting over a tree run the same
-    definition.
+    Attention is computed by functions that are passed in, so that training on whole texts and drafting of a tree share
+    one definition.
     """
 
     def __init__(self, config: LongSpecConfig):
@@ -174,12 +174,16 @@ class LongSpecBlock(GradientCheckpointingLayer):
         attend_target: Callable[[torch.Tensor], torch.Tensor],
         num_queries: int | None = None,
     ) -> torch.Tensor:
-        """Hidden states `(B, Q, hidden)` of the last `num_queries` (by default all) of `(B, N, hidden)` embeddings.
+        """Return the hidden states `(B, Q, hidden)` of the last Q tokens.
 
         Args:
+            hidden (`torch.Tensor` of shape `(B, N, hidden)`): Embeddings.
             rotary (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of the N positions.
-            attend_self (`Callable`): Query `(B, H, Q, D)`, key and value `(B, K, N, D)` to `(B, H, Q, D)`.
-            attend_target (`Callable`): Query `(B, H, Q, D)` to `(B, H, Q, D)`.
+            parts ([`TargetParts`]): Modules of the target, which rotate queries and keys.
+            attend_self (`Callable`): Self-attention, from query `(B, H, Q, D)`, key and value `(B, K, N, D)` to
+                `(B, H, Q, D)`.
+            attend_target (`Callable`): Cross-attention, from query `(B, H, Q, D)` to `(B, H, Q, D)`.
+            num_queries (`int`, *optional*): Q. All N tokens by default.
         """
         normed = self.input_layernorm(hidden)
         key, value = self.self_attn.key_value(normed)
@@ -194,13 +198,13 @@ class LongSpecBlock(GradientCheckpointingLayer):
         return hidden + self.mlp(self.post_cross_attention_layernorm(hidden))
 
     def keys(self, hidden: torch.Tensor, rotary: Rotary, parts: TargetParts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `(B, K, N, D)` of embeddings: functions of token and position alone, whatever the context."""
+        """Return keys and values `(B, K, N, D)` of embeddings, which depend on token and position only."""
         key, value = self.self_attn.key_value(self.input_layernorm(hidden))
         return parts.rotate(key[:, :0], key, *rotary)[1], value
 
 
 class CrossAttention(nn.Module):
-    """Query and output projection of an attention whose keys and values belong to somebody else."""
+    """Query and output projection of an attention to the keys and values of the target."""
 
     def __init__(self, config: LongSpecConfig):
         super().__init__()
@@ -210,11 +214,11 @@ class CrossAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def query(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Queries `(B, H, N, D)`, not rotated."""
+        """Return queries `(B, H, N, D)`, not rotated."""
         return self._split(self.q_proj(hidden))
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """From `(B, H, N, D)` back to `(B, N, hidden)`."""
+        """Project attention output `(B, H, N, D)` to `(B, N, hidden)`."""
         projected: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return projected
 
@@ -223,7 +227,7 @@ class CrossAttention(nn.Module):
 
 
 class SelfAttention(CrossAttention):
-    """The same with keys and values of its own."""
+    """Projections of an attention with its own keys and values."""
 
     def __init__(self, config: LongSpecConfig):
         super().__init__(config)
@@ -232,7 +236,7 @@ class SelfAttention(CrossAttention):
         self.v_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
 
     def key_value(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys, not rotated, and values, `(B, K, N, D)`."""
+        """Return keys, not rotated, and values, `(B, K, N, D)`."""
         return self._split(self.k_proj(hidden)), self._split(self.v_proj(hidden))
 
 
@@ -246,12 +250,12 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         if config.hidden_act not in ACT2FN:
             raise ValueError(
-                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected a name that transformers "
-                "knows, such as 'silu'."
+                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected the name of an activation of "
+                "transformers, such as 'silu'."
             )
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(B, N, hidden)` to the same shape."""
+        """Return the output `(B, N, hidden)` of the layer."""
         projected: torch.Tensor = self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
         return projected

@@ -1,13 +1,13 @@
-"""N-grams: continuations of earlier occurrences of the current suffix, proposed as one trie, alone or beside a draft.
+"""N-grams: continuations of earlier occurrences of the current suffix, proposed as one trie, alone or with a draft.
 
 [`TextIndex`] finds earlier occurrences of the last tokens of a row by hash chains, as zlib finds matches
 (https://www.rfc-editor.org/rfc/rfc1951, section 4), with tokens instead of bytes and one chain per key length. Tables
 have a fixed size: a new position replaces the oldest. [`SuffixLookup`] takes the continuation of the longest matching
 suffix, [`NgramPool`] ranks continuations by frequency.
 
-N-grams as in TokenSwift (https://huggingface.co/papers/2502.18890, section 3.2), with two differences: keys are
-confirmed tokens only, since a key with a predicted token is wrong whenever that token is, and paths that begin alike
-share nodes.
+N-grams follow TokenSwift (https://huggingface.co/papers/2502.18890, section 3.2), with two differences: keys consist of
+confirmed tokens only, since a key with a predicted token is wrong whenever that token is, and paths that begin with the
+same tokens share nodes.
 """
 
 from array import array
@@ -23,10 +23,10 @@ from ...generation.draft_tree import DraftTree, merge_paths, merge_trees
 from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
 
 SOURCES = ("both", "pool", "lookup")
-# Each length of keys has tables of its own, and hardly a text repeats this much without repeating more.
+# Every key length has its own tables, and a text that repeats this many tokens usually repeats more.
 LONGEST_KEY = 16
 
-# Of drafts that propose something else as well; 0 candidates: no n-grams.
+# Settings of drafts that add n-grams to their own trees. 0 candidates mean no n-grams.
 NGRAM_DEFAULTS: dict[str, Any] = {
     "ngram_candidates": 0,
     "ngram_num_tokens": 8,
@@ -38,15 +38,15 @@ NGRAM_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class NgramSettings:
-    """How n-grams are proposed in one call.
+    """Settings of n-grams for one call.
 
     Args:
-        num_tokens (`int`): Tokens of a path.
-        candidates (`int`): Paths; the nodes that they share are room for further ones.
-        size (`int`): Confirmed tokens of the longest key.
-        source (`str`): Continuations of the `pool` by their counts, those of the suffix `lookup` by the length of the
-            match, or `both`: the best one of the lookup, then the pool's.
-        preload (`bool`): Whether the prompt's n-grams count, or only those of what is generated.
+        num_tokens (`int`): Number of tokens of a path.
+        candidates (`int`): Number of paths. Nodes that they share make room for further ones.
+        size (`int`): Number of confirmed tokens of the longest key.
+        source (`str`): `pool` (continuations by frequency), `lookup` (continuations by length of the matching suffix)
+            or `both` (the best one of the lookup, then those of the pool).
+        preload (`bool`): Whether the n-grams of the prompt are used, or only those of generated text.
     """
 
     num_tokens: int
@@ -59,12 +59,13 @@ class NgramSettings:
     def read(
         cls, setting: Callable[[str], Any], num_tokens: str = "ngram_num_tokens", fewest: int = 0
     ) -> "NgramSettings":
-        """From a draft's settings.
+        """Return the n-gram settings of a draft.
 
         Args:
-            setting (`Callable[[str], Any]`): Gives the value of a setting.
-            num_tokens (`str`): Name of the setting that says how long a path is.
-            fewest (`int`): Fewest candidates that make sense.
+            setting (`Callable[[str], Any]`): Function from the name of a setting to its value.
+            num_tokens (`str`, *optional*, defaults to `"ngram_num_tokens"`): Name of the setting for the length of a
+                path.
+            fewest (`int`, *optional*, defaults to 0): Smallest allowed number of candidates.
 
         Raises:
             ValueError: If a value is out of range.
@@ -82,7 +83,7 @@ class NgramSettings:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the trie without the root."""
+        """Number of nodes of the trie, without the root."""
         return self.num_tokens * self.candidates
 
 
@@ -249,18 +250,18 @@ class NgramPool:
         return list(found)
 
 
-# Positions of a row's text that are remembered: longer texts forget their oldest n-grams.
+# Number of positions of a row's text that are indexed. In longer texts the oldest n-grams are dropped.
 CAPACITY = 2**17
 
 
 class NgramDrafter(Drafter):
-    """Proposes continuations that the row's own text had before.
+    """Propose continuations from the row's own text.
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        settings ([`NgramSettings`]): How to draft.
-        others (`Sequence[NgramSettings]`, *optional*): The same with other numbers of tokens and candidates, to choose
-            from.
+        settings ([`NgramSettings`]): Settings of the configured tree.
+        others (`Sequence[NgramSettings]`, *optional*): Settings of other trees to choose from, with other numbers of
+            tokens and candidates.
     """
 
     first_ngram_node = 1
@@ -276,23 +277,23 @@ class NgramDrafter(Drafter):
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
-        """One for each of the settings."""
+        """Shapes of the trees, one for each of the settings."""
         return named(
             ([choice.num_tokens, choice.candidates], 1 + choice.num_nodes, choice.num_tokens)
             for choice in self._choices
         )
 
     def choose(self, tree: int) -> None:
-        """The settings of the next tree."""
+        """Propose trees with the settings of this index from now on."""
         self.settings = self._choices[tree]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of texts and tables, in the host's memory."""
+        """Bytes of texts and tables in host memory."""
         return sum(index.nbytes for index in self.indexes)
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Read the texts and the first root; of a text that goes on where the last one ended, only what is new."""
+        """Index the texts and the first root. A text that continues the one of the last call is only extended."""
         for row, (text, tokens) in enumerate(zip(texts, verification.tokens, strict=True)):
             whole, known = [*text.tolist(), *tokens], self.indexes[row].text.tolist()
             if not known or whole[: len(known)] != known:
@@ -301,26 +302,26 @@ class NgramDrafter(Drafter):
             self.indexes[row].extend(whole[len(self.indexes[row].text) :])
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Read what was emitted in the meantime."""
+        """Index the tokens that were emitted in the meantime."""
         for index, text, tokens in zip(self.indexes, texts, verification.tokens, strict=True):
             index.extend([*text[len(index.text) :].tolist(), *tokens])
 
     def observe(self, verification: Verification) -> None:
-        """Read what was emitted."""
+        """Index the emitted tokens."""
         for index, tokens in zip(self.indexes, verification.tokens, strict=True):
             index.extend(tokens)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """A trie of the best paths behind `root` `(batch,)`, which each row's text ends with."""
+        """Return a trie of the best paths after `root` `(batch,)`, the last token of each row's text."""
         return merge_paths([self._paths(index) for index in self.indexes], root, *self._size)
 
     @property
     def _size(self) -> tuple[int, int]:
-        """Nodes and depth of the next tree."""
+        """Number of nodes and depth of the next tree."""
         return 1 + self.settings.num_nodes, self.settings.num_tokens
 
     def _paths(self, index: TextIndex) -> list[tuple[int, ...]]:
-        """Candidates of one row, best first; more than `candidates`, because paths share nodes."""
+        """Return the paths of one row, best first. They are more than `candidates`, because paths share nodes."""
         length, source = self.settings.num_tokens, self.settings.source
         lookup = SuffixLookup(index).paths(length) if source != "pool" else []
         if source == "lookup":
@@ -332,14 +333,14 @@ class NgramDrafter(Drafter):
 
 
 class JoinedDrafter(Drafter):
-    """Verifies n-gram candidates together with what another drafter proposes.
+    """Propose the candidates of another drafter together with n-grams.
 
-    The other drafter's nodes keep their indices, so that what it stores per node stays valid; n-gram nodes follow, and
-    those that repeat a path are padding.
+    The nodes of the other drafter keep their indices, so that its state per node stays valid. N-gram nodes follow.
+    Those that repeat a path are padding.
 
     Args:
-        inner ([`Drafter`]): The other drafter; its trees carry no law `q`.
-        ngrams ([`NgramDrafter`]): Where the n-grams come from.
+        inner ([`Drafter`]): The other drafter. Its trees have no distribution `q`.
+        ngrams ([`NgramDrafter`]): Drafter of the n-grams.
     """
 
     def __init__(self, inner: Drafter, ngrams: NgramDrafter):
@@ -355,55 +356,55 @@ class JoinedDrafter(Drafter):
 
     @property
     def first_ngram_node(self) -> int:  # type: ignore[override]
-        """Behind the other drafter's present tree."""
+        """Index of the first node after those of the other drafter's present tree."""
         return self.inner.trees[self._chosen].num_nodes
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
-        """The other drafter's, with the same n-grams."""
+        """Shapes of the other drafter's trees, each with the same n-grams."""
         more, deepest = self.ngrams.num_nodes - 1, self.ngrams.max_depth
         return tuple(
             TreeShape(tree.name, tree.num_nodes + more, max(tree.max_depth, deepest)) for tree in self.inner.trees
         )
 
     def choose(self, tree: int) -> None:
-        """The other drafter's choice; n-grams stay."""
+        """Choose a tree of the other drafter. The n-grams stay the same."""
         self._chosen = tree
         self.inner.choose(tree)
 
     @property
     def seed_tokens(self) -> int:
-        """As the other drafter wants it."""
+        """Number of last prompt tokens that the other drafter observes."""
         return self.inner.seed_tokens
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of the state of both drafters."""
         return self.inner.state_bytes + self.ngrams.state_bytes
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Begin with both."""
+        """Begin with both drafters."""
         self.inner.start(texts, verification)
         self.ngrams.start(texts, verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Go on with both."""
+        """Continue with both drafters."""
         self.inner.resume(texts, verification)
         self.ngrams.resume(texts, verification)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """One tree behind `root` `(batch,)`: the other drafter's, then the n-grams that it does not hold."""
+        """Return one tree after `root` `(batch,)`: that of the other drafter, then n-grams that it does not contain."""
         own = self.inner.propose(root)
         tree = merge_trees([own, self.ngrams.propose(root)])
         self._proposed = tree, own
         return tree
 
     def capture(self, tree: DraftTree) -> Any:
-        """What the other drafter asks for, to whom its own nodes are the whole tree."""
+        """Return the capture of the other drafter for its own nodes."""
         joined, own = self._proposed or (None, tree)
         return self.inner.capture(own if tree is joined else tree)
 
     def observe(self, verification: Verification) -> None:
-        """Tell both. The path may hold nodes that the other drafter did not propose."""
+        """Update both drafters. The path may contain nodes that the other drafter did not propose."""
         self.inner.observe(verification)
         self.ngrams.observe(verification)

@@ -11,9 +11,9 @@ from .generation_ngram import NgramDrafter, NgramSettings
 
 
 class NgramDraftModel(DraftModel):
-    """Proposes what followed the last tokens earlier in the same text: a better prompt lookup, for any batch.
+    """Propose continuations of earlier occurrences of the last tokens, like prompt lookup decoding, for any batch size.
 
-    Has no weights and runs no model, so it costs next to nothing where the text does not repeat itself.
+    The draft has no weights and runs no model, so it costs almost nothing if the text does not repeat itself.
 
     ```python
     draft = NgramDraftModel.from_target(target, num_assistant_tokens=8, ngram_candidates=2)
@@ -23,8 +23,8 @@ class NgramDraftModel(DraftModel):
 
     config_class = NgramConfig
     weightless: ClassVar[bool] = True
-    takes_ngrams: ClassVar[bool] = False  # they are all it has
-    # On real text, greedily, depth is worth more than width; sampled text seldom repeats either way: docs/ngram.md.
+    takes_ngrams: ClassVar[bool] = False  # its trees consist of n-grams already
+    # On real text depth helps greedy decoding more than width. Sampled text seldom repeats itself. See docs/ngram.md.
     settings: ClassVar[dict[str, Any]] = {
         "num_assistant_tokens": 8,
         "ngram_candidates": 2,
@@ -35,12 +35,12 @@ class NgramDraftModel(DraftModel):
     }
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """A drafter with the present settings."""
+        """Return a drafter with the present settings."""
         configured, *others = self._trees()
         return NgramDrafter(binding, configured, others)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Root and all paths of the largest tree."""
+        """Return the number of nodes of the largest tree, root included."""
         return 1 + max(tree.num_nodes for tree in self._trees())
 
     def check_settings(self, target: TargetView) -> None:
@@ -48,14 +48,14 @@ class NgramDraftModel(DraftModel):
         self._trees()
 
     def _trees(self) -> list[NgramSettings]:
-        """All trees, the configured one first."""
+        """Return the settings of all trees, the configured one first."""
         names = "num_assistant_tokens", "ngram_candidates"
         configured = [self.setting(name) for name in names]
         others = other_trees(configured, self.setting("tree_choices"), "[num_assistant_tokens, ngram_candidates]")
         return [self._ngrams({}), *(self._ngrams(_named(names, sizes)) for sizes in others)]
 
     def _ngrams(self, sizes: dict[str, Any]) -> NgramSettings:
-        """The settings, with some of them replaced."""
+        """Return the settings, with those in `sizes` replaced."""
         read = lambda name: sizes[name] if name in sizes else self.setting(name)  # noqa: E731
         return NgramSettings.read(read, num_tokens="num_assistant_tokens", fewest=1)
 

@@ -1,4 +1,4 @@
-"""No draft at all: our own autoregressive baseline on the same loop, cache and kernels."""
+"""Drafter that proposes no tokens: the autoregressive baseline on the same loop, cache and kernels."""
 
 import torch
 
@@ -7,8 +7,8 @@ from ...generation.drafter import Drafter
 
 
 class PlainDrafter(Drafter):
-    """Proposes only the root, so that every verification emits exactly one token."""
+    """Propose the root alone, so that every verification emits one token."""
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """The tree that holds nothing but `root`."""
+        """Return the tree of `root` `(batch,)` alone."""
         return DraftTree.root_only(root)

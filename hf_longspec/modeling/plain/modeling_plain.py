@@ -1,4 +1,4 @@
-"""PlainDraftModel: no draft, the same loop. The autoregressive baseline that every benchmark prints."""
+"""PlainDraftModel: the decoding loop without drafted tokens, the autoregressive baseline of every benchmark."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from .generation_plain import PlainDrafter
 
 
 class PlainDraftModel(DraftModel):
-    """Runs the decoding loop without drafting: one token per forward, on the same cache and kernels.
+    """Run the decoding loop without drafting: one token per forward, on the same cache and kernels.
 
     ```python
     plain = PlainDraftModel.from_target(target)
@@ -23,9 +23,9 @@ class PlainDraftModel(DraftModel):
     takes_ngrams: ClassVar[bool] = False  # the baseline stays one token per forward
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """A drafter that proposes the root alone."""
+        """Return a drafter that proposes the root alone."""
         return PlainDrafter(binding)
 
     def max_nodes(self, target: TargetView) -> int:
-        """One: the root."""
+        """Return 1, the root."""
         return 1

@@ -4,6 +4,6 @@ from ..configuration_base import DraftConfig
 
 
 class SpecAttnConfig(DraftConfig):
-    """Configuration of [`SpecAttnDraftModel`]: the target's shapes and nothing else, as there are no weights."""
+    """Configuration of [`SpecAttnDraftModel`]: the target's shapes only, as there are no weights."""
 
     model_type = "specattn"

@@ -69,21 +69,21 @@ def entry_bytes(layers: Sequence[Any]) -> int:
     return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
 
 
-# What each selection asks the verification to collect.
+# Query rows whose scores the verification collects, for each selection.
 CAPTURED_ROWS = {"two_rows": "two_rows", "all_rows": "all_rows", "last_accepted": "each_row", "quest": "two_rows"}
 SELECTIONS = (*CAPTURED_ROWS, "window")
 
 
 @dataclass(frozen=True)
 class SpecAttnSettings:
-    """How SpecAttn drafts in one call; the keys of `draft.generation_config`.
+    """Settings of SpecAttn for one call, which are keys of `draft.generation_config`.
 
     Args:
-        num_assistant_tokens (`int`): Tokens drafted per iteration (gamma).
+        num_assistant_tokens (`int`): Number of tokens drafted per iteration (gamma).
         sparse_ratio (`float`): Share of the prefix that drafting reads.
-        sparse_min_tokens (`int`): Fewest entries to select, as long as the prefix has them.
+        sparse_min_tokens (`int`): Minimum number of entries to select. Shorter prefixes are selected as a whole.
         selection (`str`): `two_rows` (the paper's), `all_rows`, `last_accepted`, `window` or `quest`.
-        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities); `quest` has a score of its own.
+        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities). `quest` has its own score.
         granularity (`str`): One selection per `layer` or per `kv_head`.
         acceptance (`str`): When sampling, `rejection` or `coupled`.
     """
@@ -98,11 +98,11 @@ class SpecAttnSettings:
 
 
 class SpecAttnDrafter(Drafter):
-    """Drafts chains with the target itself over selected cache entries.
+    """Draft chains with the target itself on selected cache entries.
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        settings ([`SpecAttnSettings`]): How to draft.
+        settings ([`SpecAttnSettings`]): Settings of the configured chain.
         others (`Sequence[int]`, *optional*): Other numbers of drafted tokens to choose from.
     """
 
@@ -118,15 +118,15 @@ class SpecAttnDrafter(Drafter):
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
-        """A chain of each length."""
+        """Shapes of the chains, one for each length."""
         return named((gamma, gamma + 1, gamma) for gamma in self.gammas)
 
     def choose(self, tree: int) -> None:
-        """The length of the next chain."""
+        """Propose chains of this index from now on."""
         self.gamma = self.gammas[tree]
 
     def speedup_bound(self) -> float:
-        """What reading fewer entries can gain if every draft is accepted and all weights are read for each."""
+        """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
         lengths = self.binding.cache.host_lengths
         selected = [budget(length, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for length in lengths]
         share = sum(selected) / max(1, sum(lengths))
@@ -135,12 +135,12 @@ class SpecAttnDrafter(Drafter):
 
     @cached_property
     def _weight_bytes(self) -> int:
-        """Of the target; counted once per call."""
+        """Bytes of the target's weights, counted once per call."""
         return weight_bytes(self.binding.target)
 
     @property
     def seed_tokens(self) -> int:
-        """A chain of the drafts' length, so that the first phase is not blind."""
+        """Number of nodes of the longest chain, so that the first phase has scores to select by."""
         return self.num_nodes
 
     @property
@@ -149,20 +149,20 @@ class SpecAttnDrafter(Drafter):
         return self.selected.nbytes
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """A chain of gamma tokens behind `root` `(batch,)`."""
-        tokens, laws = [root], [torch.empty(0)]
+        """Return a chain of gamma tokens after `root` `(batch,)`."""
+        tokens, distributions = [root], [torch.empty(0)]
         for depth in range(self.gamma):
-            token, law = self._choose(self._draft_step(tokens[-1]), depth)
+            token, distribution = self._choose(self._draft_step(tokens[-1]), depth)
             tokens.append(token)
-            if law is not None:
-                laws.append(law)
-        if len(laws) == 1:
+            if distribution is not None:
+                distributions.append(distribution)
+        if len(distributions) == 1:
             return DraftTree.chain(torch.stack(tokens, 1))
-        laws[0] = torch.zeros_like(laws[1])  # the root was not drawn
-        return DraftTree.chain(torch.stack(tokens, 1), q=torch.stack(laws, 1))
+        distributions[0] = torch.zeros_like(distributions[1])  # the root was not drawn
+        return DraftTree.chain(torch.stack(tokens, 1), q=torch.stack(distributions, 1))
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
-        """Scores of the prefix, unless the selection needs none."""
+        """Return a capture of the prefix's scores, unless the selection needs none."""
         if self.settings.selection == "window":
             return None
         return ScoreCapture(
@@ -175,7 +175,7 @@ class SpecAttnDrafter(Drafter):
         )
 
     def observe(self, verification: Verification) -> None:
-        """Select the next phase's entries: the best of the prefix that was scored. What was committed since stays."""
+        """Select the entries of the next phase: the best ones of the scored prefix, and all tokens committed since."""
         prefix = verification.prefix_lengths
         counts = [budget(p, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for p in prefix]
         self.selected.begin(counts, verification.num_nodes)
@@ -196,22 +196,22 @@ class SpecAttnDrafter(Drafter):
         return select_top(scores, prefix, max(counts))
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
-        """Run the target on one token per row over the selected entries; logits `(batch, vocab)`."""
+        """Run the target on one token per row over the selected entries, and return logits `(batch, vocab)`."""
         logits, _ = self.selected.step(self.binding.target, token, self.binding.max_length)
         self.selected.advance()
         return logits
 
     def _choose(self, logits: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The drafted token of every row, and the law it was drawn from if that law decides the acceptance."""
+        """Return the drafted token of every row, and the distribution it was drawn from if acceptance depends on it."""
         rule = self.binding.rule
         if rule is None:
             return logits.argmax(-1), None
-        scores, law = rule.scores_at(logits, depth), None
+        scores, distribution = rule.scores_at(logits, depth), None
         if rule.do_sample and self.settings.acceptance == "rejection":
             token = exponential_race(scores, draw_noise(*scores.shape, generator=rule.generator, device=scores.device))
-            law = scores.softmax(-1)
-        else:  # coupled when sampling: the very noise row that the target will use at this position
+            distribution = scores.softmax(-1)
+        else:  # greedy, or coupled: sampled with the noise row that the target will use at this position
             token = rule.choose(scores, depth)
         if not rule.history_free:
             rule.sequences.try_out(depth, token)
-        return token, law
+        return token, distribution

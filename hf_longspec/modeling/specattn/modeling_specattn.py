@@ -21,9 +21,9 @@ CHOICES = {
 
 
 class SpecAttnDraftModel(DraftModel):
-    """The target model as its own draft, reading a small part of its cache (SpecAttn, later renamed Vegas).
+    """Draft with the target model itself on a small part of its cache (SpecAttn, later renamed Vegas).
 
-    Has no weights: a published one is a config and the settings that were tuned for a target.
+    The draft has no weights. A published one consists of a config and the settings that were tuned for a target.
 
     ```python
     draft = SpecAttnDraftModel.from_target(target, num_assistant_tokens=6, sparse_ratio=0.07)
@@ -41,28 +41,28 @@ class SpecAttnDraftModel(DraftModel):
         "sparse_ratio": 0.07,
         "sparse_min_tokens": 256,
         "selection": "two_rows",
-        # On a real text the paper's raw logits accept 2.5 tokens where weights accept 3.8: benchmarks/results.
+        # On real text 2.5 tokens are accepted with the paper's raw logits and 3.8 with weights: benchmarks/results.
         "score": "weights",
         "granularity": "layer",
         "acceptance": "rejection",
     }
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """A drafter with the present settings."""
+        """Return a drafter with the present settings."""
         settings = SpecAttnSettings(**{field.name: self.setting(field.name) for field in fields(SpecAttnSettings)})
         return SpecAttnDrafter(binding, settings, self._gammas()[1:])
 
     def max_nodes(self, target: TargetView) -> int:
-        """Root and gamma drafted tokens, as many as the longest chain has."""
+        """Return the number of nodes of the longest chain, root included."""
         return max(self._gammas()) + 1
 
     def _gammas(self) -> list[int]:
-        """Drafted tokens of all chains, the configured one first."""
+        """Return the number of drafted tokens of all chains, the configured one first."""
         gamma = int(self.setting("num_assistant_tokens"))
         return [gamma, *other_trees(gamma, self.setting("tree_choices"), "num_assistant_tokens")]
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse unknown choices, numbers out of range, and per-head selection where heads share their cache."""
+        """Refuse unknown choices, numbers out of range, and per-head selection if heads share their cache."""
         for name, choices in CHOICES.items():
             if (value := self.setting(name)) not in choices:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
@@ -74,7 +74,7 @@ class SpecAttnDraftModel(DraftModel):
                 raise ValueError(f"tree_choices: num_assistant_tokens={gamma!r}: expected an integer of at least 1.")
         if not isinstance(ratio := self.setting("sparse_ratio"), int | float) or not 0 < ratio <= 1:
             raise ValueError(f"sparse_ratio={ratio!r}: expected a number in (0, 1].")
-        if not target.why_not():  # otherwise there are better reasons
+        if not target.why_not():  # otherwise the target is refused with better reasons
             refuse_repeated_layers(target.model, target.num_layers)
         if target.has_latent_cache and self.setting("granularity") == "kv_head":
             raise ValueError(
@@ -83,9 +83,10 @@ class SpecAttnDraftModel(DraftModel):
             )
 
     def check_sampling(self) -> None:
-        """Refuse n-grams beside tokens that were drawn: the law that accepts the latter is that of a chain."""
+        """Refuse n-grams together with drawn tokens, as rejection sampling supports chains of drawn tokens only."""
         if self.setting("acceptance") == "rejection" and (candidates := self.setting("ngram_candidates")):
             raise ValueError(
-                f"acceptance='rejection' with ngram_candidates={candidates}: when sampling, drafted tokens with a law "
-                "of their own cannot share a tree with n-grams. Use acceptance='coupled', or ngram_candidates=0."
+                f"acceptance='rejection' with ngram_candidates={candidates}: when sampling, drafted tokens that are "
+                "drawn from a distribution cannot share a tree with n-grams. Use acceptance='coupled', or "
+                "ngram_candidates=0."
             )

@@ -6,15 +6,15 @@ from ..configuration_base import DraftConfig, text_config
 
 
 class TokenSwiftConfig(DraftConfig):
-    """How many heads there are and how they are connected, and which target they read.
+    """Configuration of [`TokenSwiftDraftModel`]: number and kind of its heads.
 
     Args:
         hidden_size (`int`): Width of the target's residual stream.
-        num_heads (`int`): Heads; the i-th predicts the token i places behind the one that the target predicts.
-        chained (`bool`): Whether a head continues the one before it. Otherwise each begins at the target's own state,
-            as Medusa's heads do.
-        sequential (`bool`): Whether a head also sees the token before the one that it predicts, as Hydra's heads do;
-            the paper's do not. Such heads are chained.
+        num_heads (`int`): Number of heads. Head i predicts the token i places after the one that the target predicts.
+        chained (`bool`): Whether the input of a head is the output of the head before it. Otherwise it is the target's
+            own state, as in Medusa.
+        sequential (`bool`): Whether a head also reads the token before the one that it predicts, as in Hydra and
+            unlike in the paper. Such heads are chained.
         rms_norm_eps (`float`): Epsilon of the two norms of a head.
         initializer_range (`float`): Standard deviation of the initial weights of the linear layers.
     """
@@ -30,7 +30,7 @@ class TokenSwiftConfig(DraftConfig):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: object) -> "TokenSwiftConfig":
-        """The configuration of heads for `target`; the width is the target's."""
+        """Return the configuration of heads for `target`, with the target's width."""
         text = text_config(target)
         values = {
             "hidden_size": text.hidden_size,

@@ -31,19 +31,18 @@ POLICIES = ("dynamic", "static", "full")
 
 @dataclass(frozen=True)
 class PartialKVPolicy:
-    """The slots of one layer's buffer, for one row and KV head.
+    """Assign tokens to the slots of one layer's buffer, for one row and KV head.
 
-    A build orders entries by importance: the sinks, then the newest, then the others by falling score. Tokens that
-    come later take the free slots, and then the slots of the least important entries. When nothing but the sinks is
-    left to replace, the next build is due. So the buffer always holds the last `recent` tokens, and every token since
-    the build.
+    A build orders entries by importance: the sinks, then the newest, then the others by falling score. Later tokens
+    take the free slots, and then the slots of the least important entries. The next build is due when only the sinks
+    are left to replace. The buffer therefore always holds the last `recent` tokens and all tokens since the build.
 
-    Source: https://huggingface.co/papers/2502.18890, section 3.3. The guaranteed recent tokens are ours.
+    Source: https://huggingface.co/papers/2502.18890, section 3.3. The paper does not guarantee recent tokens.
 
     Args:
-        budget (`int`): Entries the buffer holds.
-        recent (`int`): Newest entries that a build keeps whatever their score.
-        dynamic (`bool`): Whether tokens that come after the first build enter the buffer at all.
+        budget (`int`): Number of entries in the buffer.
+        recent (`int`): Number of newest entries that a build keeps regardless of their score.
+        dynamic (`bool`): Whether tokens after the first build enter the buffer.
     """
 
     budget: int
@@ -51,40 +50,40 @@ class PartialKVPolicy:
     dynamic: bool = True
 
     def size(self, built: int) -> int:
-        """Entries that a build of the first `built` tokens keeps."""
+        """Return the number of entries that a build of the first `built` tokens keeps."""
         return min(built, self.budget)
 
     def room(self, built: int) -> int:
-        """Tokens that fit in behind a build of `built` tokens."""
+        """Return the number of tokens that fit after a build of `built` tokens."""
         return self.budget - min(self.size(built), SINK_TOKENS) if self.dynamic else 0
 
     def used(self, built: int, length: int) -> int:
-        """Slots in use when `length` tokens are committed, `built` of which were there at the build."""
+        """Return the number of used slots for `length` committed tokens, `built` of them committed before the build."""
         return min(self.budget, self.size(built) + (length - built)) if self.dynamic else self.size(built)
 
     def is_due(self, built: int | None, length: int) -> bool:
-        """Whether a row needs a build before it can hold `length` tokens; `built` is `None` before the first one."""
+        """Return whether a row needs a build before it can hold `length` tokens. `built` is `None` before the first."""
         return built is None or (self.dynamic and length - built > self.room(built))
 
     def slot(self, built: int, token: int) -> int:
-        """Where token number `token` goes after a build of the first `built` ones."""
+        """Return the slot of token number `token` after a build of the first `built` tokens."""
         free = self.size(built) + token - built
         return free if free < self.budget else self.budget - 1 - (token - built)
 
     def select(self, scores: torch.Tensor) -> torch.Tensor:
-        """What a build keeps, the most important first.
+        """Return the tokens that a build keeps, the most important first.
 
         Args:
-            scores (`torch.Tensor` of shape `(K, built)`): Of every token, per KV head.
+            scores (`torch.Tensor` of shape `(K, built)`): Scores of every token, per KV head.
 
         Returns:
-            `torch.LongTensor` of shape `(K, size(built))`: their numbers.
+            `torch.LongTensor` of shape `(K, size(built))`: Token numbers.
         """
         heads, built = scores.shape
         size = self.size(built)
         sinks = min(SINK_TOKENS, size)
         recent = min(self.recent, size - sinks)
-        # newest first: a replacement in this part takes the oldest, in exchange for one that is newer than all
+        # newest first, so that replacements in this part drop the oldest
         numbers = torch.arange(built, device=scores.device)
         certain = torch.cat([numbers[:sinks], numbers[built - recent :].flip(0)])
         best = scores[:, sinks : built - recent].topk(size - sinks - recent, dim=-1).indices + sinks
@@ -92,18 +91,18 @@ class PartialKVPolicy:
 
 
 class PartialCache(CompactCache):
-    """Entries of the target's cache as a [`PartialKVPolicy`] chooses them, per row, layer and KV head.
+    """Copies of entries of the target's cache that a [`PartialKVPolicy`] chooses per row, layer and KV head.
 
-    After every commit the new tokens' entries are copied, and nothing else moves until the next build.
+    After every commit the entries of new tokens are copied. Other entries do not move until the next build.
 
     Args:
         cache ([`SpeculativeCache`]): The target's cache.
-        dense_layers (`frozenset[int]`): Layers that keep their own attention.
-        policy ([`PartialKVPolicy`]): What the buffers hold.
+        dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
+        policy ([`PartialKVPolicy`]): Policy that assigns tokens to slots.
 
     Attributes:
-        built (`list[int | None]`): Tokens of each row at its last build.
-        held (`list[int]`): Tokens of each row that the buffers know of.
+        built (`list[int | None]`): Number of tokens of each row at its last build.
+        held (`list[int]`): Number of tokens of each row at the last `catch_up`.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], policy: PartialKVPolicy):
@@ -113,23 +112,25 @@ class PartialCache(CompactCache):
         self.held = [0] * cache.batch_size
 
     def due(self, count: int) -> list[int]:
-        """Rows that need a build before `count` more tokens are committed."""
+        """Return the rows that need a build before `count` more tokens are committed."""
         if len(self.dense_layers) == len(self.layers):
             return []
         lengths = self.cache.host_lengths
         return [row for row, built in enumerate(self.built) if self.policy.is_due(built, lengths[row] + count)]
 
     def build(self, row: int, length: int, scores_of: Callable[[int], torch.Tensor]) -> None:
-        """Choose anew among the first `length` tokens of a row.
+        """Choose the entries of a row again among its first `length` tokens.
 
         Args:
-            scores_of (`Callable`): From a layer to the scores `(1 or K, length)` of these tokens.
+            row (`int`): Index of the row.
+            length (`int`): Number of tokens to choose from.
+            scores_of (`Callable`): Function from the index of a layer to the scores `(1 or K, length)` of these tokens.
         """
         one = slice(row, row + 1)
         for index in self.sparse_layers:
             source, layer = self.cache.layers[index], self.layers[index]
             scores = scores_of(index)
-            if scores.shape[0] not in (1, source.keys.shape[1]):  # attention made other heads of the cached ones
+            if scores.shape[0] not in (1, source.keys.shape[1]):  # attention computes other heads from the cached ones
                 scores = scores.sum(0, keepdim=True)
             chosen = self.policy.select(scores).to(source.keys.device)[None]
             if not layer.is_initialized:
@@ -139,7 +140,7 @@ class PartialCache(CompactCache):
         self.built[row] = self.held[row] = length
 
     def catch_up(self) -> None:
-        """Take in what was committed since the last call; every row has been built."""
+        """Copy the entries that were committed since the last call. Every row must have been built."""
         self.share_dense()
         lengths = self.cache.host_lengths
         if not self.sparse_layers:
@@ -156,7 +157,7 @@ class PartialCache(CompactCache):
         source, target = [], []
         for first, held, length in zip(built, self.held, lengths, strict=True):
             tokens, missing = range(held, length), count - (length - held)
-            # rows with fewer tokens write into the slot behind all entries, which keeps nothing
+            # rows with fewer tokens write to the slot after all entries, which is never read
             source.append([*tokens, *[0] * missing])
             target.append([self.policy.slot(first, token) for token in tokens] + [self.policy.budget] * missing)
         places = torch.tensor([source, target])
@@ -165,7 +166,7 @@ class PartialCache(CompactCache):
             self._copy(index, places)
 
     def _copy(self, layer_idx: int, places: torch.Tensor) -> None:
-        """Copy one layer's entries; `places` `(2, batch, n)` are slots of the target's cache and of the buffer."""
+        """Copy entries of one layer. `places` `(2, batch, n)` are slots of the target's cache and of the buffer."""
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
         old, new = places
         row = torch.arange(old.shape[0], device=old.device)[:, None]
@@ -173,7 +174,7 @@ class PartialCache(CompactCache):
         layer.values[row, :, new] = source.values[row, :, old]
 
     def _allocate(self, index: int) -> None:
-        """Buffers of one layer: the budget, and a slot for the token that is being drafted on."""
+        """Allocate the buffers of one layer: the budget, and a slot for the token of the drafting step."""
         source, layer = self.cache.layers[index], self.layers[index]
         batch, heads, _, _ = source.keys.shape
         slots = self.policy.budget + 1
@@ -187,16 +188,16 @@ SELF_DRAFTS = ("verify_hidden", "partial_kv")
 
 @dataclass(frozen=True)
 class TokenSwiftSettings:
-    """How TokenSwift drafts in one call; the keys of `draft.generation_config`.
+    """Settings of TokenSwift for one call, which are keys of `draft.generation_config`.
 
     Args:
         self_draft (`str`): `verify_hidden` or `partial_kv`.
-        tree_branching (`list[int]`): Children of every node, level by level. Entry 0 belongs to the target's own
-            prediction, which `verify_hidden` has emitted already and leaves out, entry i to head i.
-        partial_kv_policy (`str`): `dynamic` (the paper's), `static` (what the prompt gave, never changed) or `full`
-            (the whole cache).
-        partial_kv_budget (`int`): Entries per layer and KV head that drafting reads.
-        partial_kv_recent (`int`): Newest of them, kept whatever their score.
+        tree_branching (`list[int]`): Number of children of every node, level by level. Entry 0 belongs to the target's
+            own prediction, which `verify_hidden` has already emitted and skips. Entry i belongs to head i.
+        partial_kv_policy (`str`): `dynamic` (the paper's), `static` (entries of the prompt, which never change) or
+            `full` (the whole cache).
+        partial_kv_budget (`int`): Number of entries per layer and KV head that drafting reads.
+        partial_kv_recent (`int`): Number of newest entries that are kept regardless of their score.
     """
 
     self_draft: str
@@ -207,22 +208,22 @@ class TokenSwiftSettings:
 
     @property
     def widths(self) -> list[int]:
-        """Children of every node, level by level, without a level that is decided already."""
+        """Number of children of every node, level by level, without a level that has already been emitted."""
         return self.tree_branching[1:] if self.self_draft == "verify_hidden" else self.tree_branching
 
 
 class TokenSwiftDrafter(Drafter):
-    """Drafts a tree of fixed shape from one hidden state.
+    """Draft a tree of fixed shape from one hidden state.
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        heads (`TokenSwiftHeads`): From inputs `(B, L, hidden)` of the target's final norm to `(heads, B, L, hidden)`,
-            which the language-model head turns into logits.
-        ends ([`TargetEnds`]): The target's language-model head.
-        settings ([`TokenSwiftSettings`]): How to draft.
-        others (`Sequence[TokenSwiftSettings]`, *optional*): The same with other trees, to choose from.
-        owner (`torch.nn.Module`, *optional*): Keeps what is compiled for later calls; without one the heads run as they
-            are.
+        heads (`TokenSwiftHeads`): Heads, from inputs `(B, L, hidden)` of the target's final norm to states
+            `(heads, B, L, hidden)`, which the language-model head turns into logits.
+        ends ([`TargetEnds`]): Embedding and language-model head of the target.
+        settings ([`TokenSwiftSettings`]): Settings of the configured tree.
+        others (`Sequence[TokenSwiftSettings]`, *optional*): Settings of other trees to choose from.
+        owner (`torch.nn.Module`, *optional*): Owner of compiled functions, which later calls use again. Without one,
+            the heads are not compiled.
     """
 
     def __init__(
@@ -250,21 +251,21 @@ class TokenSwiftDrafter(Drafter):
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
-        """One for each branching."""
+        """Shapes of the trees, one for each branching."""
         sizes = [(tree.tree_branching, num_static_nodes(tree.widths), len(tree.widths)) for tree in self._trees]
         return named(sizes)
 
     def choose(self, tree: int) -> None:
-        """The widths of the next tree."""
+        """Propose trees with the widths of this index from now on."""
         self.widths = self._trees[tree].widths
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the partial cache: the same at every context length."""
+        """Bytes of the partial cache, the same at every context length."""
         return 0 if self.partial is None else self.partial.nbytes
 
     def propose(self, root: torch.Tensor) -> DraftTree:
-        """All combinations of the best candidates for each of the next tokens behind `root` `(batch,)`."""
+        """Return the tree of all combinations of the best candidates for the next tokens after `root` `(batch,)`."""
         if self.partial is None:
             levels = self._rank(root, self.hidden)
         else:
@@ -274,15 +275,15 @@ class TokenSwiftDrafter(Drafter):
         return sibling_tree(root, levels, self.widths) if self.heads.sequential else static_tree(root, levels)
 
     def capture(self, tree: DraftTree) -> QueryCapture | ScoreCapture | None:
-        """The queries that entries are scored by, if a build is due behind this verification."""
+        """Return a capture for the scores of entries if a build is due after this verification."""
         self.due = [] if self.partial is None else self.partial.due(max(tree.max_depth, self.foreign_depth) + 1)
         if self.partial is None or not self.due:
             return None  # scoring costs a pass over all keys
         skipped = self.partial.dense_layers
         if not self.binding.target.has_latent_cache:
             return QueryCapture(skipped)
-        # One latent for all heads: one selection per layer, by scores that can be compared between heads. Keys exist
-        # during the forward only, so all nodes are scored there.
+        # All heads share one latent, so there is one selection per layer, by scores that are comparable between heads.
+        # Keys exist during the forward only, so all nodes are scored there.
         return ScoreCapture(
             tree.valid.sum(1) - 1,
             rows="each_row",
@@ -314,7 +315,7 @@ class TokenSwiftDrafter(Drafter):
         self.partial.build(row, length, scores_of)
 
     def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *own: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Candidates of every level, see [`_levels`]; as one graph where that is done and possible."""
+        """Return the candidates of every level, see [`_levels`], computed in one graph if possible."""
         changing, fixed = (root, hidden, *own), (self.heads, self.ends, tuple(self.widths), len(own))
         known = self.coupling.known(len(self.widths))
         if self.coupling.fits_graphs:
@@ -325,7 +326,7 @@ class TokenSwiftDrafter(Drafter):
         return _levels((*changing, *known), *fixed, self.coupling, logits)
 
     def _run(self, function: Any, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Any:
-        """A function of hidden states and heads, compiled or captured; None if that is not done, or not possible."""
+        """Return the result of a function, compiled or captured; `None` if that is disabled or not possible."""
         runner = self.binding.target.runner
         if runner is None or self._owner is None:
             return None
@@ -346,7 +347,7 @@ class TokenSwiftDrafter(Drafter):
 def _logits(
     changing: tuple[torch.Tensor, ...], heads: Any, ends: TargetEnds, widths: Sequence[int], num_own: int
 ) -> torch.Tensor:
-    """Logits `(levels, B, vocab)` of all heads that see no drafted token; a graph can be made of it."""
+    """Return logits `(levels, B, vocab)` of all heads, which are not sequential. It may be part of a graph."""
     logits: torch.Tensor = ends.head(heads(changing[1][:, None])[: len(widths) - num_own, :, 0])
     return logits
 
@@ -360,17 +361,22 @@ def _levels(
     coupling: Coupling,
     logits: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """The best candidates of every level; a graph can be made of it.
+    """Return the best candidates of every level. It may be part of a graph.
 
     Args:
-        changing (`tuple[torch.Tensor, ...]`): Roots `(B,)`, hidden states `(B, hidden)`, the target's own logits
-            `(B, vocab)` for the first level if there are any, and what the coupling knows.
-        num_own (`int`): How many there are: 0 or 1.
-        logits (`torch.Tensor` or `None`): [`_logits`], if they are there already.
+        changing (`tuple[torch.Tensor, ...]`): Roots `(B,)`, hidden states `(B, hidden)`, `num_own` logits
+            `(B, vocab)` of the target for the first level, and the result of [`Coupling.known`].
+        heads (`TokenSwiftHeads`): The heads.
+        ends ([`TargetEnds`]): Embedding and language-model head of the target.
+        widths (`Sequence[int]`): Number of candidates of each level.
+        num_own (`int`): Number of levels that the target's own logits decide: 0 or 1.
+        coupling ([`Coupling`]): Ranks the candidates.
+        logits (`torch.Tensor`, *optional*): Result of [`_logits`], if it has been computed.
 
     Returns:
-        Tokens `(B, n * width)` of each level: `width` children of each of the n nodes above if heads are sequential.
-        Other heads see no drafted token, and there are `width` for all nodes, ranked as behind the best one.
+        `tuple[torch.Tensor, ...]`: Tokens `(B, n * width)` of each level. With sequential heads they are `width`
+        children of each of the n nodes above. Other heads do not depend on drafted tokens, so n is 1: all nodes have
+        the same children, ranked for the best path.
     """
     root, hidden, *known = changing
     ready, known = known[:num_own], known[num_own:]

@@ -1,4 +1,4 @@
-"""TokenSwiftDraftModel: heads that read the tokens behind the next one off the target's last residual stream."""
+"""TokenSwiftDraftModel: heads that predict the tokens after the next one from the target's last residual stream."""
 
 import copy
 from dataclasses import fields, replace
@@ -23,11 +23,11 @@ CHOICES = {"self_draft": SELF_DRAFTS, "partial_kv_policy": POLICIES}
 
 
 class TokenSwiftDraftModel(DraftModel):
-    """A few small heads on the input of the target's final norm, each for one more token ahead.
+    """A few small heads on the input of the target's final norm, each of which predicts one more token ahead.
 
-    The language-model head is the target's and not part of the draft. The heads of the paper know the text up to the
-    hidden state's token and nothing of what follows; sequential ones (`sequential=True`) also see the tokens between
-    there and the one that they predict, drafted ones included, and guess better where a target's predictions are flat.
+    The language-model head is the target's and not part of the draft. The heads of the paper depend on the text up to
+    the token of the hidden state. Sequential heads (`sequential=True`) also read the tokens between that token and the
+    one that they predict, drafted ones included, which helps if the target's distributions are flat.
 
     ```python
     draft = TokenSwiftDraftModel.from_target(target, num_heads=3)   # untrained: see hf_longspec.training
@@ -41,10 +41,10 @@ class TokenSwiftDraftModel(DraftModel):
     _no_split_modules = ["TokenSwiftHead"]
     settings: ClassVar[dict[str, Any]] = {
         "self_draft": "verify_hidden",
-        "tree_branching": [1, 3, 3, 3],  # for 3 heads; fewer heads begin with as much of it as they fill
+        "tree_branching": [1, 3, 3, 3],  # for 3 heads; fewer heads use the first entries
         "tree_choices": None,
         "partial_kv_policy": "dynamic",
-        "partial_kv_budget": 4096,  # the paper's scripts; a shorter context is held whole
+        "partial_kv_budget": 4096,  # as in the paper's scripts; shorter contexts fit as a whole
         "partial_kv_recent": 64,
     }
 
@@ -56,20 +56,20 @@ class TokenSwiftDraftModel(DraftModel):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "TokenSwiftDraftModel":
-        """Untrained heads for `target` in eval mode, with its dtype, on the device of its final norm."""
-        norm = final_norm_of(target)  # refuses targets without one by name
+        """Return untrained heads for `target` in eval mode, with its dtype, on the device of its final norm."""
+        norm = final_norm_of(target)  # refuses targets without a final norm
         draft = super().from_target(target, **overrides)
         assert isinstance(draft, cls)
         weight = target.get_input_embeddings().weight
         return draft.to(device_of(norm, weight.device), weight.dtype).eval()
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states of all heads, normalised, for the target's language-model head.
+        """Return the normalised hidden states of all heads, for the target's language-model head.
 
         Args:
-            hidden (`torch.Tensor` of shape `(B, L, hidden)`): What the target's final norm is given.
-            embedded (`torch.Tensor` of shape `(B, L, hidden)`, *optional*): What its first layer is given, for
-                sequential heads: head i at place t sees token t + i.
+            hidden (`torch.Tensor` of shape `(B, L, hidden)`): Input of the target's final norm.
+            embedded (`torch.Tensor` of shape `(B, L, hidden)`, *optional*): Input of the target's first layer, for
+                sequential heads. Head i at place t reads token t + i.
 
         Returns:
             `torch.Tensor` of shape `(num_heads, B, L, hidden)`. Where the target's own logits at place t predict token
@@ -78,29 +78,30 @@ class TokenSwiftDraftModel(DraftModel):
         if self.config.sequential != (embedded is not None):
             raise ValueError(
                 f"sequential={self.config.sequential}, and embedded is {'missing' if embedded is None else 'given'}: "
-                "sequential heads need the embeddings of the tokens, other heads do not look at them."
+                "sequential heads need the embeddings of the tokens, and other heads take none. Pass embedded "
+                "only to sequential heads."
             )
         states: torch.Tensor = self.heads(hidden.to(self.dtype), None if embedded is None else embedded.to(self.dtype))
         return states
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """A drafter with the present settings, its heads where the target's final norm is."""
+        """Return a drafter with the present settings, on the device of the target's final norm."""
         model = binding.target.model
         embedding = model.get_input_embeddings().weight
         device, dtype = device_of(final_norm_of(model), embedding.device), embedding.dtype
         heads = self.heads
         if heads.training or (self.device, self.dtype) != (device, dtype):
-            # a copy: the user may be training these heads, in another dtype, and finds them as they were
+            # a copy, as the user may be training these heads in another dtype
             heads = copy.deepcopy(heads).to(device, dtype).eval()
         return TokenSwiftDrafter(binding, heads, TargetEnds(model), *self._drafting_with_others(), owner=self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """All combinations of candidates, and the root, of the largest tree."""
+        """Return the number of nodes of the largest tree, root included."""
         drafting, others = self._drafting_with_others()
         return max(num_static_nodes(tree.widths) for tree in (drafting, *others))
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets without a final norm, no heads, unknown choices, and trees and budgets that do not fit."""
+        """Refuse targets without a final norm, zero heads, unknown choices, and trees and budgets that do not fit."""
         final_norm_of(target.model)
         refuse_compiled_forward(target.model)
         if self.config.num_heads < 1:
@@ -150,7 +151,7 @@ class TokenSwiftDraftModel(DraftModel):
             )
 
     def _drafting_with_others(self) -> tuple[TokenSwiftSettings, list[TokenSwiftSettings]]:
-        """The settings, and the same with every other tree to choose from."""
+        """Return the settings of the configured tree, and those of the other trees to choose from."""
         settings = TokenSwiftSettings(**{field.name: self.setting(field.name) for field in fields(TokenSwiftSettings)})
         return settings, [replace(settings, tree_branching=tree) for tree in self._other_branchings()]
 
@@ -179,11 +180,11 @@ class TokenSwiftHeads(nn.Module):
         self.layers = nn.ModuleList(TokenSwiftHead(config) for _ in range(config.num_heads))
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
-        """`(B, L, hidden)` to `(num_heads, B, L, hidden)`; `embedded` as in [`TokenSwiftDraftModel`]."""
+        """Return the normalised states `(num_heads, B, L, hidden)` of all heads. See [`TokenSwiftDraftModel`]."""
         states, current = [], hidden
         for head in self.layers:
             assert isinstance(head, TokenSwiftHead)
-            if embedded is not None:  # a place further on for every head, with nothing behind the end
+            if embedded is not None:  # shifted by one place per head, with zeros after the end
                 embedded = nn.functional.pad(embedded[:, 1:], (0, 0, 0, 1))
             current = head(current if self.chained else hidden, embedded)
             states.append(head.post_layernorm(current))
@@ -191,7 +192,7 @@ class TokenSwiftHeads(nn.Module):
 
 
 class TokenSwiftHead(nn.Module):
-    """One head: a norm and a linear layer that move the residual stream, and the norm before the logits."""
+    """One head: a norm and a linear layer that update the residual stream, and the norm before the logits."""
 
     def __init__(self, config: TokenSwiftConfig):
         super().__init__()
@@ -203,9 +204,10 @@ class TokenSwiftHead(nn.Module):
             self.fusion = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
-        """The residual stream `(..., hidden)` behind this head, not normalised.
+        """Return the residual stream `(..., hidden)` after this head, not normalised.
 
         Args:
+            hidden (`torch.Tensor` of shape `(..., hidden)`): Residual stream before this head.
             embedded (`torch.Tensor` of shape `(..., hidden)`, *optional*): For sequential heads, the embedding of the
                 token before the one that this head predicts.
         """

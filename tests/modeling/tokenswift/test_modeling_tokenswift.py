@@ -64,7 +64,7 @@ def test_sequential_heads_are_the_restated_ones(make_draft, hidden, length):
 def test_embeddings_belong_to_sequential_heads_alone(make_draft, hidden):
     with pytest.raises(ValueError, match=r"sequential=True, and embedded is missing: .*need the embeddings"):
         make_draft(sequential=True)(hidden)
-    with pytest.raises(ValueError, match=r"sequential=False, and embedded is given: .*do not look at them"):
+    with pytest.raises(ValueError, match=r"sequential=False, and embedded is given: .*other heads take none"):
         make_draft()(hidden, hidden)
 
 
