@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from .testing_law import MAX_SIGMA, MIN_EXPECTED
+from .testing import MAX_SIGMA, MIN_EXPECTED
 
 EXACT, NEAR_TIE, NOT_LOSSLESS = "exact", "near-tie", "NOT lossless"
 
@@ -261,7 +261,7 @@ def _first(findings: torch.Tensor, marked: torch.Tensor) -> tuple[int, int] | No
 
 
 @dataclass(frozen=True)
-class LawReport:
+class SamplingReport:
     """The result of [`audit_sampling`].
 
     Args:
@@ -297,7 +297,7 @@ class LawReport:
 @torch.no_grad()
 def audit_sampling(
     model: PreTrainedModel, prompt: torch.Tensor, samples: torch.Tensor, temperature: float = 1.0
-) -> LawReport:
+) -> SamplingReport:
     """Compare the frequencies of sampled tokens with the model's probabilities.
 
     For continuations of one prompt, drawn independently at a temperature and without any other logits processor. The
@@ -318,7 +318,7 @@ def audit_sampling(
             any frequency to be judged.
 
     Returns:
-        [`LawReport`]
+        [`SamplingReport`]
     """
     if model.training:
         raise ValueError("the model is in training mode, in which dropout changes the logits. Call model.eval() first.")
@@ -394,7 +394,7 @@ class _Counts:
         sums = torch.stack([occurred.double(), chance, chance * (1 - chance)]).sum(1).cpu()  # (3, K, outcomes)
         self.sums[kind] = sums if kind not in self.sums else self.sums[kind] + sums
 
-    def report(self, watched: torch.Tensor) -> LawReport:
+    def report(self, watched: torch.Tensor) -> SamplingReport:
         """The largest deviation among the outcomes that are frequent enough."""
         tokens, ranks = self.sums["tokens"], self.sums["ranks"]
         places = tokens.shape[1]
@@ -412,7 +412,7 @@ class _Counts:
                 f"hundred at least ({MIN_EXPECTED} of a token and of all others are needed), or raise the temperature."
             )
         worst = int(deviation.argmax())
-        return LawReport(
+        return SamplingReport(
             verdict=FOLLOWS if deviation[worst] < MAX_SIGMA else DEVIATES,
             num_samples=self.samples,
             num_tokens=places,

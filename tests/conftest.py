@@ -34,7 +34,7 @@ def gate():
     Not by the fixture `monkeypatch`: that one would then be undone behind the fixtures that tidy up after a test.
     """
     # imported here: the interpreter is chosen above
-    from hf_longspec.testing_drafts import FlippingGate, ungated
+    from hf_longspec.testing import FlippingGate, ungated
 
     flips = os.environ.get("SPECULATION_GATE") == "flip"
     with pytest.MonkeyPatch.context() as patch:

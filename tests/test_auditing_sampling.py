@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.auditing import DEVIATES, FOLLOWS, _Counts, audit_sampling
-from hf_longspec.testing import tiny_prompts, tiny_target
-from hf_longspec.testing_law import MAX_SIGMA
+from hf_longspec.testing import MAX_SIGMA, tiny_prompts, tiny_target
 
 SAMPLES, TOKENS = 800, 3
 

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
-from ..auditing import EXACT, FOLLOWS, NEAR_TIE, NOT_LOSSLESS, AuditReport, LawReport, audit_sampling
+from ..auditing import EXACT, FOLLOWS, NEAR_TIE, NOT_LOSSLESS, AuditReport, SamplingReport, audit_sampling
 from ..auditing import audit as audit_text
 from ..bench.progress import Progress
 from ..cli import CommandError
@@ -175,7 +175,7 @@ def _compare(session: Session, name: str, ids: torch.Tensor, options: AuditOptio
     return Comparison(name, plain, speculative, ids.shape[1], report, session.dtype == "float32", is_whole, tau)
 
 
-def _check_sampling(session: Session, ids: torch.Tensor, options: AuditOptions, progress: Progress) -> LawReport:
+def _check_sampling(session: Session, ids: torch.Tensor, options: AuditOptions, progress: Progress) -> SamplingReport:
     """Draw samples after one prompt, batch by batch, each with a seed of its own, and compare their frequencies."""
     session.model.generation_config.eos_token_id = None  # a text that ends has no further tokens to count
     drawn = []
@@ -198,7 +198,9 @@ def _check_sampling(session: Session, ids: torch.Tensor, options: AuditOptions, 
     return audit_sampling(session.model, ids, torch.cat(drawn), options.temperature)
 
 
-def _record(session: Session, verdict: str, compared: list[Comparison], sampling: LawReport | None) -> dict[str, Any]:
+def _record(
+    session: Session, verdict: str, compared: list[Comparison], sampling: SamplingReport | None
+) -> dict[str, Any]:
     return {
         "verdict": verdict,
         "target": session.target,
@@ -210,7 +212,7 @@ def _record(session: Session, verdict: str, compared: list[Comparison], sampling
     }
 
 
-def _show(verdict: str, compared: list[Comparison], sampling: LawReport | None) -> None:
+def _show(verdict: str, compared: list[Comparison], sampling: SamplingReport | None) -> None:
     """A table with one line per prompt, the details of those that are not exact, and the verdict."""
     console = Console(highlight=False)
     table = Table()

@@ -8,7 +8,7 @@ import torch
 import hf_longspec
 from benchmarks.gate import CATCH_UP, PLAIN_STEP, SPECULATION, TURN, SteppedRun, TimedStep, accounted, interleave
 from hf_longspec.bench.calls import MODES
-from hf_longspec.testing_drafts import FlippingGate
+from hf_longspec.testing import FlippingGate
 
 TOKENS, CONTEXT = 2 * TURN + 7, 31
 

@@ -21,8 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.testing import tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import random_tokenswift_draft
+from hf_longspec.testing import random_tokenswift_draft, tiny_prompts, tiny_target
 
 SIZES = {
     "vocab_size": 128,

@@ -17,7 +17,7 @@ from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import RowLengths, SpeculativeLayer
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
-from hf_longspec.testing_drafts import RandomTreeDrafter, random_longspec_draft
+from hf_longspec.testing import RandomTreeDrafter, random_longspec_draft
 
 ONE, RAGGED = (21,), (33, 3, 13)
 BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])

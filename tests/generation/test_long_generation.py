@@ -19,8 +19,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
 from hf_longspec.generation import sequences
 from hf_longspec.generation.cache import ALIGNMENT, lazy_zeros
 from hf_longspec.generation.drafter import Drafter
-from hf_longspec.testing import tiny_target
-from hf_longspec.testing_drafts import RandomTreeDrafter
+from hf_longspec.testing import RandomTreeDrafter, tiny_target
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 

@@ -7,8 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.configuration_plain import PlainConfig
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
 
 TEXT_ALONE = ("gemma3", "gemma4", "llava", "mistral3", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")

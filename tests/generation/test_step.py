@@ -6,8 +6,15 @@ import torch
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation import compiled_steps as captured
 from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, _compiled, runner_of
-from hf_longspec.testing import PAD_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
+from hf_longspec.testing import (
+    PAD_TOKEN_ID,
+    TINY_TARGETS,
+    RandomTreeDraftModel,
+    random_longspec_draft,
+    random_tokenswift_draft,
+    tiny_prompts,
+    tiny_target,
+)
 
 LENGTHS = (33, 5, 19)
 # Never emitted by itself, so that every call runs as many steps as it says.

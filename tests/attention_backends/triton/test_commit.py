@@ -6,8 +6,7 @@ import torch
 from hf_longspec.attention_backends.triton import commit
 from hf_longspec.generation import cache as cache_module
 from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.testing import tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.attention_backends.triton.machine import DEVICE
 
 pytestmark = pytest.mark.usefixtures("kernel_device")

@@ -12,8 +12,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.longspec import generation_longspec as longspec
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import random_longspec_draft
+from hf_longspec.testing import TINY_TARGETS, random_longspec_draft, tiny_prompts, tiny_target
 from tests.modeling.longspec.restated_longspec import Restated
 
 LENGTHS = (33, 3, 13)

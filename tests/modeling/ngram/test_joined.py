@@ -12,8 +12,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from hf_longspec.modeling.ngram.generation_ngram import JoinedDrafter
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
+from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 
 RAGGED = (33, 3, 13)
 BATCHES = pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])

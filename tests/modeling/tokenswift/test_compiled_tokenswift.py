@@ -8,8 +8,7 @@ import torch
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import random_tokenswift_draft
+from hf_longspec.testing import random_tokenswift_draft, tiny_prompts
 
 LENGTHS = (33, 5, 19)
 # Each takes many seconds to compile; `make soak` runs them.

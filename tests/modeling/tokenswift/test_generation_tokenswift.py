@@ -13,8 +13,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import TargetEnds
 from hf_longspec.modeling.tokenswift.generation_tokenswift import TokenSwiftDrafter
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import random_tokenswift_draft
+from hf_longspec.testing import TINY_TARGETS, random_tokenswift_draft, tiny_prompts, tiny_target
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
 

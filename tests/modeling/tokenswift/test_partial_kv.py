@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy, TokenSwiftDrafter
-from hf_longspec.testing import TINY_TARGETS, tiny_target
-from hf_longspec.testing_drafts import random_tokenswift_draft
+from hf_longspec.testing import TINY_TARGETS, random_tokenswift_draft, tiny_target
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_partial_kv import Attended, Slots
 
