@@ -280,7 +280,7 @@ class FlippingGate(SpeculationGate):
     """Opens and closes at random: one to four steps of each kind, from a seed. Every step has a random tree.
 
     Attributes:
-        turns (`int`): How often it opened or closed.
+        turns (`int`): Number of times it opened or closed.
     """
 
     tree = 0
@@ -293,7 +293,7 @@ class FlippingGate(SpeculationGate):
         self.left = self.turns = 0
 
     def speculates(self) -> bool:
-        """Return whether it is open in this step."""
+        """Return whether this step speculates."""
         if not self.left:
             self.speculating, self.left = not self.speculating, self.random.randint(1, 4)
             self.turns += 1
@@ -307,7 +307,7 @@ class FlippingGate(SpeculationGate):
 
 
 def ungated(wanted: bool, drafter: Any, ranks: Any) -> None:
-    """Stand in for `gate_of` where steps are counted: all of them speculate, whatever the clock says."""
+    """Replace `gate_of` where steps are counted: all of them speculate, however long they take."""
 
 
 class RandomTreeDraftModel(DraftModel):
@@ -368,7 +368,7 @@ class RandomTreeDrafter(Drafter):
         return tree
 
     def observe(self, verification: Verification) -> None:
-        """Keep it for the test to look at."""
+        """Keep it, so that a test can inspect it."""
         self.draft.verifications.append(verification)
 
     def _row(self, row: int, root: int) -> tuple[list[int], list[int], list[bool]]:
@@ -486,7 +486,7 @@ class MarkovTarget:
     def node_scores(self, prefix: Tensor, tree: DraftTree) -> Tensor:
         """Processed scores `(rows, num_nodes, vocab_size)` after every node of trees of equal structure.
 
-        The prefix includes the root. Every node is looked at with the tokens of its own path alone.
+        The prefix includes the root. The scores of a node depend on the tokens of its own path alone.
         """
         paths = [prefix]
         for node, parent in enumerate(tree.parents[0].tolist()[1:], start=1):

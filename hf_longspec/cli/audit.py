@@ -41,7 +41,7 @@ STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """The lengths of an audit, and how strictly it judges.
+    """The lengths and the tolerance of an audit.
 
     Raises:
         CommandError: If a number is out of range.
@@ -68,7 +68,7 @@ class Comparison:
     """One prompt, continued both ways.
 
     Args:
-        name (`str`): Of the prompt.
+        name (`str`): Name of the prompt.
         plain (`list[int]`): Tokens of plain `generate`.
         speculative (`list[int]`): Tokens with the draft.
         prompt_tokens (`int`): Tokens of the prompt.
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """In float32 whether the texts are the same; in other types the verdict of the teacher-forced pass."""
+        """The comparison of the texts in float32; in other types the verdict of the teacher-forced pass."""
         if self.exact_type:
             return EXACT if self.first_difference is None else NOT_LOSSLESS
         return self.report.verdict if self.is_whole else NOT_LOSSLESS
@@ -257,14 +257,17 @@ def audit(
     prompt: Prompt = None,
     draft: Draft = "specattn",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", callback=at_least(1))] = 64,
-    context: Annotated[int, typer.Option(help="Most tokens of a prompt: its end.", callback=at_least(1))] = 2048,
+    context: Annotated[
+        int, typer.Option(help="Use at most this many tokens from the end of each text.", callback=at_least(1))
+    ] = 2048,
     eps: Annotated[
         float | None, typer.Option(help="Distance in logits that is a near-tie; by default from the type.")
     ] = None,
     samples: Annotated[
         int,
         typer.Option(
-            help="Also check the distribution of sampling, over this many samples; 0: not.", callback=at_least(0)
+            help="Also check the distribution of sampling, with this many samples; 0 skips this check.",
+            callback=at_least(0),
         ),
     ] = 0,
     sample_tokens: Annotated[int, typer.Option(help="Tokens of a sample.", callback=at_least(2))] = 4,
@@ -280,11 +283,11 @@ def audit(
     """Check that a draft leaves the model's text as it is.
 
     Every prompt is continued greedily by plain generate and with the draft. In float32 the two texts must be the same.
-    In other types two right computations can part where the best tokens are nearly tied: there the model reads the
-    speculative text once more, and every token must be its choice, or within rounding of it.
+    In other types two correct computations can choose different tokens where the best tokens are nearly tied: then the
+    model reads the speculative text once more, and every token must be its choice, or within rounding of it.
 
     --samples N draws the beginning of N texts and compares the frequencies of tokens with the model's probabilities;
-    some hundred show coarse mistakes, some ten thousand fine ones.
+    some hundred samples find large errors, some ten thousand find small ones.
 
     Examples:
 
