@@ -42,8 +42,8 @@ HEADLINE = "Long generation"
 NOTE = (
     "One run per row, decoding only. tokens/s: from the first token to the mark, x plain: over that of the plain "
     "loop, as in the paper. Near: over the 1,000 tokens before the mark, compared with the plain loop and with "
-    "plain `model.generate` (DynamicCache, sdpa), both continued after it. tau: tokens per verification; alpha and beta: "
-    "accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
+    "plain `model.generate` (DynamicCache, sdpa), both continued after it. tau: tokens per verification; alpha and "
+    "beta: accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
     "the paper, whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over "
     "windows of 1,000 tokens / whole text."
 )

@@ -1,15 +1,15 @@
-"""Who may import whom, read from the source with `ast`: nothing is imported to find out.
+"""The permitted imports between the parts, read from the source with `ast`, without importing anything.
 
     modeling -> generation -> attention_backends -> torch, transformers
     training -> modeling        bench, auditing -> generation        cli, the package itself -> everything
     modeling/*/training_*.py -> training
 
-Arrows are transitive. A draft's method of training, `modeling/<draft>/training_<draft>.py`, is a room of its own: it
-imports `training`, which finds it by its name when a draft is trained, and a published draft does without it.
-`auditing` and `bench` do without `modeling`: they are handed the draft. `testing` may build drafts; `hub` and
-`streaming` import no room. The rooms in `SHIPPED` are published beside a draft as sibling files, so there a relative
-import names a module of the package and the names in it, nothing else, and a package that transformers does not bring
-along is imported inside `try`; so is this package, by name, where an installed one is of use.
+Arrows are transitive. A room is a part of the package. The training method of a draft,
+`modeling/<draft>/training_<draft>.py`, is a room of its own: it imports `training`, which finds it by its name when a
+draft is trained. A published draft works without it. `auditing` and `bench` work without `modeling`: the draft is an
+argument. `testing` may build drafts; `hub` and `streaming` import no room. The rooms in `SHIPPED` are published with a
+draft as sibling files. So a relative import there has the form `from module import names`, and a package that
+transformers does not install is imported inside `try`, as is this package itself, by name.
 """
 
 import ast
@@ -42,7 +42,7 @@ ARROWS = {
     "__init__": None,
 }
 
-# What `pip install transformers torch` brings.
+# Packages that `pip install transformers torch` installs.
 ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "numpy", "tqdm", "packaging"}
 ALWAYS_THERE |= {"typer", "rich"}  # requirements of transformers 5 and of typer
 
@@ -97,7 +97,7 @@ def _room(parts: list[str]) -> str:
 
 
 def _targets(node: ast.Import | ast.ImportFrom, module: list[str]) -> list[list[str]]:
-    """What an import names, as absolute dotted names in parts."""
+    """The modules that an import names, as absolute dotted names in parts."""
     if isinstance(node, ast.Import):
         return [alias.name.split(".") for alias in node.names]
     named = node.module.split(".") if node.module else []

@@ -64,7 +64,8 @@ INDEXED = {
 
 
 class Prompt(BaseStreamer):
-    """What a refused call may have streamed: the prompt, which `generate` sends before it calls any decoding."""
+    """The only output that a refused call may have streamed: the prompt, which `generate` sends before it calls any
+    decoding."""
 
     def __init__(self):
         self.puts = []

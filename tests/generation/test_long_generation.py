@@ -1,4 +1,4 @@
-"""What a step of a long text costs: counted in elements written and bytes kept, not in seconds.
+"""The cost of a step of a long text, in elements written and bytes kept, not in seconds.
 
 At a length some ten times that of the first look, everything but attention must be as it was.
 """
@@ -77,9 +77,9 @@ class Read(array):
 
 
 class Marks(BaseStreamer):
-    """Looks at the running call behind some numbers of tokens: what is kept, and what the next SPAN tokens take."""
+    """Inspects the running call after some numbers of tokens: the kept bytes, and the cost of the next SPAN tokens."""
 
-    AT, SPAN = (40, 80, 320), 6  # looking for the first time leaves things behind
+    AT, SPAN = (40, 80, 320), 6  # the first inspection fills caches
 
     def __init__(self, written):
         self.written, self.tokens = written, -1  # the prompt is handed over first

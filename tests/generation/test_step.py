@@ -33,7 +33,7 @@ HEADS = {
         model, self_draft="partial_kv", partial_kv_budget=27, partial_kv_recent=9, tree_branching=[2, 3]
     ),
 }
-# What torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
+# Types that torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 # Compiled by `make test`: the plainest; softcaps, norms of heads and windows. `make soak` compiles all.
 TELLING = ("llama", "gemma2", "gemma3")
@@ -180,7 +180,7 @@ class Recorder:
     ids=["greedy", "sampled", "penalised"],
 )
 def test_captured_steps(kind, options, monkeypatch):
-    """What a graph is made of reads no length on the host; lengths cross two buckets."""
+    """A graph reads no length on the host; lengths cross two buckets."""
     recorder = Recorder()
     model = tiny_target("llama")
     draft = (DRAFTS | HEADS)[kind](model)

@@ -44,7 +44,7 @@ def ancestors(tree, row, node):
 
 @torch.no_grad()
 def path_logits(model, prefix, tokens):
-    """What the bare model says after `tokens` behind `prefix`: one forward, no cache, no mask, no batch."""
+    """Logits of the bare model for `tokens` after `prefix`: one forward, no cache, no mask, no batch."""
     return model(input_ids=torch.tensor([[*prefix, *tokens]]), use_cache=False).logits[0, -1]
 
 
@@ -122,7 +122,7 @@ def test_tree_steps_equal_a_forward_of_every_path(name, batch, implementation):
 
 
 class TestTheCheckIsSharp:
-    """What a mistake would look like. Without these a tolerance says nothing."""
+    """The effects of mistakes. A tolerance means something only if these exceed it."""
 
     @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
     def test_without_moving_the_committed_nodes(self, name, monkeypatch):

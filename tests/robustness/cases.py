@@ -106,7 +106,7 @@ class Case:
 
     @property
     def text_is_fixed(self) -> bool:
-        """Whether the text is that of decoding without a draft; under rejection only its law is."""
+        """Whether the text is that of decoding without a draft; under rejection only its distribution is."""
         return not (self.do_sample and self.kind == "specattn" and self.settings["acceptance"] == "rejection")
 
 
@@ -273,7 +273,7 @@ def processors(draw, prompt_length: int, vocab: int, do_sample: bool) -> dict[st
             "top_h": st.sampled_from([0.4, 0.8]),
         }
     options = {name: draw(maybe(strategy)) for name, strategy in choices.items()}
-    # what the stock generate cannot do either: it refuses the first pair, and the second makes laws of NaN
+    # what the stock generate cannot do either: it refuses the first pair, and the second makes distributions of NaN
     if options["forced_eos_token_id"] in (options["suppress_tokens"] or ()):
         options["forced_eos_token_id"] = None
     if options["forced_eos_token_id"] is not None:

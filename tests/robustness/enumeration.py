@@ -43,7 +43,7 @@ DRAFTS: tuple[str, ...] = tuple(SETTINGS)
 # sdpa has no softcap: transformers 5.17 ignores it there, and later versions refuse.
 ATTENTION = dict.fromkeys(("gemma2", "vaultgemma"), "eager")
 
-# What a refusal may say, and how the table puts it. Anything else that is raised is a failure.
+# Texts of permitted refusals, and their names in the table. Any other exception is a failure.
 REASONS: tuple[tuple[str, str], ...] = (
     ("encoder-decoder", "encoder-decoder"),
     ("layers, whose state cannot branch into a tree", "recurrent layers"),
@@ -91,7 +91,7 @@ class Unbuildable(Exception):
 
 @dataclass
 class Outcome:
-    """What one draft did on one type: `identical`, `refused`, or what must not happen.
+    """The result of one draft on one type: `identical`, `refused`, or a failure.
 
     Args:
         kind (`str`): `identical`, `refused`, `different` or `unclear`.
@@ -202,7 +202,7 @@ def degenerate(stock: Stock) -> str | None:
 
 
 def outcome_of(stock: Stock, draft_kind: str, batch: str) -> Outcome:
-    """What one draft makes of one batch."""
+    """The result of one draft on one batch."""
     try:
         draft = make(stock, draft_kind, batch)
         text = stock.model.generate(**stock.arguments(batch), assistant_model=draft)

@@ -178,7 +178,7 @@ def test_the_cache_commits_as_with_torch(lengths, path, counts, monkeypatch):
     caches.write(30)
     for cache in (caches.ours, caches.torch):
         cache.set_lengths(lengths)
-    for _ in range(2):  # the second step stages behind what the first has moved
+    for _ in range(2):  # the second step stages after the nodes that the first has moved
         for cache in (caches.ours, caches.torch):
             cache.stage(80)
         caches.write(80)
@@ -229,7 +229,7 @@ def raises(*args):
     ],
 )
 def test_a_first_move_is_checked(move, problem, monkeypatch):
-    """What does not work is not used, and the user is told."""
+    """A kernel that does not work is not used, and a warning is logged."""
     told = []
     monkeypatch.setattr(commit, "move_nodes", move)
     monkeypatch.setattr(commit.logger, "warning", lambda text, *values: told.append(text % values))

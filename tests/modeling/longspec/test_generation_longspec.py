@@ -260,10 +260,10 @@ def test_inside_transformers_own_assisted_decoding(plain_run):
         text, root = ids[0, : length - 1].tolist(), int(ids[0, length - 1])
         keys = restated.target_keys(text)
         # the best path of two tokens that the beam of width 3 can hold
-        law = restated.logits(text, [root], keys).log_softmax(-1)
-        best = law.topk(3).indices.tolist()
+        scores = restated.logits(text, [root], keys).log_softmax(-1)
+        best = scores.topk(3).indices.tolist()
         pairs = {
-            (token, follower): float(law[token] + score)
+            (token, follower): float(scores[token] + score)
             for token in best
             for follower, score in enumerate(restated.logits(text, [root, token], keys).log_softmax(-1))
         }

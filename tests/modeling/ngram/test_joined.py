@@ -109,7 +109,7 @@ def test_same_seed_same_text_as_the_plain_loop(target, name, kind, options):
 
 
 def ring_of(draft, model, texts):
-    """The ring of a drafter that begins behind `texts`: nothing of it was moved there from a tree."""
+    """The ring of a drafter that begins after `texts`: nothing of it was moved there from a tree."""
     cache = SpeculativeCache(model.config, len(texts), 200)
     binding = Binding(TargetView(model), cache, None, 200)
     fresh = draft.make_drafter(binding)
@@ -131,7 +131,7 @@ def assert_same_ring(ring, expected, rows):
 @pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
 @torch.no_grad()
 def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined, lengths, monkeypatch):
-    """After every iteration it is that of a drafter which begins behind the committed text."""
+    """After every iteration it is that of a drafter which begins after the committed text."""
     model = target("llama", **SMALL)
     draft = joined_draft("longspec", model)
     checked = []

@@ -16,7 +16,7 @@ LENGTHS = (57, 3, 39)
 NEVER = 999  # no token of the tiny targets
 BUDGET, RECENT = 21, 5
 SMALL = {"self_draft": "partial_kv", "partial_kv_budget": BUDGET, "partial_kv_recent": RECENT}
-REACH = 5  # levels of the default tree, and the token behind them
+REACH = 5  # levels of the default tree, and the token after them
 
 
 @given(
@@ -55,7 +55,7 @@ def test_a_static_policy_is_built_once_and_takes_nothing_in():
 
 @pytest.fixture
 def watch(monkeypatch):
-    """A list that gets one entry per commit: the rows that were due, the verification, and what is held behind it."""
+    """A list that gets one entry per commit: the rows that were due, the verification, and the entries after it."""
     records = []
     observe = TokenSwiftDrafter.observe
 
