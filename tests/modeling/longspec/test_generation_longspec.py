@@ -32,7 +32,7 @@ def noisy_draft(model, **overrides):
 def recorded(monkeypatch):
     """Everything the drafter did: one entry per iteration with the texts, the tree and the logits of each level.
 
-    With `recorded.hints`, the continuation of each row, the first node of a level mostly carries the right token behind
+    With `recorded.hints`, the continuation of each row, the first node of a level mostly carries the right token after
     the first node of the level before: an untrained draft would never see a long path accepted.
     """
 
