@@ -1,7 +1,7 @@
 """tau on held-out text with 95 % intervals over prompts: of SpecAttn's settings, or of trained drafts' trees.
 
 tau is the mean number of tokens emitted per verification, the target's own token included. Nothing here is timed, so
-other work may go on beside it. Every result is written as soon as it is known, the most telling settings first.
+other work may go on beside it. Every result is written as soon as it is known, the most important settings first.
 
     python -m benchmarks.acceptance --target hub_cards/tiny-target --data novels --data stdlib --threads 1
     python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/longspec.jsonl
@@ -43,7 +43,7 @@ HEADLINE = "Tokens per verification (tau)"
 
 @dataclass(frozen=True)
 class Setting:
-    """How a draft drafts, and how the target chooses its tokens.
+    """Settings of a draft, and the way in which the target chooses its tokens.
 
     Args:
         mode (`str`): `sample` at temperature 1, or `greedy`.
@@ -91,8 +91,8 @@ class AcceptanceBenchmark:
 
     Args:
         model (`PreTrainedModel`): The target, in float32.
-        drafts (`Mapping[str, DraftModel]`): By the name that the results call them by, or `None` for an only draft
-            that needs no name. Their settings are changed from run to run. An [`HfMethod`] has none.
+        drafts (`Mapping[str, DraftModel]`): By their names in the results, or `None` for a single draft without a name.
+            Their settings are changed from run to run. An [`HfMethod`] has none.
         prompts ([`PrefilledPrompts`]): One row per prompt.
         tokens (`int`): Tokens per prompt.
         batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
@@ -114,7 +114,7 @@ class AcceptanceBenchmark:
         self._greedy_text: dict[int, torch.Tensor] = {}
 
     def run(self, plan: Sequence[Planned], results: ResultFile, progress: Progress) -> None:
-        """Everything planned, in the order given, as far as the time goes."""
+        """Run all planned settings, in the given order, until the time is over."""
         longest = 0.0
         for name, setting, length in plan:
             options = ({} if name is None else {"draft": name}) | dict(setting.options)
@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def plan(names: Sequence[str | None], kind: str, lengths: Sequence[int]) -> list[Planned]:
-    """Plan the runs, the most telling first: trained drafts are compared with one tree, the first has others."""
+    """Plan the runs, the most important first: trained drafts are compared with one tree, the first has others."""
     first, middle = names[0], sorted(lengths)[len(lengths) // 2]
     if first is None:
         runs: list[Planned] = [(first, setting, length) for setting in SETTINGS for length in lengths]

@@ -2,7 +2,8 @@
 
 Every prompt is prefilled once; each run continues a copy of its cache. Speed is counted from the first token to the
 last, for all methods by the same clock. Headline rows sample at temperature 1; greedy text of small models repeats
-itself, which flatters every drafter. What does not emit the greedy float32 text of plain `generate` is not timed.
+itself, which flatters every drafter. A method that does not emit the greedy float32 text of plain `generate` is not
+timed.
 
     python -m benchmarks.engine --target hub_cards/tiny-target --draft hub_cards/tiny-longspec
 
@@ -47,13 +48,13 @@ NOTE = (
     "Tokens per second of all rows together, from the first token to the last, on a cache that was prefilled "
     "before; median of interleaved repeats, lowest and highest in brackets, ratios taken within a repeat. `hf "
     "generate` is plain `model.generate` (DynamicCache, sdpa); plain loop is ours without a draft. Ratios (x) "
-    "are to `generate`, unless it says plain (the plain loop, compiled where the method is) or eager (the same "
+    "are to `generate`, unless marked plain (the plain loop, compiled where the method is) or eager (the same "
     "method, not compiled). tau: tokens per verification, the target's own included. Floor: reading weights and "
     "cache once from memory; a model that fits into the processor's cache can be below it."
 )
 
 
-# Behind the name of a method: the same with compiled steps.
+# Suffix of the name of a method with compiled steps.
 COMPILED = ", compiled"
 WARM_UP_TOKENS = 8
 # A loop without a draft takes equally long for every token: a part of the tokens is enough.
@@ -99,7 +100,7 @@ class EngineBenchmark:
         self._checked: dict[tuple[int, int], str | None] = {}
 
     def measure(self, cell: Cell, results: ResultFile, progress: Progress) -> None:
-        """Check, then time, then write one record per mode and method; or say why not."""
+        """Check, then time, then write one record per mode and method, or the reason for leaving the cell out."""
         what = {"context": cell.context, "batch": cell.batch, "dtype": cell.dtype}
         if not results.guard.left:
             results.skip("no time left", **what)
@@ -226,7 +227,7 @@ Place = tuple[str, int, int, str]
 
 
 def kind_of(method: str) -> str:
-    """A method without its settings.
+    """The name of a method without its settings.
 
     >>> kind_of("LongSpec, 1+1, compiled")
     'LongSpec, compiled'
@@ -242,7 +243,7 @@ def kinds_of(records: Sequence[Record]) -> list[str]:
 def best_of_cells(records: Sequence[Record]) -> dict[Place, dict[str, Record]]:
     """For each (dtype, context, batch, mode) the fastest record of every kind, plain `generate` included.
 
-    Fastest is what has the largest ratio to the plain loop, which is taken within a repeat.
+    The fastest record has the largest ratio to the plain loop, taken within a repeat.
     """
     cells: dict[Place, dict[str, Record]] = {}
     for row in of_kind(records, "decoding"):

@@ -1,8 +1,8 @@
 """Floors of decoding: the least time that memory traffic and arithmetic leave for a step, computed, not measured.
 
 Weights are read while their matrix products run, keys and values while attention runs; the longer of the two counts in
-each pair, and the pairs follow each other. Activations, norms and launches are left out, so nothing can be faster than
-a floor, and a real step is slower. Whether a draft can pay follows from
+each pair, and the pairs follow each other. Activations, norms and launches are left out, so a real step is slower than
+the floor. Whether a draft can pay follows from
 
     c = time of a step without a draft / time of an iteration        speed-up <= c * tau
 
@@ -227,7 +227,7 @@ class Iteration:
     """Floor of one iteration of a drafter.
 
     Args:
-        drafter (`str`): Which, with its settings.
+        drafter (`str`): Name of the drafter, with its settings.
         draft_ms (`float`): Drafting.
         verify_ms (`float`): The verification.
         c (`float`): Time of a step without a draft over that of the iteration.
@@ -242,7 +242,7 @@ class Iteration:
 
     @property
     def iteration_ms(self) -> float:
-        """Both together."""
+        """Time of drafting and verification together."""
         return self.draft_ms + self.verify_ms
 
     @property
@@ -267,13 +267,13 @@ class Roofline:
 
     Args:
         shape ([`TargetShape`]): The target.
-        machine ([`Machine`]): Where it runs.
+        machine ([`Machine`]): The machine.
         batch (`int`): Rows.
         context (`int`): Cached tokens per row.
         weight_bytes (`float`, *optional*, defaults to 2): Bytes of one weight: 2 for bfloat16, 1 for FP8.
         kv_bytes (`float`, *optional*, defaults to 2): Bytes of one cached number.
-        attention_tflops (`float`, *optional*): What the attention kernel reaches where arithmetic bounds it; the
-            machine's rate by default, which no attention kernel reaches.
+        attention_tflops (`float`, *optional*): Rate of the attention kernel where arithmetic bounds it. The default is
+            the machine's rate, which no attention kernel reaches.
     """
 
     shape: TargetShape

@@ -2,15 +2,15 @@
 
 The useless draft has random weights; the others are a trained chain, a trained draft that drafts a wide tree
 first and may choose the chain, and n-grams. Every prompt is prefilled once, and all ways to decode continue copies of
-its cache by the same tokens, in turns of a few tokens each. With the gate a draft should be about as fast as the
-faster of the plain loop and itself without the gate, whichever of the two that is.
+its cache by the same tokens, in turns of a few tokens each. With the gate a draft should be about as fast as the faster
+one of two: the plain loop, and the same draft without the gate.
 
     python -m benchmarks.gate
 
-The question is a few per cent, and a machine varies by more: whole runs of some seconds each vary by ten per cent on a
-shared machine. So every way to decode advances by a few tokens before the next one has its turn, all of them see the
-same minute, and every single step is timed. There are two answers: times of decodings that took turns, and an account
-of their steps. The gate counts the time of its own steps, and so is not affected by the turns.
+The differences are a few per cent, but whole runs of some seconds each vary by ten per cent on a shared machine. So
+every way to decode advances by a few tokens before the next one has its turn, all of them run in the same minute, and
+every single step is timed. The report has two results: the times of decodings that took turns, and an account of their
+steps. The gate counts the time of its own steps, so the turns do not affect it.
 """
 
 import argparse
@@ -49,18 +49,18 @@ from hf_longspec.generation.target import TargetView
 
 NOTE = (
     "All ways to decode advance in turns of a few tokens through the same texts, and every step is timed. Time "
-    "over plain loop: of all steps, mean over texts with its 95 % interval; CPU time: the same by the process's "
-    "own clock. Accounted: exact counts of steps times the median cost of each kind, measured in plain steps of "
+    "over plain loop: of all steps, mean over texts with its 95 % interval; CPU time: the same in CPU time of the "
+    "process. Accounted: exact counts of steps times the median cost of each kind, measured in plain steps of "
     "the same turn. Over the faster one: time over that of the plain loop or of the draft without a gate, "
-    "whichever is faster. Same text: how many texts are those of the plain loop. Steps: of each kind per text; a "
-    "catch-up is a plain step that is shown to a drafter behind its rest. Decisions and tau (of steps that "
+    "whichever is faster. Same text: number of texts that equal those of the plain loop. Steps: of each kind per "
+    "text; a catch-up is a plain step that a drafter observes after a pause. Decisions and tau (of steps that "
     "speculate) are those of the last text."
 )
 
 
-# Tokens of a turn: enough that a cold cache at its beginning is little, few enough that it is a fraction of a second.
+# Tokens of a turn: enough that a cold cache at its beginning costs little, and few enough for a fraction of a second.
 TURN = 32
-# Kinds of steps; a catch-up is a plain one that a drafter sees after its rest.
+# Kinds of steps; a catch-up is a plain step that a drafter observes after a pause.
 PLAIN_STEP, CATCH_UP, SPECULATION = "plain", "catch-up", "speculation"
 
 Clocks = tuple[Callable[[], float], Callable[[], float]]
@@ -72,10 +72,10 @@ class TimedStep:
     """One iteration of the loop.
 
     Args:
-        turn (`int`): Which turn it belongs to.
+        turn (`int`): Number of its turn.
         kind (`str`): `plain`, `catch-up` or `speculation`.
         seconds (`float`): By the wall clock.
-        cpu_seconds (`float`): That this process ran on a processor.
+        cpu_seconds (`float`): CPU time of this process.
     """
 
     turn: int
@@ -89,12 +89,12 @@ class SteppedRun:
 
     Args:
         model (`PreTrainedModel`): From [`load_target`].
-        draft (`DraftModel`): How to decode, with its setting `gate`.
+        draft (`DraftModel`): The draft, with its setting `gate`.
         prompts ([`PrefilledPrompts`]): Where decoding starts.
-        row (`int`): Which of them.
-        context (`int`): How much of it.
+        row (`int`): Index of the prompt.
+        context (`int`): Tokens of the prompt that are used.
         mode (`str`): `sample` or `greedy`.
-        seed (`int`): Of the sampling.
+        seed (`int`): Seed of the sampling.
         tokens (`int`): Tokens after the first one.
     """
 
@@ -148,7 +148,7 @@ class SteppedRun:
             self.steps.append(TimedStep(turn, self._kind(speculated), wall, cpu))
 
     def _kind(self, speculated: int) -> str:
-        """Of the last step, after `speculated` that speculated."""
+        """Kind of the last step; `speculated` steps have speculated before it."""
         if self.session.stats.num_spec_steps > speculated:
             return SPECULATION if self.session.drafter.num_nodes > 1 else PLAIN_STEP
         return PLAIN_STEP if self.session.drafter.is_steady else CATCH_UP
@@ -170,11 +170,11 @@ def accounted(
     """Time of some runs over that of `base`, from exact counts of steps and the median cost of each kind.
 
     A step's cost is its time over the median of the base's steps in the same turn: the unit follows the machine.
-    Medians leave out what disturbed single steps, so this says what the choice of steps costs.
+    Medians leave out disturbances of single steps, so the result is the cost of the choice of steps.
 
     Args:
-        steps (`Sequence[Sequence[TimedStep]]`): Of each run.
-        base (`Sequence[Sequence[TimedStep]]`): Likewise, of the loop without a draft beside it.
+        steps (`Sequence[Sequence[TimedStep]]`): Steps of each run.
+        base (`Sequence[Sequence[TimedStep]]`): Steps of the loop without a draft in the same turns.
 
     Returns:
         The ratio, and for each kind how many steps a run has on average and their median cost.
@@ -275,7 +275,7 @@ class GateBenchmark:
 
     def _repeat(self, repeat: int, context: int, tokens: int) -> dict[str, SteppedRun]:
         runs = {}
-        # whoever goes first in a turn, another one does in the next repeat
+        # another way to decode goes first in the next repeat
         names = list(self.ways)[repeat % len(self.ways) :] + list(self.ways)[: repeat % len(self.ways)]
         for name in names:
             draft, gated = self.ways[name]

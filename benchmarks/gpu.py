@@ -3,10 +3,11 @@
 A random target of the sizes of Llama-3.1-8B is drawn on the device, after random keys and values: nothing is
 downloaded and nothing is prefilled. Measured ceilings, correctness against float64, kernels and baselines, whole
 forwards eager and captured, iterations of every drafter, larger batches, FP8, 128K tokens. Each line is written as soon
-as it is known; what is wrong is not timed, what is missing or does not fit is a line with the reason.
+as it is known. A wrong result is not timed; a measurement that is missing or does not fit is a line with the reason.
 
     python -m benchmarks.gpu
-    python -m benchmarks.gpu --device cpu --shape tiny --output runs/gpu.jsonl   # every path in seconds, no news
+    python -m benchmarks.gpu --device cpu --shape tiny --output runs/gpu.jsonl   # every path in seconds; the numbers
+    mean nothing
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Attention alone on the GPU: is it right, how long does it take, and what do SpecAttn's scores add to it."""
+"""Attention alone on the GPU: its correctness, its time, and the time that SpecAttn's scores add."""
 
 from collections.abc import Callable
 from functools import partial
@@ -78,7 +78,7 @@ class AttentionSections:
             right=right,
         )
         if not right:
-            where = f"{nodes} nodes behind {', '.join(map(str, lengths))}"
+            where = f"{nodes} nodes after {', '.join(map(str, lengths))}"
             run.refuse(name, f"{where}: error {error:.1e} over {run.budget:.1e}, lse {lse_error:.1e}")
 
     def _time_point(self, batch: int, context: int, nodes: int) -> None:

@@ -1,6 +1,6 @@
-"""Other ways to compute the same attention: what a kernel of ours has to beat.
+"""Other ways to compute the same attention, which our kernels are compared with.
 
-What is not installed, or does not run on the device, raises [`Skip`], which becomes a `skipped` line.
+A baseline that is not installed, or does not run on the device, raises [`Skip`], which becomes a `skipped` line.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Attend = Callable[[Layer], torch.Tensor]
 
 
 class NotInstalled(Skip):
-    """The package of a baseline is missing: said once."""
+    """The package of a baseline is missing; reported once."""
 
 
 # Computes less than the others, and so is a bound instead of a competitor.

@@ -18,12 +18,12 @@ FEWEST = 5  # a median of fewer repeats is not one
 
 
 class Skip(Exception):
-    """Why a measurement is left out; becomes a `skipped` line."""
+    """The reason for leaving a measurement out; becomes a `skipped` line."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long a call takes.
+    """The time of a call.
 
     Args:
         milliseconds (`list[float]`): One entry per repeat.
@@ -56,8 +56,9 @@ class Device:
 
     Args:
         device (`torch.device`): `cpu` or `cuda`.
-        repeats (`int`): Of every timing; the median counts.
-        memory_bytes (`int`, *optional*): Memory that may be used; on a GPU what is free, on a CPU no limit by default.
+        repeats (`int`): Repeats of every timing; the median counts.
+        memory_bytes (`int`, *optional*): Memory that may be used; by default the free memory of a GPU, and no limit on
+            a CPU.
     """
 
     device: torch.device
@@ -111,7 +112,7 @@ class Device:
             raise Skip("CUDA graphs need a CUDA device")
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # the warm-up that capturing asks for, away from the default stream
+        with torch.cuda.stream(side):  # the warm-up that capturing requires, away from the default stream
             for _ in range(WARM_UP):
                 function()
         torch.cuda.current_stream().wait_stream(side)
@@ -149,7 +150,7 @@ class Device:
         return milliseconds
 
     def ceilings(self, limit: float, size: int) -> dict[str, float]:
-        """Best rates of a copy and of a bfloat16 matrix product, on random data: what every floor divides by.
+        """Best rates of a copy and of a bfloat16 matrix product, on random data. Every floor divides by them.
 
         Args:
             limit (`float`): Seconds for each.

@@ -18,7 +18,7 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
 
-HF_NODES = 8  # a masked block of transformers, beside its plain step
+HF_NODES = 8  # nodes of a masked block of transformers
 COMMITTED = 6  # nodes of an accepted path
 
 
@@ -135,7 +135,7 @@ class ForwardSections:
 
     @torch.no_grad()
     def profile(self) -> None:
-        """Which operations one step consists of, transformers' and ours."""
+        """The operations of one step of transformers and of one of ours."""
         context = self.run.plan.contexts[0]
         cache = self.cache(1, context, HF_NODES)
         tree, forward = self.tree(HF_NODES, 1), HfForward(self.model, cache)

@@ -1,7 +1,7 @@
 """Whole iterations of the drafters, through `generate`: drafting, verification, acceptance, commit and what is between.
 
-With random weights nothing is learned about acceptance. What is measured is c, the time of a step without a draft over
-that of an iteration; times the tau of a paper it says what that tau would give.
+Random weights give no information about acceptance. The benchmark measures c, the time of a step without a draft over
+that of an iteration. The product of c and the tau of a paper is the speed-up that this tau would give.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ class TimedDraft:
         draft (`DraftModel`): With random weights, or none.
         kind (`str`): "plain", "longspec", "specattn", "tokenswift" or "ngram".
         tau (`float`, *optional*): Tokens per iteration that its paper reports.
-        source (`str`): Where the paper says so.
+        source (`str`): Place in the paper that reports it.
     """
 
     draft: Any
@@ -139,7 +139,7 @@ def can_compile(run: GpuRun, drafts: Mapping[str, TimedDraft]) -> bool:
 
 @contextmanager
 def compiled_step(draft: Any, compiled: bool) -> Iterator[None]:
-    """The draft with its step compiled or captured, or surely not.
+    """The draft with its step compiled or captured, or with its own forward.
 
     Raises:
         Skip: If the draft has no such setting.

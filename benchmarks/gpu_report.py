@@ -13,8 +13,8 @@ from hf_longspec.bench.results import Record, of_kind
 
 HEADLINE = "On a GPU"
 NOTE = (
-    "Milliseconds, median of the repeats with the lowest and highest. The target has random weights behind random "
-    "keys and values. Floors are computed from the ceilings measured in the same run. Error: relative, of "
+    "Milliseconds, median of the repeats with the lowest and highest. The target has random weights, keys and "
+    "values. Floors are computed from the ceilings measured in the same run. Error: relative, of "
     "attention against float64, of a forward against transformers' logits. c: time of a step without a draft over "
     "that of an iteration; c times the tau of a paper is what that tau would give here, not a measured speed-up. "
     "Timed by: graph (replay of a CUDA graph), events (calls between CUDA events, launches included), wall (host "
@@ -22,7 +22,7 @@ NOTE = (
 )
 
 
-# Kind of line: title, and the columns beside time and floor.
+# For each kind of line: title, and the columns in addition to time and floor.
 TABLES = {
     "forward": ("One forward of the target", ("side", "backend", "mode", "batch", "context", "nodes", "error")),
     "iteration": (
@@ -105,7 +105,7 @@ def _profiles(records: Sequence[Record]) -> list[str]:
     parts = []
     for found in of_kind(records, "profile"):
         rows = [[top["name"], str(top["calls"]), f"{top['ms']:g}"] for top in found["top"]]
-        what = f"{found['nodes']} nodes behind {found['context']}, {found['launches']} launches"
+        what = f"{found['nodes']} nodes after {found['context']}, {found['launches']} launches"
         parts += [f"## Profile of {found['side']}: {what}", markdown_table(["operation", "calls", "ms"], rows)]
     return parts
 
@@ -129,7 +129,7 @@ class Prediction:
 
     Args:
         name (`str`): Short.
-        text (`str`): What is expected.
+        text (`str`): The expectation in words.
         judge (`Callable`): Takes the lines and yields `(value, holds)` for everything the statement is about.
     """
 
@@ -206,7 +206,7 @@ def _no_draft_beats_its_floor(records: Sequence[Record]) -> Iterator[Judgement]:
 
 
 PREDICTIONS = (
-    Prediction("prefix bandwidth", "one node behind 32K: at least 3 TB/s and under 1.4 times the floor", _bandwidth),
+    Prediction("prefix bandwidth", "one node after 32K: at least 3 TB/s and under 1.4 times the floor", _bandwidth),
     Prediction("17 nodes", "a kernel takes as long for 17 nodes as for one, within 20 %", _against_one(17, 0.8, 1.2)),
     Prediction("69 nodes", "a kernel takes 2 to 3 times as long for 69 nodes as for one", _against_one(69, 2.0, 3.0)),
     Prediction("score rows", "SpecAttn's score rows add less than 2 % to the kernel's time", _scores),

@@ -17,7 +17,7 @@ from hf_longspec.bench.summaries import significant
 LLAMA_8B = Shape(layers=32, vocab=128256)
 TINY = Shape(layers=2, hidden=32, intermediate=48, heads=4, kv_heads=2, head_dim=16, vocab=64)
 
-# In the order in which they run. What a section leaves over, the later ones may use; the sum is within 9 minutes.
+# In the order in which they run. Later sections may use the time that earlier ones leave; the sum is within 9 minutes.
 SECONDS = {
     "ceilings": 10.0,
     "correctness": 40.0,
@@ -37,11 +37,11 @@ class Plan:
     """One run.
 
     Args:
-        shape ([`Shape`]): Of the random target.
+        shape ([`Shape`]): Sizes of the random target.
         lengths (`tuple[int, ...]`): Prefix lengths that are checked for correctness.
-        points (`tuple[tuple[int, int], ...]`): Batch and context of the attention cases, most telling first.
+        points (`tuple[tuple[int, int], ...]`): Batch and context of the attention cases, most important first.
         contexts (`tuple[int, ...]`): Contexts of whole forwards and iterations.
-        long_context (`int`): What comes last, and only if there is time.
+        long_context (`int`): The longest context, which comes last and only if there is time.
         nodes (`tuple[int, ...]`): Nodes of a verification.
         rotating (`int`): Layers that a timed pass goes through, so that no cache level holds what is read.
         matrix (`int`): Rows and columns of the matrix product whose rate is the ceiling.
@@ -51,8 +51,8 @@ class Plan:
         gamma (`int`): Drafted tokens of SpecAttn.
         trees (`tuple[tuple[int, ...], ...]`): Widths of LongSpec's trees.
         prompt_seed (`int`): Tokens of the random prompts.
-        repeats (`int`): Of every timing.
-        seconds (`dict[str, float]`): Of every section.
+        repeats (`int`): Repeats of every timing.
+        seconds (`dict[str, float]`): Time of every section.
     """
 
     shape: Shape
@@ -87,7 +87,7 @@ PLANS = {
         batch_context=2048,
         tokens=16,
     ),
-    # every path of the above in seconds on a CPU; its numbers say nothing
+    # every path of the above in seconds on a CPU; its numbers mean nothing
     "tiny": Plan(
         shape=TINY,
         lengths=(1, 17, 65),
@@ -118,12 +118,12 @@ class GpuRun:
     """One run of the benchmark.
 
     Args:
-        plan ([`Plan`]): What is measured.
-        device ([`Device`]): On what.
+        plan ([`Plan`]): The measurements and their sizes.
+        device ([`Device`]): The device.
         dtype (`torch.dtype`): Weights, keys and values.
         backends (`list[str]`): Attention backends by name.
         results ([`ResultFile`]): Where the lines go.
-        progress ([`Progress`]): Shows what is being done.
+        progress ([`Progress`]): Shows the present task.
         machine ([`Machine`], *optional*): The measured ceilings.
         refused (`dict[str, str]`): Backends that are not run, and why: missing, unfit for the device, or wrong.
     """
@@ -150,7 +150,7 @@ class GpuRun:
         return max(0.0, min(self.guard.left, self._until - self.guard.elapsed))
 
     def section(self, name: str, function: Callable[[], None]) -> None:
-        """Run a section within its seconds; what goes wrong in it ends the section, not the run."""
+        """Run a section within its seconds; an error in it ends the section, not the run."""
         self._section, self._until = name, self.guard.elapsed + self.plan.seconds[name]
         self.progress.say(f"{name}: at most {self.left:.0f} s")
         started = self.guard.elapsed
@@ -159,7 +159,7 @@ class GpuRun:
         self.progress.step()
 
     def attempt(self, function: Callable[[], object], **what: Any) -> None:
-        """Call a function; if there is no time, no memory, or an error, a line says so and the run goes on."""
+        """Call a function; if there is no time, no memory, or an error, write a line with the reason and go on."""
         where = {"section": self._section, **what}
         if not self.left:
             self.results.skip("no time left", **where)
@@ -192,7 +192,7 @@ class GpuRun:
         return [name for name in self.backends if name not in self.refused]
 
     def refuse(self, name: str, reason: str) -> None:
-        """Leave a backend out from here on; one line says why."""
+        """Leave a backend out from here on; write one line with the reason."""
         self.refused[name] = reason
         self.results.skip(f"not timed: {reason}", backend=name)
         self.progress.say(f"{name} is not timed: {reason}")
@@ -215,7 +215,7 @@ class GpuRun:
         return Roofline(shape, self.machine, batch, context, **{"weight_bytes": size, "kv_bytes": size, **options})
 
     def write_timing(self, kind: str, timing: Timing, floor_ms: float, **values: Any) -> None:
-        """A measured time beside its floor."""
+        """Write a measured time and its floor."""
         shown = {name: significant(value) if isinstance(value, float) else value for name, value in values.items()}
         times_floor = significant(timing.median / floor_ms) if floor_ms else None
         record = timing.to_dict() | {"floor_ms": significant(floor_ms), "times_floor": times_floor}

@@ -34,7 +34,7 @@ def parser(description: str | None, name: str, minutes: float) -> argparse.Argum
     made.add_argument("--minutes", type=float, default=minutes, help="time limit (default: %(default)s)")
     made.add_argument("--threads", type=int, help="default: one per core")
     output = RESULTS / f"{name}.jsonl"
-    made.add_argument("--output", type=Path, default=output, help="a .jsonl file; the report goes beside it")
+    made.add_argument("--output", type=Path, default=output, help="a .jsonl file; the report goes next to it")
     made.add_argument("--quiet", action="store_true", help="no progress")
     return made
 

@@ -42,14 +42,14 @@ HEADLINE = "Long generation"
 NOTE = (
     "One run per row, decoding only. tokens/s: from the first token to the mark, x plain: over that of the plain "
     "loop, as in the paper. Near: over the 1,000 tokens before the mark, compared with the plain loop and with "
-    "plain `model.generate` (DynamicCache, sdpa) going on behind it. tau: tokens per verification; alpha and beta: "
-    "accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
+    "plain `model.generate` (DynamicCache, sdpa), both continued after it. tau: tokens per verification; alpha and "
+    "beta: accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
     "the paper, whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over "
     "windows of 1,000 tokens / whole text."
 )
 
 
-# Tokens in front of a mark over which the speed at the mark is taken.
+# Tokens before a mark over which the speed at the mark is taken.
 NEAR = 1000
 # Tokens of a call that compiles what a row will run, before its clock starts.
 WARM_UP = 24
@@ -62,9 +62,9 @@ class LongRow:
     """One run.
 
     Args:
-        method (`str`): What it is called.
-        draft (`DraftModel`): How it decodes.
-        tokens (`int`): How many.
+        method (`str`): Name of the method.
+        draft (`DraftModel`): The draft.
+        tokens (`int`): Number of new tokens.
         mode (`str`, *optional*, defaults to `"sample"`): `sample` or `greedy`.
         penalised (`bool`, *optional*, defaults to `True`): Whether the logits processors apply.
     """
@@ -113,9 +113,9 @@ class LongBenchmark:
 
     Args:
         model (`PreTrainedModel`): The target, without an end-of-text token.
-        prompt (`torch.LongTensor` of shape `(1, P)`): Where all texts begin.
-        marks (`Sequence[int]`): Numbers of generated tokens at which to look.
-        sampling (`dict[str, Any]`): Arguments of `generate` for rows that sample, beside temperature 1.
+        prompt (`torch.LongTensor` of shape `(1, P)`): The prompt of all texts.
+        marks (`Sequence[int]`): Numbers of generated tokens at which to measure.
+        sampling (`dict[str, Any]`): Arguments of `generate` for rows that sample, in addition to temperature 1.
         processors (`Sequence[LogitsProcessor]`): For penalised rows.
         levels (`int`): Rows of logits that a TokenSwift draft has, for alpha and beta (Eqs. 4 and 6 of the paper).
     """
@@ -271,7 +271,7 @@ def long_report(records: Sequence[Record]) -> str:
 
 
 NGRAMS = {"ngram_candidates": 1, "ngram_num_tokens": 4}
-# Beside the draft's own settings, the most telling first.
+# Settings in addition to the draft's own, the most important first.
 SETTINGS: dict[str, dict[str, Any]] = {
     "TokenSwift, n-grams": NGRAMS,
     "TokenSwift, partial_kv": {"self_draft": "partial_kv"},

@@ -1,7 +1,7 @@
 """Extra memory of `generate`: the peak beyond the target's weights, keys and values, for every kind of draft.
 
-Decoding is measured after a full cache, the prefill in its last chunk, on a small random model on the CPU; what counts
-is not the size but what grows with the context. Nothing is timed, so other work may go on beside it.
+Decoding is measured after a full cache, the prefill in its last chunk, on a small random model on the CPU. The growth
+with the context matters here, not the size. Nothing is timed, so other work may go on beside it.
 
     python -m benchmarks.memory
 
@@ -40,10 +40,10 @@ HEADLINE = "Extra memory"
 NOTE = (
     "Peak of a call of `generate` beyond weights, keys and values, and its share of the keys and values: tensors "
     "and scratch buffers as torch's allocator reports them, numpy's buffers and Python's objects as tracemalloc "
-    "does. Decoding: three tokens behind a full cache. Prefill: the last chunk of a prompt, `hf generate` with the "
-    "same chunks. Bounds: what the method took at the smallest context, plus what may grow with the text; for "
-    "SpecAttn what the loop without a draft took, its selected entries and 0.8 % of the cache for scores; for the "
-    "prefill what `hf generate` took, plus what may grow with the text."
+    "does. Decoding: three tokens after a full cache. Prefill: the last chunk of a prompt, `hf generate` with the "
+    "same chunks. Bounds: the memory of the method at the smallest context, plus an allowance per token of text; for "
+    "SpecAttn the memory of the loop without a draft, its selected entries and 0.8 % of the cache for scores; for "
+    "the prefill the memory of `hf generate`, plus the allowance per token of text."
 )
 
 
@@ -64,7 +64,7 @@ class Peak:
 
     @property
     def total(self) -> int:
-        """Never less than what both had at the same time."""
+        """The sum, an upper bound of the memory that both had at the same time."""
         return self.torch_bytes + self.python_bytes
 
 
@@ -72,7 +72,7 @@ def peak_memory(function: Callable[..., Any], prepare: Callable[[], tuple[Any, .
     """Peak of one call on the CPU, and what the call returned.
 
     Args:
-        function (`Callable`): What is measured.
+        function (`Callable`): The function to measure.
         prepare (`Callable`, *optional*): Gives the arguments of `function`. They are there before the call and do not
             count; where the call gives one back and takes the same size again, nothing is added. No other reference to
             them is kept.
@@ -159,7 +159,8 @@ class MeasuredDraft:
         Args:
             context (`int`): Cached tokens.
             kv_bytes (`int`): Their keys and values.
-            nodes (`int`): Of a verification: as many entries follow the selected ones, and there is room for as many.
+            nodes (`int`): Nodes of a verification: as many entries follow the selected ones, and as many slots are
+                free.
             layers (`int`): While the copies of one layer are made, those they replace still exist.
         """
         entries = min(context, max(self.floor, math.ceil(self.ratio * context))) + 2 * nodes
@@ -198,7 +199,7 @@ class MemoryBenchmark:
         self._smallest: dict[str, tuple[int, int]] = {}  # its smallest context, and what it took there
 
     def run(self, contexts: Sequence[int]) -> None:
-        """All contexts, the smallest first: what does not grow is told by the difference to it."""
+        """Measure all contexts, the smallest first: differences to it show the growth."""
         for context in sorted(contexts):
             for name in (HF, *self.drafts):
                 self._guarded(name, context, "decode", self.decoding)
@@ -295,7 +296,7 @@ class MemoryBenchmark:
         self.results.write("memory", part=part, method=name, context=context, **record)
 
 
-TITLES = {"decode": "Decoding behind a full cache", "prefill": "The last chunk of a prompt"}
+TITLES = {"decode": "Decoding after a full cache", "prefill": "The last chunk of a prompt"}
 
 
 def memory_headline(records: Sequence[Record]) -> str:

@@ -1,7 +1,8 @@
 """N-grams against transformers' prompt lookup on held-out text: tau with 95 % intervals, then speed side by side.
 
-Both copy what followed earlier in the text. Speeds are taken first, while there is time; what does not emit the greedy
-float32 text of plain `generate` is not timed. `--parts tau` times nothing, so that other work may go on beside it.
+Both copy what followed earlier in the text. Speeds are taken first, while there is time; a method that does not emit
+the greedy float32 text of plain `generate` is not timed. `--parts tau` times nothing, so that other work may go on
+beside it.
 
     python -m benchmarks.ngram --target hub_cards/tiny-target --data novels --data stdlib --threads 1
 """

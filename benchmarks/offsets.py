@@ -21,7 +21,7 @@ from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positi
 
 HEADLINE = "The target under offsets"
 NOTE = (
-    "Cross-entropy in nats per token of held-out windows whose positions behind the anchored ones are moved; mean "
+    "Cross-entropy in nats per token of held-out windows whose positions after the anchored ones are moved; mean "
     "over windows with its 95 % interval, differences window by window."
 )
 

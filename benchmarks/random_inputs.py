@@ -66,7 +66,7 @@ def random_model(shape: Shape, max_length: int) -> LlamaForCausalLM:
     cast(model, torch.bfloat16)
     model.to_empty(device="cpu")
     model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer is not a parameter
-    # numbers from a pool: to draw a billion of them takes longer than what is measured
+    # numbers from a pool: drawing a billion of them takes longer than the measurement
     pool = torch.randn(NOISE_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     start = 0
     for parameter in model.parameters():
@@ -110,7 +110,7 @@ def random_tree(num_nodes: int, vocab: int, seed: int = 0) -> DraftTree:
 
 
 def random_target(shape: Shape, max_length: int, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A random model that never had its weights anywhere else: norms at 1, everything else normal with 0.02."""
+    """A random model, drawn on the device: norms at 1, everything else normal with standard deviation 0.02."""
     config = shape.config(max_length)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).eval().to(dtype)
@@ -211,15 +211,15 @@ class DeviceAttention:
         return out, seen.lse
 
     def exact(self, layer: Layer) -> AttentionState:
-        """The reference in float64, row by row: the scores of one row are all that memory has to hold."""
+        """The reference in float64, row by row, so that memory holds the scores of one row only."""
         nodes, rows = self.tree.num_nodes, []
         for row, length in enumerate(self.lengths):
             own = slice(row, row + 1)
             keys, values = (part[own, :, : length + nodes].double() for part in layer)
             query, lengths = self.query[own].double(), torch.tensor([length], device=keys.device)
             before = keys[:, :, :length], values[:, :, :length]
-            behind = keys[:, :, length:], values[:, :, length:]
-            parts = [tree_attention(query, *behind, self.tree.mask[own], scaling=self.scaling)]
+            staged = keys[:, :, length:], values[:, :, length:]
+            parts = [tree_attention(query, *staged, self.tree.mask[own], scaling=self.scaling)]
             if length:
                 parts.append(prefix_attention(query, *before, lengths, scaling=self.scaling))
             rows.append(merge_attention_states(parts))
@@ -251,5 +251,5 @@ def random_attention(
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    """Relative L2 distance; not a number stays one, and fails every budget."""
+    """Relative L2 distance; NaN stays NaN, and fails every budget."""
     return ((actual.double() - exact).norm() / exact.norm()).item()

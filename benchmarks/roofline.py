@@ -1,7 +1,7 @@
 """Floors of decoding for a model on a GPU: the least time of a step, a verification and an iteration. Nothing is run.
 
-A floor divides bytes by bandwidth and operations by arithmetic, so it says what no implementation can beat, and from
-which acceptance on a drafter can pay at all. Rates come from data sheets unless measured ones are given.
+A floor divides bytes by bandwidth and operations by arithmetic, so no implementation can be faster. It also gives the
+acceptance from which a drafter can pay. Rates come from data sheets unless measured ones are given.
 
     python -m benchmarks.roofline --target Llama-3.1-8B --gpu H200
     python -m benchmarks.roofline --target path/or/hub-id --tbs 3.1 --tflops 700 --batches 1,8 --contexts 8192,131072
@@ -20,7 +20,7 @@ from hf_longspec.bench.markdown import markdown_table
 
 @dataclass(frozen=True)
 class Drafting:
-    """Which drafters are put on the roofline.
+    """The drafters of the roofline, with their settings.
 
     Args:
         trees (`Sequence[Sequence[int]]`): Widths of LongSpec's trees.

@@ -32,7 +32,7 @@ from hf_longspec.bench.markdown import (
 )
 from hf_longspec.bench.results import Record, of_kind, read_records
 
-# The part of each benchmark that documents quote: title, table, how to read it.
+# The part of each benchmark that documents quote: title, table, note.
 HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str], str]] = {
     "engine": (engine.HEADLINE, engine.engine_headline, engine.NOTE),
     "verification": (verification.HEADLINE, verification.verification_headline, verification.NOTE),
@@ -96,7 +96,7 @@ def replace_between(text: str, content: str) -> str:
 
 
 def write_between(page: Path, content: str) -> None:
-    """Replace what stands between the markers of a file."""
+    """Replace the text between the markers of a file."""
     page.write_text(replace_between(page.read_text(encoding="utf-8"), content), encoding="utf-8")
 
 
@@ -123,14 +123,14 @@ def engine_records(results: Sequence[Path]) -> list[Record]:
 CONTEXTS = 2  # of the table: the longest
 MODES = {"greedy": "greedy", "sample": "sampled"}
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-# Methods of this package, which are what README is about; the others are in the long table.
+# Methods of this package, for README; the others are in the long table.
 OURS = (PLAIN, "SpecAttn", "LongSpec", "TokenSwift", "n-grams")
 COLOURS = {HF: "black", PLAIN: "tab:gray", "SpecAttn": "tab:blue", "LongSpec": "tab:orange"}
 COLOURS |= {"TokenSwift": "tab:green", "n-grams": "tab:purple"}
 
 
 def summary(records: Sequence[Record]) -> str:
-    """Table of the longest contexts at the smallest batch, with what it needs to be read."""
+    """Table of the longest contexts at the smallest batch, with its note."""
     shown = _shown(records)
     kinds = [kind for kind in kinds_of(records) if _family(kind) in OURS]
     lines = []

@@ -40,7 +40,7 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
 
-HEADLINE = "One verification behind a long prefix"
+HEADLINE = "One verification after a long prefix"
 NOTE = (
     "Milliseconds for one layer (attention) and for the whole model (forward), medians of interleaved repeats; "
     "ratio: transformers' time over ours, lowest and highest in brackets. Transformers runs its sdpa attention "
@@ -53,7 +53,7 @@ class VerificationBenchmark:
     """Measure both parts in one dtype after another, so that only one copy of the weights exists.
 
     Args:
-        shape ([`Shape`]): Of the random model.
+        shape ([`Shape`]): Sizes of the random model.
         context (`int`): Prefix length.
         nodes (`Sequence[int]`): Tree sizes.
         repeats (`int`): Turns.
@@ -223,15 +223,15 @@ class AttentionCase:
         """The reference in float64, `(1, N, H, D)`."""
         keys, values = (part.double() for part in self._written(layer))
         query, lengths, scaling = self.query.double(), torch.tensor([self.prefix]), self.attention.scaling
-        inside, behind = slice(0, self.prefix), slice(self.prefix, None)
+        inside, staged = slice(0, self.prefix), slice(self.prefix, None)
         parts = [
             prefix_attention(query, keys[:, :, inside], values[:, :, inside], lengths, scaling=scaling),
-            tree_attention(query, keys[:, :, behind], values[:, :, behind], self.tree.mask, scaling=scaling),
+            tree_attention(query, keys[:, :, staged], values[:, :, staged], self.tree.mask, scaling=scaling),
         ]
         return merge_attention_states(parts)[0].transpose(1, 2)
 
     def errors(self) -> tuple[float, float, float]:
-        """Relative errors of ours and of `sdpa` in the first layer, and what ours may have."""
+        """Relative errors of ours and of `sdpa` in the first layer, and the budget of ours."""
         exact = self.exact(self.layers[0])
         ours, hf = (relative_error(side(self.layers[0]), exact) for side in (self.ours, self.hf))
         if self.query.dtype == torch.float32:
@@ -303,7 +303,7 @@ class ForwardCase:
         return seconds, logits[0]
 
     def errors(self) -> tuple[float, float, float]:
-        """Relative difference of the logits, what it may be, and the seconds that both sides took."""
+        """Relative difference of the logits, its budget, and the seconds that both sides took."""
         (ours_seconds, ours), (hf_seconds, hf) = self.ours(), self.hf()
         return relative_error(ours, hf.double()), LOGIT_BUDGET[self.model.dtype], ours_seconds + hf_seconds
 

@@ -27,7 +27,7 @@ _LAZY = {
     "ContextualPenaltyLogitsProcessor": "generation.contextual_penalty",
     "FileStreamer": "streaming",
     "IncrementalDecoder": "streaming",
-    "LawReport": "auditing",
+    "SamplingReport": "auditing",
     "audit": "auditing",
     "audit_sampling": "auditing",
     "SpeculationStats": "generation.stats",

@@ -1,11 +1,11 @@
-"""Losslessness audit: is generated text what the model itself, decoding greedily, would have written?
+"""Losslessness audit: compare generated text with the text that the model itself writes by greedy decoding.
 
-The model reads the finished sequences in one teacher-forced pass, under its own attention and a stock cache. No code of
-the decoding loop takes part, so a mistake there cannot hide here.
+The model reads the finished sequences in one teacher-forced pass, under its own attention and a stock cache. The audit
+shares no code with the decoding loop, so it also finds mistakes in the loop.
 
-Sampled text is audited by frequencies: over many samples, an outcome occurs as often as the sum of the probabilities
-that the model gives it under the prefixes that were really sampled, give or take a few standard deviations. The
-deviations are martingale differences, whatever the prefixes are.
+Sampled text is audited by frequencies. Over many samples, the count of an outcome differs by a few standard deviations
+at most from the sum of the probabilities that the model gives it after the sampled prefixes. The deviations are
+martingale differences, whatever the prefixes are.
 """
 
 import copy
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from .testing_law import MAX_SIGMA, MIN_EXPECTED
+from .testing import MAX_SIGMA, MIN_EXPECTED
 
 EXACT, NEAR_TIE, NOT_LOSSLESS = "exact", "near-tie", "NOT lossless"
 
@@ -32,10 +32,10 @@ EXACT, NEAR_TIE, NOT_LOSSLESS = "exact", "near-tie", "NOT lossless"
 NOISE = {torch.bfloat16: 4.0, torch.float16: 4.0}
 NOISE_OF_WIDE_TYPES = 64.0
 
-# Some models forbid tokens by huge negative logits; those say nothing about the magnitude of the others.
+# Some models forbid tokens by huge negative logits; those do not show the magnitude of the others.
 FORBIDDEN = -1e4
 
-FOLLOWS, DEVIATES = "follows the law", "does NOT follow the law"
+FOLLOWS, DEVIATES = "follows the distribution", "does NOT follow the distribution"
 
 # At every place the likeliest tokens are counted one by one, and all by their rank: the likeliest, the second, the next
 # two, the next four and so on.
@@ -45,7 +45,7 @@ CHUNK_ROWS = 16
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What [`audit`] found. Positions are `(row, column)` of `sequences`, as they were passed.
+    """The result of [`audit`]. Positions are `(row, column)` of `sequences`, as they were passed.
 
     Args:
         verdict (`str`):
@@ -56,7 +56,7 @@ class AuditReport:
         first_divergence (`tuple[int, int]`, *optional*): Earliest token that is not the argmax.
         first_failure (`tuple[int, int]`, *optional*): Earliest token further than `eps` below the argmax.
         max_gap (`float`): Largest distance of an emitted token's logit below the largest logit.
-        eps (`float`): What was allowed where the gap came closest to it or exceeded it most.
+        eps (`float`): The allowed gap at the token whose gap came closest to it or exceeded it most.
         margins (`torch.DoubleTensor` of shape `(num_tokens, 4)`): For each token, by position: row, position, how far
             its logit lies above that of any other token (below: negative), and how far below was allowed.
     """
@@ -101,14 +101,14 @@ def audit(
 ) -> AuditReport:
     """Check that every emitted token is the argmax of the model's logits, or within `eps` of it.
 
-    For greedy decoding without logits processors: text that was sampled, or written under a repetition penalty, is not
-    the argmax and is reported as such. In float32 the verdict is normally `"exact"`. In bfloat16 two correct
+    For text of greedy decoding without logits processors. Text that was sampled, or written under a repetition penalty,
+    is not the argmax and is reported as such. In float32 the verdict is normally `"exact"`. In bfloat16 two correct
     computations of one logit differ in their last bits, so at a near-tie both tokens are right, and the audit also
     finds near-ties in the text of plain `generate`.
 
     A row ends at its first end-of-sequence token, which is audited, or before the padding at its end, which is not.
     When a stop string ended a row of a batch and the padding is the end-of-sequence token, the first padding token
-    cannot be told from an emitted one: generate such batches with another `pad_token_id`.
+    looks like an emitted one: generate such batches with another `pad_token_id`.
 
     Args:
         model (`PreTrainedModel`):
@@ -123,8 +123,8 @@ def audit(
         eps (`float`, *optional*):
             Allowed distance in logits. By default 4 (bfloat16, float16) or 64 (wider types) machine epsilons of the
             model's type times the largest absolute logit of the position: in bfloat16 0.3 at a magnitude of 10. The
-            factors were measured, see the comment at `NOISE`. Mixture-of-experts models can need more, because
-            rounding may send a token to another expert; the audit of plain `generate`'s own text shows how much.
+            factors were measured, see the comment at `NOISE`. Mixture-of-experts models can need more, because rounding
+            may send a token to another expert. Audit the text of plain `generate` to find the value.
         chunk_size (`int`, *optional*, defaults to 1024):
             Tokens per forward. It bounds memory and does not change the verdict beyond rounding.
         pad_token_id (`int`, *optional*):
@@ -188,7 +188,7 @@ def _rows(
 
 
 def _emitted(tokens: list[int], pad: int | None, ends: set[int]) -> int:
-    """How many of the tokens after the prompt were emitted: up to the first end, or without the padding after."""
+    """Count the emitted tokens after the prompt: up to the first end, or without the padding at the end."""
     for index, token in enumerate(tokens):
         if token in ends:
             return index + 1
@@ -209,7 +209,8 @@ def _teacher_forced(
     for begin in range(0, total, chunk_size):
         chunk = tokens[:, begin : min(begin + chunk_size, total)]
         width = chunk.shape[1]
-        # the vocabulary is large: logits of the prompt are not computed, but for one position that forward insists on
+        # the vocabulary is large: logits of the prompt are not computed, but for one position that forward always
+        # computes
         wanted = torch.arange(min(max(first - begin, 0), width - 1), width, device=tokens.device)
         extra: dict[str, Any] = {"logits_to_keep": wanted} if takes_indices else {}
         logits = model(input_ids=chunk, past_key_values=cache, use_cache=True, **extra).logits
@@ -261,11 +262,11 @@ def _first(findings: torch.Tensor, marked: torch.Tensor) -> tuple[int, int] | No
 
 
 @dataclass(frozen=True)
-class LawReport:
+class SamplingReport:
     """The result of [`audit_sampling`].
 
     Args:
-        verdict (`str`): `"follows the law"` or `"does NOT follow the law"`.
+        verdict (`str`): `"follows the distribution"` or `"does NOT follow the distribution"`.
         num_samples (`int`): Continuations.
         num_tokens (`int`): Tokens of each.
         num_outcomes (`int`): Outcomes whose frequency was compared.
@@ -297,15 +298,15 @@ class LawReport:
 @torch.no_grad()
 def audit_sampling(
     model: PreTrainedModel, prompt: torch.Tensor, samples: torch.Tensor, temperature: float = 1.0
-) -> LawReport:
+) -> SamplingReport:
     """Compare the frequencies of sampled tokens with the model's probabilities.
 
-    For continuations of one prompt, drawn independently at a temperature and without any other logits processor. The
-    first token of a text comes from the prompt's own forward; drafts take part in the later ones. Five standard
-    deviations are allowed: right samplers of random distributions reached at most 4.2 in 3,000 audits of 400 samples
-    and 19 frequencies. The deviation of a wrong one grows with the square root of the number of samples. In half types
-    two right computations differ in the last bits of a logit, which very many samples can resolve: check those in
-    float32.
+    The samples are continuations of one prompt, drawn independently at a temperature and without any other logits
+    processor. The first token of a text comes from the forward over the prompt; drafts take part from the second token
+    on. Five standard deviations are allowed: correct samplers of random distributions reached at most 4.2 in 3,000
+    audits of 400 samples and 19 frequencies. The deviation of a wrong one grows with the square root of the number of
+    samples. In half types two correct computations differ in the last bits of a logit. Very many samples can resolve
+    this difference: check in float32 then.
 
     Args:
         model (`PreTrainedModel`): A decoder-only model in eval mode. It is left as it was.
@@ -318,7 +319,7 @@ def audit_sampling(
             any frequency to be judged.
 
     Returns:
-        [`LawReport`]
+        [`SamplingReport`]
     """
     if model.training:
         raise ValueError("the model is in training mode, in which dropout changes the logits. Call model.eval() first.")
@@ -352,15 +353,15 @@ def _read_samples(
     for rows in samples.split(CHUNK_ROWS):
         logits = first.expand(len(rows), -1, -1)
         if rows.shape[1] > 1:
-            behind = copy.deepcopy(cache)
-            behind.batch_repeat_interleave(len(rows))
-            inner = model(input_ids=rows[:, :-1], past_key_values=behind, use_cache=True).logits
+            continued = copy.deepcopy(cache)
+            continued.batch_repeat_interleave(len(rows))
+            inner = model(input_ids=rows[:, :-1], past_key_values=continued, use_cache=True).logits
             logits = torch.cat([logits, inner], dim=1)
         yield rows, logits
 
 
 class _Counts:
-    """For every outcome: how often it occurred, how often it should have, and the variance of that number.
+    """For every outcome: its count, the expected count, and the variance of the count.
 
     An outcome is a watched token at a place, or a range of ranks at a place or at all places.
     """
@@ -394,7 +395,7 @@ class _Counts:
         sums = torch.stack([occurred.double(), chance, chance * (1 - chance)]).sum(1).cpu()  # (3, K, outcomes)
         self.sums[kind] = sums if kind not in self.sums else self.sums[kind] + sums
 
-    def report(self, watched: torch.Tensor) -> LawReport:
+    def report(self, watched: torch.Tensor) -> SamplingReport:
         """The largest deviation among the outcomes that are frequent enough."""
         tokens, ranks = self.sums["tokens"], self.sums["ranks"]
         places = tokens.shape[1]
@@ -408,11 +409,11 @@ class _Counts:
         deviation = torch.where(variance >= MIN_EXPECTED, (occurred - expected).abs() / variance.sqrt(), -1.0)
         if not (deviation >= 0).any():
             raise ValueError(
-                f"{self.samples} samples are too few for a frequency to say something at this temperature. Draw some "
+                f"{self.samples} samples are too few to judge a frequency at this temperature. Draw some "
                 f"hundred at least ({MIN_EXPECTED} of a token and of all others are needed), or raise the temperature."
             )
         worst = int(deviation.argmax())
-        return LawReport(
+        return SamplingReport(
             verdict=FOLLOWS if deviation[worst] < MAX_SIGMA else DEVIATES,
             num_samples=self.samples,
             num_tokens=places,

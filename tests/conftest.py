@@ -31,10 +31,10 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 def gate():
     """Every step speculates, unless a test sets another gate.
 
-    Not by the fixture `monkeypatch`: that one would then be undone behind the fixtures that tidy up after a test.
+    Not by the fixture `monkeypatch`: that one would then be undone after the fixtures that tidy up after a test.
     """
     # imported here: the interpreter is chosen above
-    from hf_longspec.testing_drafts import FlippingGate, ungated
+    from hf_longspec.testing import FlippingGate, ungated
 
     flips = os.environ.get("SPECULATION_GATE") == "flip"
     with pytest.MonkeyPatch.context() as patch:

@@ -143,7 +143,7 @@ class TestEnds:
         emitted = [row[PROMPT_LENGTH:].tolist() for row in text]
         return text, stop, [row.index(stop) + 1 if stop in row else len(row) for row in emitted]
 
-    def test_padding_behind_the_end_is_left_out(self, target, prompts, finished):
+    def test_padding_after_the_end_is_left_out(self, target, prompts, finished):
         text, stop, lengths = finished
         assert min(lengths) <= 11
         report = audit(target, text, PROMPT_LENGTH, prompts[1], eos_token_id=stop)

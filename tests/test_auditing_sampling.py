@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.auditing import DEVIATES, FOLLOWS, _Counts, audit_sampling
-from hf_longspec.testing import tiny_prompts, tiny_target
-from hf_longspec.testing_law import MAX_SIGMA
+from hf_longspec.testing import MAX_SIGMA, tiny_prompts, tiny_target
 
 SAMPLES, TOKENS = 800, 3
 
@@ -30,7 +29,7 @@ def draw(model, prompt, temperature=1.0, samples=SAMPLES, **options):
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
-def test_stock_sampling_follows_the_law(target, prompt, temperature):
+def test_stock_sampling_follows_the_distribution(target, prompt, temperature):
     report = audit_sampling(target, prompt, draw(target, prompt, temperature), temperature)
     assert report.verdict == FOLLOWS, str(report)
     assert report.max_sigma < MAX_SIGMA == report.allowed_sigma
@@ -41,9 +40,9 @@ def test_stock_sampling_follows_the_law(target, prompt, temperature):
 @pytest.mark.parametrize(
     ("wrong", "temperature"),
     [({"temperature": 0.7}, 1.0), ({"top_k": 4}, 1.0), ({}, 1.6), ({"repetition_penalty": 1.5}, 1.0)],
-    ids=["colder", "cut off", "hotter law", "penalised"],
+    ids=["colder", "cut off", "hotter", "penalised"],
 )
-def test_another_law_is_found(target, prompt, wrong, temperature):
+def test_another_distribution_is_found(target, prompt, wrong, temperature):
     report = audit_sampling(target, prompt, draw(target, prompt, **wrong), temperature)
     assert report.verdict == DEVIATES, str(report)
     assert report.max_sigma > MAX_SIGMA
@@ -63,22 +62,25 @@ def test_expectations_against_a_forward_per_sample(target, prompt):
     """Sums of probabilities of one token and one rank, with the prompt read anew for every sample."""
     samples = draw(target, prompt, samples=37)
     counts, watched = _Counts(), torch.tensor([[4], [9], [21]])
-    laws = []
+    expected = []
     with torch.no_grad():
         for row in samples:
             logits = target(torch.cat([prompt[0], row])[None]).logits[0, 18:-1]
-            laws.append(logits.double().softmax(-1))
-    for row, law in zip(samples, laws, strict=True):
-        counts.add(law[None].float(), row[None], watched)
+            expected.append(logits.double().softmax(-1))
+    for row, p in zip(samples, expected, strict=True):
+        counts.add(p[None].float(), row[None], watched)
     tokens, ranks = counts.sums["tokens"], counts.sums["ranks"]
     for place, token in enumerate((4, 9, 21)):
-        p = torch.stack([law[place, token] for law in laws])
+        p = torch.stack([probs[place, token] for probs in expected])
         assert tokens[0, place, 0] == (samples[:, place] == token).sum()
         assert tokens[1, place, 0].item() == pytest.approx(p.sum().item(), rel=1e-5)  # float32 probabilities
         assert tokens[2, place, 0].item() == pytest.approx((p * (1 - p)).sum().item(), rel=1e-5)
     for place in range(TOKENS):
-        p = torch.stack([law[place].sort(descending=True).values[2:4].sum() for law in laws])
-        inside = [(law[place] > law[place, row[place]]).sum() in (2, 3) for law, row in zip(laws, samples, strict=True)]
+        p = torch.stack([probs[place].sort(descending=True).values[2:4].sum() for probs in expected])
+        inside = [
+            (probs[place] > probs[place, row[place]]).sum() in (2, 3)
+            for probs, row in zip(expected, samples, strict=True)
+        ]
         assert ranks[0, place, 2] == sum(inside)
         assert ranks[1, place, 2].item() == pytest.approx(p.sum().item(), rel=1e-5)
 

@@ -45,7 +45,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What a training run leaves: bfloat16 weights, tokenizer, training.json."""
+    """The files of a training run: bfloat16 weights, tokenizer, training.json."""
     folder = tmp_path_factory.mktemp("model")
     save_byte_target(folder, dtype=torch.bfloat16, max_position_embeddings=CONTEXT)
     (folder / "training.json").write_text(json.dumps(TRAINING))

@@ -1,15 +1,15 @@
-"""Who may import whom, read from the source with `ast`: nothing is imported to find out.
+"""The permitted imports between the parts, read from the source with `ast`, without importing anything.
 
     modeling -> generation -> attention_backends -> torch, transformers
     training -> modeling        bench, auditing -> generation        cli, the package itself -> everything
     modeling/*/training_*.py -> training
 
-Arrows are transitive. A draft's method of training, `modeling/<draft>/training_<draft>.py`, is a room of its own: it
-imports `training`, which finds it by its name when a draft is trained, and a published draft does without it.
-`auditing` and `bench` do without `modeling`: they are handed the draft. `testing` may build drafts; `hub` and
-`streaming` import no room. The rooms in `SHIPPED` are published beside a draft as sibling files, so there a relative
-import names a module of the package and the names in it, nothing else, and a package that transformers does not bring
-along is imported inside `try`; so is this package, by name, where an installed one is of use.
+Arrows are transitive. A room is a part of the package. The training method of a draft,
+`modeling/<draft>/training_<draft>.py`, is a room of its own: it imports `training`, which finds it by its name when a
+draft is trained. A published draft works without it. `auditing` and `bench` work without `modeling`: the draft is an
+argument. `testing` may build drafts; `hub` and `streaming` import no room. The rooms in `SHIPPED` are published with a
+draft as sibling files. So a relative import there has the form `from module import names`, and a package that
+transformers does not install is imported inside `try`, as is this package itself, by name.
 """
 
 import ast
@@ -35,14 +35,14 @@ ARROWS = {
     METHODS: {"training", "modeling", "generation", "attention_backends"},
     "auditing": {"generation", "attention_backends", "testing"},
     "bench": {"generation", "attention_backends", "auditing", "testing"},
-    "testing": set(SHIPPED),  # testing.py and its neighbours testing_*.py
+    "testing": set(SHIPPED),
     "hub": set(),
     "streaming": set(),
     "cli": None,  # None: everything
     "__init__": None,
 }
 
-# What `pip install transformers torch` brings.
+# Packages that `pip install transformers torch` installs.
 ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "numpy", "tqdm", "packaging"}
 ALWAYS_THERE |= {"typer", "rich"}  # requirements of transformers 5 and of typer
 
@@ -93,11 +93,11 @@ def _room(parts: list[str]) -> str:
     """The room of a module, given the parts of its name below the package."""
     if parts[0] == "modeling" and parts[-1].startswith("training_"):
         return METHODS
-    return "testing" if parts[0].startswith("testing_") else parts[0]
+    return parts[0]
 
 
 def _targets(node: ast.Import | ast.ImportFrom, module: list[str]) -> list[list[str]]:
-    """What an import names, as absolute dotted names in parts."""
+    """The modules that an import names, as absolute dotted names in parts."""
     if isinstance(node, ast.Import):
         return [alias.name.split(".") for alias in node.names]
     named = node.module.split(".") if node.module else []
@@ -204,8 +204,8 @@ def test_every_room_was_read():
         ("bench/harness.py", "from hf_longspec import modeling", "bench may not import"),
         ("hub.py", "from .generation.cache import SpeculativeCache", "hub may not import"),
         ("hub.py", "from . import modeling", "hub may not import"),
-        ("testing_drafts.py", "from .bench.harness import x", "testing may not import"),
-        ("hub.py", "from .testing_law import x", "hub may not import"),
+        ("testing.py", "from .bench.harness import x", "testing may not import"),
+        ("hub.py", "from .testing import x", "hub may not import"),
         ("kitchen/sink.py", "", "no row in ARROWS"),
         ("generation/route.py", "from hf_longspec.generation.cache import x", "write a relative import"),
         ("generation/route.py", "from . import cache", "name a module"),

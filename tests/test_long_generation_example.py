@@ -89,7 +89,7 @@ def interrupt(*arguments):
 
 @pytest.mark.parametrize("tokens", [0, 30])
 def test_control_c(run, folder, monkeypatch, tokens):
-    """Behind some tokens, the file holds them; before the first one there is nothing to conclude."""
+    """After some tokens, the file holds them; before the first one there is nothing to conclude."""
 
     class Interrupted(run.script.MarkedStreamer):
         def put(self, value):

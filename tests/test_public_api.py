@@ -1,4 +1,4 @@
-"""What `import hf_longspec` gives, and what it does to the process: new names, and one removable patch."""
+"""The names and the effects of `import hf_longspec`: new names, and one removable patch."""
 
 import importlib.util
 import inspect

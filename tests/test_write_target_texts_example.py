@@ -16,7 +16,7 @@ LENGTH, PROMPT = 24, 7
 
 @pytest.fixture
 def written(monkeypatch, tmp_path):
-    """`written(seed)`: what the script writes behind two streams."""
+    """`written(seed)`: the text of the script after two streams."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     tiny_target("llama").save_pretrained(tmp_path / "target")
     (tmp_path / "streams").mkdir()

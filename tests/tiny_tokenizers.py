@@ -9,7 +9,7 @@ SPECIAL = ("<pad>", "<bos>", "<eos>")
 
 
 def character_tokenizer(characters, **options):
-    """One token per character, behind special tokens where the tiny targets have theirs."""
+    """One token per character, after special tokens where the tiny targets have theirs."""
     vocab = {token: index for index, token in enumerate([*SPECIAL, *characters])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
@@ -19,7 +19,7 @@ def character_tokenizer(characters, **options):
 
 
 def byte_tokenizer(special=SPECIAL):
-    """One token per byte, behind the special ones."""
+    """One token per byte, after the special ones."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

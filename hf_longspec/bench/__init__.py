@@ -1,4 +1,4 @@
-"""Measuring: what `hf-longspec bench`, `tune` and `demo` share, and the benchmarks of the repository with them.
+"""Measurements: the code that `hf-longspec bench`, `tune`, `demo` and the benchmarks of the repository share.
 
 - Ratios are taken side by side in one run: the methods take turns, and a ratio is the median of the ratios within each
   turn, with the lowest and the highest beside it.

@@ -34,11 +34,11 @@ class HfMethod:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the target chooses its tokens.
+    """The way in which the target chooses its tokens.
 
     Args:
         temperature (`float`): 0 is greedy.
-        top_k (`int`): 0 keeps all tokens; so do the defaults of the next two.
+        top_k (`int`): 0 keeps all tokens, as do the defaults of `top_p` and `min_p`.
         penalty (`float`, *optional*): Contextual penalty over the last `window` tokens.
 
     Raises:
@@ -197,13 +197,14 @@ class Call:
         tokens (`int`): Tokens that arrived in that time, all rows together.
         steps (`int`): Verifications that emitted them, counted per row; steps of plain `generate`.
         histogram (`list[int]`): Entry k counts the verifications whose row emitted k drafted tokens.
-        accepted (`list[int]`): Likewise, of accepted tokens: the last verification of a row may accept more tokens than
-            the row may still emit. The methods of transformers draft no more than can be emitted.
+        accepted (`list[int]`): Entry k counts the verifications that accepted k drafted tokens. The last verification
+            of a row may accept more tokens than the row may still emit. The methods of transformers draft no more than
+            can be emitted.
         text (`torch.LongTensor` of shape `(batch, tokens)`): The generated tokens.
         peak_bytes (`int`, *optional*): See [`PeakMemory`].
         shares (`dict[str, float]`): Share of the time that drafting, verifying and everything else took; empty for the
             methods of transformers.
-        draft_state_bytes (`int`): What the drafter keeps in addition to the target's cache.
+        draft_state_bytes (`int`): Bytes that the drafter keeps in addition to the target's cache.
         drafted (`int`): Drafted tokens that were verified.
     """
 
@@ -323,10 +324,11 @@ def _histogram_of(arrivals: list[int], rows: int) -> list[int]:
 
 @contextmanager
 def _forwards(model: PreTrainedModel, counted: bool) -> Iterator[list[None]]:
-    """A list that gets one entry per forward of `model`; not for our loop, whose steps may be compiled with the hook.
+    """Yield a list that gets one entry per forward of `model`.
 
-    Transformers' assisted decoding runs the whole prompt in its first forward even if the cache holds it already, and
-    its text is wrong then; here the first forward gets what the cache does not hold.
+    Do not use it for our loop, whose steps may be compiled with the hook. Transformers' assisted decoding runs the
+    whole prompt in its first forward even if the cache holds it already, and its text is wrong then; here the first
+    forward gets what the cache does not hold.
     """
     calls: list[None] = []
     if not counted:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..generation.target import TargetView
 
-# Names in /proc/cpuinfo of instructions that multiply bfloat16 numbers: x86 and ARM.
+# Names in /proc/cpuinfo of instructions that multiply bfloat16 numbers, on x86 and ARM.
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 READ_BYTES = 2**29  # far above any last-level cache
 READ_SECONDS = 1.0
@@ -25,7 +25,7 @@ _PROC = Path("/proc/self")
 
 
 def environment() -> dict[str, Any]:
-    """Everything a reader needs to repeat a measurement, ready for JSON. Set the number of threads first."""
+    """All facts that are needed to repeat a measurement, ready for JSON. Set the number of threads first."""
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command(),
@@ -64,7 +64,7 @@ def git_commit(folder: Path | None = None) -> str | None:
 
 
 def cpu_name() -> str:
-    """Name of the processor, with family and model where the name alone says little."""
+    """Name of the processor, with family and model where the name alone is not specific."""
     info = _cpuinfo()
     name = info.get("model name") or platform.processor() or platform.machine()
     family = ", ".join(f"{key} {info[key]}" for key in ("cpu family", "model") if key in info)
@@ -111,11 +111,11 @@ class PeakMemory:
     """Highest memory in use between `reset` and `read`, weights and cache included.
 
     On CUDA devices it is what PyTorch's allocator handed out, summed over the devices. On Linux CPUs it is the
-    high-water mark of the process's resident memory, which holds the interpreter and its libraries too; the kernel
-    lets a process set its own mark back. Elsewhere nothing is measured.
+    high-water mark of the process's resident memory, which includes the interpreter and its libraries; the process
+    resets the mark. On other devices nothing is measured.
 
     Args:
-        device (`torch.device`): Of the target.
+        device (`torch.device`): Device of the target.
     """
 
     def __init__(self, device: torch.device):
@@ -183,7 +183,7 @@ def step_bytes(model: PreTrainedModel, context: int, batch: int) -> int:
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * context * batch
     weights = sum(parameter.numel() for parameter in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if embedding is not head:  # of a table that is only looked up, a step reads one row
+    if embedding is not head:  # an embedding table that is only looked up: a step reads one row of it
         weights -= embedding.numel()
     return (numbers + weights) * head.element_size()
 

@@ -51,7 +51,7 @@ def environment_line(records: Sequence[Record]) -> str:
 
 
 def with_defaults(note: str, records: Sequence[Record]) -> str:
-    """How to read the numbers, with the default settings if the result file names them."""
+    """The note on how to read the numbers, with the default settings if the result file names them."""
     defaults = of_kind(records, "environment")[0].get("settings", {}).get("defaults", {})
     named = ", ".join(f"{name}={value}" for name, value in defaults.items())
     return note + (f" Defaults: {named}." if named else "")

@@ -75,9 +75,9 @@ class Matrix:
     """Measure cells of one dtype one after another, and write every call as soon as it has ended.
 
     Args:
-        model (`PreTrainedModel`): Never ending by itself, see [`endless`].
+        model (`PreTrainedModel`): The target, without an end-of-text token, see [`endless`].
         methods (`Sequence[Method]`): The first two are `HF` and `PLAIN`.
-        prompts ([`DocumentPrompts`]): Of the target's tokenizer.
+        prompts ([`DocumentPrompts`]): Tokenized by the target's tokenizer.
         results ([`ResultFile`]): Calls that are in it already are not measured again.
         tokens (`int`): New tokens per row.
         repeats (`int`): Turns; in every turn all methods continue the same prompts from the same seed.
@@ -105,7 +105,7 @@ class Matrix:
         self._clock: dict[str, Any] = {} if now is None else {"now": now}
 
     def measure(self, cell: Cell, progress: Any) -> None:
-        """All methods in turns, as far as the time goes and as they are not in the file yet."""
+        """Run all methods in turns until the time is over, except for calls that are in the file already."""
         done = {(r["method"], r["turn"]) for r in self._of_cell(cell, "run")}
         methods = {method.name: method for method in self._usable(cell)}
         missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
@@ -223,10 +223,10 @@ class Matrix:
 
 
 def truth_of(cell: Cell, method: Method) -> str | None:
-    """The method whose text this one has to give in float32; None if its random numbers are others.
+    """The method whose text this one must reproduce in float32; `None` if it uses other random numbers.
 
-    Greedily that is plain `generate`. When tokens are drawn, our methods give the text that the plain loop draws from
-    the same seed, unless drafted tokens are accepted by the distributions that they were drawn from.
+    For greedy decoding this is plain `generate`. When sampling, our methods give the text that the plain loop draws
+    from the same seed, unless rejection sampling decides which drafted tokens are accepted.
     """
     if cell.decoding.greedy:
         return HF

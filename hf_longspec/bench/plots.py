@@ -11,9 +11,9 @@ from .results import Record
 
 PANEL_INCHES = (5.2, 3.9)
 COLUMNS = 3
-# Of the legend: a letter and a line at this size, and what a handle takes with its margins.
+# Sizes in the legend: of a letter, of a line, and of a handle with its margins.
 LEGEND_POINTS, LETTER_INCHES, LINE_INCHES, HANDLE_INCHES = 9, 0.078, 0.2, 0.65
-# Points of one context lie this factor apart, so that their spreads can be told from each other.
+# Points of one context lie this factor apart, so that their spreads do not overlap.
 SPACING = 1.012
 
 

@@ -14,7 +14,7 @@ from .calls import MODES, Call, HfMethod, run_call
 
 @dataclass(frozen=True, eq=False)
 class PrefilledPrompts:
-    """Keys and values of some prompts of one length, and of every shorter length: a prefix of a prompt is a prompt.
+    """Keys and values of prompts of one length. Every prefix of a prompt serves as a shorter prompt.
 
     Args:
         tokens (`torch.LongTensor` of shape `(P, T)`): The prompts.
@@ -57,7 +57,7 @@ class Decoder:
 
     Args:
         model (`PreTrainedModel`): Without an end-of-text token, see [`endless`], in the dtype of the prompts.
-        prompts ([`PrefilledPrompts`]): Where decoding starts.
+        prompts ([`PrefilledPrompts`]): The prompts after which decoding starts.
         tokens (`int`): Tokens to generate per row; all but the first are timed.
     """
 
@@ -71,7 +71,7 @@ class Decoder:
         """Decode after the first `context` tokens of some prompts.
 
         Plain `generate` is given the cache of all prompt tokens but the last, our loop of all but those that its
-        drafter looks at first. These last ones run before the first token, which is when the clock starts.
+        drafter looks at first. These last tokens run before the first new token, when the clock starts.
 
         Args:
             method (`DraftModel` or [`HfMethod`]): How to decode.

@@ -115,10 +115,10 @@ class SelectionProbe:
     """Watch which entries a SpecAttn draft selects.
 
     Attributes:
-        overlaps (`dict[int, list[float]]`): By layer, the share of a selection that the next one holds too.
-        pairs (`dict[int, list[float]]`): By distance of two nodes of one verification, the share of the entries that
-            one would select which the other would too; only if scores of single nodes are collected
-            (`selection="last_accepted"`).
+        overlaps (`dict[int, list[float]]`): By layer, the share of a selection that the next selection contains too.
+        pairs (`dict[int, list[float]]`): By distance of two nodes of one verification, the share of the entries
+            selected by the scores of one node that the scores of the other node select too. Only with
+            `selection="last_accepted"`, which collects the scores of single nodes.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class SelectionProbe:
                 self._before[key] = new
 
     def _pair(self, scores: torch.Tensor, last: Sequence[int], counts: Sequence[int], kept: Sequence[int]) -> None:
-        """Of all pairs of nodes, `scores` being `(B, 1 or K, N, S)`."""
+        """Record the overlap of all pairs of nodes, from `scores` `(B, 1 or K, N, S)`."""
         for row, count in enumerate(counts):
             if not kept[row] or not last[row]:
                 continue

@@ -14,9 +14,9 @@ class Progress:
 
     Args:
         total (`int`): Steps to come; 0 if their number is unknown.
-        text (`str`, *optional*): What is being done.
-        lines (`bool`, *optional*, defaults to `False`): Print what is being done as lines with the time since the
-            start, on a terminal and elsewhere.
+        text (`str`, *optional*): Description of the present task.
+        lines (`bool`, *optional*, defaults to `False`): Print each description as a line with the time since the start,
+            on a terminal and elsewhere.
         quiet (`bool`, *optional*, defaults to `False`): Show nothing.
         console (`Console`, *optional*): Where the bar is shown; standard error by default.
     """
@@ -34,7 +34,7 @@ class Progress:
         self._started = time.perf_counter()
 
     def say(self, text: str) -> None:
-        """Show what is being done now."""
+        """Show a description of the present task."""
         if not self._lines:
             self._bar.update(self._task, description=escape(text))
             return

@@ -47,7 +47,7 @@ class Layout:
     """One way to write a data set as JSON objects.
 
     Args:
-        name (`str`): Data sets that are written so.
+        name (`str`): The data sets that use this layout.
         keys (`Mapping[str, type]`): Keys that every object has, with the type of their values.
         split (`Callable`): Body and tail of an object.
     """

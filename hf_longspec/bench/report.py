@@ -322,7 +322,7 @@ def analysis_text(record: Record) -> str:
 
 
 def _left_out(records: Sequence[Record]) -> list[str]:
-    """List what is missing, and why, without calls that a later part of the run made up for."""
+    """List the missing calls with their reasons, except for those that a later part of the run measured."""
     repeats = of_kind(records, "environment")[0]["settings"].get("repeats")
     runs = of_kind(records, "run")
     lines: dict[str, list[str]] = {}

@@ -49,7 +49,8 @@ class TimeGuard:
 
 
 class ResultFile:
-    """Write `<name>.jsonl` line by line, and `<name>.md` every few seconds, so that an interrupted run is of use.
+    """Write `<name>.jsonl` line by line, and `<name>.md` every few seconds, so that the results of an interrupted run
+    can be used.
 
     The first line has `kind` "environment"; the last one, `kind` "end", is missing from a run that was interrupted.
 
@@ -58,7 +59,7 @@ class ResultFile:
         benchmark (`str`): Name of the benchmark.
         report (`Callable`): Turns all records into Markdown.
         guard ([`TimeGuard`]): Time limit of the run.
-        settings (`dict`): What is measured; JSON values only.
+        settings (`dict`): The settings of the benchmark; JSON values only.
         facts (`Mapping[str, Any]`, *optional*): Further parts of the environment, such as the device.
         resume (`bool`, *optional*): Whether an existing file is continued. `None`, the default, replaces it.
 
@@ -108,7 +109,7 @@ class ResultFile:
         return record
 
     def skip(self, reason: str, **what: Any) -> None:
-        """Note what was left out and why."""
+        """Record a measurement that was left out, and the reason."""
         self.write("skipped", reason=reason, **what)
 
     def __enter__(self) -> "ResultFile":

@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
 
 from hf_longspec import __version__
 
-# Of the click that typer brings along, or of the installed one: versions differ.
+# Errors of the click that typer contains, or of the installed one: versions of typer differ.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
-from ..auditing import EXACT, FOLLOWS, NEAR_TIE, NOT_LOSSLESS, AuditReport, LawReport, audit_sampling
+from ..auditing import EXACT, FOLLOWS, NEAR_TIE, NOT_LOSSLESS, AuditReport, SamplingReport, audit_sampling
 from ..auditing import audit as audit_text
 from ..bench.progress import Progress
 from ..cli import CommandError
@@ -41,7 +41,7 @@ STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
 
 @dataclass(frozen=True)
 class AuditOptions:
-    """The lengths of an audit, and how strictly it judges.
+    """The lengths and the tolerance of an audit.
 
     Raises:
         CommandError: If a number is out of range.
@@ -68,7 +68,7 @@ class Comparison:
     """One prompt, continued both ways.
 
     Args:
-        name (`str`): Of the prompt.
+        name (`str`): Name of the prompt.
         plain (`list[int]`): Tokens of plain `generate`.
         speculative (`list[int]`): Tokens with the draft.
         prompt_tokens (`int`): Tokens of the prompt.
@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """In float32 whether the texts are the same; in other types the verdict of the teacher-forced pass."""
+        """The comparison of the texts in float32; in other types the verdict of the teacher-forced pass."""
         if self.exact_type:
             return EXACT if self.first_difference is None else NOT_LOSSLESS
         return self.report.verdict if self.is_whole else NOT_LOSSLESS
@@ -175,7 +175,7 @@ def _compare(session: Session, name: str, ids: torch.Tensor, options: AuditOptio
     return Comparison(name, plain, speculative, ids.shape[1], report, session.dtype == "float32", is_whole, tau)
 
 
-def _check_sampling(session: Session, ids: torch.Tensor, options: AuditOptions, progress: Progress) -> LawReport:
+def _check_sampling(session: Session, ids: torch.Tensor, options: AuditOptions, progress: Progress) -> SamplingReport:
     """Draw samples after one prompt, batch by batch, each with a seed of its own, and compare their frequencies."""
     session.model.generation_config.eos_token_id = None  # a text that ends has no further tokens to count
     drawn = []
@@ -198,7 +198,9 @@ def _check_sampling(session: Session, ids: torch.Tensor, options: AuditOptions, 
     return audit_sampling(session.model, ids, torch.cat(drawn), options.temperature)
 
 
-def _record(session: Session, verdict: str, compared: list[Comparison], sampling: LawReport | None) -> dict[str, Any]:
+def _record(
+    session: Session, verdict: str, compared: list[Comparison], sampling: SamplingReport | None
+) -> dict[str, Any]:
     return {
         "verdict": verdict,
         "target": session.target,
@@ -210,7 +212,7 @@ def _record(session: Session, verdict: str, compared: list[Comparison], sampling
     }
 
 
-def _show(verdict: str, compared: list[Comparison], sampling: LawReport | None) -> None:
+def _show(verdict: str, compared: list[Comparison], sampling: SamplingReport | None) -> None:
     """A table with one line per prompt, the details of those that are not exact, and the verdict."""
     console = Console(highlight=False)
     table = Table()
@@ -255,14 +257,17 @@ def audit(
     prompt: Prompt = None,
     draft: Draft = "specattn",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.", callback=at_least(1))] = 64,
-    context: Annotated[int, typer.Option(help="Most tokens of a prompt: its end.", callback=at_least(1))] = 2048,
+    context: Annotated[
+        int, typer.Option(help="Use at most this many tokens from the end of each text.", callback=at_least(1))
+    ] = 2048,
     eps: Annotated[
         float | None, typer.Option(help="Distance in logits that is a near-tie; by default from the type.")
     ] = None,
     samples: Annotated[
         int,
         typer.Option(
-            help="Also check the distribution of sampling, over this many samples; 0: not.", callback=at_least(0)
+            help="Also check the distribution of sampling, with this many samples; 0 skips this check.",
+            callback=at_least(0),
         ),
     ] = 0,
     sample_tokens: Annotated[int, typer.Option(help="Tokens of a sample.", callback=at_least(2))] = 4,
@@ -278,11 +283,11 @@ def audit(
     """Check that a draft leaves the model's text as it is.
 
     Every prompt is continued greedily by plain generate and with the draft. In float32 the two texts must be the same.
-    In other types two right computations can part where the best tokens are nearly tied: there the model reads the
-    speculative text once more, and every token must be its choice, or within rounding of it.
+    In other types two correct computations can choose different tokens where the best tokens are nearly tied: then the
+    model reads the speculative text once more, and every token must be its choice, or within rounding of it.
 
     --samples N draws the beginning of N texts and compares the frequencies of tokens with the model's probabilities;
-    some hundred show coarse mistakes, some ten thousand fine ones.
+    some hundred samples find large errors, some ten thousand find small ones.
 
     Examples:
 

@@ -51,7 +51,7 @@ def bench(
         str | None, typer.Option(help="Key or column of --data that holds the texts, for other data sets.")
     ] = None,
     context: Annotated[
-        str, typer.Option(help="Tokens of the prompts, such as 2k,8k; own: whole documents as they are.")
+        str, typer.Option(help="Tokens of the prompts, such as 2k,8k; own: whole documents of any length.")
     ] = "2k",
     batch: Annotated[str, typer.Option(help="Rows that are decoded together, such as 1,4.")] = "1",
     dtype: Annotated[str, typer.Option(help="auto, or some of float32,bfloat16,float16.")] = "auto",
@@ -305,7 +305,7 @@ def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
 
 
 def name_of(model: str) -> str:
-    """Name in the results: of a folder the last part, as the others mean nothing elsewhere."""
+    """Name in the results: a Hub id, or the last part of a folder's path."""
     return Path(model).name if Path(model).is_dir() else model
 
 
@@ -345,7 +345,7 @@ def dtypes(text: str) -> tuple[str, ...]:
 
 
 def _bandwidth(file: ResultFile, model: PreTrainedModel) -> float | None:
-    """The bandwidth: that of the first part of a resumed run, so that all rows have one floor."""
+    """The measured bandwidth; a resumed run uses that of its first part, so that all rows have one floor."""
     if known := of_kind(file.records, "ceilings"):
         return float(known[0]["read_gb_per_second"])
     bandwidth = read_gb_per_second(model.device)

@@ -30,7 +30,8 @@ QUICK_CONTEXT, QUICK_NEW_TOKENS = 2048, 32
 EMULATED_CONTEXT = 2048
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 
-# Of the standard library, and never trained on by the tiny target (HELD_OUT in examples/train_tiny_target.py). More
+# Modules of the standard library that the tiny target was never trained on (HELD_OUT in examples/train_tiny_target.py).
+# More
 # than one, because a distribution may leave the source of a module out.
 DEFAULT_MODULES = ("argparse", "tarfile", "typing", "zipfile")
 # A prompt is cut after the third of at least six words, so that the continuation is the rest of a sentence.
@@ -41,9 +42,9 @@ SHORTEST_PROMPT = 32
 CHECK_STYLES = {"yes": "green", "exact": "green", "reference": "dim", "near-tie": "yellow"}
 TAIL_CHARACTERS = 300  # of the prompt, shown before its continuation
 
-# Two runs of one thing differ by a few percent; below this no order is claimed.
+# Two runs of the same method differ by a few percent; smaller differences are called no difference.
 SAME_SPEED = 0.05
-# Greedy text of small models falls into loops, which any drafter predicts. More repetition than this is pointed out.
+# Greedy text of small models falls into loops, which any drafter predicts. More repetition than this gets a remark.
 LOOP_LENGTH, LOOPING = 4, 0.5
 
 
@@ -421,7 +422,7 @@ class Demo:
 
 def _table(group: Group) -> Table:
     """The measurements in one dtype."""
-    table = Table(title=f"{group.dtype}, behind {group.context} tokens", title_justify="left", title_style="bold")
+    table = Table(title=f"{group.dtype}, after {group.context} tokens", title_justify="left", title_style="bold")
     table.add_column("decoding")
     for heading in ("tokens/s", "speed ratio", "tau", "first token"):
         table.add_column(heading, justify="right", no_wrap=True)

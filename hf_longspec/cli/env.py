@@ -21,12 +21,12 @@ PACKAGES = [
     *("transformers", "huggingface_hub", "safetensors", "tokenizers", "accelerate", "peft", "datasets"),
     *("triton", "flash_attn", "kernels", "typer", "rich", "numpy"),
 ]
-# Settings that change what is computed, and hold numbers or switches: a value of anything else is not shown.
+# Settings that change what is computed, and hold numbers or switches: other values are not shown.
 VARIABLES = [
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "HF_HUB_OFFLINE"),
     *("TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "PYTORCH_ENABLE_MPS_FALLBACK", "TORCH_COMPILE_DISABLE"),
 ]
-# The backends are checked for: the commonest head size, in the types that models are run in.
+# The backends are checked with the most common head size and these types.
 HEAD_DIM = 128
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -34,8 +34,8 @@ class StepText:
     A character that several tokens spell together belongs to the last of them, special tokens have no text.
 
     Args:
-        drafted (`str`): Of the accepted drafted tokens.
-        own (`str`): Of the one token that the target contributed.
+        drafted (`str`): Text of the accepted drafted tokens.
+        own (`str`): Text of the one token that the target contributed.
         num_accepted (`int`): Drafted tokens that were emitted.
         num_drafted (`int`): Drafted tokens that were verified.
     """
@@ -101,7 +101,7 @@ class DraftedTextStreamer(BaseStreamer):
         return stats.emitted_per_step, stats.drafted_per_step
 
 
-# Bars that the chart has room for; longer texts show the mean of several steps in each.
+# Most bars in the chart; for longer texts each bar shows the mean of several steps.
 MIN_BARS, MAX_BARS = 60, 240
 BAR_WIDTH, CHART_HEIGHT = 6, 90
 
@@ -212,14 +212,14 @@ def _rectangle(kind: str, place: int, height: float) -> str:
     )
 
 
-# Two signs, because not everybody sees every colour, and not every terminal shows it.
+# Colour and underline, because some readers and some terminals do not see the colour.
 DRAFTED_STYLE = "underline bright_blue"
 TAIL_CHARACTERS = 300  # of the prompt, shown on a page
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target chooses its tokens.
+    """The way in which the target chooses its tokens.
 
     Raises:
         CommandError: If a number is out of range.
@@ -395,7 +395,7 @@ def _message(session: Session, text: str) -> str:
 
 
 def _short(name: str) -> str:
-    """A Hub id as it is; of a folder its own name, because a page is passed on."""
+    """A Hub id as it is; for a folder its last part, because other people may read the page."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 

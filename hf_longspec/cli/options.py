@@ -65,7 +65,7 @@ def one_line_errors(
 
 
 def said(error: BaseException) -> str:
-    """The line for an error, with a remedy where the error has none."""
+    """The line for an error, with a remedy if the error has none."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory: pass a shorter text, fewer --max-new-tokens or a smaller --dtype."
     if isinstance(error, OSError) and error.filename is not None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 def waiting(text: str) -> Iterator[None]:
     """A spinner beside `text`, for work of unknown length."""
     console = Console(stderr=True)
-    if not console.is_terminal:  # a file gets no line for what is not there to be watched
+    if not console.is_terminal:  # nothing is written where standard error is no terminal
         yield
         return
     with console.status(escape(text)):
@@ -48,7 +48,7 @@ def watched_layers(model: PreTrainedModel, advance: Callable[[int], None]) -> It
 
 
 def _layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
-    """The decoder layers; none if they cannot be told, which costs the progress bar and nothing else."""
+    """The decoder layers; none if they are not found, in which case there is no progress bar."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     return next((list(layers) for layers in lists if len(layers) == count), [])

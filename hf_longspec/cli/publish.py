@@ -1,4 +1,4 @@
-"""`hf-longspec publish`: a draft on the Hub, or in a folder what would be published."""
+"""`hf-longspec publish`: upload a draft to the Hub, or write the repository to a folder."""
 
 import json
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 @dataclass(frozen=True)
 class Request:
-    """What to publish.
+    """The options of one publication.
 
     Args:
         source (`Path`): Folder of a saved draft, with card.json or without.
         repo (`str`, *optional*): Where to publish; needed unless `dry_run`.
         dry_run (`bool`): Write a folder and upload nothing.
         output (`Path`, *optional*): That folder. Defaults to `source` with `-hub` after its name.
-        results (`Path`, *optional*): File with what was measured of the draft.
+        results (`Path`, *optional*): File with measurements of the draft.
         name (`str`, *optional*): Name of the draft in it. Defaults to that of the folder.
         base_model (`str`, *optional*): Hub id of the target.
         license (`str`, *optional*): License of the weights.
@@ -47,7 +47,7 @@ class Request:
 
 
 def write_or_push(request: Request) -> None:
-    """Publish a draft, or write to a folder what would be published.
+    """Publish a draft, or write the repository to a folder.
 
     Raises:
         CommandError: If no repository is named, or the draft cannot be loaded.
@@ -141,9 +141,9 @@ def publish(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a saved draft.")],
     repo: Annotated[str | None, typer.Option(help="Repository to upload to, owner/name.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write a folder and upload nothing.")] = False,
-    output: Annotated[Path | None, typer.Option(help="That folder; DIR-hub by default.")] = None,
-    results: Annotated[Path | None, typer.Option(help="What benchmarks/acceptance.py measured of the draft.")] = None,
-    name: Annotated[str | None, typer.Option(help="Its name in there; that of DIR by default.")] = None,
+    output: Annotated[Path | None, typer.Option(help="The folder of a dry run; DIR-hub by default.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Result file of benchmarks/acceptance.py for the draft.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the draft in --results; that of DIR by default.")] = None,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the target.")] = None,
     license: Annotated[str | None, typer.Option(help="License of the weights, such as apache-2.0.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,

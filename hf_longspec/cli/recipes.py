@@ -122,7 +122,7 @@ def _override(content: dict[str, Any], path: str, value: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 5e-4 as a text: here a number is whatever Python takes for one."""
+    """A YAML loader that reads 5e-4 as a number, as Python does; YAML 1.1 reads it as a text."""
 
 
 _Loader.add_implicit_resolver(

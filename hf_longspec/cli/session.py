@@ -74,7 +74,8 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
         _refuse_other_weights(model, info)
     if reasons := TargetView(model).why_not():
         raise CommandError(f"{target} cannot be used: {'; '.join(reasons)}. Pass another --target.")
-    # Token ids only: a repository's own penalties and temperatures would make its text something else than the argmax.
+    # Token ids only: penalties and temperatures of a repository's own settings would change the text of greedy
+    # decoding.
     own = model.generation_config
     model.generation_config = GenerationConfig(
         bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id
@@ -98,7 +99,7 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
 
 
 def _refuse_other_weights(model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Refuse weights of another architecture: transformers draws at random what a file does not have, and goes on."""
+    """Refuse weights of another architecture: transformers initialises missing weights at random and continues."""
     label = f"config.json says model_type={model.config.model_type!r}"
     for kind in ("missing", "mismatched"):
         if names := sorted(map(str, info.get(f"{kind}_keys") or ())):
@@ -143,7 +144,7 @@ def quiet(progress_bars: bool) -> Iterator[None]:
 
 
 def has_native_bfloat16(device: torch.device) -> bool | None:
-    """Whether the device computes in bfloat16 itself; `None` where PyTorch does not say."""
+    """Whether the device computes in bfloat16 itself; `None` where PyTorch does not report it."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]

@@ -20,7 +20,7 @@ from .session import load_tokenizer, loading
 
 
 def run(recipe: Recipe, resume: bool) -> None:
-    """Train as a recipe says and save the draft.
+    """Train as a recipe describes and save the draft.
 
     Raises:
         CommandError: If something named in the recipe cannot be found.
@@ -91,7 +91,7 @@ def _windows(data: dict[str, Any], length: int | None) -> Any:
 
     check_names("dataset with tokens", data, {"tokens"})
     if length is None:
-        raise CommandError("a dataset of tokens has no documents: say with pack how many tokens a row has.")
+        raise CommandError("a dataset of tokens has no documents: set pack to the number of tokens in a row.")
     files = [data["tokens"]] if isinstance(data["tokens"], str) else data["tokens"]
     windows = []
     for file in files:
@@ -134,7 +134,7 @@ def lora_config(settings: dict[str, Any] | None) -> Any:
     """A `peft.LoraConfig`, or `None`.
 
     Raises:
-        CommandError: If peft is missing or does not know a setting.
+        CommandError: If peft is missing, or has no such setting.
     """
     if settings is None:
         return None
@@ -150,15 +150,15 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
     """Write card.json into the folder of the draft; what somebody has added to it before stays.
 
     Args:
-        recipe ([`Recipe`]): What was trained.
-        folder (`Path`): Where the draft was saved.
+        recipe ([`Recipe`]): The recipe of the run.
+        folder (`Path`): The folder of the saved draft.
         state (`TrainerState`): Steps and log of the run.
     """
     file = folder / CARD_FACTS
     try:
         facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except ValueError:
-        print(f"{file} is not JSON and stays as it is: what was trained is not noted in it.", file=sys.stderr)
+        print(f"{file} is not JSON and is not changed: it gets no entry on this training run.", file=sys.stderr)
         return
     dataset = str((recipe.dataset or {}).get("path", ""))
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
@@ -192,8 +192,8 @@ def train(
 ) -> None:
     """Train a draft as a recipe describes.
 
-    A recipe names the target, the settings of the draft, the data and the arguments of the trainer; options replace
-    what it says. Checkpoints and the trained draft are written to a folder; nothing is uploaded.
+    A recipe names the target, the settings of the draft, the data and the arguments of the trainer; options replace its
+    values. Checkpoints and the trained draft are written to a folder; nothing is uploaded.
 
     Examples:
 

@@ -48,7 +48,7 @@ Options = dict[str, Any]
 RATIOS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.25)
 GAMMAS = (1, 2, 3, 4, 5, 6, 8, 10, 12)
 LARGE_GAMMA = 12
-# Acceptance no longer grows: this share of the most that any ratio reaches.
+# Acceptance counts as no longer growing at this share of the highest that any ratio reaches.
 PLATEAU = 0.98
 
 # LongSpec: chains, then ever wider trees up to the default.
@@ -63,7 +63,7 @@ class Trial:
     """One candidate, measured.
 
     Args:
-        step (`str`): Why it was tried.
+        step (`str`): The step of the procedure that tried it.
         options (`dict[str, Any]`): Settings, on top of those of the draft.
         tau (`float`): Tokens per verification.
         tokens_per_second (`float`): Median over the repeats.
@@ -171,7 +171,7 @@ PLANS: dict[str, Callable[[Any, TargetView, int, Measure], Options]] = {
 
 
 def plan_for(draft: Any) -> Callable[[Any, TargetView, int, Measure], Options]:
-    """How this kind of draft is tuned.
+    """The tuning procedure for this kind of draft.
 
     Raises:
         CommandError: If it is not.
@@ -213,7 +213,7 @@ def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
     return path
 
 
-# Two runs of one thing differ by a few percent; the present settings stay unless others gain more.
+# Two runs of the same settings differ by a few percent; the present settings stay unless others gain more.
 NOISE = 0.03
 
 

@@ -91,14 +91,9 @@ def ignores(model: PreTrainedModel, config: Any, name: str, value: Any) -> bool:
 def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
     longest = max([getattr(config, "max_position_embeddings", None) or NO_LIMIT, *_lengths(config)])
     try:
-<<<<<<< HEAD
         with rotary_state_kept(model):
             first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
-        differs = later.differs_from(first) and not again.differs_from(first)  # some kernels are never the same
-=======
-        first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
         differs = later.differs_from(first) and not again.differs_from(first)  # some kernels never repeat
->>>>>>> w-eng1
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -144,17 +139,10 @@ def _cut_by_the_stock_cache(config: Any, windows: dict[int, int | None]) -> int 
 
 
 @torch.no_grad()
-<<<<<<< HEAD
 def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, Any] | None = None) -> "Trial":
-    """One forward behind a claimed prefix as a verification makes it, or at the beginning of a text as `generate` does.
-
-    It gets the inputs `more` as well. Positions are those of the first tokens in both.
-=======
-def _run(model: PreTrainedModel, config: Any, offset: int = 0, zeros: str | None = None) -> "Trial":
     """Run one forward like a verification after a claimed prefix, or like `generate` at the beginning of a text.
 
-    Both get the positions of the first tokens.
->>>>>>> w-eng1
+    Both get the positions of the first tokens, and the inputs `more`.
     """
     trial, cache = Trial(offset), ClaimingCache(config.num_hidden_layers, offset)
     device = model.device if model.device.type != "meta" else torch.device("cpu")  # weights offloaded to disk
@@ -166,13 +154,8 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, zeros: str | None
         inputs["input_ids"] = tokens
     else:
         inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **inputs)
-<<<<<<< HEAD
-    with torch.compiler.set_stance("force_eager"):  # a forward that was compiled would be compiled for two tokens
-        trial.logits = model(**inputs, trial=trial).logits
-=======
     with torch.compiler.set_stance("force_eager"):  # a compiled forward would be compiled again for two tokens
-        model(**inputs, trial=trial)
->>>>>>> w-eng1
+        trial.logits = model(**inputs, trial=trial).logits
     trial.cached = cache.updated
     return trial
 

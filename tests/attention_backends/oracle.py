@@ -53,7 +53,7 @@ def double_loop(query, key, value, visible, *, scaling, softcap=None, bias=None,
 
 
 def plain_attention(query, key, value, visible, *, scaling, softcap=None):
-    """What a user would write: repeated heads, a boolean mask, torch's own op where it can."""
+    """Attention as a user would write it: repeated heads, a boolean mask, torch's own op where possible."""
     groups = query.shape[1] // key.shape[1]
     hidden = ~visible.any(1).any(1)[:, None, :, None]
     key, value = (x.masked_fill(hidden, 0.0).repeat_interleave(groups, dim=1) for x in (key, value))

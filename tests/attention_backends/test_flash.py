@@ -1,7 +1,7 @@
 """The flash-attn backend against stand-ins for the package, versions 2 and 3.
 
 The stand-ins have the documented signatures, compute in float64, and refuse what the real functions refuse: unknown
-arguments, other dtypes and layouts. What they return where a row has no keys is what the real ones return.
+arguments, other dtypes and layouts. Where a row has no keys, they return the same values as the real ones.
 """
 
 import copy
@@ -35,7 +35,7 @@ CALL = AttentionCall(torch.device("cpu"), torch.float16, 64, 64)
 
 
 def attend(q, k_cache, v_cache, cache_seqlens, batch_idx, leftpad, softmax_scale, causal, window_size, softcap, empty):
-    """What both versions compute from valid arguments: `(B, N, H, D)` and `(B, H, N)`."""
+    """The result of both versions for valid arguments: `(B, N, H, D)` and `(B, H, N)`."""
     for x in (q, k_cache, v_cache):
         assert x.dim() == 4 and x.dtype in HALVES and x.dtype == q.dtype, "only fp16 and bf16, all the same"
         assert x.shape[3] == q.shape[3] and (x is q or batch_idx is not None or x.shape[0] == q.shape[0])
@@ -143,7 +143,7 @@ def version_3(calls):
 
 
 class Machine:
-    """A GPU and the packages on it. `calls` says what reached flash-attn."""
+    """A GPU and the packages on it. `calls` records the calls of flash-attn."""
 
     def __init__(self, patch):
         self.patch, self.calls = patch, []
@@ -250,7 +250,7 @@ def test_prefix_in_a_window(shape, window, dtype, calls):
 
 
 def test_a_window_that_just_hides_nothing(calls):
-    """The deepest node of 4 behind 6 tokens is at position 9: a window of 10 holds slot 0, one of 9 does not."""
+    """The deepest node of 4 after 6 tokens is at position 9: a window of 10 holds slot 0, one of 9 does not."""
     query, key, value = make_tensors(1, 2, 4, 7, 8, torch.float16)
     options = {"scaling": 1.0, "positions": torch.tensor([[6, 7, 8, 9]]), "host_lengths": (6,)}
     for window, rows in ((10, 1), (9, 4)):

@@ -1,4 +1,4 @@
-"""What transformers calls: whole models on our attention against their own eager attention, and the refusals."""
+"""The registered attention functions: whole models on ours against their own eager attention, and the refusals."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a window hides, decided from sizes alone, against the distance between every node and every slot."""
+"""Entries hidden by a window, decided from sizes alone, against the distance between every node and every slot."""
 
 import pytest
 

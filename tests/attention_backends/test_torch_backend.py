@@ -80,7 +80,7 @@ def test_softcap_over_several_key_blocks(window, monkeypatch):
 
 
 def test_a_window_on_a_device_whose_positions_are_not_read(monkeypatch):
-    """What runs on CUDA: no position is read back, no fused op takes a mask."""
+    """The path of CUDA: no position is read back, no fused op takes a mask."""
     case = prefix_case(7, 2, 16, (90, 0, 33), 20, torch.float32)
     query, key, value, lengths, options, exact, plain = case
     monkeypatch.setattr(torch_backend, "can_fuse", lambda *args, masked=False: False)
@@ -189,7 +189,7 @@ def test_equal_prefixes_are_one_call_on_the_cache_itself(spy):
 def test_a_buffer_that_is_too_short():
     query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
     whole = torch.zeros(1, 2, 90, 16)
-    whole[:, :, :50] = key  # the numbers behind the slice exist in memory, and must not be read
+    whole[:, :, :50] = key  # the numbers after the slice exist in memory, and must not be read
     with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
         TORCH_BACKEND.prefix_attention(query, whole[:, :, :50], value, torch.tensor([60]), scaling=1.0)
 

@@ -70,7 +70,7 @@ def test_time_to_first_token_holds_the_prompt_and_nothing_else(name, target, pro
 
 @pytest.mark.parametrize("kind", ["ngram", "longspec"])
 def test_tau_is_that_of_counted_forwards(kind, trained, code, forwards):
-    """Neither draft runs the target: every forward behind the prompt is a verification."""
+    """Neither draft runs the target: every forward after the prompt is a verification."""
     if kind == "ngram":
         draft = hf_longspec.NgramDraftModel.from_target(trained, num_assistant_tokens=4)
     else:

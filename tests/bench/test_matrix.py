@@ -20,7 +20,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class Quiet:
-    """Counts steps and says nothing."""
+    """Counts steps and prints nothing."""
 
     def __init__(self):
         self.steps = 0
@@ -73,7 +73,7 @@ def runs_of(records, row):
     return [record for record in runs(records) if all(record[name] == value for name, value in keys.items())]
 
 
-def test_every_method_runs_in_every_turn_behind_the_same_prompts(target, methods, documents, tmp_path):
+def test_every_method_runs_in_every_turn_after_the_same_prompts(target, methods, documents, tmp_path):
     records = measured(target, methods, documents, tmp_path / "b.jsonl", CELL, Cell("float32", 60, 2))
     found = [(r["context"], r["method"], r["turn"]) for r in runs(records)]
     assert len(found) == len(set(found)) == 2 * (5 + 4)  # prompt lookup decodes one row

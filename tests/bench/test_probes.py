@@ -29,10 +29,10 @@ def test_a_tree_is_counted_by_hand():
     tree = DraftTree(tokens, torch.tensor([[-1, 0, 0, 2, 2]] * 2), torch.ones(2, 5, dtype=torch.bool), max_depth=2)
     choice = torch.tensor([[2, 0, 9, 0, 0], [8, 1, 0, 0, 0]])
     acceptance = walk(tree, choice)
-    law = torch.full((10,), 0.02)
-    law[3], law[4], law[9] = 0.2, 0.1, 1 - 0.3 - 7 * 0.02
-    scores = torch.zeros(2, 3, 10)  # uniform, but behind the node where row 0 ends
-    scores[0, 1] = law.log()
+    p = torch.full((10,), 0.02)
+    p[3], p[4], p[9] = 0.2, 0.1, 1 - 0.3 - 7 * 0.02
+    scores = torch.zeros(2, 3, 10)  # uniform, but after the node where row 0 ends
+    scores[0, 1] = p.log()
     probe = AcceptanceProbe()
     probe._count(tree, acceptance, scores, [True, True])
     assert (probe.reached, probe.accepted) == ([2, 1], [2, 0])
@@ -42,13 +42,13 @@ def test_a_tree_is_counted_by_hand():
     assert probe.reached == [2, 1]
 
 
-def test_a_chain_with_a_law_gives_both_probabilities():
+def test_a_chain_with_a_distribution_gives_both_probabilities():
     q = torch.tensor([[[0.0] * 4, [0.1, 0.7, 0.1, 0.1], [0.25] * 4]])
     tree = DraftTree.chain(torch.tensor([[0, 1, 2]]), q=q)
     acceptance = walk(tree, torch.tensor([[3, 0, 0]]))
-    law = torch.tensor([0.2, 0.14, 0.06, 0.6])
+    target = torch.tensor([0.2, 0.14, 0.06, 0.6])
     probe = AcceptanceProbe()
-    probe._count(tree, acceptance, law.log().expand(1, 3, 4), [True])
+    probe._count(tree, acceptance, target.log().expand(1, 3, 4), [True])
     ((p, own),) = probe.rejected
     assert (p, own) == (pytest.approx(0.14), pytest.approx(0.7))
     found = probe.to_dict()["rejected"]
@@ -83,7 +83,7 @@ def test_counts_are_those_of_the_loop(kind, temperature, target, prompt):
 
 
 class Placed(AcceptanceProbe):
-    """Notes behind how many tokens of the text, the first one included, each rejected token stood."""
+    """Record the number of tokens of the text, the first one included, before each rejected token."""
 
     def __init__(self):
         super().__init__()
@@ -105,12 +105,12 @@ def test_the_target_s_probability_of_a_rejected_token_is_that_of_a_plain_forward
     with probe.of(draft):
         call = run_call(target, draft, one, decoding=Decoding(), tokens=30, seed=0)
     with torch.no_grad():
-        laws = target(torch.cat([one[0], call.text], dim=1)).logits[0].softmax(-1)
+        probabilities = target(torch.cat([one[0], call.text], dim=1)).logits[0].softmax(-1)
     places = [(place, token) for place, token in probe.places if token is not None]
     inside = [(place, token, p) for (place, token), (p, _) in zip(places, probe.rejected, strict=True) if place < 30]
     assert len(inside) > 3
     for place, token, p in inside:
-        assert p == pytest.approx(float(laws[one[0].shape[1] - 1 + place, token]), abs=KERNEL_ERROR)
+        assert p == pytest.approx(float(probabilities[one[0].shape[1] - 1 + place, token]), abs=KERNEL_ERROR)
         assert token != int(call.text[0, place])
 
 

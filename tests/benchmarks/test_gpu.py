@@ -1,4 +1,4 @@
-"""One run of the GPU benchmark over everything, on a CPU. What only a GPU can do is seen to be left out by name."""
+"""One run of the whole GPU benchmark on a CPU. Parts that need a GPU are left out by name."""
 
 import dataclasses
 import importlib.util

@@ -70,7 +70,7 @@ def test_a_backend_that_leaves_places_unwritten_is_wrong(make_run, registered):
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_backend_that_reads_behind_the_nodes_is_wrong(make_run, registered):
+def test_a_backend_that_reads_after_the_nodes_is_wrong(make_run, registered):
     def greedy(query, key, value, lengths, **options):
         everything = torch.full_like(lengths, key.shape[2])
         options["host_lengths"] = (key.shape[2],) * len(lengths)

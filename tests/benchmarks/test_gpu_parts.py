@@ -102,7 +102,7 @@ def test_fp8_layers_are_close_to_what_they_replace():
 
 
 class Settings:
-    """What a draft shows of itself."""
+    """The attributes of a draft that the benchmark reads."""
 
     def __init__(self, **values):
         self.settings = values

@@ -8,7 +8,7 @@ import torch
 import hf_longspec
 from benchmarks.gate import CATCH_UP, PLAIN_STEP, SPECULATION, TURN, SteppedRun, TimedStep, accounted, interleave
 from hf_longspec.bench.calls import MODES
-from hf_longspec.testing_drafts import FlippingGate
+from hf_longspec.testing import FlippingGate
 
 TOKENS, CONTEXT = 2 * TURN + 7, 31
 
@@ -58,7 +58,7 @@ def test_every_step_is_timed_and_named(target, prompts, flipping):
     stats = draft.session.stats
     assert kinds.count(SPECULATION) == stats.num_spec_steps > 0
     assert kinds.count(PLAIN_STEP) + kinds.count(CATCH_UP) == stats.num_plain_steps > 0
-    # speculation behind a rest begins with one step that the drafter is shown
+    # speculation after a pause begins with one step that the drafter observes
     first = [index for index, kind in enumerate(kinds) if kind == SPECULATION and kinds[index - 1] != SPECULATION]
     assert all(kinds[index - 1] == CATCH_UP for index in first if index)
     assert CATCH_UP in kinds

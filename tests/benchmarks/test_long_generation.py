@@ -1,4 +1,4 @@
-"""Long texts with marks: what is counted at a mark, what goes on behind it, and what the table says."""
+"""Long texts with marks: the counts at a mark, the baselines after it, and the table."""
 
 import pytest
 import torch
@@ -49,8 +49,8 @@ def test_every_row_has_its_marks(records):
     assert all(row["tokens_per_second"] > 0 and len(row["distinct"]) == 4 for row in rows)
     # one seed, and drafts that are not random: all methods write one text
     assert rows[1]["distinct"] == rows[3]["distinct"]
-    behind = [(row["method"], row["mark"]) for row in records if row["kind"] == "baseline"]
-    assert behind == [(HF, 30), (PLAIN, 30), (HF, 15), (PLAIN, 15)]
+    baselines = [(row["method"], row["mark"]) for row in records if row["kind"] == "baseline"]
+    assert baselines == [(HF, 30), (PLAIN, 30), (HF, 15), (PLAIN, 15)]
 
 
 def test_ratios_are_those_of_the_same_mark(records):
@@ -84,8 +84,8 @@ def test_graphs_are_built_before_the_clock_starts(target, prompts, tmp_path, mon
     torch._dynamo.reset()
 
 
-def test_going_on_behind_a_mark_leaves_what_is_before_it(target, prompts, tmp_path):
-    """The text that a baseline writes behind a mark is that of a fresh call, so the keys before it are the text's."""
+def test_going_on_after_a_mark_keeps_the_text_before_it(target, prompts, tmp_path):
+    """The text that a baseline writes after a mark is that of a fresh call, so the keys before it are the text's."""
     plain = hf_longspec.PlainDraftModel.from_target(target)
     benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8, 16], {}, [], levels=4)
     with ResultFile(tmp_path / "long.jsonl", "long", long_report, TimeGuard(1), {}) as results:

@@ -1,4 +1,4 @@
-"""What a call of `generate` needs at its peak, at small sizes, and that the measurement sees what it is there for."""
+"""The peak memory of a call of `generate` at small sizes, and checks that the measurement detects extra memory."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ SMALL = Shape(layers=12, hidden=32, intermediate=48, heads=8, kv_heads=4, head_d
 CONTEXTS = [4608, 9216]
 CHUNK = 16
 MIB = 2**20
-# What Python itself takes in any call: frames, caches of the interpreter, the profiler's own objects.
+# Memory of Python itself in any call: frames, caches of the interpreter, the profiler's own objects.
 PYTHON_NOISE = 2**18
 
 

@@ -21,7 +21,7 @@ BLIND = [
     "selection=window",
 ]
 SHORT = ["--max-new-tokens", 24, "--context", 96]
-# A cold law, which so blind a draft misses by far: with it the broken rules below deviate by 10 sigma and more.
+# A cold distribution, far from that of the draft: with it the broken rules below deviate by 10 sigma and more.
 SAMPLED = ["--max-new-tokens", 4, "--context", 64, "--samples", 192, "--sample-tokens", 3, "--batch", 96]
 SAMPLED += ["--temperature", 0.5, "--set", "num_assistant_tokens=2"]  # the last of two values counts
 
@@ -129,9 +129,9 @@ def test_a_text_that_ends_too_early_is_not_lossless(command, tiny, monkeypatch):
     assert "the text ends too early" in " ".join(result.stdout.split())
 
 
-def test_sampling_that_follows_the_law_passes(audit):
+def test_sampling_that_follows_the_distribution_passes(audit):
     status, found = audit(*BLIND, *SAMPLED)
-    assert status == 0 and found["sampling"]["verdict"] == "follows the law"
+    assert status == 0 and found["sampling"]["verdict"] == "follows the distribution"
     assert found["sampling"]["num_samples"] == 192
 
 
@@ -140,7 +140,7 @@ def broken_rejection(tree, scores, uniforms, noise):
 
 
 def broken_walk(tree, scores, noise):
-    """Draws from a colder law than the target's."""
+    """Draws from a colder distribution than the target's."""
     return accept_sampled(tree, scores * 3, noise)
 
 
@@ -158,7 +158,7 @@ def test_a_broken_rule_of_sampling_is_caught(audit, monkeypatch, rule, broken, d
     status, found = audit(*SAMPLED, *draft)
     assert status == 1
     assert found["prompts"][0]["verdict"] == "exact", "the greedy rule is not the one that was broken"
-    assert found["sampling"]["verdict"] == "does NOT follow the law"
+    assert found["sampling"]["verdict"] == "does NOT follow the distribution"
     assert found["sampling"]["max_sigma"] > 5
 
 

@@ -60,10 +60,7 @@ def test_texts_and_tables(run):
     assert [table[name][0][-1] for name in table] == ["reference", "yes", "yes", "yes"]
     assert {table[name][1][-1] for name in table} <= {"exact", "near-tie"}
     assert (
-        out.index("float32, behind")
-        < out.index("identical text")
-        < out.index("bfloat16, behind")
-        < out.index("verdict")
+        out.index("float32, after") < out.index("identical text") < out.index("bfloat16, after") < out.index("verdict")
     )
     for name, groups in table.items():
         for speed, ratio, tau, first, _ in groups:
@@ -139,7 +136,7 @@ def test_emulated_bfloat16_gets_a_shorter_prompt(run, monkeypatch, native, optio
     assert status == 0
     assert list(dict.fromkeys(seen)) == [("torch.float32", contexts[0]), ("torch.bfloat16", contexts[1])]
     assert ("cut to 24 tokens" in out.replace("\n", " ")) == (contexts[1] == 24)
-    assert f"bfloat16, behind {contexts[1]} tokens" in out
+    assert f"bfloat16, after {contexts[1]} tokens" in out
 
 
 def test_another_text_in_float32_is_status_1(run, monkeypatch):
@@ -281,7 +278,7 @@ def test_settings_of_transformers_are_restored(run):
         logging.set_verbosity_warning()
 
 
-def test_a_prompt_ends_behind_a_word():
+def test_a_prompt_ends_after_a_word():
     text = "# a heading\n\nThe keeper wrote every evening into a book.\nx = 1\n\ny ="
     assert demo.end_inside_a_line(text) == "# a heading\n\nThe keeper wrote"
     assert demo.end_inside_a_line("x = 1\ny = 2\n") == "x = 1\ny = 2\n"
@@ -335,7 +332,7 @@ class TestRemarks:
         assert "decoded at 0.25x its float32 speed" in demo.remarks(groups, False)[-1]
         assert len(demo.remarks(groups, True)) == len(demo.remarks(groups, None)) == 2
 
-    def test_emulated_bfloat16_behind_a_shorter_prompt(self):
+    def test_emulated_bfloat16_after_a_shorter_prompt(self):
         groups = [self.group((100, 100, 40)), self.group((25, 100, 40), dtype="bfloat16", context=2048)]
         said = demo.remarks(groups, False)
         assert "do not compare the speeds of the two groups" in said[-1]

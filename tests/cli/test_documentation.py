@@ -23,7 +23,8 @@ HELPED = [
     for line in (inspect.getdoc(command) or "").splitlines()
     if line.strip().startswith("hf-longspec ")
 ]
-# What the examples of a help text leave to its defaults, small enough for a test; the last of two values counts.
+# Options that the examples of a help text leave at their defaults, small enough for a test; the last of two values
+# counts.
 SMALL = {
     "generate": ["--max-new-tokens", "8"],
     "audit": ["--max-new-tokens", "8", "--context", "64"],

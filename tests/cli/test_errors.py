@@ -1,4 +1,4 @@
-"""What users get wrong: one line that names it and the remedy, status 2, no traceback, nothing written."""
+"""Errors of users: one line with the problem and the remedy, status 2, no traceback, nothing written."""
 
 import json
 import shutil
@@ -223,7 +223,7 @@ def test_a_missing_package_is_named_in_one_line(missing):
 
 
 def test_the_target_is_not_changed_by_a_loading_check(tiny):
-    """What the loading check relies on: a right folder has nothing missing, mismatched or unexpected."""
+    """The assumption of the loading check: a correct folder has nothing missing, mismatched or unexpected."""
     _, info = AutoModelForCausalLM.from_pretrained(tiny.target, output_loading_info=True)
     assert not any(info[f"{kind}_keys"] for kind in ("missing", "mismatched", "unexpected"))
     assert AutoConfig.from_pretrained(tiny.target).model_type == "llama"

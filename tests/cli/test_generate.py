@@ -70,7 +70,7 @@ def test_json_is_one_object_with_text_statistics_and_steps(command, tiny, expect
 
 
 def test_sampling_follows_its_seed_and_its_options(command, tiny, target):
-    """The plain draft runs stock sampling's law; the seed decides the text, and the options reach the model."""
+    """The plain draft samples like stock `generate`; the seed decides the text, and the options reach the model."""
     arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", NEW, "--json"]
     runs = [json.loads(command(*arguments, "--temperature", 1.5, "--seed", seed).stdout) for seed in (1, 1, 2)]
     assert runs[0]["text"] == runs[1]["text"] != runs[2]["text"]
@@ -235,7 +235,7 @@ def test_a_real_process_without_a_terminal(tiny, expected):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT for a single process")
 def test_ctrl_c_keeps_the_text_so_far(tiny):
-    """A real process, interrupted behind its first words: they stay, the statistics follow, the status is 130."""
+    """A real process, interrupted after its first words: they stay, the statistics follow, the status is 130."""
     arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", 15_000]
     process = subprocess.Popen(
         [sys.executable, "-m", "hf_longspec.cli.app", *map(str, arguments), "--temperature", "1"],

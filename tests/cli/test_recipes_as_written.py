@@ -48,7 +48,7 @@ def save_tiny(folder, architecture, positions):
 
 
 def assert_as_written(recipe, folder, changed):
-    """What the trainer was given is what the file says."""
+    """The trainer receives the values of the file."""
     given = torch.load(folder / "training_args.bin", weights_only=False)
     for name, value in recipe.training.items():
         if name not in changed:

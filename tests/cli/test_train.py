@@ -214,7 +214,7 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--set", "training.loss=mse"], "loss='mse': expected one of kl, ce"),
         (["--set", "seed"], "expected key=value"),
         (["--set", "pack.size=3"], "pack is 25 in the recipe, not a mapping"),
-        (["--set", "pack=null"], "say with pack how many tokens"),
+        (["--set", "pack=null"], "set pack to the number of tokens"),
         (["--set", "pack=601"], "fewer than one row of length=601"),
         (["--set", "pack=550"], "550 tokens, and the target has 512 positions"),
         (["--set", "dataset.tokens=none.npy"], "cannot load the tokens of 'none.npy'"),

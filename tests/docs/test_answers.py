@@ -28,7 +28,7 @@ def draft():
 
 @pytest.fixture
 def generate(target, tokenizer, draft):
-    """`generate(**options)`: twelve tokens behind one prompt."""
+    """`generate(**options)`: twelve tokens after one prompt."""
     inputs = tokenizer(["The history of the lighthouse begins"], return_tensors="pt")
 
     def run(assistant_model=draft, **options):

@@ -67,7 +67,7 @@ def checkout(hub, tmp_path, monkeypatch):
 
 
 def prelude():
-    """What the pages of drafts and settings take for granted."""
+    """Names that the pages of drafts and settings use without defining them."""
     tokenizer = AutoTokenizer.from_pretrained("hub_cards/tiny-target", padding_side="left")
     target = AutoModelForCausalLM.from_pretrained("hub_cards/tiny-target", dtype=torch.float32)
     return {

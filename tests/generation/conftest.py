@@ -1,4 +1,4 @@
-"""What the tests of this room share: plain runs of tiny targets, and drafts that run them again.
+"""Fixtures of the tests of `generation`: plain runs of tiny targets, and drafts that run them again.
 
 Targets are made once per session. A test that changes one makes its own.
 """
@@ -13,13 +13,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled_steps as compiled
-from hf_longspec.testing import tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
 
 
 @dataclass
 class PlainRun:
-    """What the bare model makes of a ragged batch of prompts, greedily unless the options say otherwise."""
+    """The text of the bare model for a ragged batch of prompts, greedy by default."""
 
     model: Any
     inputs: dict[str, Any]

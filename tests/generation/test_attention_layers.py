@@ -21,7 +21,7 @@ def test_layers_of_most_models_are_found_and_withhold_nothing(target, name):
 @pytest.mark.parametrize("name", ["stablelm", "nemotron"])
 class TestLayersThatKeepKeywords:
     def seen(self, model, **keywords):
-        """What the attention layers of a forward are given."""
+        """The inputs of the attention layers of a forward."""
         found = []
         handles = [
             module.register_forward_pre_hook(lambda _, args, kwargs: found.append(kwargs.get("tree")), with_kwargs=True)

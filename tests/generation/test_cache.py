@@ -76,7 +76,7 @@ def test_plain_updates_append_and_return_what_is_stored():
         ([6, 2], [[0], [0]], [1, 1]),
     ],
 )
-def test_commit_keeps_the_path_right_behind_the_prefix(lengths, path, kept):
+def test_commit_keeps_the_path_directly_after_the_prefix(lengths, path, kept):
     ledger = Ledger(make_cache())
     for row, (numbers, length) in enumerate(zip(ledger.write(6), lengths, strict=True)):
         ledger.rows[row] = numbers[:length]
@@ -96,7 +96,7 @@ def test_commit_keeps_the_path_right_behind_the_prefix(lengths, path, kept):
         ledger.check()
 
 
-def test_staged_nodes_come_right_behind_every_rows_own_prefix():
+def test_staged_nodes_come_directly_after_every_rows_own_prefix():
     ledger = Ledger(make_cache())
     ledger.write(6)
     ledger.cache.set_lengths([6, 2])

@@ -21,8 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.testing import tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import random_tokenswift_draft
+from hf_longspec.testing import random_tokenswift_draft, tiny_prompts, tiny_target
 
 SIZES = {
     "vocab_size": 128,
@@ -65,7 +64,8 @@ INDEXED = {
 
 
 class Prompt(BaseStreamer):
-    """What a refused call may have streamed: the prompt, which `generate` sends before it calls any decoding."""
+    """The only output that a refused call may have streamed: the prompt, which `generate` sends before it calls any
+    decoding."""
 
     def __init__(self):
         self.puts = []

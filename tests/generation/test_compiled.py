@@ -14,8 +14,7 @@ from hf_longspec.generation.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_target
-from hf_longspec.testing_drafts import random_longspec_draft
+from hf_longspec.testing import random_longspec_draft, tiny_target
 
 CAPACITY = 80
 # Rounding of float32 sums in another order; logits have a standard deviation of 3.

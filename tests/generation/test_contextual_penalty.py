@@ -8,8 +8,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
+from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE, RAGGED = (21,), (33, 3, 13)

@@ -13,8 +13,7 @@ from hf_longspec.generation.beam import Beam
 from hf_longspec.generation.sampling import SHARPNESS, Coupling, NoiseRows, TokenRule
 from hf_longspec.generation.sequences import Sequences
 from hf_longspec.generation.verification import draw_noise, exponential_race
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import random_longspec_draft, random_tokenswift_draft
+from hf_longspec.testing import random_longspec_draft, random_tokenswift_draft, tiny_prompts
 
 VOCAB, PROMPT = 11, 6
 NEVER = 999  # no token of the tiny targets

@@ -11,8 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.target_modules import TargetEnds, final_norm_of
-from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDrafter
+from hf_longspec.testing import TINY_TARGETS, WINDOW, RandomTreeDrafter, tiny_target
 
 # Windows of 16 tokens are full from the first step in some rows and fill up in others; the prompt of 3 tokens is
 # shorter than every seed chain.

@@ -1,4 +1,4 @@
-"""What the final norm is given, on every architecture: norm and head make the target's own logits of it."""
+"""The input of the final norm, on every architecture: norm and head turn it into the target's own logits."""
 
 import threading
 

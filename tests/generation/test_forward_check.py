@@ -98,7 +98,7 @@ def test_every_target_passes_by_far(name, lengths, monkeypatch):
 
 
 @LENGTHS
-def test_it_runs_behind_the_longest_prefix(lengths, monkeypatch):
+def test_it_runs_after_the_longest_prefix(lengths, monkeypatch):
     """Against one forward without a cache over that row."""
     model, found = tiny_target("gemma3"), []
     monkeypatch.setattr(forward_check, "_compare", lambda target, verified, plain: found.append(plain))
@@ -155,7 +155,7 @@ class TestHowOften:
         Counted.forwards.clear()
         generate(model, RAGGED, draft)
         assert first[0] == Counted.forwards[0] == 3 * 32  # the prefill
-        # one row: a chain of as many tokens as there is room for behind the prompt, and a tree with two branches
+        # one row: a chain of as many tokens as fit after the prompt, and a tree with two branches
         assert first[1:3] == [4, 7] and first[3:] == Counted.forwards[1:]
         generate(as_class(Counted, seed=1), ONE)  # other weights of the same kind
         assert 7 not in Counted.forwards

@@ -14,12 +14,13 @@ from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate, gate_of
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import (
+from hf_longspec.testing import (
     FlippingGate,
     RandomTreeDraftModel,
     random_longspec_draft,
     random_tokenswift_draft,
+    tiny_prompts,
+    tiny_target,
     ungated,
 )
 

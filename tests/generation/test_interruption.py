@@ -17,7 +17,7 @@ from hf_longspec import SpeculativeCache
 from hf_longspec.generation.cache import RowLengths, SpeculativeLayer
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
-from hf_longspec.testing_drafts import RandomTreeDrafter, random_longspec_draft
+from hf_longspec.testing import RandomTreeDrafter, random_longspec_draft
 
 ONE, RAGGED = (21,), (33, 3, 13)
 BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
@@ -41,7 +41,7 @@ class Bomb:
 
 
 class Recorder(BaseStreamer):
-    """Keeps what it is given behind the prompt, and may explode before or after it has kept it."""
+    """Keeps its input after the prompt, and may raise before or after it has kept it."""
 
     def __init__(self, before=None, after=None):
         self.before, self.after = before or Bomb(NONE), after or Bomb(NONE)
@@ -159,7 +159,7 @@ PHASES = [
 
 
 class State:
-    """What a call must leave as it was, and how to check it."""
+    """The state that a call must leave as it was, and its check."""
 
     def __init__(self, run):
         self.run, self.before = run, self.take(run.model)
@@ -183,7 +183,7 @@ def drafted(run, kind):
 
 
 def emitted(draft):
-    """What the running call has emitted behind the first tokens."""
+    """The tokens that the running call has emitted after the first ones."""
     return draft.last_speculation.num_emitted_tokens if draft.last_speculation else 0
 
 

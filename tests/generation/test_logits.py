@@ -16,7 +16,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.sampling import HISTORY_FREE, TokenRule, refuse_stateful
 from hf_longspec.generation.sequences import Sequences
-from hf_longspec.testing_law import random_tree
+from hf_longspec.testing import random_tree
 
 ONE, RAGGED = (21,), (33, 3, 13)
 BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])

@@ -1,4 +1,4 @@
-"""What a step of a long text costs: counted in elements written and bytes kept, not in seconds.
+"""The cost of a step of a long text, in elements written and bytes kept, not in seconds.
 
 At a length some ten times that of the first look, everything but attention must be as it was.
 """
@@ -19,8 +19,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor, SpeculativeCache
 from hf_longspec.generation import sequences
 from hf_longspec.generation.cache import ALIGNMENT, lazy_zeros
 from hf_longspec.generation.drafter import Drafter
-from hf_longspec.testing import tiny_target
-from hf_longspec.testing_drafts import RandomTreeDrafter
+from hf_longspec.testing import RandomTreeDrafter, tiny_target
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
@@ -78,9 +77,9 @@ class Read(array):
 
 
 class Marks(BaseStreamer):
-    """Looks at the running call behind some numbers of tokens: what is kept, and what the next SPAN tokens take."""
+    """Inspects the running call after some numbers of tokens: the kept bytes, and the cost of the next SPAN tokens."""
 
-    AT, SPAN = (40, 80, 320), 6  # looking for the first time leaves things behind
+    AT, SPAN = (40, 80, 320), 6  # the first inspection fills caches
 
     def __init__(self, written):
         self.written, self.tokens = written, -1  # the prompt is handed over first

@@ -9,8 +9,7 @@ from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.prompt_inputs import PromptInputs
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.configuration_plain import PlainConfig
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
+from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
 
 TEXT_ALONE = ("gemma3", "gemma4", "llava", "mistral3", "idefics3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longspec.generation.sampling import NoiseRows
 from hf_longspec.generation.verification import draw_noise
-from hf_longspec.testing_law import MAX_SIGMA
+from hf_longspec.testing import MAX_SIGMA
 
 VOCAB = 5
 CPU = torch.device("cpu")

@@ -11,8 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.rotary import FORGETS, RECOMPUTES, FrequencyChange, RotaryLimit, cache_at
-from hf_longspec.testing import tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft
+from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head

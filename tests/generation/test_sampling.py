@@ -19,9 +19,15 @@ from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecA
 from hf_longspec.generation import decoding
 from hf_longspec.generation import sampling as logits
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
-from hf_longspec.testing_law import MAX_SIGMA, max_z_score
+from hf_longspec.testing import (
+    MAX_SIGMA,
+    TINY_TARGETS,
+    RandomTreeDraftModel,
+    max_z_score,
+    random_longspec_draft,
+    random_tokenswift_draft,
+    tiny_prompts,
+)
 
 RAGGED = (33, 3, 13)
 NEVER = 1  # a token that is not emitted, so that no row ends early

@@ -122,7 +122,7 @@ PHASES = [
 
 
 def test_every_phase_has_slots_of_its_own():
-    """What layers share within a phase is not carried into the next, whatever rows have in common."""
+    """State that layers share within a phase is not carried into the next, whatever rows have in common."""
     cache, room = filled_cache((1, 1)), 3
     selected = SelectedCache(cache, frozenset(), room)
     for lengths, counts, tails in PHASES:
@@ -140,7 +140,7 @@ def test_every_phase_has_slots_of_its_own():
         selected.advance()
 
 
-def test_what_is_drafted_goes_behind_the_tail_and_never_into_the_prefix():
+def test_drafted_tokens_go_after_the_tail_and_never_into_the_prefix():
     lengths = (30, 12)
     cache = filled_cache(lengths)
     before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]

@@ -6,8 +6,15 @@ import torch
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation import compiled_steps as captured
 from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, _compiled, runner_of
-from hf_longspec.testing import PAD_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
+from hf_longspec.testing import (
+    PAD_TOKEN_ID,
+    TINY_TARGETS,
+    RandomTreeDraftModel,
+    random_longspec_draft,
+    random_tokenswift_draft,
+    tiny_prompts,
+    tiny_target,
+)
 
 LENGTHS = (33, 5, 19)
 # Never emitted by itself, so that every call runs as many steps as it says.
@@ -26,7 +33,7 @@ HEADS = {
         model, self_draft="partial_kv", partial_kv_budget=27, partial_kv_recent=9, tree_branching=[2, 3]
     ),
 }
-# What torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
+# Types that torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 # Compiled by `make test`: the plainest; softcaps, norms of heads and windows. `make soak` compiles all.
 TELLING = ("llama", "gemma2", "gemma3")
@@ -173,7 +180,7 @@ class Recorder:
     ids=["greedy", "sampled", "penalised"],
 )
 def test_captured_steps(kind, options, monkeypatch):
-    """What a graph is made of reads no length on the host; lengths cross two buckets."""
+    """A graph reads no length on the host; lengths cross two buckets."""
     recorder = Recorder()
     model = tiny_target("llama")
     draft = (DRAFTS | HEADS)[kind](model)

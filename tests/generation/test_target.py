@@ -13,8 +13,7 @@ from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.generation.cache import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
-from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
-from hf_longspec.testing_law import random_tree
+from hf_longspec.testing import TINY_TARGETS, WINDOW, random_tree, tiny_prompts, tiny_target
 from tests.pairwise import pairwise
 
 # Largest error of a logit, as a share of the largest logit. float32 summed in another order gives up to 4.3e-6; a wrong
@@ -45,7 +44,7 @@ def ancestors(tree, row, node):
 
 @torch.no_grad()
 def path_logits(model, prefix, tokens):
-    """What the bare model says after `tokens` behind `prefix`: one forward, no cache, no mask, no batch."""
+    """Logits of the bare model for `tokens` after `prefix`: one forward, no cache, no mask, no batch."""
     return model(input_ids=torch.tensor([[*prefix, *tokens]]), use_cache=False).logits[0, -1]
 
 
@@ -123,7 +122,7 @@ def test_tree_steps_equal_a_forward_of_every_path(name, batch, implementation):
 
 
 class TestTheCheckIsSharp:
-    """What a mistake would look like. Without these a tolerance says nothing."""
+    """The effects of mistakes. A tolerance means something only if these exceed it."""
 
     @pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
     def test_without_moving_the_committed_nodes(self, name, monkeypatch):

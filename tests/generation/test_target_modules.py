@@ -1,4 +1,4 @@
-"""What a draft borrows, against what the target itself makes of it: its hidden states, queries, keys and logits."""
+"""The modules that a draft borrows, against the target's own hidden states, queries, keys and logits."""
 
 import importlib
 import inspect

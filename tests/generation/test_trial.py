@@ -1,4 +1,4 @@
-"""What two tokens show of a model's attention layers: windows, causality, positions, and who calls the backend."""
+"""The trial forward on two tokens finds windows, causality, positions, and the layers that call the backend."""
 
 import pytest
 import torch
@@ -8,8 +8,7 @@ from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import trial
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.configuration_plain import PlainConfig
-from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing import TINY_TARGETS, WINDOW, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.generation.tiny_models import SIZES, peaked, vision_language_model
 
 DECODERS = {
@@ -127,7 +126,7 @@ class TestPositions:
         check_text(model)
 
     def test_a_decoder_whose_own_count_begins_elsewhere(self):
-        """RoBERTa begins behind its padding index, but `generate` hands it positions from 0."""
+        """The positions of RoBERTa begin after its padding index, but `generate` hands it positions from 0."""
         check_text(build("roberta", is_decoder=True, num_key_value_heads=4))
 
 
@@ -209,5 +208,5 @@ class TestTheTrial:
 
 
 def test_tiny_models_are_image_models():
-    """What this file calls a vision-language model is the class that transformers chooses."""
+    """The vision-language models of this file are of the class that transformers chooses."""
     assert type(vision_language_model("idefics")) in AutoModelForImageTextToText._model_mapping.values()

@@ -20,7 +20,7 @@ from hf_longspec.generation.verification import (
     walk,
     walk_lazily,
 )
-from hf_longspec.testing_law import MarkovTarget, random_tree
+from hf_longspec.testing import MarkovTarget, random_tree
 
 V = 6
 

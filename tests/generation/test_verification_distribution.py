@@ -25,7 +25,7 @@ from hf_longspec.generation.verification import (
     exponential_race,
     walk_lazily,
 )
-from hf_longspec.testing_law import LONG_ROWS, MAX_SIGMA, SHORT_ROWS, MarkovTarget, law_rows, max_z_score
+from hf_longspec.testing import LONG_ROWS, MAX_SIGMA, SHORT_ROWS, MarkovTarget, distribution_rows, max_z_score
 
 V = 7
 PREFIX = torch.tensor([2, 5, 5, 0, 3])  # repeats a token and misses others, so that a repetition penalty shows
@@ -46,7 +46,11 @@ PROCESSORS = {
     "repetition": [RepetitionPenaltyLogitsProcessor(1.8)],
     "all": [RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(1.4), TopKLogitsWarper(5)],
 }
-ROWS = [law_rows(), pytest.param(LONG_ROWS, marks=pytest.mark.soak)] if law_rows() < LONG_ROWS else [LONG_ROWS]
+ROWS = (
+    [distribution_rows(), pytest.param(LONG_ROWS, marks=pytest.mark.soak)]
+    if distribution_rows() < LONG_ROWS
+    else [LONG_ROWS]
+)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -113,7 +117,7 @@ class Speculation:
         return torch.stack([first.tokens[:, 0], later], dim=1)
 
     def z_score(self, scheme):
-        return max_z_score(self.sample(scheme), self.target.pair_law(PREFIX))
+        return max_z_score(self.sample(scheme), self.target.pair_distribution(PREFIX))
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -16,8 +16,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.attention_backends.scores import GRANULARITIES
 from hf_longspec.modeling.ngram.generation_ngram import SOURCES
 from hf_longspec.modeling.specattn.generation_specattn import SELECTIONS
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing import TINY_TARGETS, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.robustness.drafts import make_draft
 from tests.tiny_tokenizers import character_tokenizer
 
@@ -107,7 +106,7 @@ class Case:
 
     @property
     def text_is_fixed(self) -> bool:
-        """Whether the text is that of decoding without a draft; under rejection only its law is."""
+        """Whether the text is that of decoding without a draft; under rejection only its distribution is."""
         return not (self.do_sample and self.kind == "specattn" and self.settings["acceptance"] == "rejection")
 
 
@@ -274,7 +273,7 @@ def processors(draw, prompt_length: int, vocab: int, do_sample: bool) -> dict[st
             "top_h": st.sampled_from([0.4, 0.8]),
         }
     options = {name: draw(maybe(strategy)) for name, strategy in choices.items()}
-    # what the stock generate cannot do either: it refuses the first pair, and the second makes laws of NaN
+    # what the stock generate cannot do either: it refuses the first pair, and the second makes distributions of NaN
     if options["forced_eos_token_id"] in (options["suppress_tokens"] or ()):
         options["forced_eos_token_id"] = None
     if options["forced_eos_token_id"] is not None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.testing_drafts import random_longspec_draft, random_tokenswift_draft
+from hf_longspec.testing import random_longspec_draft, random_tokenswift_draft
 
 SPECATTN = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}
 

@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts
 from tests.robustness.drafts import make_draft
 from tests.robustness.peaked_weights import peak
 from tests.robustness.shrunk_configs import VOCAB_SIZE, shrunk_config
@@ -44,7 +43,7 @@ DRAFTS: tuple[str, ...] = tuple(SETTINGS)
 # sdpa has no softcap: transformers 5.17 ignores it there, and later versions refuse.
 ATTENTION = dict.fromkeys(("gemma2", "vaultgemma"), "eager")
 
-# What a refusal may say, and how the table puts it. Anything else that is raised is a failure.
+# Texts of permitted refusals, and their names in the table. Any other exception is a failure.
 REASONS: tuple[tuple[str, str], ...] = (
     ("encoder-decoder", "encoder-decoder"),
     ("layers, whose state cannot branch into a tree", "recurrent layers"),
@@ -92,7 +91,7 @@ class Unbuildable(Exception):
 
 @dataclass
 class Outcome:
-    """What one draft did on one type: `identical`, `refused`, or what must not happen.
+    """The result of one draft on one type: `identical`, `refused`, or a failure.
 
     Args:
         kind (`str`): `identical`, `refused`, `different` or `unclear`.
@@ -203,7 +202,7 @@ def degenerate(stock: Stock) -> str | None:
 
 
 def outcome_of(stock: Stock, draft_kind: str, batch: str) -> Outcome:
-    """What one draft makes of one batch."""
+    """The result of one draft on one batch."""
     try:
         draft = make(stock, draft_kind, batch)
         text = stock.model.generate(**stock.arguments(batch), assistant_model=draft)

@@ -38,7 +38,7 @@ def peak(model: Any, vocab_size: int, seed: int = 0) -> None:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(_PEAKED):
-            parameter.add_(0.5 + 0.3 * noise)  # no projection can sharpen attention behind these norms
+            parameter.add_(0.5 + 0.3 * noise)  # no projection can sharpen attention after these norms
         elif "sink" in name:
             parameter.copy_(2.0 + noise)  # as heavy as several keys
         elif name.endswith("bias"):  # large ones would say more of the next token than the text does
@@ -57,7 +57,7 @@ def peak(model: Any, vocab_size: int, seed: int = 0) -> None:
 def _spread_logits(model: Any, head: Any, tied: bool, input_ids: torch.Tensor, offset: set[int]) -> None:
     """Scale the head, or the last norm before it where the head is the embedding, until the logits are spread.
 
-    The hidden states of all texts have a direction in common, most of all behind biases and activations that are not
+    The hidden states of all texts have a direction in common, most of all after biases and activations that are not
     centred. The head loses it: the same few tokens would follow every text.
     """
     for _ in range(_ROUNDS):

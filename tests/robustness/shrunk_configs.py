@@ -1,7 +1,7 @@
 """The smallest configuration of any model type of transformers, by rules over the names of config fields.
 
 A rule replaces the default of every field with its name, in the configuration and in those inside of it. Lists with one
-entry per layer keep the layers in which every kind of layer of the default occurs. What no rule makes fit is an
+entry per layer keep the layers in which every kind of layer of the default occurs. A case that no rule covers is an
 exception, with its reason.
 """
 
@@ -85,7 +85,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("num_nextn_predict_layers", 0),
 )
 
-# What a model needs although the default of its configuration is None.
+# Values that a model needs although the default of its configuration is None.
 NEEDED = {
     "num_key_value_heads": KV_HEADS,
     "head_dim": HEAD_DIM,
@@ -196,7 +196,7 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _of_layer(name: str, value: Any, default: Any) -> Any:
-    """What one layer has of its own; heads of another size than those of other layers stay that."""
+    """The settings of one layer; heads whose size differs from that of other layers keep a different size."""
     shrunk = _by_rule(name, value)
     return 2 * shrunk if name == "head_dim" and value != default else shrunk
 

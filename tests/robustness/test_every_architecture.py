@@ -93,7 +93,7 @@ def test_every_draft_on_every_variant(label):
 
 
 class TestTheComparisonIsSharp:
-    """What mistakes look like. Without these an identical text says nothing."""
+    """The effects of mistakes. Identical texts mean something only if these change the text."""
 
     @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert"])
     def test_without_the_tree_mask(self, model_type, monkeypatch):

@@ -22,7 +22,7 @@ KINDS = ("ngram", "specattn", "longspec", "tokenswift", "partial")
 
 
 class Boom(Exception):
-    """What a user's object raises."""
+    """The exception of a user's object."""
 
 
 class Bomb:
@@ -139,7 +139,7 @@ def run():
 
 
 def state_of(model):
-    """What a call must leave as it was."""
+    """The state that a call must leave as it was."""
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
     settings = copy.deepcopy(model.generation_config.to_dict())
     return model.config._attn_implementation, settings, hooks, sorted(vars(model))

@@ -1,8 +1,8 @@
 """Any call of `generate` gives the text that it gives without a draft, or is refused with a ValueError.
 
 Greedy texts are compared with the bare model's, token by token, in float32; sampled ones with those of the loop without
-drafting (`PlainDraftModel`) for the same seed, whose own law tests/generation/test_sampling.py checks. The targets, the
-drafts and the options are drawn by tests/robustness/cases.py.
+drafting (`PlainDraftModel`) for the same seed, whose distribution tests/generation/test_sampling.py checks.
+    tests/robustness/cases.py draws the targets, the drafts and the options.
 """
 
 import copy

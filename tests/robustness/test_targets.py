@@ -93,9 +93,9 @@ def test_device_map(kind, parts, tmp_path):
 def test_dynamic_int8(kind):
     """Linear layers in int8, activations quantised per call.
 
-    The scale of an activation is that of all tokens of a forward, so a token's logits depend on its company, and the
-    text may differ from the plain one where two tokens are close. What has to hold is that every emitted token is the
-    target's choice given the text before it, up to that difference.
+    The scale of an activation is that of all tokens of a forward, so a token's logits depend on the other tokens, and
+    the text may differ from the plain one where two tokens are close. Every emitted token has to be the target's
+    choice given the text before it, up to that difference.
     """
     model = tiny_target("llama")
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of two ranks saw."""
+    """The records of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_target("llama").save_pretrained(folder / "target")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]

@@ -45,7 +45,7 @@ SPARSE = (
 
 
 class AbsentGpu:
-    """What Triton asks its driver before a launch."""
+    """The answers that Triton needs from its driver before a launch."""
 
     def __init__(self, capability):
         self.target = GPUTarget("cuda", capability, 32)

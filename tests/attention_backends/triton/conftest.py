@@ -1,4 +1,4 @@
-"""What the tests of Triton kernels share."""
+"""Fixtures of the tests of Triton kernels."""
 
 import sys
 from importlib import import_module

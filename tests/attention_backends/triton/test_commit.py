@@ -6,8 +6,7 @@ import torch
 from hf_longspec.attention_backends.triton import commit
 from hf_longspec.generation import cache as cache_module
 from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.testing import tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import RandomTreeDraftModel
+from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.attention_backends.triton.machine import DEVICE
 
 pytestmark = pytest.mark.usefixtures("kernel_device")
@@ -179,7 +178,7 @@ def test_the_cache_commits_as_with_torch(lengths, path, counts, monkeypatch):
     caches.write(30)
     for cache in (caches.ours, caches.torch):
         cache.set_lengths(lengths)
-    for _ in range(2):  # the second step stages behind what the first has moved
+    for _ in range(2):  # the second step stages after the nodes that the first has moved
         for cache in (caches.ours, caches.torch):
             cache.stage(80)
         caches.write(80)
@@ -230,7 +229,7 @@ def raises(*args):
     ],
 )
 def test_a_first_move_is_checked(move, problem, monkeypatch):
-    """What does not work is not used, and the user is told."""
+    """A kernel that does not work is not used, and a warning is logged."""
     told = []
     monkeypatch.setattr(commit, "move_nodes", move)
     monkeypatch.setattr(commit.logger, "warning", lambda text, *values: told.append(text % values))

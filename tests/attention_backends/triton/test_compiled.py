@@ -20,13 +20,13 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# What spills with vectors of 256, in bytes per thread: the tree kernel with an additive mask, in float32 on sm_89 and
+# Spilled bytes per thread with vectors of 256: the tree kernel with an additive mask, in float32 on sm_89 and
 # in 16 bits on sm_90, and the sparse kernel with a softcap in float32 on sm_89.
 STACK_BYTES = {(89, "tree"): 24, (90, "tree"): 8, (89, "sparse"): 32}
 
 
 def compile_kernels(capability, profile, folder):
-    """What the compiler reports of every kernel, by call, compiled afresh into an empty folder."""
+    """The compiler's report on every kernel, by call, compiled afresh into an empty folder."""
     if not CUOBJDUMP.exists():
         pytest.skip("triton comes without cuobjdump")
     reports = {}

@@ -32,7 +32,7 @@ SCORE_ERROR = {"rtol": 1e-5, "atol": 1e-5}
 
 
 class Watched:
-    """What happened in a call: how often scores came with the attention (`written`) and from a second pass
+    """Counts of one call: how often scores came with the attention (`written`) and from a second pass
     (`computed`), and per layer and phase what was selected (`selected`)."""
 
     def __init__(self, patch):
@@ -159,7 +159,7 @@ def test_other_selections_take_the_way_they_had(selection):
 
 
 def test_a_wrong_last_node_is_seen(monkeypatch, second_pass):
-    """What proves that the comparison means something: scores of the first node alone select other entries."""
+    """Proof that the comparison can fail: scores of the first node alone select other entries."""
     hybrid_op = backend.hybrid_op
 
     def first_twice(*args):

@@ -70,7 +70,7 @@ def test_a_last_stride_other_than_one(kernel_device):
 @pytest.mark.parametrize("lengths", [(90, 0, 33), (70, 140, 64)], ids=str)
 @pytest.mark.parametrize("window", [1, 32, 70])
 def test_slots_before_every_window_are_not_read(kernel_device, window, lengths):
-    """NaN wherever no query looks, in front of the window as well as behind the prefix."""
+    """NaN wherever no query looks, before the window as well as after the prefix."""
     query, key, value, lengths, options, exact, plain = prefix_case(5, 3, 16, lengths, window, torch.float32)
     first = options["positions"].amin(1) - window + 1
     hidden = (torch.arange(key.shape[2]) < first[:, None])[:, None, :, None]
@@ -124,7 +124,7 @@ def test_a_window_needs_positions(kernel_device):
 
 
 def test_rows_without_a_window_see_the_whole_prefix(kernel_device, monkeypatch):
-    """What proves that the comparisons above can fail: a kernel that stops one slot early is off by far."""
+    """Proof that the comparisons above can fail: a kernel that stops one slot early is off by far."""
     query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (65,), None, torch.float32)
     state = run(kernel_device, query, key, value, lengths - 1, options)
     with pytest.raises(AssertionError):

@@ -121,7 +121,7 @@ def move(context, device):
     ],
 )
 def test_hybrid(kernel_device, lengths, nodes, groups, size, window, softcap, sinks, dtype):
-    """The nodes are read where they are staged; their slots differ from row to row, and NaN is behind them."""
+    """The nodes are read where they are staged; their slots differ from row to row, and NaN is after them."""
     context, query, key, value = tree_case(lengths, nodes, 2, groups, size, size, dtype)
     sinks = torch.linspace(-2.0, 3.0, 2 * groups) if sinks else None
     exact, plain = expected_tree(context, query, key, value, window, softcap, sinks)
@@ -192,7 +192,7 @@ def test_sparse(kernel_device):
 
 
 def test_offsets_beyond_32_bits(kernel_device):
-    """Row 2 of a batch lies behind 2^31 numbers. The memory is reserved, and only what is used is touched."""
+    """Row 2 of a batch begins after 2^31 numbers. The memory is reserved, and only what is used is touched."""
     torch.use_deterministic_algorithms(False)  # poisoned_memory would fill all of it
     stride = 2**30 + 64
     try:

@@ -29,7 +29,7 @@ def attend(query, keys, values):
 
 
 class Restated:
-    """Logits of a draft behind a text and a path of drafted tokens."""
+    """Logits of a draft after a text and a path of drafted tokens."""
 
     def __init__(self, draft, target):
         self.config, self.target = draft.config, target
@@ -57,7 +57,7 @@ class Restated:
         return layer.keys[0], layer.values[0]
 
     def logits(self, text, path, target_keys):
-        """After `path`, the root and its drafted successors, behind the committed `text`."""
+        """After `path`, the root and its drafted successors, after the committed `text`."""
         tokens, here = [*text, *path], len(text) + len(path) - 1
         seen = range(max(0, here - self.config.window + 1), here + 1)
         keys, values = [], []

@@ -12,8 +12,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.longspec import generation_longspec as longspec
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import random_longspec_draft
+from hf_longspec.testing import TINY_TARGETS, random_longspec_draft, tiny_prompts, tiny_target
 from tests.modeling.longspec.restated_longspec import Restated
 
 LENGTHS = (33, 3, 13)
@@ -33,7 +32,7 @@ def noisy_draft(model, **overrides):
 def recorded(monkeypatch):
     """Everything the drafter did: one entry per iteration with the texts, the tree and the logits of each level.
 
-    With `recorded.hints`, the continuation of each row, the first node of a level mostly carries the right token behind
+    With `recorded.hints`, the continuation of each row, the first node of a level mostly carries the right token after
     the first node of the level before: an untrained draft would never see a long path accepted.
     """
 
@@ -261,10 +260,10 @@ def test_inside_transformers_own_assisted_decoding(plain_run):
         text, root = ids[0, : length - 1].tolist(), int(ids[0, length - 1])
         keys = restated.target_keys(text)
         # the best path of two tokens that the beam of width 3 can hold
-        law = restated.logits(text, [root], keys).log_softmax(-1)
-        best = law.topk(3).indices.tolist()
+        scores = restated.logits(text, [root], keys).log_softmax(-1)
+        best = scores.topk(3).indices.tolist()
         pairs = {
-            (token, follower): float(law[token] + score)
+            (token, follower): float(scores[token] + score)
             for token in best
             for follower, score in enumerate(restated.logits(text, [root, token], keys).log_softmax(-1))
         }

@@ -56,7 +56,7 @@ def test_what_was_loaded_can_be_asked(llama, tmp_path):
 
 
 def test_the_training_forward_is_the_restated_block(llama):
-    """Row by row, at places before and behind the window's edge, with a gap of its own in each row."""
+    """Row by row, at places before and after the window's edge, with a gap of its own in each row."""
     torch.manual_seed(0)
     draft = LongSpecDraftModel.from_target(llama, window=6, initializer_range=0.3)
     parts, restated = TargetParts(llama, draft.config.kv_layer), Restated(draft, llama)

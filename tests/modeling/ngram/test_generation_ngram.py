@@ -54,7 +54,7 @@ class TestProposals:
 
     def test_sources_differ_where_counts_and_suffixes_do(self):
         text = [6, 1, 2, 3, 8, 1, 2, 4, 9, 1, 2, 4, 6, 1, 2]
-        # keys of 2 tokens: 4 followed twice, but only 3 came behind (6, 1, 2)
+        # keys of 2 tokens: 4 followed twice, but only 3 came after (6, 1, 2)
         found = {
             source: paths(begin(drafter_of(1, num_tokens=1, size=2, source=source), [text]))
             for source in ("pool", "lookup", "both")

@@ -12,8 +12,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from hf_longspec.modeling.ngram.generation_ngram import JoinedDrafter
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft
+from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 
 RAGGED = (33, 3, 13)
 BATCHES = pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
@@ -110,7 +109,7 @@ def test_same_seed_same_text_as_the_plain_loop(target, name, kind, options):
 
 
 def ring_of(draft, model, texts):
-    """The ring of a drafter that begins behind `texts`: nothing of it was moved there from a tree."""
+    """The ring of a drafter that begins after `texts`: nothing of it was moved there from a tree."""
     cache = SpeculativeCache(model.config, len(texts), 200)
     binding = Binding(TargetView(model), cache, None, 200)
     fresh = draft.make_drafter(binding)
@@ -132,7 +131,7 @@ def assert_same_ring(ring, expected, rows):
 @pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
 @torch.no_grad()
 def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined, lengths, monkeypatch):
-    """After every iteration it is that of a drafter which begins behind the committed text."""
+    """After every iteration it is that of a drafter which begins after the committed text."""
     model = target("llama", **SMALL)
     draft = joined_draft("longspec", model)
     checked = []

@@ -10,7 +10,7 @@ class OracleHeads:
 
     Args:
         drafter (`TokenSwiftDrafter`): Whose heads are replaced.
-        hints (`list[list[int]]`): What each row will emit.
+        hints (`list[list[int]]`): The tokens that each row will emit.
         ranks (`Callable`): From iteration, row and level to the place of the right token among the level's candidates;
             `None` for a level whose candidates are all wrong.
     """

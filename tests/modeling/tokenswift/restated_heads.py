@@ -4,9 +4,9 @@ import torch
 
 
 def restated_heads(tensors, prefix, hidden, num_heads, eps, chained, embedded=None):
-    """What the language-model head gets of every head, `(num_heads, *hidden.shape)`, from tensors by their names.
+    """The inputs of the language-model head from every head, `(num_heads, *hidden.shape)`, from tensors by their names.
 
-    For sequential heads, head i (from 1) at place t sees `embedded[..., t + i, :]`, or zeros behind the end.
+    For sequential heads, head i (from 1) at place t sees `embedded[..., t + i, :]`, or zeros after the end.
     """
 
     def norm(states, name):

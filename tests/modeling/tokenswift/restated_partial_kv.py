@@ -28,7 +28,7 @@ class Slots:
 
     @property
     def room(self):
-        """Tokens that still fit: free slots, and slots behind the sinks that have not been replaced."""
+        """Tokens that still fit: free slots, and slots after the sinks that have not been replaced."""
         return self.budget - len(self.positions) + max(0, self.victim - SINKS + 1)
 
     def add(self, position):
@@ -75,8 +75,8 @@ class Attended:
         """Attention probabilities, summed over all heads, up to a factor."""
         scaling = self.keys[layer].shape[-1] ** -0.5
         heads = range(len(self.queries[layer]))
-        laws = [(self._products(layer, h)[query, : query + 1] * scaling).softmax(0) for h in heads]
-        return [sum(float(law[position]) for law in laws) for position in range(length)]
+        weights = [(self._products(layer, h)[query, : query + 1] * scaling).softmax(0) for h in heads]
+        return [sum(float(weight[position]) for weight in weights) for position in range(length)]
 
     def _products(self, layer, h):
         group = len(self.queries[layer]) // len(self.keys[layer])

@@ -8,8 +8,7 @@ import torch
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import tiny_prompts
-from hf_longspec.testing_drafts import random_tokenswift_draft
+from hf_longspec.testing import random_tokenswift_draft, tiny_prompts
 
 LENGTHS = (33, 5, 19)
 # Each takes many seconds to compile; `make soak` runs them.
@@ -22,7 +21,7 @@ MODES = {
     "full": {"self_draft": "partial_kv", "partial_kv_policy": "full"},
     "sequential": {"sequential": True, "tree_branching": [1, 20, 2]},
 }
-# What graphs are made of: the heads, the verification, the forward over the partial cache.
+# The compiled parts: the heads, the verification, the forward over the partial cache.
 STEPS = {
     "verify_hidden": {"_levels", "_tree_step"},
     "dynamic": {"_levels", "_tree_step", "_sparse_step"},
@@ -128,7 +127,7 @@ def test_processors_and_joined_ngrams(target, mode, graphs, run_as_they_are):
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma3", marks=SOAK), pytest.param("granite", marks=SOAK)])
 def test_the_hidden_states_are_those_of_the_steps_as_they_are(target, name, graphs, monkeypatch):
-    """What comes with the logits, under windows and factors, while drafts without it use the same target."""
+    """Hidden states come with the logits, under windows and factors, while another draft uses the same target."""
     model = target(name)
     seen, verify = {"off": [], "compile": []}, TargetView.verify
 

@@ -13,8 +13,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import TargetEnds
 from hf_longspec.modeling.tokenswift.generation_tokenswift import TokenSwiftDrafter
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
-from hf_longspec.testing_drafts import random_tokenswift_draft
+from hf_longspec.testing import TINY_TARGETS, random_tokenswift_draft, tiny_prompts, tiny_target
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
 
@@ -175,7 +174,7 @@ def test_sequential_heads_see_the_tokens_that_lead_to_a_node(plain_run, watch, n
     caught = []
     handle = norm.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
 
-    def logits_behind(hidden, path):
+    def logits_after(hidden, path):
         """Of the last head that has seen all tokens of a path, whose first is the root."""
         states, embedded = hidden[None], torch.cat([hidden[None], ends.embed(torch.tensor([path]))[0]])
         heads = restated_heads(
@@ -199,7 +198,7 @@ def test_sequential_heads_see_the_tokens_that_lead_to_a_node(plain_run, watch, n
                         continue
                     path = tree.tokens[row][tree.mask[row, node]].tolist()  # in level order, so from the root down
                     path = path[own:]
-                    scores = logits_behind(hidden, path) if path else own_logits
+                    scores = logits_after(hidden, path) if path else own_logits
                     found = scores[tree.tokens[row, children]]
                     torch.testing.assert_close(found, scores.topk(len(children)).values, atol=TIE, rtol=TIE)
                     checked += 1

@@ -108,7 +108,7 @@ def test_a_new_head_is_nearly_the_targets_state(llama):
 
 @pytest.mark.parametrize("architecture", TINY_TARGETS)
 def test_every_architecture_has_heads(architecture):
-    """Behind the final norm's own scale, a head that adds nothing gives the target's own logits."""
+    """After the final norm's own scale, a head that adds nothing gives the target's own logits."""
     target = tiny_target(architecture)
     draft = TokenSwiftDraftModel.from_target(target, num_heads=2)
     norm = final_norm_of(target)

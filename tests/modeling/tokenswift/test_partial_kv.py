@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy, TokenSwiftDrafter
-from hf_longspec.testing import TINY_TARGETS, tiny_target
-from hf_longspec.testing_drafts import random_tokenswift_draft
+from hf_longspec.testing import TINY_TARGETS, random_tokenswift_draft, tiny_target
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_partial_kv import Attended, Slots
 
@@ -17,7 +16,7 @@ LENGTHS = (57, 3, 39)
 NEVER = 999  # no token of the tiny targets
 BUDGET, RECENT = 21, 5
 SMALL = {"self_draft": "partial_kv", "partial_kv_budget": BUDGET, "partial_kv_recent": RECENT}
-REACH = 5  # levels of the default tree, and the token behind them
+REACH = 5  # levels of the default tree, and the token after them
 
 
 @given(
@@ -56,7 +55,7 @@ def test_a_static_policy_is_built_once_and_takes_nothing_in():
 
 @pytest.fixture
 def watch(monkeypatch):
-    """A list that gets one entry per commit: the rows that were due, the verification, and what is held behind it."""
+    """A list that gets one entry per commit: the rows that were due, the verification, and the entries after it."""
     records = []
     observe = TokenSwiftDrafter.observe
 
