@@ -64,23 +64,6 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     return {module.layer_idx: module for module in model.modules() if _attends(module)}  # type: ignore[misc]
 
 
-def refuse_repeated_layers(model: nn.Module, num_layers: int) -> None:
-    """Refuse a model whose attention layers run several times per forward, each time for another layer of the cache.
-
-    The scores of the single runs cannot be distinguished, as all of them come from the same module.
-
-    Raises:
-        ValueError: With the remedy.
-    """
-    found = attention_layers(model)
-    if found and len(found) < num_layers:
-        raise ValueError(
-            f"the {num_layers} layers of its cache are written by {len(found)} attention layers, which run several "
-            f"times per forward in {type(model).__name__}, and a draft that reads a part of the cache needs the scores "
-            "of each run. Use NgramDraftModel."
-        )
-
-
 def _attends(module: nn.Module) -> bool:
     return isinstance(getattr(module, "layer_idx", None), int) and "get_interface(" in _source(type(module))  # type: ignore[arg-type]
 

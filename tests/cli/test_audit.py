@@ -120,10 +120,14 @@ def test_near_ties_only_are_no_failure(audit, monkeypatch):
 
 def test_a_text_that_ends_too_early_is_not_lossless(command, tiny, monkeypatch):
     """Every token is the argmax, and some are missing: only the comparison with the plain text can tell."""
-    stops = Sequences._stops
-    monkeypatch.setattr(
-        Sequences, "_stops", lambda self, row, *rest: len(self.generated[row]) >= 9 or stops(self, row, *rest)
-    )
+    append = Sequences.append
+
+    def ends_early(self, accepted, scores=None):
+        emitted = append(self, accepted, scores)
+        self.done = [done or len(text) >= 9 for done, text in zip(self.done, self.generated, strict=True)]
+        return emitted
+
+    monkeypatch.setattr(Sequences, "append", ends_early)
     result = command("audit", tiny.notes, "--target", tiny.target, *SHORT, "--draft", "ngram", "--dtype", "bfloat16")
     assert result.exit_code == 1
     assert "the text ends too early" in " ".join(result.stdout.split())

@@ -247,5 +247,5 @@ def test_stateful_processors_are_refused():
     with pytest.raises(
         ValueError, match=r"WatermarkLogitsProcessor keeps state from call to call.*Call generate\(\) without"
     ):
-        refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3), stateful]))
-    refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3)]))
+        refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3), stateful]), torch.tensor([[1, 2]]), VOCAB)
+    refuse_stateful(LogitsProcessorList([TopKLogitsWarper(3)]), torch.tensor([[1, 2]]), VOCAB)

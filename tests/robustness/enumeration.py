@@ -69,7 +69,6 @@ REASONS: tuple[tuple[str, str], ...] = (
     ("has no rotary embedding beside its layers|with a function apply_rotary_pos_emb", "no rotary embedding"),
     (r"caches one latent for all heads \(MLA\)", "MLA"),
     ("the target has value heads of", "value heads of another size"),
-    ("layers of its cache are written by", "layers that run several times"),
     ("has no final norm under one of the names", "no final norm"),
 )
 

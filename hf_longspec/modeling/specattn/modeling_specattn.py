@@ -4,7 +4,6 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 from ...attention_backends.scores import GRANULARITIES
-from ...generation.attention_layers import refuse_repeated_layers
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..base import DraftModel
@@ -74,8 +73,6 @@ class SpecAttnDraftModel(DraftModel):
                 raise ValueError(f"tree_choices: num_assistant_tokens={gamma!r}: expected an integer of at least 1.")
         if not isinstance(ratio := self.setting("sparse_ratio"), int | float) or not 0 < ratio <= 1:
             raise ValueError(f"sparse_ratio={ratio!r}: expected a number in (0, 1].")
-        if not target.why_not():  # otherwise the target is refused with better reasons
-            refuse_repeated_layers(target.model, target.num_layers)
         if target.has_latent_cache and self.setting("granularity") == "kv_head":
             raise ValueError(
                 "granularity='kv_head': this target caches one latent for all heads (MLA), which cannot be selected "

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ...generation.attention_layers import refuse_repeated_layers
 from ...generation.draft_tree import num_static_nodes
 from ...generation.drafter import Binding, Drafter
 from ...generation.selection import SINK_TOKENS
@@ -114,8 +113,6 @@ class TokenSwiftDraftModel(DraftModel):
         for name, choices in CHOICES.items():
             if (value := self.setting(name)) not in choices:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
-        if self.setting("self_draft") == "partial_kv":
-            refuse_repeated_layers(target.model, target.num_layers)
         self._check_tree(target.vocab_size, "tree_branching", self.setting("tree_branching"))
         for branching in self._other_branchings():
             self._check_tree(target.vocab_size, "tree_choices: tree_branching", branching)

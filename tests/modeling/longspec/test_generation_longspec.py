@@ -21,7 +21,7 @@ NEVER = 1
 WIDE = [40, 40, 40]
 DRAFTERS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
 # float32 against float64 over a handful of small matrix products; logits have a standard deviation near 1
-LOGIT_TOLERANCE = 1e-4
+LOGIT_TOLERANCE = 2e-4  # of logits up to 13 in float32; 1.02e-4 on a processor with AVX-512
 
 
 def noisy_draft(model, **overrides):

@@ -212,7 +212,9 @@ def test_specattn_drafts_as_it_does_alone(target, monkeypatch):
         iterate = Session.iterate
 
         def watching(self, iterate=iterate, chains=chains):
-            drafter = getattr(self.drafter, "inner", self.drafter)
+            drafter = self.drafter
+            while hasattr(drafter, "inner"):
+                drafter = drafter.inner
             propose, generated = drafter.propose, [tuple(row) for row in self.sequences.generated]
 
             def keeping(root):
