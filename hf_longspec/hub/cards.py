@@ -115,15 +115,19 @@ def render(draft: Any, card: Card) -> str:
         )
         .split("\n## Limits\n")
     )
-    return (files(__package__) / "templates" / "card.md").read_text(encoding="utf-8").format(
-        metadata=data.to_yaml().strip(),
-        about=about.strip(),
-        target=card.target or base_model,
-        repo=card.repo,
-        settings=_settings(draft, card),
-        acceptance=card.acceptance.strip() or NOT_MEASURED,
-        training="" if draft.weightless else f"## Training\n\n{_training(card)}\n\n",
-        limits=_paragraphs(limits, card.limits, _license(card)),
+    return (
+        (files(__package__) / "templates" / "card.md")
+        .read_text(encoding="utf-8")
+        .format(
+            metadata=data.to_yaml().strip(),
+            about=about.strip(),
+            target=card.target or base_model,
+            repo=card.repo,
+            settings=_settings(draft, card),
+            acceptance=card.acceptance.strip() or NOT_MEASURED,
+            training="" if draft.weightless else f"## Training\n\n{_training(card)}\n\n",
+            limits=_paragraphs(limits, card.limits, _license(card)),
+        )
     )
 
 

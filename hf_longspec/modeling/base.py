@@ -117,7 +117,7 @@ class DraftModel(PreTrainedModel):
         text with a cache of its own, so that the prompt is computed twice, and proposes chains only, from the target's
         plain logits: logits processors and sampling are left to the loop. The loop verifies every token. The gate, the
         check of the first verification and the limits for rotary frequencies are parts of this package's loop and do
-        not apply. Use a new one for every text.
+        not apply. Use a new one for every text, which begins without padding.
 
         Args:
             target (`PreTrainedModel`): The target.
@@ -128,7 +128,7 @@ class DraftModel(PreTrainedModel):
                 ends. A batch of more than one row, and a text that is too long, are refused by `get_candidates`.
         """
         view = TargetView(target)
-        refuse_target(view, type(self))
+        refuse_target(view, type(self), max_length)
         self.check(view)
         num_nodes = self.num_tree_nodes(view)
         change = FrequencyChange.of(target.config.get_text_config(decoder=True))
