@@ -115,19 +115,15 @@ def render(draft: Any, card: Card) -> str:
         )
         .split("\n## Limits\n")
     )
-    return (
-        (files(__package__) / "templates" / "card.md")
-        .read_text(encoding="utf-8")
-        .format(
-            metadata=data.to_yaml().strip(),
-            about=about.strip(),
-            target=card.target or base_model,
-            repo=card.repo,
-            settings=_settings(draft, card),
-            acceptance=card.acceptance.strip() or NOT_MEASURED,
-            training="" if draft.weightless else f"## Training\n\n{_training(card)}\n\n",
-            limits=_paragraphs(limits, card.limits, _license(card)),
-        )
+    return _template("card").format(
+        metadata=data.to_yaml().strip(),
+        about=about.strip(),
+        target=card.target or base_model,
+        repo=card.repo,
+        settings=_settings(draft, card),
+        acceptance=card.acceptance.strip() or NOT_MEASURED,
+        training="" if draft.weightless else f"## Training\n\n{_training(card)}\n\n",
+        limits=_paragraphs(limits, card.limits, _license(card)),
     )
 
 
@@ -171,3 +167,7 @@ def _template_of(kind: str) -> str:
             f"no draft of model_type={kind!r} is registered: call hf_longspec.register_draft, with a card."
         )
     return DRAFTS[kind].card_template()
+
+
+def _template(name: str) -> str:
+    return (files(__package__) / "templates" / f"{name}.md").read_text(encoding="utf-8")

@@ -101,7 +101,8 @@ def register_draft(
     taken = {name: other.model for key, other in DRAFTS.items() if key != kind for name in other.names}
     if both := sorted(taken.keys() & set(draft.names)):
         raise ValueError(
-            f"the name {both[0]!r} belongs to {taken[both[0]].__name__}: choose another model_type, or other aliases, for {model.__name__}."
+            f"the name {both[0]!r} belongs to {taken[both[0]].__name__}: choose another model_type, or other aliases, "
+            f"for {model.__name__}."
         )
     AutoConfig.register(kind, config, exist_ok=True)
     AutoModel.register(config, model, exist_ok=True)
