@@ -6,25 +6,24 @@ Importing it registers the attention backends, the Auto classes and the route of
 from importlib import import_module
 from typing import Any
 
-from transformers import AutoConfig, AutoModel
+from .modeling.ngram import NgramConfig, NgramDraftModel  # first: modeling.base imports from this folder
 
+# isort: split
 from .modeling.base import DraftModel
-from .modeling.longspec.configuration_longspec import LongSpecConfig
-from .modeling.longspec.modeling_longspec import LongSpecDraftModel
-from .modeling.ngram.configuration_ngram import NgramConfig
-from .modeling.ngram.modeling_ngram import NgramDraftModel
-from .modeling.plain.configuration_plain import PlainConfig
-from .modeling.plain.modeling_plain import PlainDraftModel
-from .modeling.specattn.configuration_specattn import SpecAttnConfig
-from .modeling.specattn.modeling_specattn import SpecAttnDraftModel
-from .modeling.tokenswift.configuration_tokenswift import TokenSwiftConfig
-from .modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
+from .modeling.configuration_base import DraftConfig
+from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
+from .modeling.plain import PlainConfig, PlainDraftModel
+from .modeling.register_draft import register_draft
+from .modeling.specattn import SpecAttnConfig, SpecAttnDraftModel
+from .modeling.tokenswift import TokenSwiftConfig, TokenSwiftDraftModel
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "AuditReport": "auditing",
     "ContextualPenaltyLogitsProcessor": "generation.contextual_penalty",
+    "DraftTree": "generation.draft_tree",
+    "Drafter": "generation.drafter",
     "FileStreamer": "streaming",
     "IncrementalDecoder": "streaming",
     "SamplingReport": "auditing",
@@ -33,14 +32,8 @@ _LAZY = {
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",
 }
-_DRAFTS = {
-    PlainConfig: PlainDraftModel,
-    NgramConfig: NgramDraftModel,
-    SpecAttnConfig: SpecAttnDraftModel,
-    LongSpecConfig: LongSpecDraftModel,
-    TokenSwiftConfig: TokenSwiftDraftModel,
-}
 __all__ = [
+    "DraftConfig",
     "DraftModel",
     "LongSpecConfig",
     "LongSpecDraftModel",
@@ -52,12 +45,9 @@ __all__ = [
     "SpecAttnDraftModel",
     "TokenSwiftConfig",
     "TokenSwiftDraftModel",
+    "register_draft",
     *_LAZY,
 ]
-
-for _config, _model in _DRAFTS.items():
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModel.register(_config, _model, exist_ok=True)
 
 
 def __getattr__(name: str) -> Any:

@@ -251,7 +251,7 @@ def random_longspec_draft(target: Any, seed: int = 3, **overrides: Any) -> LongS
         **overrides: As in `LongSpecDraftModel.from_target`.
     """
     draft = LongSpecDraftModel.from_target(target, **overrides)
-    _randomize_draft(draft, seed)
+    randomize(draft, seed)
     return draft
 
 
@@ -264,11 +264,12 @@ def random_tokenswift_draft(target: Any, seed: int = 3, **overrides: Any) -> Tok
         **overrides: As in `TokenSwiftDraftModel.from_target`.
     """
     draft = TokenSwiftDraftModel.from_target(target, **overrides)
-    _randomize_draft(draft, seed)
+    randomize(draft, seed)
     return draft
 
 
-def _randomize_draft(draft: DraftModel, seed: int) -> None:
+def randomize(draft: DraftModel, seed: int = 3) -> None:
+    """Spread the weights of a draft, so that a wrong key, position or state shows in its trees."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in draft.parameters():

@@ -2,14 +2,16 @@
 
     modeling -> generation -> attention_backends -> torch, transformers
     training -> modeling        bench, auditing -> generation        cli, the package itself -> everything
-    modeling/*/training_*.py -> training
+    modeling/*/training_*.py, convert_*.py -> training, registry -> modeling
 
-Arrows are transitive. A room is a part of the package. The training method of a draft,
-`modeling/<draft>/training_<draft>.py`, is a room of its own: it imports `training`, which finds it by its name when a
-draft is trained. A published draft works without it. `auditing` and `bench` work without `modeling`: the draft is an
-argument. `testing` may build drafts; `hub` and `streaming` import no room. The rooms in `SHIPPED` are published with a
-draft as sibling files. So a relative import there has the form `from module import names`, and a package that
-transformers does not install is imported inside `try`, as is this package itself, by name.
+Arrows are transitive. A room is a part of the package. The registry of drafts is a room of its own:
+`modeling/register_draft.py`, its reader `modeling/convert.py`, and the `__init__.py` of each draft's folder. `modeling`
+does not import it, so a published draft works without it. `training_<draft>.py` and `convert_<draft>.py` are a room of
+their own too: the registry names them, and they are imported when they are used. `auditing` and `bench` work without
+`modeling`: the draft is an argument. `testing` may build drafts; `hub` imports the registry alone, `streaming` no room.
+The rooms in `SHIPPED` are published with a draft as sibling files. So a relative import there has the form `from module
+import names`, and a package that transformers does not install is imported inside `try`, as is this package itself, by
+name.
 """
 
 import ast
@@ -25,18 +27,20 @@ ROOT = Path(__file__).resolve().parents[1] / PACKAGE
 
 SHIPPED = {"modeling", "generation", "attention_backends"}
 
-# Room -> rooms it may import besides itself. A room is a folder or a module directly below the package, or `METHODS`.
-METHODS = "modeling/*/training_*"
+# Room -> rooms it may import besides itself. A room is a folder or a module directly below the package, or one of two.
+METHODS = "modeling/*/training_*, convert_*"
+REGISTRY = "modeling/register_draft"
 ARROWS = {
     "attention_backends": set(),
     "generation": {"attention_backends"},
     "modeling": {"generation", "attention_backends"},
-    "training": {"modeling", "generation", "attention_backends"},
-    METHODS: {"training", "modeling", "generation", "attention_backends"},
+    REGISTRY: set(SHIPPED),
+    "training": {REGISTRY, "modeling", "generation", "attention_backends"},
+    METHODS: {REGISTRY, "training", "modeling", "generation", "attention_backends"},
     "auditing": {"generation", "attention_backends", "testing"},
     "bench": {"generation", "attention_backends", "auditing", "testing"},
     "testing": set(SHIPPED),
-    "hub": set(),
+    "hub": {REGISTRY},
     "streaming": set(),
     "cli": None,  # None: everything
     "__init__": None,
@@ -91,8 +95,10 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
 
 def _room(parts: list[str]) -> str:
     """The room of a module, given the parts of its name below the package."""
-    if parts[0] == "modeling" and parts[-1].startswith("training_"):
+    if parts[0] == "modeling" and parts[-1].startswith(("training_", "convert_")):
         return METHODS
+    if parts in (["modeling", "register_draft"], ["modeling", "convert"]) or (parts[1:-1] and parts[-1] == "__init__"):
+        return REGISTRY
     return parts[0]
 
 
@@ -193,6 +199,10 @@ def test_every_room_was_read():
         ("modeling/base.py", "from ..training.losses import x", "modeling may not import"),
         ("modeling/base.py", "from ..testing import tiny_target", "modeling may not import"),
         ("modeling/longspec/modeling_longspec.py", "from .training_longspec import x", "modeling may not import"),
+        ("modeling/longspec/modeling_longspec.py", "from .convert_longspec import x", "modeling may not import"),
+        ("modeling/longspec/modeling_longspec.py", "from ..register_draft import x", "modeling may not import"),
+        ("modeling/longspec/__init__.py", "from .training_longspec import x", "may not import"),
+        ("modeling/base.py", "from .convert import x", "modeling may not import"),
         ("modeling/base.py", "from .longspec.training_longspec import x", "modeling may not import"),
         ("modeling/longspec/training_longspec.py", "from ...bench.timing import x", "may not import"),
         ("training/method.py", "def f():\n    from ..modeling.longspec.training_longspec import x", "may not import"),
@@ -255,6 +265,9 @@ def test_the_checker_sees(path, source, complaint):
         ),
         ("bench/harness.py", "from ..auditing import audit\nfrom ..testing import tiny_target"),
         ("cli/demo.py", "import hf_longspec\nfrom hf_longspec.modeling.base import x\nfrom ..bench.harness import y"),
+        ("modeling/longspec/__init__.py", "from ..register_draft import x\nfrom .modeling_longspec import y"),
+        ("training/method.py", "from ..modeling.register_draft import DRAFTS"),
+        ("hub/cards.py", "from ..modeling.register_draft import DRAFTS"),
         ("hub/repository.py", "import ast\nfrom huggingface_hub import HfApi\nfrom .flatten import flatten"),
         ("modeling/base.py", "try:\n    import_module('hf_longspec.hub')\nexcept ImportError:\n    pass"),
     ],

@@ -41,7 +41,9 @@ def bench(
     target: Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)],
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="Hub id or folder of a draft, or specattn or ngram. May be repeated. Default: specattn."),
+        typer.Option(
+            help=f"Hub id or folder of a draft, or one of {options.BY_NAME}. May be repeated. Default: specattn."
+        ),
     ] = None,
     data: Annotated[
         str,

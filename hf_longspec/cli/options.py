@@ -11,15 +11,15 @@ import typer
 from rich.markup import escape
 
 from ..cli import CommandError, first_line
+from ..modeling.register_draft import weightless_drafts
 from .recipes import parse_setting
 
 INPUT_ERROR, INTERRUPTED = 2, 130
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 Target = Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)]
-Draft = Annotated[
-    str, typer.Option(help="Hub id or folder of a draft, or one that needs no training: specattn, ngram, plain.")
-]
+BY_NAME = ", ".join(weightless_drafts())
+Draft = Annotated[str, typer.Option(help=f"Hub id or folder of a draft, or one that needs no training: {BY_NAME}.")]
 Prompt = Annotated[str | None, typer.Option(help="A text, instead of a file.", show_default=False)]
 Setting = Annotated[
     list[str] | None,

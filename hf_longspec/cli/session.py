@@ -14,9 +14,7 @@ from transformers.utils import logging
 
 from ..cli import CommandError, first_line
 from ..generation.target import TargetView
-from ..modeling.ngram.modeling_ngram import NgramDraftModel
-from ..modeling.plain.modeling_plain import PlainDraftModel
-from ..modeling.specattn.modeling_specattn import SpecAttnDraftModel
+from ..modeling.register_draft import weightless_drafts
 from .options import DTYPES
 from .output import waiting
 
@@ -161,22 +159,13 @@ def describe_device(device: torch.device) -> str:
     return f"CPU ({torch.backends.cpu.get_cpu_capability()}, {threads} thread{'s' if threads > 1 else ''})"
 
 
-# Drafts that need no training, by their names on the command line. SpecAttn was renamed Vegas by its authors.
-TRAINING_FREE = {
-    "specattn": SpecAttnDraftModel,
-    "vegas": SpecAttnDraftModel,
-    "ngram": NgramDraftModel,
-    "plain": PlainDraftModel,
-}
-
-
 @dataclass(frozen=True)
 class Session:
     """A target with its tokenizer and a draft for it, ready to generate.
 
     Args:
         target (`str`): Hub id or folder, as it was given.
-        draft_name (`str`): Likewise, or one of [`TRAINING_FREE`].
+        draft_name (`str`): Likewise, or one of [`weightless_drafts`].
         model (`PreTrainedModel`): The target.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
         draft (`DraftModel`): The draft.
@@ -249,7 +238,7 @@ def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | Non
         CommandError: If it cannot be loaded or was made for another target.
         ValueError: If it has no such setting, or refuses its value.
     """
-    known = TRAINING_FREE.get(name)
+    known = weightless_drafts().get(name)
     draft = load_draft(name, model) if known is None else known.from_target(model)
     for key, value in (settings or {}).items():
         if key not in draft.settings:

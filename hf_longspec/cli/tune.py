@@ -26,6 +26,7 @@ from ..cli import CommandError
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
+from ..modeling.register_draft import DRAFTS, weightless_drafts
 from .options import (
     Debug,
     Device,
@@ -40,7 +41,7 @@ from .options import (
     read_settings,
     read_text,
 )
-from .session import TRAINING_FREE, Session, opened
+from .session import Session, opened
 
 Options = dict[str, Any]
 
@@ -163,23 +164,20 @@ def _accepts(draft: Any, target: TargetView, name: str, value: Any) -> bool:
     return True
 
 
-PLANS: dict[str, Callable[[Any, TargetView, int, Measure], Options]] = {
-    "specattn": tune_specattn,
-    "longspec": tune_longspec,
-    "tokenswift": tune_tokenswift,
-}
+Plan = Callable[[Any, TargetView, int, Measure], Options]
 
 
-def plan_for(draft: Any) -> Callable[[Any, TargetView, int, Measure], Options]:
-    """The tuning procedure for this kind of draft.
+def plan_for(draft: Any) -> Plan:
+    """Return the function that tunes this kind of draft.
 
     Raises:
         CommandError: If it is not.
     """
-    kind = draft.config.model_type
-    if kind not in PLANS:
-        raise CommandError(f"a draft of type {kind} is not tuned: pass a SpecAttn, LongSpec or TokenSwift draft.")
-    return PLANS[kind]
+    kind, tuned = draft.config.model_type, [kind for kind, row in DRAFTS.items() if row.tune is not None]
+    if kind not in tuned:
+        raise CommandError(f"a draft of type {kind} is not tuned: pass one of type {' or '.join(tuned)}.")
+    plan: Plan = DRAFTS[kind].load("tune")
+    return plan
 
 
 SETTINGS_FILE = "generation_config.json"
@@ -247,7 +245,7 @@ def check_destination(draft: str, output: Path | None, dry_run: bool) -> None:
             raise CommandError(f"--output {output} is not empty: pass a new folder, or --dry-run.")
         return
     folder = Path(draft)
-    if draft in TRAINING_FREE or not folder.is_dir():
+    if draft in weightless_drafts() or not folder.is_dir():
         raise CommandError(
             f"the draft {draft} is not in a folder: pass --output FOLDER for the tuned one, or --dry-run."
         )

@@ -170,7 +170,16 @@ class Drafter(CandidateGenerator):
         """Return `input_ids` with the best chain of [`Drafter.propose`], as transformers' candidate generators do.
 
         The cache is first extended to the sequence, so this works inside any assisted decoding with batch size 1.
+
+        Raises:
+            ValueError: For more than one row, or more tokens than the drafter was made for.
         """
+        if input_ids.shape[0] != 1 or input_ids.shape[1] > self.binding.max_length:
+            raise ValueError(
+                f"input_ids has shape {tuple(input_ids.shape)}: a candidate generator proposes for one row of at most "
+                f"{self.binding.max_length} tokens. Pass a larger max_length to candidate_generator, or decode several "
+                "rows with generate(assistant_model=draft)."
+            )
         self._follow(input_ids[0, :-1], int(input_ids[0, -1]))
         chain = self.propose(input_ids[:, -1]).best_chain()
         room = max(0, self.binding.max_length - input_ids.shape[1] - 1)

@@ -10,6 +10,8 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from ..modeling.register_draft import DRAFTS
+
 NOT_MEASURED = "Not measured."
 LISTS = ("datasets", "language")  # fields that may hold several values on the Hub
 
@@ -103,7 +105,7 @@ def render(draft: Any, card: Card) -> str:
     )
     base_model = str(card.base_model)
     about, limits = (
-        _template(kind)
+        _template_of(kind)
         .format(
             config=draft.config,
             heads=_kind_of_heads(draft.config),
@@ -157,6 +159,14 @@ def is_hub_id(name: str | None) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def _template_of(kind: str) -> str:
+    if kind not in DRAFTS:
+        raise ValueError(
+            f"no draft of model_type={kind!r} is registered: call hf_longspec.register_draft, with a card."
+        )
+    return DRAFTS[kind].card_template()
 
 
 def _template(name: str) -> str:

@@ -10,12 +10,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
+from ..generation.cache import SpeculativeCache
 from ..generation.checks import refuse_target
 from ..generation.compiled_steps import COMPILE_DEFAULTS
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.forward_check import CHECK_DEFAULTS, check_check_target
 from ..generation.gate import GATE_DEFAULTS, check_gate
+from ..generation.rotary import FrequencyChange
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
 from ..generation.target import TargetView
@@ -111,6 +113,38 @@ class DraftModel(PreTrainedModel):
         """Return the drafter of one call, with n-grams if the settings enable them."""
         drafter, ngrams = self.make_drafter(binding), self._joined_ngrams()
         return drafter if ngrams is None else JoinedDrafter(drafter, NgramDrafter(binding, ngrams))
+
+    def candidate_generator(self, target: PreTrainedModel, max_length: int) -> Drafter:
+        """Return a `CandidateGenerator` of transformers that proposes the chains of this draft for one text.
+
+        It is for decoding loops other than this package's, such as transformers' assisted decoding. It follows the
+        text with a cache of its own, so that the prompt is computed twice, and proposes chains only, from the target's
+        plain logits: logits processors and sampling are left to the loop. The loop verifies every token. The gate, the
+        check of the first verification and the limits for rotary frequencies are parts of this package's loop and do
+        not apply. Use a new one for every text, which begins without padding.
+
+        Args:
+            target (`PreTrainedModel`): The target.
+            max_length (`int`): Most tokens of the text, prompt included.
+
+        Raises:
+            ValueError: If the target cannot be drafted for, or its rotary frequencies change before the longest draft
+                ends. A batch of more than one row, and a text that is too long, are refused by `get_candidates`.
+        """
+        view = TargetView(target)
+        refuse_target(view, type(self), max_length)
+        self.check(view)
+        num_nodes = self.num_tree_nodes(view)
+        change = FrequencyChange.of(target.config.get_text_config(decoder=True))
+        if max_length + num_nodes > change.column:
+            raise ValueError(
+                f"max_length={max_length} with drafts of up to {num_nodes} tokens: the target's rotary frequencies "
+                f"change at position {change.column} (rope_parameters), and drafting beyond it would change them for "
+                f"the verification. Keep max_length at {change.column - num_nodes} or below, or call "
+                "generate(assistant_model=draft)."
+            )
+        cache = SpeculativeCache(target.config, 1, max_length, tree_slots=num_nodes)
+        return self.drafter(Binding(view, cache, None, max_length))
 
     def num_tree_nodes(self, target: TargetView) -> int:
         """Return the maximum number of nodes of a verified tree: root, drafted tokens and n-grams."""

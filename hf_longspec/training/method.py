@@ -1,20 +1,13 @@
 """How one kind of draft is trained: the base class, and the look-up of the method of a draft."""
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, MODEL_MAPPING, PreTrainedModel
+from transformers import PreTrainedModel
 
+from ..modeling.register_draft import DRAFTS
 from .arguments import DraftTrainingArguments
-
-# `config.model_type` of a draft -> "module:class" of its TrainingMethod. The module imports this package, so it is
-# imported when a draft is trained and not before.
-METHODS = {
-    "longspec": "hf_longspec.modeling.longspec.training_longspec:LongSpecMethod",
-    "tokenswift": "hf_longspec.modeling.tokenswift.training_tokenswift:TokenSwiftMethod",
-}
 
 
 class TrainingMethod:
@@ -100,7 +93,7 @@ class TrainingMethod:
 
 def trained_drafts() -> dict[str, type[PreTrainedModel]]:
     """Return the classes of the drafts that can be trained, by `config.model_type`."""
-    return {kind: MODEL_MAPPING[CONFIG_MAPPING[kind]] for kind in METHODS}
+    return {kind: draft.model for kind, draft in DRAFTS.items() if draft.training is not None}
 
 
 def method_of(draft: Any) -> type[TrainingMethod]:
@@ -112,8 +105,7 @@ def method_of(draft: Any) -> type[TrainingMethod]:
     drafts = trained_drafts()
     for kind, draft_class in drafts.items():
         if isinstance(draft, draft_class):
-            module, name = METHODS[kind].split(":")
-            method: type[TrainingMethod] = getattr(import_module(module), name)
+            method: type[TrainingMethod] = DRAFTS[kind].load("training")
             return method
     calls = " or ".join(f"{draft_class.__name__}.from_target(target)" for draft_class in drafts.values())
     raise ValueError(f"the model is a {type(draft).__name__}, which cannot be trained: create a draft with {calls}.")

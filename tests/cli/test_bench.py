@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from hf_longspec import NgramDraftModel
 from hf_longspec.bench import matrix
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.results import command_line, read_records
@@ -217,8 +218,7 @@ def target():
 
 
 def test_the_gate_is_off_where_there_is_one(target, monkeypatch):
-    kind = session.TRAINING_FREE["ngram"]
-    monkeypatch.setattr(kind, "settings", kind.settings | {"gate": True})
+    monkeypatch.setattr(NgramDraftModel, "settings", NgramDraftModel.settings | {"gate": True})
     assert bench.load_draft("ngram", target).setting("gate") is False
 
 

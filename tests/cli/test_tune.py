@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.cli import tune as module
-from hf_longspec.cli.tune import LARGE_GAMMA, PLANS, Trial, distinct_ratios, update_settings
+from hf_longspec.cli.tune import LARGE_GAMMA, Trial, distinct_ratios, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
 
@@ -75,7 +75,7 @@ def test_specattn_takes_the_three_steps_of_the_paper():
         return 100 - (num_assistant_tokens - 6) ** 2 - (0 if num_assistant_tokens != 6 else 20 * (sparse_ratio - 0.03))
 
     measure, asked = simulated(tau, speed)
-    best = PLANS["specattn"](draft, TargetView(model), 10_000, measure)
+    best = plan_for(draft)(draft, TargetView(model), 10_000, measure)
     assert best == {"sparse_ratio": 0.03, "num_assistant_tokens": 6}
     (first, wide, once), (second, gammas, _), (third, around, _) = asked
     assert (first[0], second[0], third[0]) == ("1", "2", "3")
@@ -97,7 +97,7 @@ def test_ratios_below_the_floor_are_one_candidate():
     model = tiny_target("llama")
     draft = SpecAttnDraftModel.from_target(model)
     measure, asked = simulated(lambda **_: 2.0, lambda sparse_ratio, num_assistant_tokens: -num_assistant_tokens)
-    best = PLANS["specattn"](draft, TargetView(model), 200, measure)
+    best = plan_for(draft)(draft, TargetView(model), 200, measure)
     assert best == {"sparse_ratio": 0.07, "num_assistant_tokens": 1}
     assert [step[0] for step, *_ in asked] == ["2"]  # no ratio makes a difference: only gamma is measured
 
@@ -206,6 +206,6 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp
     full = tune("--output", drafts["longspec"])
     assert full.exit_code == 2 and "is not empty: pass a new folder" in full.stderr
     other = tune("--draft", "ngram", "--dry-run")
-    assert other.exit_code == 2 and "is not tuned: pass a SpecAttn, LongSpec or TokenSwift draft" in other.stderr
+    assert other.exit_code == 2 and "is not tuned: pass one of type longspec or specattn or tokenswift" in other.stderr
     short = tune("--draft", drafts["longspec"], "--context", 100_000)
     assert short.exit_code == 2 and "exceed the 16384 positions" in short.stderr

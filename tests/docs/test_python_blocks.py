@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import hf_longspec
 from hf_longspec.generation.decoding import decode
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling import base
+from hf_longspec.modeling import base, register_draft
 from tests.docs.blocks import PAGES, PROJECT, blocks_of
 
 HUB = {
@@ -60,6 +60,7 @@ def checkout(hub, tmp_path, monkeypatch):
     """The root of something like a checkout, offline."""
     monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(hub))
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(register_draft, "DRAFTS", dict(register_draft.DRAFTS))  # a page may register one
     monkeypatch.chdir(tmp_path)
     shutil.copytree(PROJECT / "hub_cards", "hub_cards", symlinks=True)
     (tmp_path / "notes.txt").write_text("class Shape:\n" + "    def area(self):\n        return self.width\n" * 8)

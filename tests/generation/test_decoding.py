@@ -26,12 +26,6 @@ NEVER = 1
 LOGIT_TOLERANCE = 1e-4
 
 
-def every_sliding(model):
-    return set(getattr(model.config, "layer_types", None) or ["full_attention"]) == {"sliding_attention"} or (
-        model.config.model_type == "mistral"
-    )
-
-
 def test_a_drafter_is_told_what_was_emitted_and_what_the_final_norm_was_given(plain_run, monkeypatch):
     monkeypatch.setattr(RandomTreeDrafter, "wants_hidden", True)
     run = plain_run("qwen3", RAGGED, max_new_tokens=17, eos_token_id=NEVER)
@@ -67,15 +61,6 @@ class TestEveryTarget:
         assert run.again(draft).tolist() == run.sequences.tolist()
         histogram = draft.last_speculation.acceptance_histogram
         assert histogram[0] > 0 and sum(histogram[2:]) > 0
-
-    def test_specattn(self, plain_run, name, lengths):
-        run = plain_run(name, lengths, max_new_tokens=14, eos_token_id=NEVER)
-        draft = run.draft("specattn", sparse_ratio=0.7)
-        assert run.again(draft).tolist() == run.sequences.tolist()
-        histogram = draft.last_speculation.acceptance_histogram
-        assert sum(histogram[1:]) > 0
-        # drafts were refused: the end of the text cuts one step of a row short, but no more
-        assert sum(histogram[:3]) > len(lengths) or every_sliding(run.model)  # nothing is sparse then
 
 
 @pytest.mark.parametrize(

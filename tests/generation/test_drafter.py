@@ -5,19 +5,10 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.drafter import Binding
-from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+from hf_longspec.modeling.register_draft import DRAFTS
+from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts, tiny_target
 
 NEW_TOKENS = 21
-
-
-def bind(draft, model, max_length):
-    """The drafter of `draft` with a cache of its own and no token rule: what a foreign loop can give it."""
-    target = TargetView(model)
-    cache = SpeculativeCache(model.config, 1, max_length, tree_slots=draft.num_tree_nodes(target))
-    return draft.drafter(Binding(target, cache, None, max_length))
 
 
 class Spy(CandidateGenerator):
@@ -38,27 +29,41 @@ class Spy(CandidateGenerator):
         self.generator.update_candidate_strategy(input_ids, scores, num_matches)
 
 
-@pytest.mark.parametrize("name", TINY_TARGETS)
-def test_specattn_in_stock_assisted_decoding(name, monkeypatch):
-    """The stock loop with our drafter emits what plain `generate` emits, and accepts drafts on the way."""
-    model = tiny_target(name)
-    input_ids, _ = tiny_prompts(128, [41])
-    kwargs = {"input_ids": input_ids, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-    expected = model.generate(**kwargs)
-    draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_min_tokens=48)
-    spy = Spy(bind(draft, model, max_length=input_ids.shape[1] + NEW_TOKENS))
+def stock_text_with(draft, model, monkeypatch, input_ids, **options):
+    """Texts of plain `generate` and of transformers' assisted decoding with the draft's candidates, and the spy."""
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False} | options
+    spy = Spy(draft.candidate_generator(model, max_length=input_ids.shape[1] + NEW_TOKENS))
+    expected = model.generate(input_ids, **options)
     monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: spy)
     # any assisted mode leads to the stock loop, which then asks for its candidate generator
-    found = model.generate(**kwargs, prompt_lookup_num_tokens=3)
+    return expected, model.generate(input_ids, prompt_lookup_num_tokens=3, **options), spy
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+def test_specattn_in_stock_assisted_decoding(name, monkeypatch):
+    """The stock loop with our candidates emits what plain `generate` emits, and accepts drafts on the way."""
+    model = tiny_target(name)
+    draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_min_tokens=48)
+    expected, found, spy = stock_text_with(draft, model, monkeypatch, tiny_prompts(128, [41])[0])
     assert torch.equal(found, expected)
     assert max(spy.offered) == 3
     assert sum(spy.matched) > 0
 
 
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTS if kind != "longspec_plain"])
+def test_every_registered_draft_in_stock_assisted_decoding(kind, monkeypatch):
+    model = tiny_target("qwen3", vocab_size=12)
+    draft = DRAFTS[kind].model.from_target(model)
+    randomize(draft)
+    expected, found, spy = stock_text_with(draft, model, monkeypatch, tiny_prompts(12, [41])[0], eos_token_id=999)
+    assert torch.equal(found, expected)
+    assert sum(spy.offered) > 0
+
+
 def test_candidates_stop_at_the_length_limit():
     model = tiny_target("llama")
     input_ids, _ = tiny_prompts(128, [19])
-    drafter = bind(SpecAttnDraftModel.from_target(model, num_assistant_tokens=4), model, max_length=22)
+    drafter = SpecAttnDraftModel.from_target(model, num_assistant_tokens=4).candidate_generator(model, max_length=22)
     candidates, logits = drafter.get_candidates(input_ids)
     assert logits is None
     assert candidates.shape == (1, 21)  # position 22 is the bonus token's
@@ -67,7 +72,8 @@ def test_candidates_stop_at_the_length_limit():
 def test_a_drafter_without_candidates_offers_none():
     model = tiny_target("llama")
     input_ids, _ = tiny_prompts(128, [7])
-    candidates, _ = bind(PlainDraftModel.from_target(model), model, max_length=30).get_candidates(input_ids)
+    generator = PlainDraftModel.from_target(model).candidate_generator(model, max_length=30)
+    candidates, _ = generator.get_candidates(input_ids)
     assert torch.equal(candidates, input_ids)
 
 
@@ -75,7 +81,7 @@ def test_following_a_longer_sequence_runs_only_what_is_missing():
     """The second call sees 5 more tokens; the cache then holds all but the last, and the model ran on no more."""
     model = tiny_target("qwen3")
     input_ids, _ = tiny_prompts(128, [30])
-    drafter = bind(SpecAttnDraftModel.from_target(model, num_assistant_tokens=2), model, max_length=40)
+    drafter = SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).candidate_generator(model, max_length=40)
     drafter.get_candidates(input_ids[:, :25])
     seen = []
     handle = model.register_forward_pre_hook(
@@ -85,3 +91,33 @@ def test_following_a_longer_sequence_runs_only_what_is_missing():
     handle.remove()
     assert drafter.binding.cache.host_lengths == (29,)
     assert sum(seen) == 5 + 2  # the missing tokens, then two drafting steps
+
+
+def test_several_rows_and_too_long_texts_are_refused():
+    model = tiny_target("llama")
+    generator = SpecAttnDraftModel.from_target(model).candidate_generator(model, max_length=20)
+    with pytest.raises(ValueError, match=r"shape \(2, 5\): a candidate generator proposes for one row of at most 20"):
+        generator.get_candidates(torch.full((2, 5), 7))
+    with pytest.raises(ValueError, match=r"shape \(1, 21\): .*Pass a larger max_length to candidate_generator"):
+        generator.get_candidates(torch.full((1, 21), 7))
+
+
+def test_rotary_frequencies_that_change_within_the_text_are_refused(monkeypatch):
+    """Drafting beyond the change would change the target's frequencies; up to there the text is the stock one."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model = tiny_target("llama", rope_parameters=dynamic, max_position_embeddings=70)
+    draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_min_tokens=48)
+    with pytest.raises(
+        ValueError, match=r"max_length=66 with drafts of up to 4 tokens: .* change at position 69 .* 65 "
+    ):
+        draft.candidate_generator(model, max_length=66)
+    expected, found, spy = stock_text_with(draft, model, monkeypatch, tiny_prompts(128, [65 - NEW_TOKENS])[0])
+    assert torch.equal(found, expected) and sum(spy.matched) > 0
+
+
+def test_a_target_that_cannot_be_drafted_for_is_refused():
+    model = tiny_target("llama")
+    draft = PlainDraftModel.from_target(model)
+    other = tiny_target("llama", num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"num_hidden_layers=3.*num_hidden_layers=2"):
+        draft.candidate_generator(other, max_length=20)

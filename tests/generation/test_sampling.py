@@ -79,22 +79,6 @@ class TestSameSeedSameText:
         assert sum(histogram[0] for histogram in histograms) > 0
         assert sum(sum(histogram[2:]) for histogram in histograms) > 0
 
-    def test_longspec(self, target, name, options):
-        if name == "deepseek_v3":
-            pytest.skip("latent caches cannot be cross-attended")
-        model = target(name)
-        text = sample(model, PlainDraftModel.from_target(model), **options)
-        draft = random_longspec_draft(model, window=8, tree_widths=[40, 40])
-        assert sample(model, draft, **options) == text
-        assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-    def test_specattn_coupled(self, target, name, options):
-        model = target(name)
-        text = sample(model, PlainDraftModel.from_target(model), new=8, **options)
-        draft = coupled(model)
-        assert sample(model, draft, new=8, **options) == text
-        assert draft.last_speculation.num_accepted_draft_tokens > 0
-
 
 def test_the_text_is_an_exponential_race_of_the_bare_model(target):
     """Replays the text with the documented seeds, a forward of the bare model and a noise row per token."""

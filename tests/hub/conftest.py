@@ -11,15 +11,16 @@ import pytest
 
 import hf_longspec
 from hf_longspec.hub import Card, write_repository
+from hf_longspec.modeling import register_draft
 from hf_longspec.testing import tiny_target
 
-DRAFTS = {
-    "longspec": (hf_longspec.LongSpecDraftModel, {"tree_widths": [3, 2]}),
-    "tokenswift": (hf_longspec.TokenSwiftDraftModel, {"num_heads": 2, "tree_branching": [1, 2, 2]}),
-    "specattn": (hf_longspec.SpecAttnDraftModel, {"num_assistant_tokens": 3, "sparse_min_tokens": 8}),
-    "longspec_plain": (hf_longspec.PlainDraftModel, {}),
-    "longspec_ngram": (hf_longspec.NgramDraftModel, {"num_assistant_tokens": 5}),
+SETTINGS = {
+    "longspec": {"tree_widths": [3, 2]},
+    "tokenswift": {"num_heads": 2, "tree_branching": [1, 2, 2]},
+    "specattn": {"num_assistant_tokens": 3, "sparse_min_tokens": 8},
+    "longspec_ngram": {"num_assistant_tokens": 5},
 }
+DRAFTS = {kind: (draft.model, SETTINGS.get(kind, {})) for kind, draft in register_draft.DRAFTS.items()}
 
 
 @pytest.fixture(scope="session")

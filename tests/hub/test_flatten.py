@@ -127,6 +127,8 @@ def test_transformers_finds_every_file_and_no_missing_package(kind, published):
 def test_a_published_draft_contains_only_its_own_drafter(published):
     shipped = {kind: {path.stem for path in (published / "drafts" / kind).glob("*.py")} for kind in DRAFTS}
     for kind, name in {"longspec": "longspec", "tokenswift": "tokenswift", "specattn": "specattn"}.items():
-        own = f"generation_drafters_{name}"
+        own = f"generation_{name}"
         assert [other for other in DRAFTS if own in shipped[other]] == [kind]
+    modules = set().union(*shipped.values())
+    assert not [name for name in modules if name.startswith(("training_", "convert_")) or "register_draft" in name]
     assert PACKAGE.name == hf_longspec.__name__

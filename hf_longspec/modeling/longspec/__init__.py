@@ -1,1 +1,16 @@
 """LongSpec: a draft of one block that reads the cache of its target."""
+
+from ..register_draft import register_draft
+from .configuration_longspec import LongSpecConfig
+from .modeling_longspec import LongSpecDraftModel
+
+__all__ = ["LongSpecConfig", "LongSpecDraftModel"]
+
+register_draft(
+    LongSpecConfig,
+    LongSpecDraftModel,
+    training="hf_longspec.modeling.longspec.training_longspec:LongSpecMethod",
+    convert="hf_longspec.modeling.longspec.convert_longspec:LONGSPEC",
+    tune="hf_longspec.cli.tune:tune_longspec",
+    card="hf_longspec.hub:templates/longspec.md",
+)

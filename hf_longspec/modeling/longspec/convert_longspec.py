@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ..convert import Converter
 from ..loading import Checkpoint
 from .configuration_longspec import LongSpecConfig
 from .modeling_longspec import LongSpecDraftModel
@@ -66,3 +67,6 @@ def renamed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if not name.startswith(UNUSED):
             found[name] = value
     return found
+
+
+LONGSPEC = Converter(LONGSPEC_TARGETS, "cross_attn.", longspec_draft)

@@ -1,1 +1,13 @@
 """N-grams: a draft without a model."""
+
+from ..register_draft import register_draft
+from .configuration_ngram import NgramConfig
+from .modeling_ngram import NgramDraftModel
+
+__all__ = ["NgramConfig", "NgramDraftModel"]
+
+register_draft(
+    NgramConfig,
+    NgramDraftModel,
+    card="hf_longspec.hub:templates/longspec_ngram.md",
+)

@@ -1,1 +1,15 @@
 """SpecAttn: the target drafts for itself."""
+
+from ..register_draft import register_draft
+from .configuration_specattn import SpecAttnConfig
+from .modeling_specattn import SpecAttnDraftModel
+
+__all__ = ["SpecAttnConfig", "SpecAttnDraftModel"]
+
+register_draft(
+    SpecAttnConfig,
+    SpecAttnDraftModel,
+    tune="hf_longspec.cli.tune:tune_specattn",
+    card="hf_longspec.hub:templates/specattn.md",
+    aliases=("vegas",),  # its authors renamed it
+)

@@ -1,1 +1,16 @@
 """TokenSwift: heads on the last hidden state of the target."""
+
+from ..register_draft import register_draft
+from .configuration_tokenswift import TokenSwiftConfig
+from .modeling_tokenswift import TokenSwiftDraftModel
+
+__all__ = ["TokenSwiftConfig", "TokenSwiftDraftModel"]
+
+register_draft(
+    TokenSwiftConfig,
+    TokenSwiftDraftModel,
+    training="hf_longspec.modeling.tokenswift.training_tokenswift:TokenSwiftMethod",
+    convert="hf_longspec.modeling.tokenswift.convert_tokenswift:TOKENSWIFT",
+    tune="hf_longspec.cli.tune:tune_tokenswift",
+    card="hf_longspec.hub:templates/tokenswift.md",
+)

@@ -6,6 +6,7 @@ A checkpoint holds heads and target together. The target's weights are not read.
 import torch
 from transformers import PreTrainedConfig
 
+from ..convert import Converter
 from ..loading import Checkpoint
 from .configuration_tokenswift import TokenSwiftConfig
 from .modeling_tokenswift import TokenSwiftDraftModel
@@ -46,3 +47,6 @@ def tokenswift_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> TokenS
 def _as_published(draft: TokenSwiftDraftModel) -> dict[str, torch.Tensor]:
     """Return the tensors of a draft by the authors' names."""
     return {HEADS + name: value for name, value in draft.heads.layers.state_dict().items()}
+
+
+TOKENSWIFT = Converter(TOKENSWIFT_TARGETS, HEADS, tokenswift_draft)

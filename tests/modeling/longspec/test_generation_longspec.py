@@ -118,33 +118,6 @@ def test_the_test_notices_a_wrong_window(recorded):
     assert (step["levels"][0][0, 0].double() - expected).abs().max() > 100 * LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("lengths", [(21,), LENGTHS], ids=["one", "ragged"])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_the_text_is_the_targets(plain_run, name, lengths):
-    run = plain_run(name, lengths, max_new_tokens=20, eos_token_id=NEVER)
-    draft = noisy_draft(run.model)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    histogram = draft.last_speculation.acceptance_histogram
-    assert histogram[0] > 0 and sum(histogram[1:]) > 0
-    assert draft.last_speculation.num_draft_tokens == sum(WIDE) * draft.last_speculation.num_spec_steps
-
-
-def test_rows_do_not_interact(plain_run):
-    """A row's trees are those it gets alone, up to rounding: the same tokens are accepted in the same steps."""
-    together = plain_run("qwen3", LENGTHS, max_new_tokens=20, eos_token_id=NEVER)
-    draft = noisy_draft(together.model)
-    together.again(draft)
-    whole = draft.last_speculation
-    alone = []
-    for row, keep in zip(together.inputs["input_ids"], together.inputs["attention_mask"].bool(), strict=True):
-        together.model.generate(
-            row[keep][None], assistant_model=draft, do_sample=False, max_new_tokens=20, eos_token_id=NEVER
-        )
-        alone.append(draft.last_speculation)
-    assert whole.num_spec_steps == sum(stats.num_spec_steps for stats in alone)
-    assert whole.num_accepted_draft_tokens == sum(stats.num_accepted_draft_tokens for stats in alone)
-
-
 def test_no_level_waits_for_the_host(plain_run, monkeypatch):
     """No number is read back while a tree is drafted: not between the levels, and not for any of its tensors."""
 
@@ -233,19 +206,8 @@ def test_an_offloaded_target(plain_run):
     assert run.again(LongSpecDraftModel.from_target(run.model, window=8)).tolist() == run.sequences.tolist()
 
 
-def test_a_second_turn_on_the_same_cache(plain_run):
-    run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=NEVER)
-    draft = noisy_draft(run.model)
-    cache = SpeculativeCache(run.model.config, 1, 100, tree_slots=draft.max_nodes(None))
-    first = run.again(draft, past_key_values=cache, max_new_tokens=6)
-    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6}
-    second = run.model.generate(first, assistant_model=draft, past_key_values=cache, **options)
-    assert second.tolist() == run.sequences.tolist()
-
-
 def test_inside_transformers_own_assisted_decoding(plain_run):
     """`get_candidates` continues a text with the beam's best chain, whatever was accepted of the last one."""
-    from hf_longspec import SpeculativeCache
 
     model = tiny_target("llama")
     draft, view = noisy_draft(model, tree_widths=[3, 3]), TargetView(model)

@@ -29,19 +29,6 @@ def test_shapes_are_the_targets_and_nothing_of_it_is_registered(llama):
     assert draft.dtype == llama.dtype
 
 
-def test_saving_and_loading(llama, tmp_path):
-    draft = LongSpecDraftModel.from_target(llama, tree_widths=[2, 3], window=33)
-    draft.save_pretrained(tmp_path)
-    assert len(load_file(tmp_path / "model.safetensors")) == 12
-    loaded = AutoModel.from_pretrained(tmp_path)
-    assert type(loaded) is LongSpecDraftModel and loaded.config.window == 33
-    assert loaded.setting("tree_widths") == [2, 3]
-    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), loaded.parameters(), strict=True))
-    kwargs = {"do_sample": False, "max_new_tokens": 8}
-    ids = torch.tensor([[5, 9, 7, 11]])
-    assert torch.equal(llama.generate(ids, assistant_model=loaded, **kwargs), llama.generate(ids, **kwargs))
-
-
 def test_what_was_loaded_can_be_asked(llama, tmp_path):
     """As for any model of transformers; a tensor that the file does not have is named in the error."""
     LongSpecDraftModel.from_target(llama).save_pretrained(tmp_path)

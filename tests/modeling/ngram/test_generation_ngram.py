@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_longspec import NgramDraftModel, PlainDraftModel
+from hf_longspec import NgramDraftModel
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
@@ -93,32 +93,6 @@ class TestProposals:
         assert drafter.indexes[0] is index and index.text.tolist() == [*self.TEXT, 9, 4]
         begin(drafter, [[5, 5, 5]])
         assert drafter.indexes[0] is not index and drafter.indexes[0].text.tolist() == [5, 5, 5]
-
-
-@NAMES
-@BATCHES
-def test_greedy_text_is_the_targets(target, plain_run, name, lengths):
-    run = plain_run(target(name, **SMALL), lengths, max_new_tokens=24, eos_token_id=NEVER)
-    draft = NgramDraftModel.from_target(run.model, **WIDE)
-    out = run.again(draft, return_dict_in_generate=True)
-    assert out.sequences.tolist() == run.sequences.tolist()
-    stats = out.speculation
-    assert stats.num_accepted_draft_tokens == stats.num_accepted_ngram_tokens > 0
-    assert sum(stats.acceptance_histogram[2:]) > 0  # several tokens at once
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}], ids=str)
-@NAMES
-def test_same_seed_same_text_as_the_plain_loop(target, name, options):
-    model = target(name, **SMALL)
-    input_ids, mask = tiny_prompts(12, RAGGED)
-    texts = []
-    for draft in (PlainDraftModel.from_target(model), NgramDraftModel.from_target(model, **WIDE)):
-        torch.manual_seed(5)
-        options = {"do_sample": True, "max_new_tokens": 16, "eos_token_id": NEVER} | options
-        texts.append(model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options).tolist())
-    assert texts[0] == texts[1]
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
 def test_keys_are_the_confirmed_text(target, monkeypatch):

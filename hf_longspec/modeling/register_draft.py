@@ -1,0 +1,114 @@
+"""The registry of drafts: one call makes a draft known to `AutoModel`, the trainer, the commands and the model cards.
+
+Published copies of a draft hold neither this file nor what a registration names.
+"""
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pkgutil import resolve_name
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
+
+from .base import DraftModel
+from .configuration_base import DraftConfig
+
+
+@dataclass(frozen=True)
+class RegisteredDraft:
+    """A row of the registry; see [`register_draft`]."""
+
+    config: type[DraftConfig]
+    model: type[DraftModel]
+    training: str | None = None
+    convert: str | None = None
+    tune: str | None = None
+    card: str | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the draft on the command line: its `model_type` without the prefix `longspec_`, and its aliases."""
+        return self.config.model_type.removeprefix("longspec_"), *self.aliases
+
+    def load(self, role: str) -> Any:
+        """Import the object that the registration names as `"training"`, `"convert"` or `"tune"`."""
+        return resolve_name(getattr(self, role))
+
+    def card_template(self) -> str:
+        """Return the text of the draft's part of the model card.
+
+        Raises:
+            ValueError: If the draft was registered without one.
+        """
+        if self.card is None:
+            raise ValueError(
+                f"{self.model.__name__} was registered without a model card: pass card='package:file.md' to "
+                "register_draft."
+            )
+        package, _, file = self.card.partition(":")
+        return files(package).joinpath(file).read_text(encoding="utf-8")
+
+
+# By `config.model_type`, in the order of registration.
+DRAFTS: dict[str, RegisteredDraft] = {}
+
+
+def register_draft(
+    config: type[DraftConfig],
+    model: type[DraftModel],
+    *,
+    training: str | None = None,
+    convert: str | None = None,
+    tune: str | None = None,
+    card: str | None = None,
+    aliases: tuple[str, ...] = (),
+) -> None:
+    """Register a draft under the `model_type` of its config.
+
+    `AutoConfig` and `AutoModel` load it from then on, and so do the commands. A draft without weights can also be given
+    to the commands by its name, which is its `model_type`. Registering a `model_type` again replaces the former draft.
+
+    The optional parts are named as `"module:attribute"` and imported when they are used. A published copy of the draft
+    does not hold them.
+
+    Args:
+        config (`type[DraftConfig]`): Class of the configuration.
+        model (`type[DraftModel]`): Class of the draft.
+        training (`str`, *optional*): Its [`TrainingMethod`].
+        convert (`str`, *optional*): A [`Converter`] of the checkpoints that the authors of the method published.
+        tune (`str`, *optional*):
+            A function `(draft, target, context, measure) -> settings`, which chooses settings for `hf-longspec tune`.
+        card (`str`, *optional*): Template of the model card as `"package:file.md"`. Needed to publish the draft.
+        aliases (`tuple[str, ...]`, *optional*): Further names on the command line, for drafts without weights.
+
+    Raises:
+        ValueError: If the model is not of this config, if a name has no colon, or if `model_type` or a name on the
+            command line is taken.
+    """
+    kind = config.model_type
+    draft = RegisteredDraft(config, model, training, convert, tune, card, aliases)
+    if model.config_class is not config:
+        raise ValueError(
+            f"{model.__name__}.config_class is {model.config_class.__name__}, and {config.__name__} was passed: pass "
+            "the two classes that belong together."
+        )
+    for role in ("training", "convert", "tune", "card"):
+        if (name := getattr(draft, role)) is not None and not all(name.partition(":")):
+            raise ValueError(f"{role}={name!r}: expected 'module:attribute', or 'package:file.md' for a card.")
+    if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind].__module__.startswith("transformers."):
+        raise ValueError(f"model_type={kind!r} is a model of transformers: choose another for {config.__name__}.")
+    taken = {name: other.model for key, other in DRAFTS.items() if key != kind for name in other.names}
+    if both := sorted(taken.keys() & set(draft.names)):
+        raise ValueError(
+            f"the name {both[0]!r} belongs to {taken[both[0]].__name__}: choose another model_type, or other aliases, "
+            f"for {model.__name__}."
+        )
+    AutoConfig.register(kind, config, exist_ok=True)
+    AutoModel.register(config, model, exist_ok=True)
+    DRAFTS[kind] = draft
+
+
+def weightless_drafts() -> dict[str, type[DraftModel]]:
+    """Return the drafts that need no training, by their names on the command line."""
+    return {name: draft.model for draft in DRAFTS.values() if draft.model.weightless for name in draft.names}

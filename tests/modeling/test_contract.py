@@ -1,0 +1,144 @@
+"""The contract of every registered draft: identity, rollback, independent rows, saving and loading.
+
+A new draft is tested as soon as it is registered. Its settings here are those with which something is drafted, accepted
+and refused on tiny targets whose text repeats itself.
+"""
+
+from functools import cache
+from itertools import zip_longest
+
+import pytest
+import torch
+from transformers import AutoModel, DynamicCache
+
+from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.register_draft import DRAFTS
+from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts
+
+SETTINGS = {
+    "longspec": {"window": 8, "tree_widths": [6, 4]},
+    # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
+    "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},
+    "tokenswift": {"num_heads": 2, "tree_branching": [1, 3, 2]},
+    "longspec_ngram": {"num_assistant_tokens": 4},
+}
+REFUSED = {("longspec", "deepseek_v3"): "MLA"}
+FEW_TOKENS = {"vocab_size": 12}
+WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
+LENGTHS = (33, 3, 13)
+NEW = 20
+NEVER = 999  # no token of these targets
+KINDS = pytest.mark.parametrize("kind", DRAFTS)
+
+# float32 sums in another order: keys have a standard deviation near 1, and differences of 2e-6 were seen
+KEY_TOLERANCE = 1e-4
+
+
+def draft_of(kind, model):
+    draft = DRAFTS[kind].model.from_target(model, **SETTINGS.get(kind, {}))
+    randomize(draft)
+    return draft
+
+
+def generate(model, draft, lengths=LENGTHS, **options):
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
+
+
+@cache
+def stock_text(model):
+    return generate(model, None)
+
+
+def check_drafted(draft, model):
+    """Something was accepted and something refused, unless the draft proposes nothing at all."""
+    stats, proposes = draft.last_speculation, draft.num_tree_nodes(TargetView(model)) > 1
+    assert stats.num_forwards > 0
+    assert not proposes or 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+@KINDS
+def test_greedy_text_is_that_of_stock_generate(target, kind, name):
+    model = target(name, **FEW_TOKENS)
+    if (kind, name) in REFUSED:
+        with pytest.raises(ValueError, match=REFUSED[kind, name]):
+            draft_of(kind, model)
+        return
+    draft = draft_of(kind, model)
+    assert torch.equal(generate(model, draft), stock_text(model))
+    check_drafted(draft, model)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("llama", {}), ("gemma3", {}), ("gemma2", WARPED), ("gpt_oss", WARPED)], ids=str
+)
+@KINDS
+def test_sampled_text_is_that_of_the_plain_loop(target, kind, name, options):
+    model, texts = target(name, **FEW_TOKENS), []
+    for draft in (PlainDraftModel.from_target(model), draft_of(kind, model)):
+        torch.manual_seed(5)
+        texts.append(generate(model, draft, do_sample=True, **options))
+    assert torch.equal(*texts)
+    check_drafted(draft, model)
+
+
+@KINDS
+def test_rejected_drafts_are_rolled_back(target, kind):
+    """The cache holds the keys of a plain forward over the text, and a second turn goes on with it."""
+    model = target("gpt_oss", **FEW_TOKENS)
+    draft = draft_of(kind, model)
+    cache = SpeculativeCache(model.config, 1, 64, tree_slots=draft.num_tree_nodes(TargetView(model)))
+    first = generate(model, draft, (21,), past_key_values=cache)
+    check_drafted(draft, model)
+    (length,) = cache.host_lengths
+    assert length == first.shape[1] - 1
+    plain = DynamicCache()
+    with torch.no_grad():
+        model(first[:, :length], past_key_values=plain)
+    for ours, stock in zip(cache.layers, plain.layers, strict=True):
+        torch.testing.assert_close(ours.keys[:, :, :length], stock.keys, rtol=0, atol=KEY_TOLERANCE)
+    options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "do_sample": False, "pad_token_id": 0}
+    second = model.generate(first, assistant_model=draft, past_key_values=cache, **options)
+    assert torch.equal(second, model.generate(first, **options))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@KINDS
+def test_rows_do_not_influence_each_other(target, kind, name):
+    """A row accepts in a batch what it accepts alone, in the same steps."""
+    model = target(name, **FEW_TOKENS)
+    draft = draft_of(kind, model)
+    generate(model, draft)
+    together, alone = draft.last_speculation, []
+    input_ids, mask = tiny_prompts(model.config.vocab_size, LENGTHS)
+    for row, keep in zip(input_ids, mask.bool(), strict=True):
+        options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "do_sample": False, "pad_token_id": 0}
+        model.generate(row[keep][None], assistant_model=draft, **options)
+        alone.append(draft.last_speculation.acceptance_histogram)
+    assert together.acceptance_histogram == [sum(counts) for counts in zip_longest(*alone, fillvalue=0)]
+
+
+@KINDS
+def test_saving_and_loading(target, kind, tmp_path):
+    model = target("llama", **FEW_TOKENS)
+    draft = draft_of(kind, model)
+    generate(model, draft)
+    drafted = draft.last_speculation.acceptance_histogram
+    draft.save_pretrained(tmp_path / "saved")
+    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    assert type(loaded) is type(draft) and type(loaded.config) is DRAFTS[kind].config
+    assert (tmp_path / "saved" / "model.safetensors").is_file() != draft.weightless
+    assert {name: loaded.setting(name) for name in draft.settings} == {
+        name: draft.setting(name) for name in draft.settings
+    }
+    weights = dict(loaded.named_parameters())
+    assert set(weights) == {name for name, _ in draft.named_parameters()}
+    assert all(torch.equal(weights[name], weight) for name, weight in draft.named_parameters())
+    loaded.save_pretrained(tmp_path / "again")
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / "again" / file).read_text() == (tmp_path / "saved" / file).read_text()
+    assert torch.equal(generate(model, loaded), stock_text(model))
+    assert loaded.last_speculation.acceptance_histogram == drafted

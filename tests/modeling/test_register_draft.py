@@ -1,0 +1,115 @@
+"""A draft of another package is registered with one call and then found wherever a draft is looked up."""
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, AutoModel
+
+import hf_longspec
+from hf_longspec import LongSpecDraftModel, NgramConfig, NgramDraftModel
+from hf_longspec.cli import CommandError
+from hf_longspec.cli.session import open_draft
+from hf_longspec.cli.tune import plan_for
+from hf_longspec.hub.cards import Card, render
+from hf_longspec.modeling.convert import converters
+from hf_longspec.modeling.register_draft import DRAFTS, weightless_drafts
+from hf_longspec.testing import tiny_prompts
+from hf_longspec.training.method import TrainingMethod, method_of
+from tests.modeling.toy_draft import ToyConfig, ToyDraftModel
+
+HERE = "tests.modeling.test_register_draft"
+
+
+class ToyMethod(TrainingMethod):
+    """What `training=` names."""
+
+
+def toy_plan(draft, target, context, measure):
+    return {"politeness": 2}
+
+
+@pytest.fixture
+def register():
+    """`register_draft`, undone after the test."""
+    before = dict(DRAFTS)
+    yield hf_longspec.register_draft
+    DRAFTS.clear()
+    DRAFTS.update(before)
+    CONFIG_MAPPING._extra_content.pop("toy", None)
+    MODEL_MAPPING._extra_content.pop(ToyConfig, None)
+
+
+def test_a_draft_of_another_package(register, target, tmp_path):
+    register(ToyConfig, ToyDraftModel, card="tests.modeling:toy_card.md")
+    model = target("llama", vocab_size=12)
+    ToyDraftModel.from_target(model, politeness=3).save_pretrained(tmp_path)
+    by_folder, by_name = open_draft(str(tmp_path), model), open_draft("toy", model, {"politeness": 4})
+    assert type(by_folder) is type(by_name) is type(AutoModel.from_pretrained(tmp_path)) is ToyDraftModel
+    assert (by_folder.setting("politeness"), by_name.setting("politeness")) == (3, 4)
+    input_ids, mask = tiny_prompts(12, (33, 3, 13))
+    inputs = {"input_ids": input_ids, "attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+    inputs |= {"eos_token_id": 999, "pad_token_id": 0}
+    assert torch.equal(model.generate(**inputs, assistant_model=by_folder), model.generate(**inputs))
+    stats = by_folder.last_speculation
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+    card = render(by_folder, Card(base_model="org/target").complete(by_folder, "org/toy"))
+    assert "A toy for [org/target]" in card and "It remembers one token." in card and "`politeness=3`" in card
+
+
+def test_the_lazy_parts_are_found_when_they_are_used(register, target):
+    register(ToyConfig, ToyDraftModel, training=f"{HERE}:ToyMethod", tune=f"{HERE}:toy_plan")
+    draft = ToyDraftModel.from_target(target("llama"))
+    assert method_of(draft).__name__ == "ToyMethod" and plan_for(draft)(None, None, 0, None) == {"politeness": 2}
+    assert len(converters()) == 2  # the toy has none
+    with pytest.raises(ValueError, match=r"ToyDraftModel was registered without a model card: pass card='package:fi"):
+        render(draft, Card(base_model="org/target").complete(draft, "org/toy"))
+    register(ToyConfig, ToyDraftModel, training="no_such_package.training:Method")  # nothing is imported here
+    with pytest.raises(ImportError, match="no_such_package"):
+        method_of(draft)
+    with pytest.raises(CommandError, match=r"a draft of type toy is not tuned: pass one of type longspec or"):
+        plan_for(draft)
+
+
+def test_a_draft_that_is_not_registered_has_no_card(target):
+    draft = ToyDraftModel.from_target(target("llama"))
+    with pytest.raises(ValueError, match=r"no draft of model_type='toy' is registered: call hf_longspec.register_dr"):
+        render(draft, Card(base_model="org/target").complete(draft, "org/toy"))
+
+
+class LlamaLikeConfig(hf_longspec.DraftConfig):
+    model_type = "llama"
+
+
+class LlamaLikeDraftModel(ToyDraftModel):
+    config_class = LlamaLikeConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "options", "message"),
+    [
+        (NgramConfig, ToyDraftModel, {}, "config_class is ToyConfig, and NgramConfig was passed"),
+        (ToyConfig, ToyDraftModel, {"training": "toy.method"}, "training='toy.method': expected 'module:attribute'"),
+        (LlamaLikeConfig, LlamaLikeDraftModel, {}, "model_type='llama' is a model of transformers"),
+        (ToyConfig, ToyDraftModel, {"aliases": ("ngram",)}, "the name 'ngram' belongs to NgramDraftModel: choose"),
+    ],
+    ids=["config", "name", "model_type", "alias"],
+)
+def test_what_cannot_be_registered(register, config, model, options, message):
+    before = dict(DRAFTS)
+    with pytest.raises(ValueError, match=message):
+        register(config, model, **options)
+    assert before == DRAFTS
+
+
+def test_names_on_the_command_line():
+    names = weightless_drafts()
+    assert set(names) == {"ngram", "plain", "specattn", "vegas"}
+    assert names["ngram"] is NgramDraftModel and names["vegas"] is names["specattn"]
+    assert LongSpecDraftModel not in names.values()
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_every_name_of_a_registered_draft_can_be_resolved(kind):
+    draft = DRAFTS[kind]
+    assert "## Limits" in draft.card_template()
+    for role in ("training", "convert", "tune"):
+        assert getattr(draft, role) is None or draft.load(role) is not None
