@@ -10,12 +10,10 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
-from ..generation.checks import refuse_target
-from ..generation.compiled_steps import COMPILE_DEFAULTS
+from ..generation.checks import check_gate, refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.forward_check import CHECK_DEFAULTS, check_check_target
-from ..generation.gate import GATE_DEFAULTS, check_gate
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
 from ..generation.target import TargetView
@@ -51,7 +49,7 @@ class DraftModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         ngrams = NGRAM_DEFAULTS if cls.takes_ngrams else {}
-        cls.settings = COMPILE_DEFAULTS | GATE_DEFAULTS | CHECK_DEFAULTS | ngrams | cls.settings
+        cls.settings = {"compile": "auto", "gate": True} | CHECK_DEFAULTS | ngrams | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         config.check_types()
