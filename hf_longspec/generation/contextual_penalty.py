@@ -7,7 +7,7 @@ tokens nearly every token has occurred, and a penalty on all of them has no effe
 import math
 
 import torch
-from transformers import LogitsProcessor
+from transformers.generation.logits_process import LogitsProcessor
 
 
 class ContextualPenaltyLogitsProcessor(LogitsProcessor):

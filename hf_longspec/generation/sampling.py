@@ -20,7 +20,6 @@ import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
-from .contextual_penalty import ContextualPenaltyLogitsProcessor
 from .draft_tree import DraftTree
 from .sequences import Sequences
 from .verification import (
@@ -369,7 +368,7 @@ IN_GRAPHS = {
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "MinPLogitsWarper",
-    ContextualPenaltyLogitsProcessor.__name__,
+    "ContextualPenaltyLogitsProcessor",  # of contextual_penalty.py
 }
 
 

@@ -17,9 +17,14 @@ from ..generation.forward_check import CHECK_DEFAULTS, check_check_target
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
 from ..generation.target import TargetView
-from .configuration_base import DraftConfig
+from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
-from .ngram.generation_ngram import NGRAM_DEFAULTS, JoinedDrafter, NgramDrafter, NgramSettings
+from .ngram.settings_ngram import NGRAM_DEFAULTS, NgramSettings
+
+try:
+    from .ngram.generation_ngram import JoinedDrafter, NgramDrafter
+except ImportError:  # a published draft has n-grams if its own method uses them
+    JoinedDrafter = NgramDrafter = None  # type: ignore[assignment,misc]
 
 register()
 install()
@@ -57,6 +62,15 @@ class DraftModel(PreTrainedModel):
         self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
         self.last_speculation: SpeculationStats | None = None
         self.was_told_of_gate = False  # whether it has been said that speculation does not pay
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Let `save_pretrained` write the code too; transformers calls it for every class that `auto_map` names.
+
+        Nothing for a class of the installed package, which a repository may name: saved drafts do without its code.
+        """
+        if not is_packaged(cls):
+            super().register_for_auto_class(auto_class)
 
     def get_input_embeddings(self) -> None:
         """None: a draft reads the target's. Accelerate asks for them before it shards a model (FSDP)."""
@@ -160,6 +174,11 @@ class DraftModel(PreTrainedModel):
         if not self.takes_ngrams:
             return None
         ngrams = NgramSettings.read(self.setting)
+        if ngrams.candidates and NgramDrafter is None:
+            raise ValueError(
+                f"ngram_candidates={ngrams.candidates}: the code that this draft brings along has no n-grams. Set it "
+                "to 0, or `pip install hf_longspec`."
+            )
         return ngrams if ngrams.candidates else None
 
     def setting(self, name: str) -> Any:

@@ -12,8 +12,7 @@ share nodes.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,70 +20,7 @@ import torch
 
 from ...generation.draft_tree import DraftTree, merge_paths, merge_trees
 from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
-
-SOURCES = ("both", "pool", "lookup")
-# Each length of keys has tables of its own, and hardly a text repeats this much without repeating more.
-LONGEST_KEY = 16
-
-# Of drafts that propose something else as well; 0 candidates: no n-grams.
-NGRAM_DEFAULTS: dict[str, Any] = {
-    "ngram_candidates": 0,
-    "ngram_num_tokens": 8,
-    "ngram_size": 3,
-    "ngram_source": "both",
-    "ngram_preload": True,
-}
-
-
-@dataclass(frozen=True)
-class NgramSettings:
-    """How n-grams are proposed in one call.
-
-    Args:
-        num_tokens (`int`): Tokens of a path.
-        candidates (`int`): Paths; the nodes that they share are room for further ones.
-        size (`int`): Confirmed tokens of the longest key.
-        source (`str`): Continuations of the `pool` by their counts, those of the suffix `lookup` by the length of the
-            match, or `both`: the best one of the lookup, then the pool's.
-        preload (`bool`): Whether the prompt's n-grams count, or only those of what is generated.
-    """
-
-    num_tokens: int
-    candidates: int
-    size: int
-    source: str
-    preload: bool
-
-    @classmethod
-    def read(
-        cls, setting: Callable[[str], Any], num_tokens: str = "ngram_num_tokens", fewest: int = 0
-    ) -> "NgramSettings":
-        """From a draft's settings.
-
-        Args:
-            setting (`Callable[[str], Any]`): Gives the value of a setting.
-            num_tokens (`str`): Name of the setting that says how long a path is.
-            fewest (`int`): Fewest candidates that make sense.
-
-        Raises:
-            ValueError: If a value is out of range.
-        """
-        ranges = {num_tokens: (1, None), "ngram_candidates": (fewest, None), "ngram_size": (1, LONGEST_KEY)}
-        for name, (low, high) in ranges.items():
-            if type(value := setting(name)) is not int or value < low or (high is not None and value > high):
-                rule = f"of at least {low}" if high is None else f"from {low} to {high}"
-                raise ValueError(f"{name}={value!r}: expected an integer {rule}.")
-        if (source := setting("ngram_source")) not in SOURCES:
-            raise ValueError(f"ngram_source={source!r}: expected one of {', '.join(SOURCES)}.")
-        if type(preload := setting("ngram_preload")) is not bool:
-            raise ValueError(f"ngram_preload={preload!r}: expected True or False.")
-        return cls(setting(num_tokens), setting("ngram_candidates"), setting("ngram_size"), source, preload)
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of the trie without the root."""
-        return self.num_tokens * self.candidates
-
+from .settings_ngram import NgramSettings
 
 BYTES_PER_ENTRY = array("i").itemsize
 
