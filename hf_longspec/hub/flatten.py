@@ -38,10 +38,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "target": ("generation/target", "generation/compact_cache", "generation/selection"),
     "drafter": ("generation/drafter", "generation/stats", "generation/gated_drafter", "generation/standins"),
     "decoding": tuple(f"generation/{name}" for name in ("checks", "forward_check", "outputs", "decoding", "route")),
-    "draft": tuple(
-        f"modeling/{name}" for name in ("configuration_base", "loading", "tree_choices", "ngram/settings_ngram", "base")
-    ),
-    "ngrams": ("modeling/ngram/generation_ngram",),
+    "ngrams": ("modeling/ngram/settings_ngram", "modeling/ngram/generation_ngram"),
+    "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "tree_choices", "base")),
 }
 
 # The pattern by which transformers finds the siblings of a file. It also matches inside strings.
@@ -213,20 +211,22 @@ def _import_lines(text: str) -> Iterator[str]:
 
 
 def _without_left_out(text: str, path: Path, root: Path, left_out: Sequence[str]) -> str:
-    """Return a source in which every `try` that imports a part that is left out is the body of its `except`."""
+    """Return a source without `try` around imports: its body, or that of its `except` if a part is left out."""
     lines = text.split("\n")
     for node in reversed(ast.parse(text).body):
         if not isinstance(node, ast.Try):
             continue
         imports = [inner for inner in node.body if isinstance(inner, ast.ImportFrom) and inner.level]
-        if not any(_is_left_out(_resolve(inner, path, root), left_out) for inner in imports):
+        if not imports:
             continue
         if len(node.handlers) != 1 or node.orelse or node.finalbody:
             raise ValueError(f"{path}:{node.lineno}: expected `try` with `except ImportError` alone.")
         handler = node.handlers[0]
-        reason = lines[handler.lineno - 1].partition("#")[2]
-        body = [line.removeprefix("    ") for line in lines[handler.lineno : node.end_lineno]]
-        lines[node.lineno - 1 : node.end_lineno] = [*([f"#{reason}"] if reason else []), *body]
+        body, reason = lines[node.lineno : handler.lineno - 1], ""
+        if any(_is_left_out(_resolve(inner, path, root), left_out) for inner in imports):
+            body, reason = lines[handler.lineno : node.end_lineno], lines[handler.lineno - 1].partition("#")[2]
+        comment = [f"#{reason}"] if reason else []
+        lines[node.lineno - 1 : node.end_lineno] = comment + [line.removeprefix("    ") for line in body]
     return "\n".join(lines)
 
 
