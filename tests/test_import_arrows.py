@@ -7,9 +7,10 @@
 Arrows are transitive. A draft's method of training, `modeling/<draft>/training_<draft>.py`, is a room of its own: it
 imports `training`, which finds it by its name when a draft is trained, and a published draft does without it.
 `auditing` and `bench` do without `modeling`: they are handed the draft. `testing` may build drafts; `hub` and
-`streaming` import no room. The rooms in `SHIPPED` are published beside a draft as sibling files, so there a relative
+`streaming` import no room. The rooms in `SHIPPED` are joined into the files of a published draft, so there a relative
 import names a module of the package and the names in it, nothing else, and a package that transformers does not bring
-along is imported inside `try`; so is this package, by name, where an installed one is of use.
+along is imported inside `try`; so is this package, by name, where an installed one is of use, and so are the parts that
+no published draft holds, `LEFT_OUT` of hub/flatten.py, except among themselves.
 """
 
 import ast

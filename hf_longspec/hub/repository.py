@@ -118,9 +118,9 @@ def check_engine(engine: str, repo_id: str | None) -> None:
     Raises:
         ValueError: If it is not a valid `"owner/name"`, holds `--`, or is the draft's own repository.
     """
-    check_repo_id(engine)
     if "--" in engine:
         raise ValueError(f"engine {engine!r}: `auto_map` separates repository and class by --. Choose another name.")
+    check_repo_id(engine)
     if engine == repo_id:
         raise ValueError(f"engine {engine!r} is the draft's own repository. Name another one, or leave engine out.")
 
