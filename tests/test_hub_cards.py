@@ -118,10 +118,18 @@ assert out.tolist() == plain.tolist() and out.shape[1] > 32 and draft.last_specu
 
 @DRAFTS
 def test_the_folder_without_the_package_names_what_is_missing(folder, tmp_path):
-    script = (
-        "import sys\nsys.modules['hf_longspec'] = None\nfrom transformers import AutoModel\n"
-        f"AutoModel.from_pretrained('hub_cards/{folder.name}', trust_remote_code=True)\n"
-    )
+    script = f"""
+import sys
+from transformers import AutoModel
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name == "hf_longspec":
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+AutoModel.from_pretrained("hub_cards/{folder.name}", trust_remote_code=True)
+"""
     done = run(script, ROOT, tmp_path)
     assert done.returncode and "hf_longspec. Run `pip install hf_longspec`" in done.stderr
 
