@@ -196,7 +196,7 @@ def draft_code(draft: Any) -> dict[str, str]:
     """
     file = _file_of(type(draft))
     if file.read_text(encoding="utf-8").startswith(MARK):  # loaded from such a repository
-        return {path.name: path.read_text(encoding="utf-8") for path in map(Path, [file, *_siblings(file)])} | _custom()
+        return {path.name: path.read_text(encoding="utf-8") for path in [file, *_siblings(file)]} | _custom()
     methods = {method.model_module: method for method in _methods()}
     method = methods.get(_module(file)) if file.is_relative_to(PACKAGE) else None
     if method is None or method.model != type(draft).__name__:
@@ -271,9 +271,9 @@ def _module(file: Path) -> str:
     return file.relative_to(PACKAGE).with_suffix("").as_posix()
 
 
-def _siblings(file: Path) -> list[str]:
+def _siblings(file: Path) -> list[Path]:
     """Return the files that a copy imports, as transformers finds them."""
-    return sorted(get_relative_import_files(file))
+    return sorted(map(Path, get_relative_import_files(file)))
 
 
 def _file_of(cls: type) -> Path:
@@ -310,6 +310,6 @@ def _facts(card: Card) -> str:
 
 
 def _remove_stale(folder: Path, files: list[Path]) -> None:
-    for path in folder.glob("*.py"):
+    for path in [*folder.glob("*.py"), *folder.glob("custom_generate/*.py")]:
         if path.relative_to(folder) not in files and path.read_text(encoding="utf-8").startswith(MARK):
             path.unlink()
