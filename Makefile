@@ -80,11 +80,12 @@ docs: $(READY) ## build the documentation as a site, in site/
 	@echo "Building the documentation; a dead link is an error."
 	$(VENV)/bin/mkdocs build --strict
 
-cards: $(READY) ## refresh the bundled drafts' repositories in hub_cards after a change of the package
-	@echo "Writing hub_cards/tiny-longspec and hub_cards/tiny-tokenswift anew. Nothing is uploaded."
+cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_cards
+	@echo "Writing build/hub_cards/tiny-longspec and build/hub_cards/tiny-tokenswift. Nothing is uploaded."
+	@mkdir -p build/hub_cards
 	@for kind in longspec tokenswift; do \
 		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/tiny-$$kind --dry-run \
-			--results benchmarks/results/$$kind.jsonl --output hub_cards/tiny-$$kind || exit; \
+			--results benchmarks/results/$$kind.jsonl --output build/hub_cards/tiny-$$kind || exit; \
 	done
 
 clean: ## remove caches and build output; the environments stay

@@ -9,9 +9,10 @@ Arrows are transitive. A room is a part of the package. The registry of drafts i
 does not import it, so a published draft works without it. `training_<draft>.py` and `convert_<draft>.py` are a room of
 their own too: the registry names them, and they are imported when they are used. `auditing` and `bench` work without
 `modeling`: the draft is an argument. `testing` may build drafts; `hub` imports the registry alone, `streaming` no room.
-The rooms in `SHIPPED` are published with a draft as sibling files. So a relative import there has the form `from module
-import names`, and a package that transformers does not install is imported inside `try`, as is this package itself, by
-name.
+The rooms in `SHIPPED` are joined into the files of a published draft. So a relative import there has the form `from
+module import names`, and a package that transformers does not install is imported inside `try`, as is this package
+itself, by name, and as are the parts that no published draft holds, `LEFT_OUT` of hub/flatten.py, except among
+themselves.
 """
 
 import ast

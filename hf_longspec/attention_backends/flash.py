@@ -17,9 +17,8 @@ from functools import cache, partial
 
 import torch
 
-from .masks import window_holds_all
+from .masks import WINDOW_WITHOUT_POSITIONS, window_holds_all
 from .merge import AttentionState, nothing_visible
-from .reference import WINDOW_WITHOUT_POSITIONS
 from .registry import AttentionBackend, AttentionCall, register_backend
 from .torch_backend import attention_to_copies, causal_attention, tree_attention
 

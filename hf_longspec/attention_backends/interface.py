@@ -14,13 +14,19 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .differentiable import differentiable_attention
-from .flash import FLASH_BACKEND
 from .masks import WindowMask
 from .merge import AttentionState, merge_attention_states
-from .reference import REFERENCE_BACKEND
 from .registry import AttentionBackend, AttentionCall, select
 from .torch_backend import TORCH_BACKEND
-from .triton.backend import TRITON_BACKEND
+
+try:
+    from .flash import FLASH_BACKEND
+    from .reference import REFERENCE_BACKEND
+    from .triton.backend import TRITON_BACKEND
+
+    BACKENDS: tuple[AttentionBackend, ...] = (REFERENCE_BACKEND, TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
+except ImportError:  # a published draft computes with torch alone
+    BACKENDS = (TORCH_BACKEND,)
 
 # Transformers handles names with "flash", "sdpa", "/" or "paged|" in a special way.
 AUTOMATIC = "hf_longspec"
@@ -170,8 +176,7 @@ def attention_mask(
 
 def register() -> None:
     """Register the backends with transformers under their names. Repeating this is harmless."""
-    own = (REFERENCE_BACKEND, TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
-    for name in (None, *(backend.name for backend in own)):
+    for name in (None, *(backend.name for backend in BACKENDS)):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
         AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
 

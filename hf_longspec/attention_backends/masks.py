@@ -14,6 +14,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 KeyMask = Callable[[int, int], torch.Tensor]
 
+WINDOW_WITHOUT_POSITIONS = (
+    "sliding_window is {}, but positions is None: a window is counted from the position of each query. "
+    "Pass positions of shape (batch, num_nodes)."
+)
+
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `mask` as an additive mask.

@@ -13,6 +13,7 @@ B batch, S key slots, N queries, M tree keys, H query heads, K key/value heads, 
 
 import torch
 
+from .masks import WINDOW_WITHOUT_POSITIONS
 from .registry import AttentionBackend, AttentionCall, register_backend
 
 
@@ -167,11 +168,6 @@ def why_not(call: AttentionCall) -> str | None:
     """Return None: the reference accepts every call."""
     return None
 
-
-WINDOW_WITHOUT_POSITIONS = (
-    "sliding_window is {}, but positions is None: a window is counted from the position of each query. "
-    "Pass positions of shape (batch, num_nodes)."
-)
 
 REFERENCE_BACKEND = register_backend(
     AttentionBackend(

@@ -12,9 +12,16 @@ from collections.abc import Callable
 
 import torch
 
-from .masks import ExplicitMask, KeyMask, PositionMask, additive_mask, prefix_mask, shared_length
+from .masks import (
+    WINDOW_WITHOUT_POSITIONS,
+    ExplicitMask,
+    KeyMask,
+    PositionMask,
+    additive_mask,
+    prefix_mask,
+    shared_length,
+)
 from .merge import AttentionState, concatenate, merge_attention_states, nothing_visible
-from .reference import WINDOW_WITHOUT_POSITIONS
 from .registry import AttentionBackend, AttentionCall, register_backend
 from .torch_fused import can_fuse, fused_attention, hybrid_attention, one_head, pack, pack_mask, unpack
 

@@ -12,9 +12,11 @@ from transformers import AutoModel
 from ..bench.markdown import acceptance_section
 from ..cli import CommandError, first_line, options
 from ..hub import Card, push, write_repository
-from ..hub.repository import CARD_FACTS, MARK, check_repo_id
+from ..hub.repository import CARD_FACTS, MARK, check_engine, check_repo_id, write_engine
 from .session import loading, quiet
 
+# The engine's repository, below the folder that a dry run writes.
+ENGINE_FOLDER = Path("engine")
 # Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
 NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 
@@ -33,6 +35,7 @@ class Request:
         base_model (`str`, *optional*): Hub id of the target.
         license (`str`, *optional*): License of the weights.
         private (`bool`): Make a new repository private.
+        engine (`str`, *optional*): Repository that holds the code instead of the draft's own.
     """
 
     source: Path
@@ -44,6 +47,7 @@ class Request:
     base_model: str | None = None
     license: str | None = None
     private: bool = False
+    engine: str | None = None
 
 
 def write_or_push(request: Request) -> None:
@@ -57,14 +61,19 @@ def write_or_push(request: Request) -> None:
     card = read_card(request)
     draft = load(request.source)
     if output is None:
-        print(push(draft, str(request.repo), card=card, private=request.private or None).commit_url)
+        private, engine = request.private or None, request.engine
+        print(push(draft, str(request.repo), card=card, private=private, engine=engine).commit_url)
         return
     with quiet(progress_bars=False):
-        files = write_repository(draft, output, card, request.repo)
+        files = write_repository(draft, output, card, request.repo, request.engine)
+        if request.engine is not None and not (output / ENGINE_FOLDER).exists():
+            files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER, request.engine)]
     sizes = [(output / file).stat().st_size for file in files]
     for file, size in zip(files, sizes, strict=True):
         print(f"{size:>13,}  {file.as_posix()}")
     where = f"{output} would be uploaded to {request.repo or 'a repository'}"
+    if request.engine is not None:
+        where += f", the folder {ENGINE_FOLDER} of it to {request.engine} if that does not exist"
     print(f"{sum(sizes):>13,}  bytes in {len(files)} files of {where}. Nothing was uploaded.")
 
 
@@ -72,6 +81,8 @@ def _destination(request: Request) -> Path | None:
     """The folder to write, or `None` to upload."""
     if request.repo is not None:
         check_repo_id(request.repo)
+    if request.engine is not None:
+        check_engine(request.engine, request.repo)
     if not request.dry_run:
         if request.repo is None:
             raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
@@ -87,7 +98,7 @@ def _destination(request: Request) -> Path | None:
 
 
 def _is_ours(folder: Path) -> bool:
-    return any(path.read_text(encoding="utf-8", errors="replace").startswith(MARK) for path in folder.glob("*.py"))
+    return any(path.read_text(encoding="utf-8", errors="replace").startswith(MARK) for path in folder.rglob("*.py"))
 
 
 def read_card(request: Request) -> Card:
@@ -147,6 +158,7 @@ def publish(
     base_model: Annotated[str | None, typer.Option(help="Hub id of the target.")] = None,
     license: Annotated[str | None, typer.Option(help="License of the weights, such as apache-2.0.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    engine: Annotated[str | None, typer.Option(help="Repository that holds the code instead, owner/name.")] = None,
     debug: options.Debug = False,
 ) -> None:
     """Publish a draft on the Hub, with the code that it needs and a model card.
@@ -159,9 +171,10 @@ def publish(
     hf-longspec publish runs/longspec --dry-run --base-model Qwen/Qwen3-8B
     hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --license apache-2.0
     hf-longspec publish runs/longspec --dry-run --results acceptance.jsonl --name mine
+    hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --engine org/engine
 
     Exit status: 0; 2 for what cannot be published.
     """
-    request = Request(source, repo, dry_run, output, results, name, base_model, license, private)
+    request = Request(source, repo, dry_run, output, results, name, base_model, license, private, engine)
     with options.one_line_errors(debug, (NetworkError,), _explained):
         write_or_push(request)

@@ -8,7 +8,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..attention_backends.triton.commit import can_move, move_nodes
+try:
+    from ..attention_backends.triton.commit import can_move, move_nodes
+except ImportError:  # a published draft has no kernels: layer after layer is moved
+    can_move = move_nodes = None  # type: ignore[assignment]
 
 
 class RowLengths:
@@ -307,7 +310,7 @@ class SpeculativeCache(Cache):
         """Copy the nodes of `path` to the slots after the prefix, with Triton in one launch per device."""
         together: dict[torch.device, list[torch.Tensor]] = {}
         for layer in self.layers:
-            if layer.is_initialized and can_move(layer.keys.device):
+            if layer.is_initialized and can_move is not None and can_move(layer.keys.device):
                 together.setdefault(layer.keys.device, []).extend((layer.keys, layer.values))
             elif layer.is_initialized:
                 layer.move(path)
@@ -338,3 +341,23 @@ class SpeculativeCache(Cache):
             if layer.is_initialized
             for tensor in (layer.keys, layer.values)
         )
+
+
+def known_lengths(sizes: list[torch.Tensor], known: int, rows: int, ahead: int = 0) -> tuple[int, ...] | None:
+    """Return inside a compiled function the lengths of all rows plus `ahead`, or `None` if sizes do not hold them.
+
+    Args:
+        sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
+        known (`int`): Result of the runner's `knows`.
+        rows (`int`): Batch size.
+        ahead (`int`, *optional*, defaults to 0): Number that is added to each length.
+    """
+    if not known:
+        return None
+    lengths = tuple(size.shape[0] + ahead for size in sizes)
+    return lengths if known > 1 else lengths * rows
+
+
+def end_of_prefixes(sizes: list[torch.Tensor], known: int) -> int | None:
+    """Return inside a compiled function the end of the longest prefix, or `None` if each row is cut on its own."""
+    return None if known > 1 else sizes[0].shape[0]

@@ -158,3 +158,16 @@ def pad_token_id_of(config: GenerationConfig) -> int:
     """Return the token that fills finished rows; 0 if the call has no padding token."""
     pad = getattr(config, "_pad_token_tensor", None)
     return int(pad) if pad is not None else 0
+
+
+def check_gate(value: Any) -> None:
+    """Refuse a setting `gate` that is no bool.
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
+    """
+    if type(value) is not bool:
+        raise ValueError(
+            f"gate={value!r}: expected True or False. True switches speculation off while it does not pay, False "
+            "always speculates."
+        )

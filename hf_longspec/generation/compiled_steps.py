@@ -27,8 +27,8 @@ from transformers.utils import logging
 
 from ..attention_backends.contexts import CallCounter, SparseContext, TreeContext
 from ..attention_backends.scores import ScoreRows
-from .cache import RowLengths
-from .target_modules import with_final_norm_input
+from .cache import RowLengths, end_of_prefixes, known_lengths
+from .target_modules import logits_under, with_final_norm_input
 
 logger = logging.get_logger(__name__)
 
@@ -111,26 +111,6 @@ def _in_one_graph(function: Callable[..., Any], number: int) -> Any:
     # torch.compile stores, limits and searches its graphs per code object, so each function gets a copy.
     code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
     return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, backend=BACKEND)
-
-
-def known_lengths(sizes: list[torch.Tensor], known: int, rows: int, ahead: int = 0) -> tuple[int, ...] | None:
-    """Return inside a compiled function the lengths of all rows plus `ahead`, or `None` if sizes do not hold them.
-
-    Args:
-        sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
-        known (`int`): Result of the runner's `knows`.
-        rows (`int`): Batch size.
-        ahead (`int`, *optional*, defaults to 0): Number that is added to each length.
-    """
-    if not known:
-        return None
-    lengths = tuple(size.shape[0] + ahead for size in sizes)
-    return lengths if known > 1 else lengths * rows
-
-
-def end_of_prefixes(sizes: list[torch.Tensor], known: int) -> int | None:
-    """Return inside a compiled function the end of the longest prefix, or `None` if each row is cut on its own."""
-    return None if known > 1 else sizes[0].shape[0]
 
 
 SMALLEST_BUCKET = 1024
@@ -241,7 +221,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 COMPILE_MODES = ("auto", "graph", "compile", "off")
-COMPILE_DEFAULTS = {"compile": "auto"}
 Runner = CompiledRunner | CapturedRunner
 
 
@@ -433,26 +412,6 @@ def _forward(model, tokens, positions, cache, mask, context, with_hidden):
         return logits_under(context, model, tokens, positions, cache, mask)
 
     return with_final_norm_input(model, forward) if with_hidden else (forward(), None)
-
-
-def logits_under(
-    context: Any,
-    model: PreTrainedModel,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    cache: Any,
-    mask: torch.Tensor,
-) -> torch.Tensor:
-    """Return logits `(B, N, vocab)` of `(B, N)` tokens from one forward whose attention layers get `context`."""
-    logits: torch.Tensor = model(
-        input_ids=tokens,
-        position_ids=positions,
-        past_key_values=cache,
-        attention_mask=mask,
-        tree=context,
-        use_cache=True,
-    ).logits
-    return logits
 
 
 def _places(members, known, lengths, sizes, nodes: int) -> list[tuple]:

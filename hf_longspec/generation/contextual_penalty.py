@@ -7,7 +7,7 @@ tokens nearly every token has occurred, so a penalty on all of them has no effec
 import math
 
 import torch
-from transformers import LogitsProcessor
+from transformers.generation.logits_process import LogitsProcessor
 
 
 class ContextualPenaltyLogitsProcessor(LogitsProcessor):

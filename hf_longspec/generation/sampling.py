@@ -20,9 +20,7 @@ import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
-from .contextual_penalty import ContextualPenaltyLogitsProcessor
 from .draft_tree import DraftTree
-from .parallel import Ranks
 from .sequences import Sequences
 from .verification import (
     Acceptance,
@@ -53,7 +51,7 @@ class NoiseRows:
         generator (`torch.Generator`): For draws that need not be tied to a position.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, ranks: Ranks | None = None):
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, ranks: Any = None):
         seeds = torch.randint(2**62, (batch_size + 1,)).tolist()
         if ranks is not None:
             seeds = ranks.first(seeds)
@@ -375,7 +373,7 @@ IN_GRAPHS = {
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "MinPLogitsWarper",
-    ContextualPenaltyLogitsProcessor.__name__,
+    "ContextualPenaltyLogitsProcessor",  # of contextual_penalty.py
 }
 
 

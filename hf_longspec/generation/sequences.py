@@ -9,8 +9,6 @@ import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from .parallel import Ranks
-
 
 class Sequences:
     """Prompts and generated tokens, one row per prompt. Each row grows at its own pace.
@@ -42,7 +40,7 @@ class Sequences:
         max_length: int,
         reach: int,
         streamer: BaseStreamer | None = None,
-        ranks: Ranks | None = None,
+        ranks: Any = None,
     ):
         batch_size, prompt_length = input_ids.shape
         self.prompt_length = prompt_length

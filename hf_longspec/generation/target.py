@@ -16,11 +16,15 @@ from ..attention_backends.beside import name_beside
 from ..attention_backends.contexts import TreeContext
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
-from .compiled_steps import FixedSteps, Runner, logits_under
 from .draft_tree import DraftTree
-from .parallel import Ranks
-from .target_modules import FinalNormInput
+from .target_modules import FinalNormInput, logits_under
 from .trial import LayerTraits, ignores, ignores_zeros, layer_traits
+
+try:
+    from .compiled_steps import FixedSteps
+    from .parallel import Ranks
+except ImportError:  # a published draft runs every step as it is, in one process
+    FixedSteps = Ranks = None  # type: ignore[assignment,misc]
 
 ATTENTION_NAME = "hf_longspec"
 # One lock per model, held while its attention implementation is switched. Re-entrant, as a criterion may call generate.
@@ -42,9 +46,9 @@ class TargetView:
             Compiles or captures steps of fixed shapes. Not used under tensor parallelism.
     """
 
-    def __init__(self, model: PreTrainedModel, runner: Runner | None = None):
+    def __init__(self, model: PreTrainedModel, runner: Any = None):
         self.model = model
-        self.ranks = Ranks.of(model)
+        self.ranks = None if Ranks is None else Ranks.of(model)
         self.runner = runner if self.ranks is None else None  # collectives inside a graph are untested
         self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         self.config = model.config.get_text_config(decoder=True)
@@ -127,6 +131,8 @@ class TargetView:
             )
         if "chunked_attention" in kinds or getattr(self.config, "attention_chunk_size", None):
             reasons.append("it has chunked attention, whose chunk size attention backends do not get")
+        if Ranks is None and (getattr(self.model, "_tp_size", None) or 1) > 1:
+            reasons.append("it is divided among processes, which takes the whole package: pip install hf_longspec")
         if getattr(self.model, "_is_stateful", False):
             reasons.append("it is stateful (its forward keeps state that a rollback cannot undo)")
         if "prepare_inputs_for_generation" in vars(self.model):

@@ -308,3 +308,23 @@ def with_final_norm_input(
     _traced.wanted, _traced.hidden = False, None
     assert hidden is not None
     return result, hidden
+
+
+def logits_under(
+    context: Any,
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    cache: Any,
+    mask: torch.Tensor,
+) -> torch.Tensor:
+    """Logits `(B, N, vocab)` of `(B, N)` tokens in one forward whose attention layers are handed `context`."""
+    logits: torch.Tensor = model(
+        input_ids=tokens,
+        position_ids=positions,
+        past_key_values=cache,
+        attention_mask=mask,
+        tree=context,
+        use_cache=True,
+    ).logits
+    return logits

@@ -13,6 +13,13 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from ..modeling.register_draft import DRAFTS
 
 NOT_MEASURED = "Not measured."
+OWN_CODE = """\
+You need transformers 5.17 or newer and nothing else. The code is in this repository, and `trust_remote_code=True` runs
+it."""
+ENGINE_CODE = """\
+You need transformers 5.17 or newer and nothing else. The code is in [{engine}](https://huggingface.co/{engine}), and
+`trust_remote_code=True` runs it. `revision` chooses the weights and settings of this repository and does not pin the
+code; `code_revision="<commit of {engine}>"` does."""
 LISTS = ("datasets", "language")  # fields that may hold several values on the Hub
 
 
@@ -91,8 +98,14 @@ class Card:
         return dataclasses.replace(self, base_model=base_model, license=license, repo=self.repo or repo)
 
 
-def render(draft: Any, card: Card) -> str:
-    """Return the README.md of a draft; `card` is a result of [`Card.complete`]."""
+def render(draft: Any, card: Card, engine: str | None = None) -> str:
+    """Return the README.md of a draft.
+
+    Args:
+        draft ([`DraftModel`]): The draft.
+        card ([`Card`]): A result of [`Card.complete`].
+        engine (`str`, *optional*): Repository that holds the code of the draft.
+    """
     kind = draft.config.model_type
     tags = ["speculative-decoding", kind.replace("_", "-"), "draft-model", "long-context", "custom_code"]
     data = ModelCardData(
@@ -115,7 +128,10 @@ def render(draft: Any, card: Card) -> str:
         )
         .split("\n## Limits\n")
     )
+    place = ENGINE_CODE.format(engine=engine) if engine else OWN_CODE
     return _template("card").format(
+        code=place,
+        custom_generate=engine or card.repo,
         metadata=data.to_yaml().strip(),
         about=about.strip(),
         target=card.target or base_model,
@@ -125,6 +141,11 @@ def render(draft: Any, card: Card) -> str:
         training="" if draft.weightless else f"## Training\n\n{_training(card)}\n\n",
         limits=_paragraphs(limits, card.limits, _license(card)),
     )
+
+
+def render_engine(engine: str) -> str:
+    """Return the README.md of a repository that holds the code of drafts."""
+    return _template("engine").format(engine=engine)
 
 
 def _kind_of_heads(config: Any) -> str:

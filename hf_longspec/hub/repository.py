@@ -1,22 +1,48 @@
 """Write or upload the repository of a draft: weights, settings, code and model card."""
 
+import ast
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import HfApi
+from transformers.dynamic_module_utils import get_relative_import_files
 
-from .cards import Card, is_hub_id, render
-from .flatten import flatten
+from .cards import Card, is_hub_id, render, render_engine
+from .flatten import LEFT_OUT, flat_name, flatten
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CARD_FACTS = "card.json"
 # Beginning of every file of code. Files with this mark that are no longer needed are removed.
 MARK = "# Published with a draft by hf_longspec, "
+# First version of the package that reads these configurations and settings; raised when they change.
+FORMAT_VERSION = "0.1.0"
+# Methods that use n-grams. In the code of the others, they are left out.
+NGRAMS = "modeling/ngram/generation_ngram"
+WITH_NGRAMS = ("tokenswift", "ngram")
+# The file that `auto_map` names. Transformers saves a class with the file of its `__module__`.
+ENTRY = '''"""{model}, from {package} where it is installed, and from the files beside this one otherwise.
+
+It is the whole package or the whole copy: the files beside this one are not imported where the package is.
+"""
+
+from importlib.metadata import version
+
+from packaging.version import Version
+
+try:
+    if Version(version("{package}")) < Version("{version}"):
+        raise ImportError("{package} is older than the format of this draft")
+    from {package} import {config}, {model}
+except ImportError:
+    from .{sibling} import {config}, {model}
+
+    {config}.__module__ = {model}.__module__ = __name__  # saved drafts bring this file along, too
+'''
 
 
 def push(
@@ -29,6 +55,7 @@ def push(
     revision: str | None = None,
     create_pr: bool = False,
     commit_message: str = "Upload draft",
+    engine: str | None = None,
     **facts: Any,
 ) -> Any:
     """Upload the complete repository of a draft.
@@ -42,6 +69,8 @@ def push(
         revision (`str`, *optional*): Branch to commit to.
         create_pr (`bool`, *optional*, defaults to `False`): Whether to open a pull request instead of committing.
         commit_message (`str`, *optional*, defaults to `"Upload draft"`): Title of the commit.
+        engine (`str`, *optional*): `"owner/name"` of a repository that holds the code. The draft's own repository then
+            holds none. It is created with its code if it does not exist, and never changed if it does.
         facts (`Any`): Facts for the model card by name, such as `license="apache-2.0"`, instead of `card`.
 
     Returns:
@@ -55,12 +84,16 @@ def push(
     if card is not None and facts:
         raise ValueError(f"both card and {', '.join(facts)} were given: put all facts into the card.")
     with TemporaryDirectory() as folder:
-        write_repository(draft, Path(folder), card or Card.read(facts), repo_id)
+        write_repository(draft, Path(folder) / "draft", card or Card.read(facts), repo_id, engine)
         api = HfApi(token=token)
+        if engine is not None and not api.repo_exists(engine):
+            write_engine(Path(folder) / "engine", engine)
+            api.create_repo(engine, private=private, exist_ok=True)
+            api.upload_folder(repo_id=engine, folder_path=str(Path(folder) / "engine"), commit_message="Upload engine")
         api.create_repo(repo_id, private=private, exist_ok=True)
         return api.upload_folder(
             repo_id=repo_id,
-            folder_path=folder,
+            folder_path=str(Path(folder) / "draft"),
             commit_message=commit_message,
             revision=revision,
             create_pr=create_pr,
@@ -79,7 +112,39 @@ def check_repo_id(repo_id: str) -> None:
         )
 
 
-def write_repository(draft: Any, folder: Path, card: Card, repo_id: str | None = None) -> list[Path]:
+def check_engine(engine: str, repo_id: str | None) -> None:
+    """Check the name of an engine repository.
+
+    Raises:
+        ValueError: If it is not a valid `"owner/name"`, holds `--`, or is the draft's own repository.
+    """
+    if "--" in engine:
+        raise ValueError(f"engine {engine!r}: `auto_map` separates repository and class by --. Choose another name.")
+    check_repo_id(engine)
+    if engine == repo_id:
+        raise ValueError(f"engine {engine!r} is the draft's own repository. Name another one, or leave engine out.")
+
+
+def write_engine(folder: Path, engine: str) -> list[Path]:
+    """Write the code that drafts of every kind share into a new folder.
+
+    Args:
+        folder (`Path`): Folder to write to.
+        engine (`str`): `"owner/name"` of the repository, for its README.md.
+
+    Returns:
+        `list[Path]`: The files, relative to `folder`.
+    """
+    texts = engine_code() | {"README.md": render_engine(engine)}
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    return sorted(map(Path, texts))
+
+
+def write_repository(
+    draft: Any, folder: Path, card: Card, repo_id: str | None = None, engine: str | None = None
+) -> list[Path]:
     """Write the complete repository of a draft into `folder`.
 
     Existing files of the same names are replaced atomically. Code that an earlier call wrote and that is no longer
@@ -90,6 +155,7 @@ def write_repository(draft: Any, folder: Path, card: Card, repo_id: str | None =
         folder (`Path`): Folder to write to; created if it does not exist.
         card ([`Card`]): Facts for the model card.
         repo_id (`str`, *optional*): `"owner/name"` for the card. Defaults to the name of the folder.
+        engine (`str`, *optional*): Repository that holds the code, which this one then refers to.
 
     Returns:
         `list[Path]`: The files, relative to `folder`.
@@ -98,15 +164,19 @@ def write_repository(draft: Any, folder: Path, card: Card, repo_id: str | None =
         ValueError: If the draft cannot be published. Nothing is written then.
     """
     _check(draft)
+    if engine is not None:
+        check_engine(engine, repo_id)
     full = card.complete(draft, repo_id or folder.name)
-    texts = draft_code(draft) | {"README.md": render(draft, full), CARD_FACTS: _facts(card)}
+    code = draft_code(draft)  # with an engine, too: it refuses drafts that no engine holds
+    code = code if engine is None else {}
+    texts = code | {"README.md": render(draft, full, engine), CARD_FACTS: _facts(card)}
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder, prefix=".publish-") as temporary:
         built = Path(temporary)
         draft.save_pretrained(built)
         for file in built.glob("*.py"):  # of a draft that was loaded as remote code
             file.unlink()
-        _complete_config(built / "config.json", draft, str(full.base_model))
+        _complete_config(built / "config.json", draft, str(full.base_model), engine)
         for name, text in texts.items():
             (built / name).parent.mkdir(exist_ok=True)
             (built / name).write_text(text, encoding="utf-8", newline="\n")
@@ -119,21 +189,91 @@ def write_repository(draft: Any, folder: Path, card: Card, repo_id: str | None =
 
 
 def draft_code(draft: Any) -> dict[str, str]:
-    """Return the sources of the draft's class and configuration and custom_generate/generate.py, by file name.
+    """Return the sources that a draft runs on without this package, by file name.
 
     Raises:
-        ValueError: If a class is not defined in a file of a package, or an import cannot be followed.
+        ValueError: If a class is not defined in a file of the package, or an import cannot be followed.
     """
-    sources: dict[str, str] = {}
-    for cls in (type(draft), type(draft.config)):
-        file = _file_of(cls)
-        sources |= flatten(file, PACKAGE if file.is_relative_to(PACKAGE) else file.parent, PACKAGE.name)
-    sources["custom_generate/generate.py"] = Path(__file__).with_name("generate.py").read_text(encoding="utf-8")
-    return {name: text if text.startswith(MARK) else _marked(text) for name, text in sources.items()}
+    file = _file_of(type(draft))
+    if file.read_text(encoding="utf-8").startswith(MARK):  # loaded from such a repository
+        return {path.name: path.read_text(encoding="utf-8") for path in [file, *_siblings(file)]} | _custom()
+    methods = {method.model_module: method for method in _methods()}
+    method = methods.get(_module(file)) if file.is_relative_to(PACKAGE) else None
+    if method is None or method.model != type(draft).__name__:
+        raise ValueError(
+            f"{type(draft).__name__} needs {PACKAGE.name} installed: only drafts of the package itself are published "
+            "with their code."
+        )
+    return _code_of([method])
 
 
-def _marked(text: str) -> str:
-    return f"{MARK}Apache-2.0.\n{text}"
+def engine_code() -> dict[str, str]:
+    """Return the sources that every kind of draft runs on without this package, by file name."""
+    return _code_of(_methods())
+
+
+@dataclass(frozen=True)
+class Method:
+    """One kind of draft.
+
+    Args:
+        name (`str`): Folder of its modules.
+        model_module (`str`): Module of its model, as a path below the package without ending.
+        model (`str`): Class of its model.
+        config_module (`str`): Module of its configuration.
+        config (`str`): Class of its configuration.
+    """
+
+    name: str
+    model_module: str
+    model: str
+    config_module: str
+    config: str
+
+    @property
+    def entry(self) -> str:
+        """File that `auto_map` names, without ending."""
+        return self.model_module.split("/")[-1]
+
+
+def _methods() -> list[Method]:
+    """Return the methods of the package, read from its source."""
+    found = []
+    for path in sorted((PACKAGE / "modeling").glob("*/modeling_*.py")):
+        config = path.with_name(path.name.replace("modeling_", "configuration_"))
+        model, config_name = (_class_in(file, end) for file, end in ((path, "DraftModel"), (config, "Config")))
+        found.append(Method(path.parent.name, _module(path), model, _module(config), config_name))
+    return found
+
+
+def _class_in(path: Path, end: str) -> str:
+    classes = [node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    return next(name for name in classes if name.endswith(end))
+
+
+def _code_of(methods: list[Method]) -> dict[str, str]:
+    """Return the entry files of some methods, and the engine below them."""
+    wanted = [pair for m in methods for pair in ((m.model_module, m.model), (m.config_module, m.config))]
+    with_ngrams = any(method.name in WITH_NGRAMS for method in methods)
+    sources = flatten(wanted, PACKAGE, PACKAGE.name, LEFT_OUT if with_ngrams else (*LEFT_OUT, NGRAMS))
+    for method in methods:
+        names = {"model": method.model, "config": method.config, "sibling": flat_name(method.model_module)}
+        sources[f"{method.entry}.py"] = ENTRY.format(package=PACKAGE.name, version=FORMAT_VERSION, **names)
+    return {name: f"{MARK}Apache-2.0.\n{text}" for name, text in sources.items()} | _custom()
+
+
+def _custom() -> dict[str, str]:
+    text = Path(__file__).with_name("generate.py").read_text(encoding="utf-8")
+    return {"custom_generate/generate.py": f"{MARK}Apache-2.0.\n{text}"}
+
+
+def _module(file: Path) -> str:
+    return file.relative_to(PACKAGE).with_suffix("").as_posix()
+
+
+def _siblings(file: Path) -> list[Path]:
+    """Return the files that a copy imports, as transformers finds them."""
+    return sorted(map(Path, get_relative_import_files(file)))
 
 
 def _file_of(cls: type) -> Path:
@@ -152,11 +292,13 @@ def _check(draft: Any) -> None:
         raise ValueError("the draft has a LoRA adapter, which would be published without its base: merge it first.")
 
 
-def _complete_config(path: Path, draft: Any, base_model: str) -> None:
-    """Add the files of the draft's classes and the target's Hub id to a config.json."""
+def _complete_config(path: Path, draft: Any, base_model: str, engine: str | None) -> None:
+    """Add the file of the draft's classes and the target's Hub id to a config.json."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    names = {"AutoConfig": type(draft.config), "AutoModel": type(draft)}
-    config["auto_map"] = {name: f"{_file_of(cls).stem}.{cls.__name__}" for name, cls in names.items()}
+    names = {"AutoConfig": type(draft.config).__name__, "AutoModel": type(draft).__name__}
+    entry = f"{engine}--" if engine else ""
+    entry += _file_of(type(draft)).stem
+    config["auto_map"] = {auto: f"{entry}.{name}" for auto, name in names.items()}
     config["target_name_or_path"] = base_model
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -168,6 +310,6 @@ def _facts(card: Card) -> str:
 
 
 def _remove_stale(folder: Path, files: list[Path]) -> None:
-    for path in folder.glob("*.py"):
+    for path in [*folder.glob("*.py"), *folder.glob("custom_generate/*.py")]:
         if path.relative_to(folder) not in files and path.read_text(encoding="utf-8").startswith(MARK):
             path.unlink()

@@ -11,19 +11,22 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
-from ..generation.checks import refuse_target
-from ..generation.compiled_steps import COMPILE_DEFAULTS
+from ..generation.checks import check_gate, refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.forward_check import CHECK_DEFAULTS, check_check_target
-from ..generation.gate import GATE_DEFAULTS, check_gate
 from ..generation.rotary import FrequencyChange
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
 from ..generation.target import TargetView
-from .configuration_base import DraftConfig
+from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
-from .ngram.generation_ngram import NGRAM_DEFAULTS, JoinedDrafter, NgramDrafter, NgramSettings
+from .ngram.settings_ngram import NGRAM_DEFAULTS, NgramSettings
+
+try:
+    from .ngram.generation_ngram import JoinedDrafter, NgramDrafter
+except ImportError:  # a published draft has n-grams if its own method uses them
+    JoinedDrafter = NgramDrafter = None  # type: ignore[assignment,misc]
 
 register()
 install()
@@ -53,7 +56,7 @@ class DraftModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         ngrams = NGRAM_DEFAULTS if cls.takes_ngrams else {}
-        cls.settings = COMPILE_DEFAULTS | GATE_DEFAULTS | CHECK_DEFAULTS | ngrams | cls.settings
+        cls.settings = {"compile": "auto", "gate": True} | CHECK_DEFAULTS | ngrams | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         config.check_types()
@@ -61,6 +64,15 @@ class DraftModel(PreTrainedModel):
         self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
         self.last_speculation: SpeculationStats | None = None
         self.was_told_of_gate = False  # whether a log message has reported that speculation does not pay
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Let `save_pretrained` write the code too; transformers calls it for every class that `auto_map` names.
+
+        Nothing for a class of the installed package, which a repository may name: saved drafts do without its code.
+        """
+        if not is_packaged(cls):
+            super().register_for_auto_class(auto_class)
 
     def get_input_embeddings(self) -> None:
         """Return `None`, as a draft uses the embeddings of the target. Accelerate calls this for sharding (FSDP)."""
@@ -199,6 +211,11 @@ class DraftModel(PreTrainedModel):
         if not self.takes_ngrams:
             return None
         ngrams = NgramSettings.read(self.setting)
+        if ngrams.candidates and NgramDrafter is None:
+            raise ValueError(
+                f"ngram_candidates={ngrams.candidates}: the code that this draft brings along has no n-grams. Set it "
+                "to 0, or `pip install hf_longspec`."
+            )
         return ngrams if ngrams.candidates else None
 
     def setting(self, name: str) -> Any:

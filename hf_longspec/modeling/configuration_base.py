@@ -26,6 +26,11 @@ MOST = {
 }
 
 
+def is_packaged(cls: type) -> bool:
+    """Return whether a class is part of the installed package, not of a copy that transformers loaded."""
+    return cls.__module__.split(".")[0] == "hf_longspec"
+
+
 class DraftConfig(PreTrainedConfig):
     """
     Configuration of a draft.
@@ -43,6 +48,12 @@ class DraftConfig(PreTrainedConfig):
     vocab_size: int = 0
     target: dict[str, Any] | None = None
     target_name_or_path: str | None = None
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Let `save_pretrained` write the code too, except for a class of the installed package."""
+        if not is_packaged(cls):
+            super().register_for_auto_class(auto_class)
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "DraftConfig":

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_longspec.generation.checks import check_gate
 from hf_longspec.generation.drafter import Drafter
-from hf_longspec.generation.gate import SharedGate, SpeculationGate, check_gate, gate_of, warning_of
+from hf_longspec.generation.gate import SharedGate, SpeculationGate, gate_of, warning_of
 from hf_longspec.generation.stats import GateDecision
 
 

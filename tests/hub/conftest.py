@@ -11,6 +11,7 @@ import pytest
 
 import hf_longspec
 from hf_longspec.hub import Card, write_repository
+from hf_longspec.hub.repository import write_engine
 from hf_longspec.modeling import register_draft
 from hf_longspec.testing import tiny_target
 
@@ -41,16 +42,30 @@ def make_draft(hub_target):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, hub_target, make_draft):
-    """Return a folder with `target`, `drafts/<kind>`, and `hub`, a Hub cache with `org/<kind>`."""
+    """Return a folder with `target`, `drafts/<kind>`, `engine`, and `hub`, a Hub cache.
+
+    The cache holds `org/<kind>`, `org/<kind>-on-engine`, whose code is in another repository, and that, `org/engine`.
+    """
     folder = tmp_path_factory.mktemp("published")
     hub_target.save_pretrained(folder / "target")
+    card = Card(base_model="org/tiny-target")
     for number, kind in enumerate(DRAFTS):
-        write_repository(make_draft(kind), folder / "drafts" / kind, Card(base_model="org/tiny-target"), f"org/{kind}")
-        repo, commit = folder / "hub" / f"models--org--{kind}", f"{number:040x}"
-        shutil.copytree(folder / "drafts" / kind, repo / "snapshots" / commit)
-        (repo / "refs").mkdir()
-        (repo / "refs" / "main").write_text(commit)
+        draft = make_draft(kind)
+        write_repository(draft, folder / "drafts" / kind, card, f"org/{kind}")
+        write_repository(draft, folder / "on-engine" / kind, card, f"org/{kind}-on-engine", "org/engine")
+        into_cache(folder, f"org/{kind}", folder / "drafts" / kind, number)
+        into_cache(folder, f"org/{kind}-on-engine", folder / "on-engine" / kind, number)
+    write_engine(folder / "engine", "org/engine")
+    into_cache(folder, "org/engine", folder / "engine", 99)
     return folder
+
+
+def into_cache(folder, repo_id, files, commit):
+    """Put a repository with one commit into the Hub cache of `folder`."""
+    repo = folder / "hub" / f"models--{repo_id.replace('/', '--')}"
+    shutil.copytree(files, repo / "snapshots" / f"{commit:040x}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(f"{commit:040x}")
 
 
 def run_offline(script, *arguments, folder, package=False):

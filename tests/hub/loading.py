@@ -1,9 +1,10 @@
 """Load published drafts in a separate process, and print the results as JSON.
 
-    python loading.py absent|remote-first|package-first FOLDER
+    python loading.py absent|installed|remote-first|package-first FOLDER
 
-FOLDER holds `target`, `drafts/<kind>`, and a Hub cache with `org/<kind>`. With `absent`, hf_longspec cannot be
-imported. With `remote-first` it is imported after the copies are loaded, with `package-first` before.
+FOLDER holds `target`, `drafts/<kind>`, and a Hub cache with `org/<kind>`, `org/<kind>-on-engine` and `org/engine`. With
+`absent`, hf_longspec cannot be imported. With `installed` it can, and nobody has done so. With `remote-first` it is
+imported after the copies are loaded, with `package-first` before; it is hidden while they are.
 """
 
 import importlib
@@ -25,6 +26,7 @@ CLASSES = {
     "longspec_ngram": "NgramDraftModel",
 }
 KINDS = tuple(CLASSES)
+ENGINE_COMMIT = f"{99:040x}"
 
 
 class Absent:
@@ -130,27 +132,41 @@ def load_everywhere(folder, target):
             "custom_generate_folder": without_the_route(target, local, str(folder / "drafts" / kind)),
             "saved_with_code": brings_its_code(folder / "saved" / kind),
             "settings": settings[0] == settings[1] == settings[2],
+            "engine": engine_agrees(target, kind),
+            "gate": len(hub.last_speculation.gate_decisions),
             "route_layers": stock()[1],
         }
     return found
 
 
-def copies_of_the_code(target, first):
-    """Return drafts of the published classes of every kind, loaded before or after the import of the package."""
-    if first == "remote":
-        copies = {kind: remote(f"org/{kind}") for kind in KINDS}
-        return copies, {"alone": all(map(target.agrees, copies.values())), "alone_imported": PACKAGE in sys.modules}
-    importlib.import_module(PACKAGE)
+def engine_agrees(target, kind):
+    """Return whether a draft works whose code is in another repository, pinned by `code_revision` or not."""
+    name = f"org/{kind}-on-engine"
+    pinned = AutoModel.from_pretrained(name, trust_remote_code=True, code_revision=ENGINE_COMMIT)
+    drafts = [remote(name), pinned]
+    origins = {type(draft).__module__.split(".")[1:3][-1] for draft in drafts}
+    return all(map(target.agrees, drafts)) and origins == {"engine"}
+
+
+def copies_of_the_code(first):
+    """Return drafts of the published classes of every kind, loaded while the package is hidden."""
+    if first == "package":
+        importlib.import_module(PACKAGE)
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == PACKAGE}
+    sys.meta_path.insert(0, absent := Absent())
     copies = {}
-    for kind in KINDS:  # AutoModel would take the installed class
-        name = f"{kind.removeprefix('longspec_')}.{CLASSES[kind]}"
-        copies[kind] = get_class_from_dynamic_module(f"modeling_{name}", f"org/{kind}").from_pretrained(f"org/{kind}")
-    return copies, {}
+    for kind in KINDS:  # AutoModel would take an installed class that is registered
+        name = f"modeling_{kind.removeprefix('longspec_')}.{CLASSES[kind]}"
+        copies[kind] = get_class_from_dynamic_module(name, f"org/{kind}").from_pretrained(f"org/{kind}")
+    sys.meta_path.remove(absent)
+    sys.modules.update(hidden)
+    return copies
 
 
 def both_copies(folder, target, first):
     """Check that the installed package and the published copies generate in one process."""
-    copies, found = copies_of_the_code(target, first)
+    copies = copies_of_the_code(first)
+    found = {"alone_imported": PACKAGE in sys.modules}
     package = importlib.import_module(PACKAGE)
     for kind, copied in copies.items():
         installed = AutoModel.from_pretrained(folder / "drafts" / kind)
@@ -169,6 +185,47 @@ def both_copies(folder, target, first):
     return found
 
 
+def the_package_instead(folder, target):
+    """Check that drafts are loaded by the installed package, although nobody has imported it."""
+    found = {"imported_before": PACKAGE in sys.modules}
+    for kind in KINDS:
+        draft = remote(f"org/{kind}")
+        draft.save_pretrained(folder / "saved-by-package" / kind)
+        found[kind] = {
+            "module": came_from(draft),
+            "hub": target.agrees(draft),
+            "engine": came_from(remote(f"org/{kind}-on-engine")),
+            "copies_imported": sorted(name for name in sys.modules if f"{kind}." in name and is_engine(name)),
+            "saved": sorted(path.suffix for path in (folder / "saved-by-package" / kind).iterdir()),
+            "names_code": "auto_map" in json.loads((folder / "saved-by-package" / kind / "config.json").read_text()),
+        }
+    return found
+
+
+def is_engine(name):
+    """Whether a module is one of a copy, other than the entry that `auto_map` names."""
+    return name.startswith("transformers_modules") and name.split(".")[-1] in ("decoding", "cache", "target", "draft")
+
+
+def refusals(folder, target):
+    """Messages of a copy for settings that need the package."""
+    found = {}
+    for name, value in {"compile": "compile", "ngram_candidates": 2}.items():
+        draft = remote("org/longspec")
+        setattr(draft.generation_config, name, value)
+        try:
+            target.agrees(draft)
+        except ValueError as error:
+            found[name] = str(error)
+    target.model._tp_size = 2
+    try:
+        target.agrees(remote("org/longspec"))
+    except ValueError as error:
+        found["ranks"] = str(error)
+    del target.model._tp_size
+    return found
+
+
 def published_again(copied, kind, folder):
     """Return whether the installed package writes the same repository for the copy as for the original draft."""
     hub = importlib.import_module(f"{PACKAGE}.hub")
@@ -182,7 +239,12 @@ def main():
     if mode == "absent":
         sys.meta_path.insert(0, Absent())
     target = Target(folder / "target")
-    found = load_everywhere(folder, target) if mode == "absent" else both_copies(folder, target, mode.split("-")[0])
+    if mode == "absent":
+        found = load_everywhere(folder, target) | {"refused": refusals(folder, target)}
+    elif mode == "installed":
+        found = the_package_instead(folder, target)
+    else:
+        found = both_copies(folder, target, mode.split("-")[0])
     found["imported"] = PACKAGE in sys.modules
     found["stock"] = stock()[0].__module__
     print(json.dumps(found))

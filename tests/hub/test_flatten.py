@@ -1,4 +1,4 @@
-"""Flattening small packages with every form of import, and the published drafts."""
+"""Flattening small packages, and the published drafts: which files they hold, and how long these are."""
 
 import ast
 import re
@@ -6,22 +6,22 @@ import re
 import pytest
 from transformers.dynamic_module_utils import check_imports, get_relative_import_files
 
-import hf_longspec
-from hf_longspec.hub.flatten import flatten
-from hf_longspec.hub.repository import PACKAGE
+from hf_longspec.hub.flatten import LEFT_OUT, flatten
+from hf_longspec.hub.repository import engine_code
 
 from .conftest import DRAFTS
 
-# Modules that all kinds of drafts share.
-SHARED = ("modeling_base", "modeling_loading", "modeling_tree_choices")
+# Most files of code in a repository, without custom_generate/generate.py, and most lines that are code: neither blank
+# nor comments nor docstrings.
+MOST_FILES, MOST_LINES = 20, 5000
 
 
 @pytest.fixture
 def package(tmp_path):
-    """Return `package(files)`, which writes files such as `{"room/a.py": "..."}` beside b.c and d; returns a folder."""
+    """Return `package(files)`, which writes files such as `{"room/a.py": "..."}` beside b/c and d; returns a folder."""
 
     def write(files):
-        for name, text in {"b/c.py": "value = 1\n", "b/unused.py": "", "d.py": "value = 2\n", **files}.items():
+        for name, text in {"b/c.py": "value = 1\nother = 3\n", "d.py": "value = 2\n", **files}.items():
             path = tmp_path / "pkg" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
@@ -30,105 +30,158 @@ def package(tmp_path):
     return write
 
 
-def flat(package, source):
-    root = package({"room/a.py": source})
-    return flatten(root / "room" / "a.py", root, "pkg")
+def flat(root, files=None, left_out=("left",)):
+    return flatten([("room/a", "f")], root, "pkg", left_out, files or {})
+
+
+TRY, EXCEPT = "try:\n    ", "\nexcept ImportError:\n    "
+F = "\n\ndef f():\n    return value\n"
 
 
 @pytest.mark.parametrize(
-    ("source", "rewritten", "shipped"),
+    ("source", "imported", "shipped"),
     [
-        ("from ..b.c import value\n", "from .b_c import value\n", {"b_c.py"}),
-        ("from ..d import value as x  # why\n", "from .d import value as x  # why\n", {"d.py"}),
-        ("from ..b.c import (\n    value,\n)\n", "from .b_c import (\n    value,\n)\n", {"b_c.py"}),
-        ("def f():\n    from ..b.c import value\n", "def f():\n    from .b_c import value\n", {"b_c.py"}),
+        ("from ..b.c import value" + F, "from .b_c import value", {"b_c.py"}),
+        ("from ..d import value as x\n\n\ndef f():\n    return x\n", "from .d import value as x", {"d.py"}),
+        ("from ..b.c import (\n    value,\n)" + F, "from .b_c import value", {"b_c.py"}),
         (
-            "try:\n    from ..b.c import value\nexcept ImportError:\n    value = None\n",
-            "try:\n    from .b_c import value\nexcept ImportError:\n    value = None\n",
+            "try:\n    from ..b.c import value\nexcept ImportError:\n    value = None" + F,
+            "from .b_c import",
             {"b_c.py"},
         ),
-        ("try:\n    import triton\nexcept ImportError:\n    triton = None\n", None, set()),
-        ("try:\n    from pkg.d import value\nexcept ImportError:\n    value = None\n", None, set()),
-        ("try:\n    from triton import x\nexcept ImportError:\n    from ..d import value as x\n", "", {"d.py"}),
-        ("from math import pi\nimport re\n", None, set()),
-        ('é = "…"  # from ..b.c import is only mentioned here\n', None, set()),
+        (
+            "try:\n    from ..left import value\nexcept ImportError:  # why\n    value = None" + F,
+            "# why\nvalue = None",
+            set(),
+        ),
+        (f"{TRY}from ..left import value{EXCEPT}from ..d import value{F}", "from .d", {"d.py"}),
+        (
+            "try:\n    import triton as value\nexcept ImportError:\n    value = None" + F,
+            "import triton as value",
+            set(),
+        ),
+        ("from math import pi as value" + F, "from math import pi as value", set()),
+        ("from ..b.c import value" + F + "\n\ndef unused():\n    from_d()\n", "from .b_c import value", {"b_c.py"}),
     ],
 )
-def test_forms_of_import(package, source, rewritten, shipped):
-    sources = flat(package, source)
+def test_forms_of_import(package, source, imported, shipped):
+    sources = flat(package({"room/a.py": source, "left.py": "value = 4\n"}))
     assert set(sources) == {"room_a.py"} | shipped
-    if rewritten != "":
-        assert sources["room_a.py"] == (source if rewritten is None else rewritten)
+    assert imported in sources["room_a.py"] and "unused" not in sources["room_a.py"]
     assert all(ast.parse(text) for text in sources.values())
 
 
-def test_imports_are_followed_to_their_end_and_in_circles(package):
+def test_what_nothing_reaches_is_left_behind(package):
+    sources = flat(package({"room/a.py": "from ..b.c import value" + F}))
+    assert "value = 1" in sources["b_c.py"] and "other" not in sources["b_c.py"]
+
+
+def test_modules_are_joined_and_comments_stay(package):
     files = {
-        "room/a.py": "from .e import x\n",
-        "room/e.py": "from ..b.deep.f import x\n",
-        "b/deep/f.py": "from ...room.e import x\nfrom ..c import value\n",
+        "room/a.py": '"""About a."""\n\nfrom .e import x\n\n# of one\nONE = 1\n\n\n'
+        "def f():\n    return x + ONE  # end\n",
+        "room/e.py": '"""About e."""\n\nimport math\n\nfrom ..b.c import value\n\nx = value + math.pi\n',
     }
-    root = package(files)
-    sources = flatten(root / "room" / "a.py", root, "pkg")
-    assert set(sources) == {"room_a.py", "room_e.py", "b_deep_f.py", "b_c.py"}
-    assert sources["b_deep_f.py"] == "from .room_e import x\nfrom .b_c import value\n"
+    sources = flat(package(files), {"both": ("room/a", "room/e")})
+    assert set(sources) == {"both.py", "b_c.py"}
+    for part in ("# About a.", "# About e.", "# of one\nONE = 1", "# end", "import math", "from .b_c import value"):
+        assert part in sources["both.py"]
+    assert (
+        sources["both.py"].index("x = value") < sources["both.py"].index("def f")
+        and "import x" not in sources["both.py"]
+    )
+
+
+def test_docstrings_end_before_their_arguments(package):
+    text = '"""Return it.\n\n    More.\n\n    Args:\n        x: y\n    """'
+    sources = flat(package({"room/a.py": f"def f(x):\n    {text}\n    return x\n"}))
+    assert sources["room_a.py"].endswith('def f(x):\n    """Return it.\n\n    More."""\n    return x\n')
 
 
 @pytest.mark.parametrize(
     ("source", "complaint"),
     [
-        ("from . import c\n", "names no module"),
-        ("from ..b import c\n", "names no module"),
-        ("from ..missing import x\n", "names no module"),
-        ("try:\n    from ..missing import x\nexcept ImportError:\n    pass\n", "names no module"),
-        ("from pkg.d import value\n", "needs pkg installed"),
-        ("import pkg.d\n", "needs pkg installed"),
-        ('"""Example:\n\n    from .e import x\n"""\n', "into a string"),
-        ("from \\\n    ..d import value\n", "not see the imports"),
-        ("import importlib\nx = importlib.import_module('.c', 'pkg.b')\n", "cannot be followed"),
+        ("from . import c" + F, "names no module"),
+        ("from ..b import c" + F, "names no module"),
+        ("from ..missing import value" + F, "names no module"),
+        ("from ..left import value" + F, "import it inside `try`"),
+        ("from pkg.d import value" + F, "needs pkg installed"),
+        ("import pkg.d" + F, "needs pkg installed"),
+        ("def f():\n    import pkg.d\n", "needs pkg installed"),
+        ("def f():\n    from ..d import value\n", "below the top level"),
+        ('"""Example:\n\n    from .e import x\n"""\n' + F, "into a string"),
+        ("import importlib\nvalue = importlib.import_module('.c', 'pkg.b')" + F, "cannot be followed"),
         ("from importlib import import_module\ndef f(n):\n    import_module(n)\n", "cannot be followed"),
     ],
 )
 def test_imports_that_cannot_be_followed_are_refused(package, source, complaint):
+    root = package({"room/a.py": source, "left.py": "value = 4\n"})
     with pytest.raises(ValueError, match=complaint):
-        flat(package, source)
+        flat(root)
 
 
-def test_two_modules_of_one_name_are_refused(package):
-    root = package({"room/a.py": "from ..b_c import x\nfrom ..b.c import value\n", "b_c.py": "x = 1\n"})
-    with pytest.raises(ValueError, match=r"would both be b_c\.py"):
-        flatten(root / "room" / "a.py", root, "pkg")
+@pytest.mark.parametrize("second", ["value = 2\n", "from ..b.c import other as value\n"])
+def test_a_name_with_two_meanings_in_one_file_is_refused(package, second):
+    root = package({"room/a.py": "from .e import g\n\nvalue = 1\n\n\ndef f():\n    return g, value\n"})
+    (root / "room" / "e.py").write_text(second + "\n\ndef g():\n    return value\n")
+    with pytest.raises(ValueError, match="value in room/a is something else"):
+        flat(root, {"both": ("room/a", "room/e")})
 
 
-def test_a_flat_folder_stays_as_it_is(package):
-    root = package({"room/a.py": "from ..b.c import value\nfrom ..d import value as x\n"})
-    once = flatten(root / "room" / "a.py", root, "pkg")
-    folder = root.parent / "flat"
-    folder.mkdir()
-    for name, text in once.items():
-        (folder / name).write_text(text)
-    assert flatten(folder / "room_a.py", folder, "pkg") == once
+def test_files_in_a_circle_are_refused(package):
+    files = {
+        "room/a.py": "from .e import x\n\n\ndef f():\n    return x\n",
+        "room/e.py": "from .g import y\n\nx = y\n",
+        "room/g.py": "y = 1\n",
+    }
+    with pytest.raises(ValueError, match="in a circle"):
+        flat(package(files), {"both": ("room/a", "room/g")})
+
+
+def code_lines(text):
+    """Count lines that are neither blank nor comments nor docstrings."""
+    prose = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            prose |= set(range(node.lineno, node.end_lineno + 1))
+    lines = enumerate(text.splitlines(), start=1)
+    return sum(bool(line.strip()) and line.strip()[0] != "#" and number not in prose for number, line in lines)
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_a_repository_can_be_read(kind, published):
+    texts = [path.read_text(encoding="utf-8") for path in (published / "drafts" / kind).glob("*.py")]
+    assert len(texts) <= MOST_FILES and sum(map(code_lines, texts)) <= MOST_LINES
+    assert max(len(text.splitlines()) for text in texts) <= 720
+
+
+def test_no_part_that_is_left_out_is_published():
+    code = engine_code()
+    gone = ("triton.jit", "flash_attn", "CUDAGraph", "torch.compile(", "class SpeculationGate", "dist.broadcast")
+    assert not [(name, word) for name, text in code.items() for word in gone if word in text]
+    headers = re.findall(r"^# -{20} (\S+)\.py$", "\n".join(code.values()), re.MULTILINE)
+    assert len(headers) > 20 and not [
+        name for name in headers if any(name == n or name.startswith(f"{n}/") for n in LEFT_OUT)
+    ]
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_transformers_finds_every_file_and_no_missing_package(kind, published):
     """Transformers' own functions list the files to download and check the required packages."""
     folder = published / "drafts" / kind
-    (model,) = [path for path in folder.glob("modeling_*.py") if path.stem not in SHARED]
-    (config,) = [path for path in folder.glob("configuration_*.py") if path.stem != "configuration_base"]
-    entries = [model, config]
-    found = {*map(str, entries), *(name for entry in entries for name in get_relative_import_files(entry))}
+    (entry,) = folder.glob("modeling_*.py")
+    found = {str(entry), *get_relative_import_files(entry)}
     assert found == set(map(str, folder.glob("*.py")))
     for path in folder.rglob("*.py"):
         check_imports(path)  # raises for packages that are not installed
-        assert not re.search(r"^\s*(from|import) hf_longspec", path.read_text(encoding="utf-8"), re.MULTILINE)
+        text = path.read_text(encoding="utf-8")
+        assert path == entry or not re.search(r"^\s*(from|import) hf_longspec", text, re.MULTILINE)
 
 
-def test_a_published_draft_contains_only_its_own_drafter(published):
-    shipped = {kind: {path.stem for path in (published / "drafts" / kind).glob("*.py")} for kind in DRAFTS}
-    for kind, name in {"longspec": "longspec", "tokenswift": "tokenswift", "specattn": "specattn"}.items():
-        own = f"generation_{name}"
-        assert [other for other in DRAFTS if own in shipped[other]] == [kind]
-    modules = set().union(*shipped.values())
-    assert not [name for name in modules if name.startswith(("training_", "convert_")) or "register_draft" in name]
-    assert PACKAGE.name == hf_longspec.__name__
+@pytest.mark.parametrize("kind", ["longspec", "tokenswift", "specattn"])
+def test_a_published_draft_contains_only_its_own_method(kind, published):
+    shipped = {path.stem for path in (published / "drafts" / kind).glob("*.py")}
+    assert shipped & {"longspec", "tokenswift", "specattn", "plain", "ngram"} == {kind}
+    assert not [name for name in shipped if name.startswith(("training_", "convert_")) or "register_draft" in name]
+    ngrams = (published / "drafts" / kind / "ngrams.py").read_text(encoding="utf-8")
+    assert ("class NgramDrafter" in ngrams) == (kind == "tokenswift")

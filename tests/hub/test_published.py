@@ -17,12 +17,18 @@ TEXTS = (
     "custom_generate",
     "custom_generate_folder",
     "settings",
+    "engine",
 )
 
 
 @pytest.fixture(scope="module")
 def absent(published):
     return run_offline(SCRIPT, "absent", published, folder=published)
+
+
+@pytest.fixture(scope="module")
+def installed(published):
+    return run_offline(SCRIPT, "installed", published, folder=published, package=True)
 
 
 @pytest.fixture(scope="module")
@@ -79,5 +85,30 @@ class TestBesideThePackage:
     def test_a_copy_is_published_like_the_draft_itself(self, both, kind):
         assert both[kind]["published_again"] is True
 
-    def test_the_copy_is_used_if_the_package_is_installed_and_not_imported(self, remote_first):
-        assert remote_first["alone"] is True and remote_first["alone_imported"] is False
+    def test_the_package_was_hidden_while_the_copies_were_loaded(self, remote_first):
+        assert remote_first["alone_imported"] is False
+
+
+class TestInstalledAndNotImported:
+    @KINDS
+    def test_the_package_is_used_and_nothing_of_the_copy(self, installed, kind):
+        assert not installed["imported_before"] and installed["imported"]
+        assert installed[kind]["module"] == installed[kind]["engine"] == "hf_longspec"
+        assert installed[kind]["hub"] is True and installed[kind]["copies_imported"] == []
+
+    @KINDS
+    def test_loading_changes_nothing_in_what_is_saved_later(self, installed, kind):
+        weights = [] if kind in ("specattn", "longspec_plain", "longspec_ngram") else [".safetensors"]
+        assert installed[kind]["saved"] == sorted([".json", ".json", *weights])
+        assert not installed[kind]["names_code"]
+
+
+@pytest.mark.parametrize("setting", ["compile", "ngram_candidates", "ranks"])
+def test_a_copy_refuses_in_one_line_what_needs_the_package(absent, setting):
+    message = absent["refused"][setting]
+    assert "pip install hf_longspec" in message and "\n" not in message
+
+
+@KINDS
+def test_the_gate_is_off_in_a_copy(absent, kind):
+    assert absent[kind]["gate"] == 0

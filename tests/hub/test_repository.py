@@ -9,7 +9,7 @@ from transformers import AutoModel
 
 import hf_longspec
 from hf_longspec.hub import Card, push, repository, write_repository
-from hf_longspec.hub.repository import MARK
+from hf_longspec.hub.repository import MARK, write_engine
 
 from .conftest import DRAFTS
 
@@ -25,11 +25,14 @@ def contents(folder):
 @pytest.fixture
 def hub(monkeypatch):
     """Replace the Hub by a record of calls and uploaded files."""
-    record = SimpleNamespace(calls=[], uploaded={}, tokens=[])
+    record = SimpleNamespace(calls=[], uploaded={}, tokens=[], exists=False)
 
     class Api:
         def __init__(self, token=None):
             record.tokens.append(token)
+
+        def repo_exists(self, repo_id):
+            return record.exists
 
         def create_repo(self, repo_id, **options):
             record.calls.append(("create_repo", repo_id, options))
@@ -57,7 +60,7 @@ def test_the_files_of_a_repository(make_draft, tmp_path, kind):
     config = json.loads((tmp_path / "repo" / "config.json").read_text())
     for auto, cls in {"AutoConfig": type(draft.config), "AutoModel": type(draft)}.items():
         module, name = config["auto_map"][auto].split(".")
-        assert name == cls.__name__ and f"class {name}(" in (tmp_path / "repo" / f"{module}.py").read_text()
+        assert name == cls.__name__ and f" {name}" in (tmp_path / "repo" / f"{module}.py").read_text()
     assert config["target_name_or_path"] == "org/tiny-target"
     assert all(text.decode().startswith(MARK) for name, text in contents(tmp_path / "repo").items() if ".py" in name)
 
@@ -106,6 +109,40 @@ def test_other_files_stay_and_code_that_is_not_needed_is_removed(make_draft, tmp
     found = contents(tmp_path)
     assert "generation_old.py" not in found and found["mine.py"] == b"x = 1\n" and found["notes.txt"] == b"mine"
     assert not list(tmp_path.glob(".publish-*"))
+
+
+ENGINE = "org/engine"
+
+
+class TestEngine:
+    @KINDS
+    def test_the_draft_holds_no_code_and_names_the_engine(self, make_draft, tmp_path, kind):
+        files = write_repository(make_draft(kind), tmp_path / "repo", CARD, "org/x", ENGINE)
+        assert not [file for file in files if file.suffix == ".py"]
+        named = json.loads((tmp_path / "repo" / "config.json").read_text())["auto_map"]
+        assert set(named) == {"AutoConfig", "AutoModel"} and all(n.startswith(f"{ENGINE}--") for n in named.values())
+        write_engine(tmp_path / "engine", ENGINE)
+        assert all((tmp_path / "engine" / f"{n.split('--')[1].split('.')[0]}.py").is_file() for n in named.values())
+        card = (tmp_path / "repo" / "README.md").read_text()
+        assert 'code_revision="<commit of org/engine>"' in card and 'custom_generate="org/engine"' in card
+
+    @pytest.mark.parametrize("exists", [False, True])
+    def test_the_engine_is_uploaded_once(self, make_draft, hub, exists):
+        hub.exists = exists
+        push(make_draft("longspec_plain"), "org/x", card=CARD, engine=ENGINE)
+        uploads = [repo for call, repo, _ in hub.calls if call == "upload_folder"]
+        assert uploads == (["org/x"] if exists else [ENGINE, "org/x"])
+
+    @pytest.mark.parametrize(
+        ("engine", "complaint"),
+        [("org/my--engine", "by --"), ("engine", "expected owner/name"), ("org/x", "the draft's own repository")],
+    )
+    def test_names_that_cannot_be_used(self, make_draft, hub, tmp_path, engine, complaint):
+        with pytest.raises(ValueError, match=complaint):
+            push(make_draft("longspec_plain"), "org/x", card=CARD, engine=engine)
+        with pytest.raises(ValueError, match=complaint):
+            write_repository(make_draft("longspec_plain"), tmp_path / "repo", CARD, "org/x", engine)
+        assert hub.calls == [] and not (tmp_path / "repo").exists()
 
 
 class TestUpload:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ..masks import WINDOW_WITHOUT_POSITIONS
 from ..merge import AttentionState
-from ..reference import WINDOW_WITHOUT_POSITIONS
 from ..registry import AttentionBackend, AttentionCall, register_backend
 from ..torch_backend import causal_attention
 from .config import DTYPES, INTERPRETED, largest_rows, why_not_device

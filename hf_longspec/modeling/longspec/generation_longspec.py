@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select
 from ...generation.beam import Beam, as_tree
-from ...generation.compiled_steps import end_of_prefixes, known_lengths
+from ...generation.cache import end_of_prefixes, known_lengths
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
 from ...generation.sampling import Coupling

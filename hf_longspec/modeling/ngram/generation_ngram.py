@@ -12,8 +12,7 @@ same tokens share nodes.
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,71 +20,7 @@ import torch
 
 from ...generation.draft_tree import DraftTree, merge_paths, merge_trees
 from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
-
-SOURCES = ("both", "pool", "lookup")
-# Every key length has its own tables, and a text that repeats this many tokens usually repeats more.
-LONGEST_KEY = 16
-
-# Settings of drafts that add n-grams to their own trees. 0 candidates mean no n-grams.
-NGRAM_DEFAULTS: dict[str, Any] = {
-    "ngram_candidates": 0,
-    "ngram_num_tokens": 8,
-    "ngram_size": 3,
-    "ngram_source": "both",
-    "ngram_preload": True,
-}
-
-
-@dataclass(frozen=True)
-class NgramSettings:
-    """Settings of n-grams for one call.
-
-    Args:
-        num_tokens (`int`): Number of tokens of a path.
-        candidates (`int`): Number of paths. Nodes that they share make room for further ones.
-        size (`int`): Number of confirmed tokens of the longest key.
-        source (`str`): `pool` (continuations by frequency), `lookup` (continuations by length of the matching suffix)
-            or `both` (the best one of the lookup, then those of the pool).
-        preload (`bool`): Whether the n-grams of the prompt are used, or only those of generated text.
-    """
-
-    num_tokens: int
-    candidates: int
-    size: int
-    source: str
-    preload: bool
-
-    @classmethod
-    def read(
-        cls, setting: Callable[[str], Any], num_tokens: str = "ngram_num_tokens", fewest: int = 0
-    ) -> "NgramSettings":
-        """Return the n-gram settings of a draft.
-
-        Args:
-            setting (`Callable[[str], Any]`): Function from the name of a setting to its value.
-            num_tokens (`str`, *optional*, defaults to `"ngram_num_tokens"`): Name of the setting for the length of a
-                path.
-            fewest (`int`, *optional*, defaults to 0): Smallest allowed number of candidates.
-
-        Raises:
-            ValueError: If a value is out of range.
-        """
-        ranges = {num_tokens: (1, None), "ngram_candidates": (fewest, None), "ngram_size": (1, LONGEST_KEY)}
-        for name, (low, high) in ranges.items():
-            if type(value := setting(name)) is not int or value < low or (high is not None and value > high):
-                rule = f"of at least {low}" if high is None else f"from {low} to {high}"
-                raise ValueError(f"{name}={value!r}: expected an integer {rule}.")
-        if (source := setting("ngram_source")) not in SOURCES:
-            raise ValueError(f"ngram_source={source!r}: expected one of {', '.join(SOURCES)}.")
-        if type(preload := setting("ngram_preload")) is not bool:
-            raise ValueError(f"ngram_preload={preload!r}: expected True or False.")
-        return cls(setting(num_tokens), setting("ngram_candidates"), setting("ngram_size"), source, preload)
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes of the trie, without the root."""
-        return self.num_tokens * self.candidates
-
+from .settings_ngram import NgramSettings
 
 BYTES_PER_ENTRY = array("i").itemsize
 

@@ -7,7 +7,8 @@ from ...generation.target import TargetView
 from ..base import DraftModel
 from ..tree_choices import other_trees
 from .configuration_ngram import NgramConfig
-from .generation_ngram import NgramDrafter, NgramSettings
+from .generation_ngram import NgramDrafter
+from .settings_ngram import NgramSettings
 
 
 class NgramDraftModel(DraftModel):

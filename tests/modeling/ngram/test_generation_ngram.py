@@ -9,7 +9,8 @@ from hf_longspec import NgramDraftModel
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter, NgramSettings
+from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
+from hf_longspec.modeling.ngram.settings_ngram import NgramSettings
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 RAGGED = (33, 3, 13)

@@ -1,5 +1,4 @@
-# Published with a draft by hf_longspec, Apache-2.0.
-"""How n-grams are proposed: what a draft's settings say about them, checked."""
+"""The settings of n-grams, which every draft has whose trees they may join."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
