@@ -5,6 +5,7 @@ on those types and on a tenth of the others, which changes every day: ARCHITECTU
 """
 
 import datetime
+import functools
 import os
 import re
 
@@ -127,6 +128,7 @@ class TestTheComparisonIsSharp:
         made = stock(model_type)
         forward = type(made.model).forward
 
+        @functools.wraps(forward)  # the names of its arguments are read
         def shifted(self, *args, **options):
             if options.get("tree") is not None:
                 options["position_ids"] = options["position_ids"] + 1
