@@ -30,7 +30,7 @@ MIN_IGNORED := tests/generation/test_compiled.py tests/modeling/tokenswift/test_
 TABLES := engine verification memory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min install install-min lint soak bench tables models cards docs clean
+.PHONY: help demo test test-min install install-min lint soak bench tables models mutants cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -75,6 +75,10 @@ tables: $(READY) ## put the committed results into README and docs/results.md, a
 models: $(READY) ## run every draft on every decoder of transformers, and put the table into docs/models.md
 	@echo "Running every draft on a tiny model of every type. This takes minutes."
 	$(VENV)/bin/python -m tests.robustness.models_table --page docs/models.md
+
+mutants: $(READY) ## break the rules of losslessness one at a time, and show that a test catches each
+	@echo "Breaking one rule at a time in a copy of the sources. This takes some minutes."
+	$(VENV)/bin/python -m tests.mutants $(ARGS)
 
 docs: $(READY) ## build the documentation as a site, in site/
 	@echo "Building the documentation; a dead link is an error."

@@ -1,0 +1,185 @@
+"""Break the rules that losslessness rests on, one at a time, and show that a test catches each.
+
+    python -m tests.mutants            apply every mutation to a copy of the sources and run its test
+    python -m tests.mutants --table    print the table of tests/mutations.md
+
+A mutation replaces one piece of source, which must occur exactly once, and its test must fail then. The test must also
+pass on the unchanged copy.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("hf_longspec", "tests", "benchmarks", "hub_cards", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One broken rule.
+
+    Args:
+        rule (`str`): The rule that is broken.
+        file (`str`): Source file, relative to the package.
+        old (`str`): The source that is replaced.
+        new (`str`): Its replacement.
+        test (`str`): The test that must fail, as pytest names it.
+    """
+
+    rule: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+MUTATIONS = (
+    Mutation(
+        "A node attends to its ancestors alone",
+        "attention_backends/contexts.py",
+        "            return self.mask\n",
+        "            return torch.ones_like(self.mask)\n",
+        "tests/generation/test_forward_check.py::test_every_target_passes_by_far",
+    ),
+    Mutation(
+        "A window hides tokens at its own distance",
+        "attention_backends/contexts.py",
+        "(distance < sliding_window)",
+        "(distance <= sliding_window)",
+        "tests/attention_backends/test_contexts.py",
+    ),
+    Mutation(
+        "Windows come from the masks of the model",
+        "attention_backends/contexts.py",
+        "return passed if self.windows is None else self.windows[layer_idx]",
+        "return passed",
+        "tests/generation/test_trial.py",
+    ),
+    Mutation(
+        "Nodes stand at the prefix length plus their depth",
+        "generation/target.py",
+        "positions = lengths[:, None] + tree.depths",
+        "positions = lengths[:, None] + torch.arange(tree.num_nodes, device=device)",
+        "tests/generation/test_target.py",
+    ),
+    Mutation(
+        "A choice is followed to a child of the node, not to any node with the token",
+        "generation/verification.py",
+        "(tree.parents == node[:, None]) & (tree.tokens == token[:, None])",
+        "(tree.tokens == token[:, None])",
+        "tests/generation/test_verification.py",
+    ),
+    Mutation(
+        "A refused token is replaced from the residual (p - q)+",
+        "generation/verification.py",
+        "residual = (last - _row(q, refused_node)).clamp_min(0)",
+        "residual = last",
+        "tests/generation/test_verification_distribution.py",
+    ),
+    Mutation(
+        "The noise of a position is used once",
+        "generation/sampling.py",
+        "            del kept[:count]\n",
+        "            del kept[:0]\n",
+        "tests/generation/test_noise.py",
+    ),
+    Mutation(
+        "Candidates are ranked with the target's noise",
+        "generation/sampling.py",
+        "SHARPNESS * perturbed_log_probs(scores, known[0][:, depth, None]) if self._samples else scores",
+        "scores",
+        "tests/generation/test_coupling.py",
+    ),
+    Mutation(
+        "Accepted nodes move to the end of the prefix",
+        "generation/cache.py",
+        "            self._move(path[:, :longest], num_nodes)\n",
+        "            pass\n",
+        "tests/generation/test_cache.py",
+    ),
+    Mutation(
+        "A drafter that missed steps is resumed with the text",
+        "generation/gated_drafter.py",
+        "if self._has_started and self._was_open:",
+        "if self._has_started:",
+        "tests/generation/test_gated_text.py",
+    ),
+    Mutation(
+        "Rows wait where the rotary frequencies change",
+        "generation/rotary.py",
+        "not self.is_passed and length + lag >= self.column for length",
+        "False for length",
+        "tests/generation/test_rotary.py",
+    ),
+    Mutation(
+        "A target whose verified logits differ is refused",
+        "generation/forward_check.py",
+        "    if gap <= tolerance:\n",
+        "    if True:\n",
+        "tests/generation/test_forward_check.py",
+    ),
+    Mutation(
+        "The route is one layer, however often it is installed",
+        "generation/route.py",
+        "    stock = stock_assisted_decoding()\n\n    @functools",
+        "    stock = GenerationMixin._assisted_decoding\n\n    @functools",
+        "tests/generation/test_route.py",
+    ),
+    Mutation(
+        "The draft's own window ends where it was trained to end",
+        "modeling/longspec/generation_longspec.py",
+        "(stored >= 0) & (stored > positions - self.window)",
+        "(stored >= 0)",
+        "tests/modeling/longspec/test_window_ring.py",
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", action="store_true", help="print the table and do nothing else")
+    parser.add_argument("-k", dest="only", default="", help="only rules that contain this text")
+    args = parser.parse_args()
+    if args.table:
+        print(table())
+        return 0
+    chosen = [mutation for mutation in MUTATIONS if args.only in mutation.rule]
+    survived = [mutation.rule for mutation in chosen if not is_caught(mutation)]
+    print(f"{len(chosen) - len(survived)} of {len(chosen)} mutations were caught")
+    return int(bool(survived))
+
+
+def table() -> str:
+    """Return the mutations as a Markdown table."""
+    rows = [f"| {one.rule} | `{one.file}` | `{one.test}` |" for one in MUTATIONS]
+    return "\n".join(["| rule that is broken | in `hf_longspec/` | test that fails |", "|---|---|---|", *rows])
+
+
+def is_caught(mutation: Mutation) -> bool:
+    """Apply a mutation to a copy of the sources, run its test, and report the result."""
+    with TemporaryDirectory() as folder:
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+            copy(ROOT / name, Path(folder) / name)
+        path = Path(folder) / "hf_longspec" / mutation.file
+        source = path.read_text(encoding="utf-8")
+        if source.count(mutation.old) != 1:
+            raise SystemExit(f"{mutation.file}: {mutation.old!r} occurs {source.count(mutation.old)} times, not once")
+        path.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutation.test]
+        result = subprocess.run(
+            command, cwd=folder, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True
+        )
+    caught = result.returncode == 1  # 1: tests failed; others: nothing ran
+    print(f"{'caught  ' if caught else 'SURVIVED'} {mutation.rule} ({mutation.test})", flush=True)
+    return caught
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
