@@ -176,21 +176,22 @@ class TargetView:
     def attention(self) -> Iterator[None]:
         """Switch the model to this package's attention, and restore its own implementation afterwards.
 
-        The implementation is state of the model, so hold [`TargetView.turn`] meanwhile. A model that was loaded with
-        one of the implementations of this package is left as it is.
+        The implementation is state of the model, so this waits for other threads as [`TargetView.turn`] does. A model
+        that was loaded with one of the implementations of this package is left as it is.
         """
-        if self._has_our_attention:
-            with passed_on(self.model):
-                yield
-            return
-        configs = _attention_configs(self.model)
-        try:
-            self.model.set_attn_implementation(name_beside(self.config._attn_implementation))
-            with passed_on(self.model):
-                yield
-        finally:
-            for config, implementation in configs:
-                config._attn_implementation_internal = implementation
+        with self.turn():  # before the implementation is read: another thread may have switched it
+            if self._has_our_attention:
+                with passed_on(self.model):
+                    yield
+                return
+            configs = _attention_configs(self.model)
+            try:
+                self.model.set_attn_implementation(name_beside(self.config._attn_implementation))
+                with passed_on(self.model):
+                    yield
+            finally:
+                for config, implementation in configs:
+                    config._attn_implementation_internal = implementation
 
     def keeping(self, columns: torch.Tensor) -> dict[str, Any]:
         """The argument of a forward by which logits of `columns` alone are computed, if the model takes it."""

@@ -335,7 +335,8 @@ def test_registering_adds_its_names_and_changes_nothing_else():
         register()
         after = interface._global_mapping
         assert set(before) == set(after)
-        names = {name for name in after if "longspec" in name}
+        # those for targets that other threads use meanwhile are registered when they are needed
+        names = {name for name in after if "longspec" in name and "beside" not in name}
         assert names == {*NAMES, "hf_longspec_fa", "hf_longspec_triton"}
         assert all(after[name] is before[name] for name in after if "longspec" not in name)
         assert not any(word in name for name in names for word in ("flash", "sdpa", "/", "|"))
