@@ -427,7 +427,7 @@ class Tracer:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "chain"])
 def test_an_interruption_at_any_line(plain_run, kind):
     """Lines spread over the whole call; those that clean up are left out."""
-    run = plain_run("llama", ONE, max_new_tokens=6, eos_token_id=NEVER)
+    run = plain_run("llama", ONE, max_new_tokens=16, eos_token_id=NEVER)
     state, draft = State(run), drafted(run, kind)
     run.again(draft)  # the first call on a target examines it
     with Tracer() as tracer:
