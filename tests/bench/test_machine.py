@@ -19,6 +19,7 @@ def test_command_shows_no_absolute_paths(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     arguments = [str(tmp_path / "run.py"), "--data", str(tmp_path.parent / "a b"), "--tokens", "4"]
     monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as if it were no `python -m`
     assert command() == "python run.py --data '../a b' --tokens 4"
 
 

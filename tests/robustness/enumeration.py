@@ -177,6 +177,8 @@ def stock_of(model_type: str, **overrides: Any) -> Stock:
     for seed in range(SEEDS):
         stock = Stock(build(model_type, seed, **overrides))
         if TargetView(stock.model).why_not():
+            if not hasattr(stock.model.config.get_text_config(decoder=True), "num_hidden_layers"):
+                raise Unbuildable("the stock generate: the configuration has no attribute 'num_hidden_layers'")
             break  # no text is needed
         try:
             stock.poor = degenerate(stock)
