@@ -1,5 +1,6 @@
 """Checks of targets and arguments: unsupported ones are refused with value, rule and remedy before any work is done."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -160,14 +161,22 @@ def pad_token_id_of(config: GenerationConfig) -> int:
     return int(pad) if pad is not None else 0
 
 
-def check_gate(value: Any) -> None:
-    """Refuse a setting `gate` that is no bool.
+# Settings that are True or False, with the meaning of both.
+FLAGS = {
+    "gate": "True switches speculation off while it does not pay, False always speculates.",
+    "check_target": ("True compares the first verification of a kind of target with a plain forward, False does not."),
+}
+
+
+def check_flags(setting: Callable[[str], Any]) -> None:
+    """Refuse a value of one of `FLAGS` that is not a bool.
+
+    Args:
+        setting (`Callable[[str], Any]`): Function from the name of a setting to its value.
 
     Raises:
         ValueError: With the value, the rule and the remedy.
     """
-    if type(value) is not bool:
-        raise ValueError(
-            f"gate={value!r}: expected True or False. True switches speculation off while it does not pay, False "
-            "always speculates."
-        )
+    for name, meaning in FLAGS.items():
+        if type(value := setting(name)) is not bool:
+            raise ValueError(f"{name}={value!r}: expected True or False. {meaning}")

@@ -82,19 +82,6 @@ def check_target(
     _checked.add(kind)
 
 
-def check_check_target(value: Any) -> None:
-    """Refuse a setting `check_target` that is not a bool.
-
-    Raises:
-        ValueError: With the value, the rule and the remedy.
-    """
-    if type(value) is not bool:
-        raise ValueError(
-            f"check_target={value!r}: expected True or False. True compares the first verification of a kind of target "
-            "with a plain forward, False does not."
-        )
-
-
 def _kind_of(target: TargetView) -> tuple[Any, ...]:
     model = target.model
     return (

@@ -18,7 +18,7 @@ from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .target_modules import FinalNormInput, logits_under
-from .trial import LayerTraits, ignores, ignores_zeros, layer_traits
+from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_traits
 
 try:
     from .compiled_steps import FixedSteps
@@ -84,6 +84,8 @@ class TargetView:
     @cached_property
     def traits(self) -> LayerTraits:
         """Traits of the attention layers, found by a trial forward."""
+        if (known := known_traits(self.model, self.config)) is not None:  # without waiting for a call in another thread
+            return known
         with self.attention():
             return layer_traits(self.model, self.config)
 
@@ -269,21 +271,13 @@ class TargetView:
             positions = positions.clamp_max(limit - 1)
         cache.stage(tree.num_nodes)
         mask = tree.mask[:, None]
-        failed: RuntimeError | None = None
-        try:
-            logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # attention that ignores the context fails, as the mask covers the nodes only
-            if context.calls.total or fixed_shape:
-                raise
-            failed = error
+        logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
         if context.calls.total == 0 and not fixed_shape:
             cache.rollback()
             raise ValueError(
                 f"{type(self.model).__name__} never called the attention backend, so it would ignore the draft tree. "
                 "Its attention must go through transformers' AttentionInterface; nothing was generated."
-            ) from failed
+            )
         return Step(logits, context, hidden)
 
     def step(

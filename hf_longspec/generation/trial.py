@@ -48,6 +48,12 @@ class LayerTraits:
 _known: WeakKeyDictionary[PreTrainedModel, tuple[dict, LayerTraits]] = WeakKeyDictionary()
 
 
+def known_traits(model: PreTrainedModel, config: Any) -> LayerTraits | None:
+    """Return the traits that an earlier trial found; `None` if there was none, or the text config has changed since."""
+    settings, traits = _known.get(model, (None, None))
+    return traits if settings is not None and settings == config.to_dict() else None
+
+
 def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
     """Return the traits of the attention layers of `model`, found once and again if the text config has changed.
 
@@ -55,13 +61,11 @@ def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
         model (`PreTrainedModel`): A model that runs under an attention implementation of this package.
         config (`PreTrainedConfig`): Its text config.
     """
-    settings = config.to_dict()
-    known = _known.get(model)
-    if known is not None and known[0] == settings:
-        return known[1]
+    if (known := known_traits(model, config)) is not None:
+        return known
     traits = _try(model, config)
     if traits.windows:  # a trial that failed is repeated the next time
-        _known[model] = deepcopy(settings), traits
+        _known[model] = deepcopy(config.to_dict()), traits
     return traits
 
 
@@ -70,8 +74,7 @@ def ignores_zeros(model: PreTrainedModel, config: Any, name: str) -> bool:
     ignored = layer_traits(model, config).ignored
     if name not in ignored:
         zeros = {name: torch.zeros(1, QUERIES, dtype=torch.long, device=model.device)}
-        with rotary_state_kept(model):
-            without, given = _run(model, config), _run(model, config, more=zeros)
+        without, given = _run(model, config), _run(model, config, more=zeros)
         ignored[name] = not given.reasons() and not given.differs_from(without)
     return ignored[name]
 
@@ -91,8 +94,7 @@ def ignores(model: PreTrainedModel, config: Any, name: str, value: Any) -> bool:
 def _try(model: PreTrainedModel, config: Any) -> LayerTraits:
     longest = max([getattr(config, "max_position_embeddings", None) or NO_LIMIT, *_lengths(config)])
     try:
-        with rotary_state_kept(model):
-            first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
+        first, again, later = (_run(model, config, offset) for offset in (0, 0, longest - QUERIES))
         differs = later.differs_from(first) and not again.differs_from(first)  # some kernels never repeat
     except torch.OutOfMemoryError:
         raise
@@ -154,7 +156,8 @@ def _run(model: PreTrainedModel, config: Any, offset: int = 0, more: dict[str, A
         inputs["input_ids"] = tokens
     else:
         inputs = model.prepare_inputs_for_generation(tokens, is_first_iteration=True, **inputs)
-    with torch.compiler.set_stance("force_eager"):  # a compiled forward would be compiled again for two tokens
+    # A compiled forward would be compiled again for two tokens.
+    with rotary_state_kept(model), torch.compiler.set_stance("force_eager"):
         trial.logits = model(**inputs, trial=trial).logits
     trial.cached = cache.updated
     return trial

@@ -11,10 +11,10 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
-from ..generation.checks import check_gate, refuse_target
+from ..generation.checks import check_flags, refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
-from ..generation.forward_check import CHECK_DEFAULTS, check_check_target
+from ..generation.forward_check import CHECK_DEFAULTS
 from ..generation.rotary import FrequencyChange
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
@@ -192,8 +192,7 @@ class DraftModel(PreTrainedModel):
                 f"{sorted(self.settings)}."
             )
         self._joined_ngrams()  # refuses values out of range
-        check_gate(self.setting("gate"))
-        check_check_target(self.setting("check_target"))
+        check_flags(self.setting)
         self.check_settings(target)
         if (nodes := self.num_tree_nodes(target)) > MOST_NODES:
             raise ValueError(

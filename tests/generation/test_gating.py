@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_longspec.generation.checks import check_gate
+from hf_longspec.generation.checks import check_flags
 from hf_longspec.generation.drafter import Drafter
 from hf_longspec.generation.gate import SharedGate, SpeculationGate, gate_of, warning_of
 from hf_longspec.generation.stats import GateDecision
@@ -14,7 +14,7 @@ class TestSetting:
     @pytest.mark.parametrize("value", ["auto", "on", 1, 0, None])
     def test_values_that_are_no_bool_are_refused(self, value):
         with pytest.raises(ValueError, match=r"gate=.*: expected True or False\. True switches speculation off"):
-            check_gate(value)
+            check_flags({"gate": value, "check_target": True}.get)
 
     def test_a_drafter_of_the_root_alone_has_no_gate(self):
         class Chain(Drafter):
