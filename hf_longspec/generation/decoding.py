@@ -177,7 +177,7 @@ class Session:
     def seed(self) -> None:
         """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""
         tree, sizes = chain_of_last_tokens(self.tails, self.drafter.seed_tokens)
-        before, capture = self.cache.host_lengths, self.drafter.capture(tree)
+        before, capture = self.cache.lengths, self.drafter.capture(tree)
         step = self._verify(tree, capture)
         rows = torch.arange(len(sizes), device=step.logits.device)
         last = step.logits[rows, torch.tensor(sizes, device=rows.device) - 1][:, None]
@@ -189,13 +189,13 @@ class Session:
 
     def iterate(self) -> None:
         """Run one iteration: draft, verify, accept, commit, observe."""
-        if self.rotary.is_due(self.cache.host_lengths, self.sequences.done):
+        if self.rotary.is_due(self.cache.lengths.host, self.sequences.done):
             self._pass_rotary_limit()
         started = time.perf_counter()
         tree = self.drafter.propose(self.root)
         drafted = time.perf_counter()
 
-        before, capture = self.cache.host_lengths, self.drafter.capture(tree)
+        before, capture = self.cache.lengths, self.drafter.capture(tree)
         step = self._verify(tree, capture, fixed_shape=self.drafter.is_steady)
         verified = time.perf_counter()
 
@@ -211,12 +211,12 @@ class Session:
         self.stats.verify_seconds += verified - drafted
 
     def _may_speculate(self, max_depth: int) -> bool:
-        return self.rotary.may_speculate(self.cache.host_lengths, self.sequences.done, max_depth)
+        return self.rotary.may_speculate(self.cache.lengths.host, self.sequences.done, max_depth)
 
     def _pass_rotary_limit(self) -> None:
         """Continue under the new frequencies, with the keys and values that plain `generate` has there."""
         if self.rotary.recomputes:
-            lengths = self.cache.host_lengths
+            lengths = self.cache.lengths.host
             # An interruption or an error from here on leaves an empty cache, not one with keys of both frequencies.
             self.stored = 0
             self.cache.set_lengths([0] * len(lengths))
@@ -230,7 +230,7 @@ class Session:
         self.rotary.is_passed = True
 
     def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False) -> Step:
-        lowest = self.rotary.lowest(self.cache.host_lengths, self.sequences.done)
+        lowest = self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
         highest = self.rotary.highest(self.max_length)
         return self.target.verify(tree, self.cache, capture, highest, self.drafter.wants_hidden, fixed_shape, lowest)
 
@@ -242,7 +242,7 @@ class Session:
         host = torch.cat([counts, acceptance.tokens, acceptance.path], dim=1).tolist()
         self.proposed = [row[1] - 1 for row in host]
         self.paths = [row[2 + acceptance.tokens.shape[1] :] for row in host]
-        waiting = self.rotary.waiting(self.cache.host_lengths)
+        waiting = self.rotary.waiting(self.cache.lengths.host)
         chosen = [[] if waits else row[2 : 2 + row[0]] for row, waits in zip(host, waiting, strict=True)]
         emitted = self.sequences.append(chosen, scores)
         self.rule.advance(emitted)
@@ -285,7 +285,7 @@ class Session:
         self.cache.rollback()
         # rows that were cut to the length of the others have committed more than their text
         lengths = (len(text) + len(new) - 1 for text, new in zip(self.texts, self.sequences.generated, strict=True))
-        self.cache.set_lengths([min(held) for held in zip(self.cache.host_lengths, lengths, strict=True)])
+        self.cache.set_lengths([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
         if self.user_cache is not None:
             self.user_cache.update_from(self.cache)
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds

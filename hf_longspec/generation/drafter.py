@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .sampling import TokenRule
@@ -40,7 +41,7 @@ class Verification:
     Args:
         path (`torch.LongTensor` of shape `(batch, M)`): Indices of the accepted nodes, node 0 first.
         num_nodes (`list[int]`): Number of nodes that each row kept; 0 for rows that have ended.
-        prefix_lengths (`tuple[int, ...]`): Number of committed tokens of each row before this commit.
+        prefix_lengths ([`SeqLens`]): Number of committed tokens of each row before this commit.
         capture (*optional*): The result of [`Drafter.capture`], filled.
         tokens (`list[list[int]]`, *optional*): Tokens that each row emitted, on the host. The last one is the next
             root. Empty for rows that have ended.
@@ -50,7 +51,7 @@ class Verification:
 
     path: torch.Tensor
     num_nodes: list[int]
-    prefix_lengths: tuple[int, ...]
+    prefix_lengths: SeqLens
     capture: Any = None
     tokens: list[list[int]] = field(default_factory=list)
     hidden: torch.Tensor | None = None
@@ -191,14 +192,14 @@ class Drafter(CandidateGenerator):
     def _follow(self, tokens: torch.Tensor, root: int) -> None:
         """Extend the cache to `tokens`, which `root` follows, by one verification of a chain."""
         target, cache = self.binding.target, self.binding.cache
-        missing = tokens[cache.host_lengths[0] :]
+        missing = tokens[cache.lengths.host[0] :]
         if not len(missing):
             return
         if len(missing) > self.seed_tokens:
             target.prefill(missing[None, : -self.seed_tokens], cache, None)
-            cache.set_lengths([cache.host_lengths[0] + len(missing) - self.seed_tokens])
+            cache.set_lengths([cache.lengths.host[0] + len(missing) - self.seed_tokens])
         tree, sizes = chain_of_last_tokens([missing], self.seed_tokens)
-        before, capture = cache.host_lengths, self.capture(tree)
+        before, capture = cache.lengths, self.capture(tree)
         with target.attention():
             step = target.verify(tree, cache, capture, with_hidden=self.wants_hidden)
         cache.commit(None, sizes)

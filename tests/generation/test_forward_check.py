@@ -206,15 +206,15 @@ def test_the_cache_is_left_as_it_was(lengths, monkeypatch):
 
     def compared(self):
         def stored():
-            rows = enumerate(self.cache.host_lengths)
+            rows = enumerate(self.cache.lengths.host)
             return [
                 [(layer.keys[row, :, :n].clone(), layer.values[row, :, :n].clone()) for row, n in rows]
                 for layer in self.cache.layers
             ]
 
-        before, lengths = [stored()], self.cache.host_lengths
+        before, lengths = [stored()], self.cache.lengths.host
         check(self)
-        assert self.cache.host_lengths == lengths and not self.cache.rows.staged
+        assert self.cache.lengths.host == lengths and not self.cache.rows.staged
         for old, new in zip(before[0], stored(), strict=True):
             assert all(torch.equal(a, b) for pair in zip(old, new, strict=True) for a, b in zip(*pair, strict=True))
         seen.append(len(forward_check._checked))
