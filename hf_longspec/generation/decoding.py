@@ -119,7 +119,6 @@ class Session:
             stopping_criteria,
             pad_token_id=pad_token_id_of(generation_config),
             max_length=self.max_length,
-            reach=draft.num_tree_nodes(target) + 1,
             streamer=streamer,
             ranks=target.ranks,
         )

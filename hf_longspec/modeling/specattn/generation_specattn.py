@@ -213,5 +213,5 @@ class SpecAttnDrafter(Drafter):
         else:  # greedy, or coupled: sampled with the noise row that the target will use at this position
             token = rule.choose(scores, depth)
         if not rule.history_free:
-            rule.sequences.try_out(depth, token)
+            rule.try_out(depth, token)
         return token, distribution
