@@ -13,7 +13,7 @@ from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .sampling import TokenRule
-from .target import TargetView, chain_of_last_tokens
+from .target import Step, TargetView, chain_of_last_tokens
 
 
 @dataclass
@@ -61,6 +61,11 @@ class Verification:
         """Index `(batch,)` of the last node that each row kept; node 0 for rows that have ended."""
         last = torch.tensor(self.num_nodes, device=self.path.device).sub_(1).clamp_min_(0)
         return self.path.gather(1, last[:, None]).squeeze(1)
+
+    @classmethod
+    def of(cls, step: Step, path: torch.Tensor, num_nodes: list[int], tokens: list[list[int]]) -> "Verification":
+        """Return the result of a step in which these nodes were kept and these tokens emitted."""
+        return cls(path, num_nodes, step.context.lengths, step.context.capture, tokens, step.hidden)
 
 
 @dataclass(frozen=True)
@@ -199,9 +204,8 @@ class Drafter(CandidateGenerator):
             target.prefill(missing[None, : -self.seed_tokens], cache, None)
             cache.set_lengths([cache.lengths.host[0] + len(missing) - self.seed_tokens])
         tree, sizes = chain_of_last_tokens([missing], self.seed_tokens)
-        before, capture = cache.lengths, self.capture(tree)
         with target.attention():
-            step = target.verify(tree, cache, capture, with_hidden=self.wants_hidden)
+            step = target.verify(tree, cache, self.capture(tree), with_hidden=self.wants_hidden)
         cache.commit(None, sizes)
         path = torch.arange(sizes[0], device=tokens.device)[None]
-        self.start([tokens], Verification(path, sizes, before, capture, [[root]], step.hidden))
+        self.start([tokens], Verification.of(step, path, sizes, [[root]]))

@@ -292,7 +292,7 @@ class TargetView:
 
 @dataclass
 class Step:
-    """Result of one verification.
+    """One forward of the target over a tree.
 
     Args:
         logits (`torch.Tensor` of shape `(batch, N, vocab)`): Logits after every node.
