@@ -20,25 +20,11 @@ import torch
 from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
-from benchmarks.harness import (
-    add_prompts,
-    integers,
-    load_prompts,
-    load_target,
-    parser,
-    prefilled,
-    set_threads,
-    show,
-)
+from benchmarks.harness import Run, add_prompts, integers, load_prompts, load_target, parser, prefilled, start
 from hf_longspec.bench.calls import MODES, Call, HfMethod, changed, watched_drafters
-from hf_longspec.bench.markdown import ACCEPTANCE_NOTE, acceptance_table, report_page
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import Record, ResultFile, TimeGuard
 from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
-
-HEADLINE = "Tokens per verification (tau)"
 
 
 @dataclass(frozen=True)
@@ -113,13 +99,13 @@ class AcceptanceBenchmark:
         self._first: dict[tuple[str, str, int], list[float]] = {}
         self._greedy_text: dict[int, torch.Tensor] = {}
 
-    def run(self, plan: Sequence[Planned], results: ResultFile, progress: Progress) -> None:
+    def run(self, plan: Sequence[Planned], results: Run) -> None:
         """Run all planned settings, in the given order, until the time is over."""
         longest = 0.0
         for name, setting, length in plan:
             options = ({} if name is None else {"draft": name}) | dict(setting.options)
             what = {"mode": setting.mode, "options": options, "length": length}
-            if not results.guard.fits(longest):
+            if longest > results.left:
                 results.skip("no time left", **what)
                 continue
             started = time.perf_counter()
@@ -128,8 +114,7 @@ class AcceptanceBenchmark:
             longest = max(longest, seconds)
             results.write("acceptance", **what, **record, seconds=round(seconds, 1))
             shown = label(setting) if name is None else f"{name}, {label(setting)}"
-            progress.say(f"{shown} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
-            progress.step()
+            results.say(f"{shown} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
 
     def measure(self, name: str | None, setting: Setting, length: int) -> dict[str, Any]:
         """tau of one setting at one length: mean over prompts with interval, and difference to what came first."""
@@ -178,11 +163,6 @@ def label(setting: Setting) -> str:
     return ", ".join([setting.mode, *shown])
 
 
-def acceptance_report(records: Sequence[Record]) -> str:
-    """The table with its environment."""
-    return report_page("Tokens per verification", ACCEPTANCE_NOTE, [acceptance_table(records)], records)
-
-
 DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"
 
 # Differences are taken to the first setting of each mode.
@@ -228,20 +208,16 @@ OF_TRAINED: dict[str, list[dict[str, Any]]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    set_threads(args.threads)
     model = load_target(args.target, torch.float32)
     drafts = make_drafts(model, args.draft)
     tokens, origin = load_prompts(args.target, args.data, max(args.lengths), args.prompts)
-    guard = TimeGuard(args.minutes)
     runs = plan(list(drafts), next(iter(drafts.values())).config.model_type, args.lengths)
-    progress = Progress(len(runs), lines=True, quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = hf_longspec.SpecAttnDraftModel.settings | {"gate": False}
-    with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
-        prompts = prefilled(model, tokens, progress)
-        AcceptanceBenchmark(model, drafts, prompts, args.tokens, args.batch).run(runs, results, progress)
-    show(results, progress)
+    with start(args, "acceptance", settings) as results:
+        prompts = prefilled(model, tokens, results)
+        AcceptanceBenchmark(model, drafts, prompts, args.tokens, args.batch).run(runs, results)
 
 
 def plan(names: Sequence[str | None], kind: str, lengths: Sequence[int]) -> list[Planned]:

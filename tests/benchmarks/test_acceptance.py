@@ -2,12 +2,11 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.acceptance import AcceptanceBenchmark, RowSteps, Setting, acceptance_report
-from benchmarks.ngram import ngram_report
+from benchmarks.acceptance import AcceptanceBenchmark, RowSteps, Setting
+from benchmarks.harness import Run
 from hf_longspec.bench.calls import HfMethod, changed
 from hf_longspec.bench.prefill import Decoder
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+from hf_longspec.bench.results import read_records
 
 
 @pytest.fixture
@@ -58,8 +57,8 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
         Setting.of("greedy", selection="two_rows", num_assistant_tokens=1),
     ]
     benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=9, batch=2)
-    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, TimeGuard(1), {}) as results:
-        benchmark.run([(None, s, n) for s in settings for n in (40, 60)], results, Progress(1, quiet=True))
+    with Run(tmp_path / "a.jsonl", "acceptance", 60) as results:
+        benchmark.run([(None, s, n) for s in settings for n in (40, 60)], results)
     rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
     assert [(row["options"]["selection"], row["length"]) for row in rows[:3]] == [
         ("two_rows", 40),
@@ -76,9 +75,8 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
 
 def test_nothing_is_measured_without_time(target, prompts, draft, tmp_path):
     benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=4, batch=3)
-    guard = TimeGuard(minutes=1e-9)
-    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, guard, {}) as results:
-        benchmark.run([(None, Setting.of(), 40)] * 2, results, Progress(1, quiet=True))
+    with Run(tmp_path / "a.jsonl", "acceptance", 1e-9) as results:
+        benchmark.run([(None, Setting.of(), 40)] * 2, results)
         # the first one runs, as nobody knows yet how long it takes
     kinds = [record["kind"] for record in read_records(tmp_path / "a.jsonl")]
     assert kinds == ["environment", "acceptance", "skipped", "end"]
@@ -99,16 +97,16 @@ def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts
     settings = [Setting.of("greedy", selection="two_rows"), Setting.of("greedy", selection="window")]
     plan = [(name, setting, 40) for name in ("long", "short") for setting in settings]
     benchmark = AcceptanceBenchmark(target, {"long": draft, "short": other}, prompts, tokens=9, batch=3)
-    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, TimeGuard(1), {}) as results:
-        benchmark.run(plan, results, Progress(1, quiet=True))
+    with Run(tmp_path / "a.jsonl", "acceptance", 60) as results:
+        benchmark.run(plan, results)
     rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
     assert [row["options"]["draft"] for row in rows] == ["long", "long", "short", "short"]
     assert ["difference" in row for row in rows] == [False, False, True, True]
     for first, second in zip(rows[:2], rows[2:], strict=True):
         gap = second["tau"]["mean"] - first["tau"]["mean"]
         assert second["difference"]["mean"] == pytest.approx(gap, abs=1e-2)  # four significant digits are stored
-    with ResultFile(tmp_path / "b.jsonl", "acceptance", acceptance_report, TimeGuard(minutes=1e-9), {}) as results:
-        benchmark.run(plan, results, Progress(1, quiet=True))
+    with Run(tmp_path / "b.jsonl", "acceptance", 1e-9) as results:
+        benchmark.run(plan, results)
     kinds = [record["kind"] for record in read_records(tmp_path / "b.jsonl")]
     assert kinds == ["environment", "acceptance", "skipped", "skipped", "skipped", "end"]
 
@@ -121,8 +119,8 @@ def test_prompt_lookup_is_measured_beside_drafts(target, prompts, tmp_path):
     }
     plan = [(name, Setting.of("greedy"), 50) for name in methods]
     benchmark = AcceptanceBenchmark(target, methods, prompts, tokens=9, batch=3)
-    with ResultFile(tmp_path / "n.jsonl", "ngram", ngram_report, TimeGuard(1), {}) as results:
-        benchmark.run(plan, results, Progress(1, quiet=True))
+    with Run(tmp_path / "n.jsonl", "ngram", 60) as results:
+        benchmark.run(plan, results)
     first, second = (record for record in read_records(tmp_path / "n.jsonl") if record["kind"] == "acceptance")
     assert first["same_text"] and second["same_text"]
     assert len(first["per_prompt"]) == len(second["per_prompt"]) == 3

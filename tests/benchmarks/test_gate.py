@@ -4,9 +4,10 @@ import pytest
 
 import hf_longspec
 from benchmarks import gate
-from benchmarks.gate import GateBenchmark, gate_report
+from benchmarks.gate import GateBenchmark
+from benchmarks.harness import Run
 from hf_longspec.bench.calls import PLAIN
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+from hf_longspec.bench.results import read_records
 from hf_longspec.generation.gate import gate_of
 
 WAYS = [PLAIN, "useless, gated", "draft, gated", "draft, ungated"]
@@ -21,7 +22,7 @@ def measured(target, prompts, folder, **how):
     benchmark = GateBenchmark(
         target, methods, prompts, tokens=30, repeats=3, mode="greedy", gated_only=["useless"], **how
     )
-    with ResultFile(folder / "gate.jsonl", "gate", gate_report, TimeGuard(1), {}) as results:
+    with Run(folder / "gate.jsonl", "gate", 60) as results:
         benchmark.measure(30, results)
     return {row["method"]: row for row in read_records(folder / "gate.jsonl") if row["kind"] == "gate"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import best_of_cells, kind_of
+from benchmarks.pages import best_of_cells, kind_of
 from benchmarks.tables import main, replace_between, section, speed_figure, summary
 from hf_longspec.bench.markdown import environment_line
 from hf_longspec.bench.results import read_records

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import engine_report
-from benchmarks.tables import HEADLINES, REPORTS, main, replace_between, section
+from benchmarks.harness import Run
+from benchmarks.pages import PAGES
+from benchmarks.tables import main, replace_between, section
 from hf_longspec.bench.markdown import environment_line, markdown_table
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+from hf_longspec.bench.results import read_records
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 README = "# Title\n\nbefore\n\n<!-- bench:start -->\nold table\n<!-- bench:end -->\n\nafter\n"
@@ -26,7 +27,7 @@ def readme(tmp_path):
 def test_the_report_beside_a_result_file_is_made_of_it(file):
     """`python -m benchmarks.tables benchmarks/results/*.jsonl --reports` writes them."""
     records = read_records(file)
-    assert REPORTS[records[0]["benchmark"]](records) == file.with_suffix(".md").read_text(encoding="utf-8")
+    assert PAGES[records[0]["benchmark"]].report(records) == file.with_suffix(".md").read_text(encoding="utf-8")
 
 
 def test_a_page_gets_all_tables_in_their_order_and_keeps_the_rest(readme, capsys):
@@ -35,7 +36,7 @@ def test_a_page_gets_all_tables_in_their_order_and_keeps_the_rest(readme, capsys
     text = readme.read_text()
     assert text.startswith("# Title\n\nbefore\n\n<!-- bench:start -->\n")
     assert text.endswith("<!-- bench:end -->\n\nafter\n") and "old table" not in text
-    order = [name for name in HEADLINES if name in ("memory", "long", "acceptance", "engine")]
+    order = [name for name in PAGES if name in ("memory", "long", "acceptance", "engine")]
     places = [text.index(section(read_records(RESULTS / f"{name}.jsonl"))[1]) for name in order]
     assert places == sorted(places)
     assert ", ".join(order) in capsys.readouterr().out
@@ -73,7 +74,7 @@ def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
     path = tmp_path / "e.jsonl"
 
     def run():
-        with ResultFile(path, "engine", engine_report, TimeGuard(1), {"tokens": 4}) as results:
+        with Run(path, "engine", 60, {"tokens": 4}) as results:
             results.write("ceilings", read_gb_per_second=12.0)
             assert len(read_records(path)) == 2  # flushed line by line
             results.skip("no time", context=2048)
