@@ -150,7 +150,7 @@ def _time_draft(
         first = generate(run, draft, cache, context, min(WARM_UP_TOKENS, run.plan.tokens))
         per_token = sum(ms for ms, _ in first.iterations) / 1e3 / max(1, len(first.text) - 1)
         per_token += sum(ms for _, ms in first.iterations[1:]) / 1e3 / max(1, len(first.text) - 1)  # captured each time
-        affordable = int(min(ROW_SECONDS, run.left_here) / CALLS / per_token)
+        affordable = int(min(ROW_SECONDS, run.left_here) / CALLS / max(per_token, 1e-6))
         if affordable < min(FEWEST_TOKENS, run.plan.tokens):
             raise Skip(f"a token takes {per_token:.1f} s and {run.left_here:.0f} s are left")
         if run.is_cuda:

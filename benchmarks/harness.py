@@ -208,6 +208,7 @@ def time_call(
 
     note = None
     if graph:
+        torch.cuda.empty_cache()  # a graph has memory of its own
         try:
             return Timing(do_bench_cudagraph(function, rep=ms / 5, return_mode="all"), "graph")
         except torch.OutOfMemoryError:
