@@ -9,8 +9,8 @@ other work may go on beside it. Every result is written as soon as it is known, 
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks.harness import Run, add_prompts, integers, load_prompts, load_target, parser, prefilled, start
-from hf_longspec.bench.calls import MODES, Call, HfMethod, changed, watched_drafters
+from hf_longspec.bench.calls import MODES, Call, HfMethod, changed
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
@@ -47,29 +47,6 @@ class Setting:
 
 # Name of a draft, setting, length of the prompts.
 Planned = tuple[str | None, Setting, int]
-
-
-class RowSteps:
-    """Count the verifications of every row of a batch while a draft is used; the loop's statistics sum over rows."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    @contextmanager
-    def of(self, draft: Any) -> Iterator["RowSteps"]:
-        """Count while the context is open: drafters note which rows still grow when they propose."""
-        with watched_drafters(draft, self._watch):
-            yield self
-
-    def _watch(self, drafter: Any, binding: Any) -> None:
-        propose, sequences = drafter.propose, binding.rule.sequences
-        self.counts = [0] * sequences.batch_size
-
-        def counting_propose(root: torch.Tensor) -> Any:
-            self.counts = [n + (not done) for n, done in zip(self.counts, sequences.done, strict=True)]
-            return propose(root)
-
-        drafter.propose = counting_propose
 
 
 class AcceptanceBenchmark:
@@ -146,11 +123,10 @@ class AcceptanceBenchmark:
 
     def _run(self, method: Any, rows: slice, length: int, mode: str) -> tuple[Call, list[int]]:
         """One call and the verifications of each of its rows; transformers' methods verify all rows equally often."""
+        run = self.decoder.run(method, rows, length, mode, seed=rows.start)
         if isinstance(method, HfMethod):
-            run = self.decoder.run(method, rows, length, mode, seed=rows.start)
             return run, [run.steps // len(run.text)] * len(run.text)
-        with RowSteps().of(method) as steps:
-            return self.decoder.run(method, rows, length, mode, seed=rows.start), steps.counts
+        return run, [len(steps) for steps in method.last_speculation.emitted_per_step]
 
 
 def label(setting: Setting) -> str:

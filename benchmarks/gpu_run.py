@@ -4,12 +4,12 @@ import gc
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from benchmarks.floors import Machine, Roofline, dense_shape
+from benchmarks.floors import Machine, Roofline, TargetShape, shape_from_config
 from benchmarks.harness import Run, Skip, Timing, time_call, versions
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
@@ -134,12 +134,16 @@ class GpuRun(Run):
     def model(self) -> Any:
         """The random target, drawn when it is first needed."""
         if self._model is None:
-            shape, longest = self.plan.shape, max(*self.plan.contexts, self.plan.batch_context)
-            weights = dense_shape("random target", **vars(shape)).stored_weights
-            self.require(weights * self.dtype.itemsize, "the random target")
+            self.require(self.shape.stored_weights * self.dtype.itemsize, "the random target")
             self.say("drawing the random target")
-            self._model = random_target(shape, longest + 512, self.device, self.dtype)
+            longest = max(*self.plan.contexts, self.plan.batch_context)
+            self._model = random_target(self.plan.shape, longest + 512, self.device, self.dtype)
         return self._model
+
+    @cached_property
+    def shape(self) -> TargetShape:
+        """Sizes of the target, its weights counted."""
+        return shape_from_config(self.plan.shape.config(1), "random target")
 
     def cache(self, batch: int, context: int, slots: int, room: int = 1) -> SpeculativeCache:
         """A full cache, if there is memory for it."""
@@ -232,8 +236,7 @@ class GpuRun(Run):
         if self.machine is None:
             raise Skip("the ceilings were not measured, and there is no floor without them")
         size = self.dtype.itemsize
-        shape = dense_shape("random target", **vars(self.plan.shape))
-        return Roofline(shape, self.machine, batch, context, **{"weight_bytes": size, "kv_bytes": size, **options})
+        return Roofline(self.shape, self.machine, batch, context, **{"weight_bytes": size, "kv_bytes": size, **options})
 
     def write_timing(self, kind: str, timing: Timing, floor_ms: float, **values: Any) -> None:
         """Write a measured time and its floor."""

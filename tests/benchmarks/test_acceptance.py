@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.acceptance import AcceptanceBenchmark, RowSteps, Setting
+from benchmarks.acceptance import AcceptanceBenchmark, Setting
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import HfMethod, changed
 from hf_longspec.bench.prefill import Decoder
@@ -15,37 +15,24 @@ def draft(target):
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
-def test_steps_per_row_add_up_to_the_statistics(target, prompts, draft, mode):
-    decoder = Decoder(target, prompts, tokens=12)
-    with RowSteps().of(draft) as steps:
-        run = decoder.run(draft, slice(0, 3), 50, mode, seed=0)
-    assert sum(steps.counts) == run.steps == draft.last_speculation.num_spec_steps
-    assert "drafter" not in vars(draft)
+def test_rows_of_a_batch_have_the_tau_that_their_steps_give(target, prompts, draft, mode):
+    """Steps are counted row by row: greedily they are those of a call with that row alone."""
+    benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=12, batch=3)
+    run, steps = benchmark._run(draft, slice(0, 3), 50, mode)
+    assert len(steps) == 3 and sum(steps) == run.steps
+    if mode == "greedy":
+        decoder = Decoder(target, prompts, tokens=12)
+        assert steps == [decoder.run(draft, slice(row, row + 1), 50, "greedy", seed=0).steps for row in range(3)]
 
 
-def test_greedy_rows_of_a_batch_take_the_steps_they_take_alone(target, prompts, draft):
-    decoder = Decoder(target, prompts, tokens=12)
-    with RowSteps().of(draft) as together:
-        decoder.run(draft, slice(0, 3), 50, "greedy", seed=0)
-    alone = [decoder.run(draft, slice(row, row + 1), 50, "greedy", seed=0).steps for row in range(3)]
-    assert together.counts == alone
-
-
-def test_settings_are_put_back(draft):
+def test_settings_are_put_back_also_those_that_the_configuration_lacks(draft):
     with changed(draft, {"selection": "window", "num_assistant_tokens": 2}):
-        assert draft.setting("selection") == "window"
-    assert draft.setting("selection") == "two_rows"
-    assert draft.setting("num_assistant_tokens") == 3
-
-
-def test_settings_that_the_configuration_lacks_are_changed_too(draft):
+        assert draft.setting("selection") == "window" and draft.setting("num_assistant_tokens") == 2
+    assert draft.setting("selection") == "two_rows" and draft.setting("num_assistant_tokens") == 3
     del draft.generation_config.selection
     with changed(draft, {"selection": "window"}):
         assert draft.setting("selection") == "window"
     assert draft.setting("selection") == "two_rows"
-
-
-def test_unknown_settings_are_refused(draft):
     with pytest.raises(ValueError, match=r"has no settings \['selecton'\]"), changed(draft, {"selecton": "window"}):
         pass
 
