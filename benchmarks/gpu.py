@@ -234,8 +234,8 @@ def generate(run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, tok
     emitted = list(stats.emitted_per_step[0]) if stats.emitted_per_step else []
     if not emitted:
         raise Skip("the call ended without an iteration")
-    text = output[0, context:].tolist()
-    return TimedCall(iteration_ms(arrivals, emitted, captures), text, stats.num_spec_steps, len(captures))
+    speculated = sum(drafted > 0 for drafted in stats.drafted_per_step[0])
+    return TimedCall(iteration_ms(arrivals, emitted, captures), output[0, context:].tolist(), speculated, len(captures))
 
 
 def iteration_ms(
