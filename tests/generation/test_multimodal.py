@@ -288,7 +288,7 @@ def test_padding_with_other_inputs_of_tokens(models, monkeypatch):
     input_ids, call = with_image("llava", (14, 21), after=6)
     call["segment_ids"] = torch.ones_like(input_ids)
     draft = PlainDraftModel.from_target(model)
-    with pytest.raises(ValueError, match="segment_ids may have a value for each token.*attention_mask has padding"):
+    with pytest.raises(ValueError, match=r"segment_ids may have a value for each token.*attention_mask has padding"):
         model.generate(input_ids, **call, assistant_model=draft)
     input_ids, call = with_image("llava", (19, 19), after=6)
     check_image(model, random_tree, input_ids, call | {"segment_ids": torch.ones_like(input_ids)})
@@ -302,7 +302,7 @@ def test_an_image_before_frequencies_change():
     model = peaked(lambda: LlavaForConditionalGeneration(config))
     input_ids, call = with_image("llava", (17,), after=6)
     draft = PlainDraftModel.from_target(model)
-    with pytest.raises(ValueError, match=r"max_length=28 with (image inputs|pixel_values): rotary frequencies change at position 24"):
+    with pytest.raises(ValueError, match=r"(image inputs|pixel_values): rotary frequencies change at position 24"):
         model.generate(input_ids, **call, assistant_model=draft)
     assert draft.last_speculation is None
     check_image(model, random_tree, input_ids, call | {"max_new_tokens": 7})
