@@ -5,13 +5,13 @@
         text = model.generate(cuda.place(input_ids), assistant_model=draft)
         assert cuda.count("read") == 3 and not cuda.count("write")
 
-A [`DeviceTensor`] has the device `cuda:0`, and an ordinary tensor on the CPU holds its numbers. A dispatch mode computes
-every operation there and applies the rules of CUDA:
+A [`DeviceTensor`] has the device `cuda:0`, and an ordinary tensor on the CPU holds its numbers. A dispatch mode
+computes every operation there and applies the rules of CUDA:
 
 - operations on tensors of both devices fail, apart from numbers without dimensions, copies and indices;
-- an operation whose result the host needs is a *read*, and a copy from pageable memory is a *write*. Both make the host
-  wait. A copy from pinned memory is a *pinned* copy. The host does not wait for it and must leave the source alone until
-  the next read, which is checked;
+- an operation whose result the host needs is a *read*, and a copy from pageable memory is a *write*. Both make the
+  host wait. A copy from pinned memory is a *pinned* copy. The host does not wait for it and must leave the source alone
+  until the next read, which is checked;
 - operations that are neither views nor allocations are *launches*, and so are Triton's kernels, which the interpreter
   runs;
 - a graph records launches and repeats them on the same memory. During a capture reads, writes and generators that the
