@@ -134,20 +134,22 @@ def iterations(run: GpuRun, make_drafts: Callable[[Any, Plan], dict[str, TimedDr
 def _iterations_after(run: GpuRun, drafts: dict[str, TimedDraft], context: int) -> None:
     most = max(timed.draft.num_tree_nodes(TargetView(run.model)) for timed in drafts.values())
     cache = run.cache(1, context, slots=most, room=run.plan.tokens + most + 1)
+    stored = context - most  # the same for all, so that they continue the same keys and values
     plain: dict[bool, tuple[float, list[int]]] = {}  # median and text of the loop without a draft, which comes first
     for name, timed in drafts.items():
         for compiled in (False, True):
             what = {"draft": name, "compiled": compiled, "batch": 1, "context": context}
-            run.attempt(partial(_time_draft, run, timed, cache, plain, what), **what)
+            run.attempt(partial(_time_draft, run, timed, cache, stored, plain, what), **what)
 
 
 def _time_draft(
-    run: GpuRun, timed: TimedDraft, cache: SpeculativeCache, plain: dict[bool, Any], what: dict[str, Any]
+    run: GpuRun, timed: TimedDraft, cache: SpeculativeCache, stored: int, plain: dict[bool, Any], what: dict[str, Any]
 ) -> None:
     """One row: calls of the same shapes, after one that compiles kernels and captures what later calls can reuse."""
-    draft, compiled, context = timed.draft, what["compiled"], what["context"]
+    draft, compiled = timed.draft, what["compiled"]
     with step_mode(draft, compiled, run.is_cuda):
-        first = generate(run, draft, cache, context, min(WARM_UP_TOKENS, run.plan.tokens))
+        call = partial(generate, run, draft, cache, what["context"], stored)
+        first = call(min(WARM_UP_TOKENS, run.plan.tokens))
         per_token = sum(ms for ms, _ in first.iterations) / 1e3 / max(1, len(first.text) - 1)
         per_token += sum(ms for _, ms in first.iterations[1:]) / 1e3 / max(1, len(first.text) - 1)  # captured each time
         affordable = int(min(ROW_SECONDS, run.left_here) / CALLS / max(per_token, 1e-6))
@@ -156,7 +158,7 @@ def _time_draft(
         if run.is_cuda:
             torch.cuda.reset_peak_memory_stats()
         tokens = min(affordable, run.plan.tokens)
-        calls = [generate(run, draft, cache, context, tokens) for _ in range(CALLS)]
+        calls = [call(tokens) for _ in range(CALLS)]
     every = [iteration for call in calls for iteration in call.iterations]
     clean = [ms for ms, capture_ms in every if not capture_ms]
     milliseconds = clean or [ms for ms, _ in every]
@@ -164,7 +166,7 @@ def _time_draft(
     if timed.kind == "plain":
         plain[compiled] = found, calls[0].text
     base, text = plain.get(compiled, (None, None))
-    at = run.roofline(1, context)
+    at = run.roofline(1, what["context"])
     floor, nodes = iteration_floor(timed, at), draft.num_tree_nodes(TargetView(run.model))
     values: dict[str, Any] = {
         "nodes": nodes,
@@ -211,13 +213,12 @@ class TimedCall:
     captures: int
 
 
-def generate(run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, tokens: int) -> TimedCall:
-    """One greedy call after `context` random tokens, all but the last few of which the cache holds."""
-    nodes = draft.num_tree_nodes(TargetView(run.model))
+def generate(run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, stored: int, tokens: int) -> TimedCall:
+    """One greedy call after `context` random tokens, the first `stored` of which the cache holds."""
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(run.plan.shape.vocab, (1, context), generator=generator).to(run.device)
     cache.rollback()
-    cache.set_lengths([context - nodes])
+    cache.set_lengths([stored])
     draft.generation_config.gate = False  # speculation itself is measured
     arrivals: list[float] = []
     with watched_captures() as captures:

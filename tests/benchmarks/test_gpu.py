@@ -186,7 +186,7 @@ def test_captures_are_counted_and_not_timed(make_run, monkeypatch, draft):
     monkeypatch.setattr(decoding, "runner_of", lambda mode, device: compiled_steps.CapturedRunner())
     run = make_run()
     timed, cache = gpu.first_drafts(run.model, SMOKE)[draft], run.cache(1, 48, slots=9, room=30)
-    first, second = (gpu.generate(run, timed.draft, cache, 48, tokens=20) for _ in range(2))
+    first, second = (gpu.generate(run, timed.draft, cache, 48, stored=40, tokens=20) for _ in range(2))
     assert second.captures < first.captures and bool(second.captures) == (draft != PLAIN)
     assert first.text == second.text and first.speculated == (0 if draft == PLAIN else len(first.iterations))
     for call in (first, second):
@@ -468,7 +468,18 @@ def test_it_runs_from_a_checkout_with_torch_and_transformers_alone(tmp_path, pro
     script.write_text(BARE.replace("{hidden}", repr(HIDDEN)))
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     program = [str(ROOT / program[0])] if elsewhere else program
-    arguments = [*program, "--smoke", "--sections", "iterations", "--threads", "1", "--output", str(output)]
+    arguments = [
+        *program,
+        "--smoke",
+        "--sections",
+        "iterations,drafts",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--output",
+        str(output),
+    ]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages if elsewhere else f"{ROOT}:{packages}"}
     command = [sys.executable, "-S", str(script), *arguments]
     folder = tmp_path if elsewhere else ROOT
@@ -476,5 +487,6 @@ def test_it_runs_from_a_checkout_with_torch_and_transformers_alone(tmp_path, pro
     assert done.returncode == 0, done.stderr[-3000:]
     records = read_records(output)
     assert records[-1]["kind"] == "end" and not of(records, "failed")
-    assert tuple(row["draft"] for row in of(records, "iteration", context=48)) == FIRST
+    assert tuple(row["draft"] for row in of(records, "iteration", context=48)) == FIRST + OTHERS
+    assert all(row["same_tokens"] == SMOKE.tokens for row in of(records, "iteration"))  # exact: in float32
     assert records[0]["commit"] and output.is_file()
