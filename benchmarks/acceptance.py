@@ -49,6 +49,7 @@ class Setting:
 Planned = tuple[str | None, Setting, int]
 
 
+@dataclass
 class AcceptanceBenchmark:
     """Measure settings of one or several drafts on the same prompts with the same random numbers.
 
@@ -61,18 +62,14 @@ class AcceptanceBenchmark:
         batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        drafts: Mapping[str | None, Any],
-        prompts: PrefilledPrompts,
-        tokens: int,
-        batch: int,
-    ):
-        self.drafts = drafts
-        self.prompts = prompts
-        self.batch = batch
-        self.decoder = Decoder(model, prompts, tokens)
+    model: PreTrainedModel
+    drafts: Mapping[str | None, Any]
+    prompts: PrefilledPrompts
+    tokens: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        self.decoder = Decoder(self.model, self.prompts, self.tokens)
         self._first: dict[tuple[str, str, int], list[float]] = {}
         self._greedy_text: dict[int, torch.Tensor] = {}
 

@@ -13,6 +13,7 @@ With `--assistant`, an ordinary small model of the same vocabulary drafts in tra
 import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,8 @@ WARM_UP_TOKENS = 8
 # A loop without a draft takes equally long for every token: a part of the tokens is enough.
 SHORTER = 3
 
-# Makes drafts for a target, by name.
-MakeDrafts = Callable[[PreTrainedModel], Mapping[str, Any]]
 
-
+@dataclass(kw_only=True)
 class EngineBenchmark:
     """Measure cells one after another.
 
@@ -61,26 +60,19 @@ class EngineBenchmark:
         bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the share of the floor.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, PreTrainedModel],
-        make_drafts: MakeDrafts,
-        prompts: PrefilledPrompts,
-        *,
-        tokens: int,
-        repeats: int,
-        bandwidth: float,
-    ):
-        self.models = models
-        self.prompts = prompts
-        self.repeats = repeats
-        self.bandwidth = bandwidth
+    models: Mapping[str, PreTrainedModel]
+    make_drafts: Callable[[PreTrainedModel], Mapping[str, Any]]
+    prompts: PrefilledPrompts
+    tokens: int
+    repeats: int
+    bandwidth: float
+
+    def __post_init__(self) -> None:
         self.decoders = {
-            name: Decoder(model, prompts.to(getattr(torch, name)), tokens) for name, model in models.items()
+            name: Decoder(model, self.prompts.to(getattr(torch, name)), self.tokens)
+            for name, model in self.models.items()
         }
-        self.methods: dict[str, dict[str, Any]] = {
-            name: {HF: HfMethod(), **make_drafts(model)} for name, model in models.items()
-        }
+        self.methods = {name: {HF: HfMethod(), **self.make_drafts(model)} for name, model in self.models.items()}
         self._checked: dict[tuple[int, int], str | None] = {}
 
     def measure(self, cell: Cell, results: Run) -> None:
@@ -146,8 +138,7 @@ class EngineBenchmark:
         return {name: self.methods[dtype][name] for name, limit in most.items() if limit is None or batch <= limit}
 
     def _tokens(self, name: str) -> int:
-        tokens = self.decoders["float32"].tokens
-        return max(2, tokens // SHORTER) if name in (HF, PLAIN, PLAIN + COMPILED) else tokens
+        return max(2, self.tokens // SHORTER) if name in (HF, PLAIN, PLAIN + COMPILED) else self.tokens
 
     def summaries(self, cell: Cell, runs: Mapping[str, Sequence[Call]]) -> dict[str, dict[str, Any]]:
         """Speed, ratios to both baselines, tau and the share of the bandwidth floor of every method."""
@@ -217,8 +208,14 @@ def main(arguments: list[str] | None = None) -> None:
         results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
         models = {name: load_target(args.target, getattr(torch, name)) for name in {"float32", *args.dtypes}}
         prompts = prefilled(models["float32"], tokens, results)
-        how = {"tokens": args.tokens, "repeats": args.repeats, "bandwidth": bandwidth}
-        benchmark = EngineBenchmark(models, lambda model: make_methods(model, args), prompts, **how)
+        benchmark = EngineBenchmark(
+            models=models,
+            make_drafts=lambda model: make_methods(model, args),
+            prompts=prompts,
+            tokens=args.tokens,
+            repeats=args.repeats,
+            bandwidth=bandwidth,
+        )
         for cell in order_of_cells(args.contexts, args.batches, args.dtypes):
             benchmark.measure(cell, results)
 

@@ -17,7 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,7 @@ def accounted(
 WARM_UP_TOKENS = 24
 
 
+@dataclass(kw_only=True)
 class GateBenchmark:
     """Measure contexts one after another, one prompt at a time.
 
@@ -204,30 +205,22 @@ class GateBenchmark:
             methods that take one of them.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        methods: Mapping[str, Any],
-        prompts: PrefilledPrompts,
-        *,
-        tokens: int,
-        repeats: int,
-        mode: str,
-        gated_only: Collection[str] = (),
-        ungated_only: Collection[str] = (),
-        choices: Mapping[str, Sequence[str]] | None = None,
-    ):
-        self.model = model
-        self.prompts = prompts
-        self.tokens = tokens
-        self.repeats = repeats
-        self.mode = mode
-        self.choices = choices or {}
-        self.ways = {PLAIN: (methods[PLAIN], False)}
-        for name, draft in methods.items():
-            if name != PLAIN and name not in ungated_only:
+    model: PreTrainedModel
+    methods: Mapping[str, Any]
+    prompts: PrefilledPrompts
+    tokens: int
+    repeats: int
+    mode: str
+    gated_only: Collection[str] = ()
+    ungated_only: Collection[str] = ()
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ways = {PLAIN: (self.methods[PLAIN], False)}
+        for name, draft in self.methods.items():
+            if name != PLAIN and name not in self.ungated_only:
                 self.ways[name + GATED] = draft, True
-            if name != PLAIN and name not in gated_only:
+            if name != PLAIN and name not in self.gated_only:
                 self.ways[name + UNGATED] = draft, False
 
     def measure(self, context: int, results: Run) -> None:
@@ -326,7 +319,7 @@ def main(arguments: list[str] | None = None) -> None:
     how |= {"choices": {CHOOSING: ["trained draft", WIDE]}}
     longest = 0.0
     with start(args, "gate", settings) as results:
-        benchmark = GateBenchmark(model, methods, prefilled(model, tokens, results), **how)
+        benchmark = GateBenchmark(model=model, methods=methods, prompts=prefilled(model, tokens, results), **how)
         for context in sorted(args.contexts):
             if results.has_time(longest, context=context):
                 before = results.elapsed

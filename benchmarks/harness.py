@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_longspec.bench.machine import environment
-from hf_longspec.bench.summaries import summarize
+from hf_longspec.bench.summaries import in_turns, summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -130,10 +130,8 @@ def time_in_turns(functions: Mapping[str, Callable[[], object]], repeats: int) -
     A function that returns a number has timed itself.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    names = list(functions)
-    for repeat in range(repeats):
-        for name in [*names[repeat % len(names) :], *names[: repeat % len(names)]]:
-            seconds[name].append(seconds_of(functions[name]))
+    for _, name in in_turns(list(functions), repeats):
+        seconds[name].append(seconds_of(functions[name]))
     return seconds
 
 

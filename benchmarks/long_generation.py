@@ -11,7 +11,7 @@ also run for a few hundred tokens after every mark, on the keys and values of a 
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class LongRow:
     penalised: bool = True
 
 
+@dataclass
 class Marks:
     """Note, at each of some numbers of tokens, the time and the statistics so far; see `on_arrival` of [`TokenClock`].
 
@@ -63,29 +64,24 @@ class Marks:
         now (`Callable[[], float]`, *optional*): Clock in seconds.
     """
 
-    def __init__(
-        self,
-        marks: Sequence[int],
-        counts: Callable[[], SpeculationStats],
-        now: Callable[[], float] = time.perf_counter,
-    ):
-        self.times: dict[int, float] = {}
-        self.stats: dict[int, SpeculationStats] = {}
-        self._pending = list(marks)
-        self._counts = counts
-        self._now = now
+    marks: Sequence[int]
+    counts: Callable[[], SpeculationStats]
+    now: Callable[[], float] = time.perf_counter
+    times: dict[int, float] = field(default_factory=dict, init=False)
+    stats: dict[int, SpeculationStats] = field(default_factory=dict, init=False)
 
     def __call__(self, tokens: int) -> None:
         """Check whether `tokens` tokens reach the next mark."""
-        if self._pending and tokens >= self._pending[0]:
-            mark = self._pending.pop(0)
-            self.times[mark], self.stats[mark] = self._now(), replace(self._counts())
+        mark = next((mark for mark in self.marks if mark not in self.times), tokens + 1)
+        if tokens >= mark:
+            self.times[mark], self.stats[mark] = self.now(), replace(self.counts())
 
     def speed(self, first: int, last: int) -> float:
         """Tokens per second from one mark to another."""
         return significant((last - first) / (self.times[last] - self.times[first]))
 
 
+@dataclass
 class LongBenchmark:
     """Run methods one after another after one prompt, and plain `generate` for a while at every mark.
 
@@ -98,22 +94,13 @@ class LongBenchmark:
         levels (`int`): Rows of logits that a TokenSwift draft has, for alpha and beta (Eqs. 4 and 6 of the paper).
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompt: torch.Tensor,
-        marks: Sequence[int],
-        sampling: dict[str, Any],
-        processors: Sequence[LogitsProcessor],
-        levels: int,
-    ):
-        self.model = model
-        self.prompt = prompt
-        self.marks = marks
-        self.sampling = sampling
-        self.processors = processors
-        self.levels = levels
-        self._longest = 0.0
+    model: PreTrainedModel
+    prompt: torch.Tensor
+    marks: Sequence[int]
+    sampling: dict[str, Any]
+    processors: Sequence[LogitsProcessor]
+    levels: int
+    _longest: float = field(default=0.0, init=False)
 
     def measure(self, row: LongRow, baselines: Mapping[str, Any], tokens: int, results: Run) -> None:
         """One row, and some tokens of each baseline at its marks; left out if there is no time for it."""

@@ -154,6 +154,7 @@ class MeasuredDraft:
         return int(entries * (1 + 1 / layers) * kv_bytes / context + SCORE_SHARE * kv_bytes)
 
 
+@dataclass
 class MemoryBenchmark:
     """Measure every draft at every context, then the prefill.
 
@@ -165,10 +166,13 @@ class MemoryBenchmark:
         results ([`Run`]): Where the lines go.
     """
 
-    def __init__(
-        self, model: LlamaForCausalLM, shape: Shape, drafts: Mapping[str, MeasuredDraft], *, chunk: int, results: Run
-    ):
-        self.model, self.shape, self.drafts, self.chunk, self.results = model, shape, drafts, chunk, results
+    model: LlamaForCausalLM
+    shape: Shape
+    drafts: Mapping[str, MeasuredDraft]
+    chunk: int
+    results: Run
+
+    def __post_init__(self) -> None:
         self._prefill_of_hf = 0
         self._smallest: dict[str, tuple[int, int]] = {}  # its smallest context, and what it took there
 

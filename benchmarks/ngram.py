@@ -70,7 +70,7 @@ def measure_speed(model: PreTrainedModel, prompts: PrefilledPrompts, args: argpa
     bandwidth = read_gb_per_second()
     results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
     sizes = {"tokens": args.tokens, "repeats": args.repeats, "bandwidth": bandwidth}
-    benchmark = EngineBenchmark({"float32": model}, make_methods, prompts, **sizes)
+    benchmark = EngineBenchmark(models={"float32": model}, make_drafts=make_methods, prompts=prompts, **sizes)
     for cell in order_of_cells(args.lengths, [1], ["float32"]):
         benchmark.measure(cell, results)
 

@@ -9,6 +9,7 @@ single node is what plain decoding runs: there transformers needs no mask. Needs
 import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ FLOAT32_FLOOR, FLOAT32_FACTOR, BFLOAT16_FACTOR = 2e-6, 1.5, 2.0
 CPU = torch.device("cpu")
 
 
+@dataclass(kw_only=True)
 class VerificationBenchmark:
     """Measure both parts in one dtype after another, so that only one copy of the weights exists.
 
@@ -50,11 +52,12 @@ class VerificationBenchmark:
         results ([`Run`]): Where the records go.
     """
 
-    def __init__(
-        self, shape: Shape, context: int, nodes: Sequence[int], *, repeats: int, bandwidth: float, results: Run
-    ):
-        self.shape, self.context, self.nodes = shape, context, list(nodes)
-        self.repeats, self.bandwidth, self.results = repeats, bandwidth, results
+    shape: Shape
+    context: int
+    nodes: Sequence[int]
+    repeats: int
+    bandwidth: float
+    results: Run
 
     @torch.no_grad()
     def run(self, dtypes: Sequence[str]) -> None:
@@ -187,7 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
         bandwidth = read_gb_per_second()
         results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
         how = {"repeats": args.repeats, "bandwidth": bandwidth, "results": results}
-        VerificationBenchmark(args.shape, args.context, args.nodes, **how).run(args.dtypes)
+        VerificationBenchmark(shape=args.shape, context=args.context, nodes=args.nodes, **how).run(args.dtypes)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

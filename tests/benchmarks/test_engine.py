@@ -18,7 +18,9 @@ def make_drafts(model):
 
 
 def measure(target, prompts, tmp_path, make_drafts=make_drafts, seconds=60, **clock):
-    benchmark = EngineBenchmark({"float32": target}, make_drafts, prompts, tokens=9, repeats=2, bandwidth=10.0)
+    benchmark = EngineBenchmark(
+        models={"float32": target}, make_drafts=make_drafts, prompts=prompts, tokens=9, repeats=2, bandwidth=10.0
+    )
     with Run(tmp_path / "engine.jsonl", "engine", seconds, **clock) as results:
         benchmark.measure(Cell("float32", 40, 2), results)
     return read_records(tmp_path / "engine.jsonl")

@@ -34,7 +34,14 @@ def measured(target, prompts, folder, **how):
         "draft": hf_longspec.NgramDraftModel.from_target(target),
     }
     benchmark = GateBenchmark(
-        target, methods, prompts, tokens=30, repeats=3, mode="greedy", gated_only=["useless"], **how
+        model=target,
+        methods=methods,
+        prompts=prompts,
+        tokens=30,
+        repeats=3,
+        mode="greedy",
+        gated_only=["useless"],
+        **how,
     )
     with Run(folder / "gate.jsonl", "gate", 60) as results:
         benchmark.measure(30, results)
@@ -77,9 +84,9 @@ def test_a_gate_that_chooses_is_compared_with_the_fastest_tree(target, prompts):
     methods = {name: hf_longspec.NgramDraftModel.from_target(target) for name in ("small", "large", "choosing")}
     methods[PLAIN] = hf_longspec.PlainDraftModel.from_target(target)
     benchmark = GateBenchmark(
-        target,
-        methods,
-        prompts,
+        model=target,
+        methods=methods,
+        prompts=prompts,
         tokens=30,
         repeats=3,
         mode="greedy",

@@ -84,7 +84,7 @@ def test_benchmark_writes_every_cell_and_refuses_wrong_results(tmp_path, monkeyp
     def run(name):
         with Run(tmp_path / name, "verification", 60) as results:
             how = {"repeats": 2, "bandwidth": 10.0, "results": results}
-            VerificationBenchmark(SHAPE, 64, [1, 5], **how).run(["float32", "bfloat16"])
+            VerificationBenchmark(shape=SHAPE, context=64, nodes=[1, 5], **how).run(["float32", "bfloat16"])
         return read_records(tmp_path / name)
 
     rows = [record for record in run("right.jsonl") if record["kind"] == "verification"]
