@@ -87,7 +87,7 @@ def test_commit_keeps_the_path_directly_after_the_prefix(lengths, path, kept):
         nodes = range(5) if path is None else path[row]
         ledger.rows[row] += [staged[row][node] for node in list(nodes)[:count]]
     ledger.cache.commit(None if path is None else torch.tensor(path), kept)
-    assert ledger.cache.host_lengths == tuple(map(len, ledger.rows))
+    assert ledger.cache.lengths.host == tuple(map(len, ledger.rows))
     ledger.check()
     if len(set(map(len, ledger.rows))) == 1:  # rows of one length can go on plainly
         for numbers, new in zip(ledger.rows, ledger.write(2), strict=True):
@@ -129,8 +129,8 @@ def test_crop_reset_reorder_and_copy():
     other = copy.deepcopy(ledger.cache)
     ledger.cache.crop(-3)
     ledger.rows = [row[:4] for row in ledger.rows]
-    assert ledger.cache.host_lengths == (4, 4) and ledger.cache.get_seq_length() == 4
-    assert other.host_lengths == (7, 7) and other.layers[0].rows is other.layers[1].rows is other.rows
+    assert ledger.cache.lengths.host == (4, 4) and ledger.cache.get_seq_length() == 4
+    assert other.lengths.host == (7, 7) and other.layers[0].rows is other.layers[1].rows is other.rows
     ledger.cache.reorder_cache(torch.tensor([1, 0]))
     ledger.rows.reverse()
     ledger.check()
@@ -507,11 +507,11 @@ def has_config(cache):
 class TestRefusedCaches:
     def refused(self, run, cache, match, **options):
         before = run.model.config._attn_implementation, run.model.generation_config.to_dict()
-        lengths = getattr(cache, "host_lengths", None)
+        lengths = getattr(cache, "lengths", None)
         with pytest.raises(ValueError, match=match):
             run.again(run.draft("tree"), past_key_values=cache, **options)
         assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
-        assert getattr(cache, "host_lengths", None) == lengths
+        assert getattr(cache, "lengths", None) == lengths
 
     def test_wrong_batch_size(self, plain_run):
         run = plain_run("llama", (21, 4), max_new_tokens=5)

@@ -14,7 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_longspec
 from hf_longspec import SpeculativeCache
-from hf_longspec.generation.cache import RowLengths, SpeculativeLayer
+from hf_longspec.attention_backends.lengths import SeqLens
+from hf_longspec.generation.cache import SpeculativeLayer
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import RandomTreeDrafter, random_longspec_draft
@@ -121,14 +122,14 @@ def in_the_commit(draft, patch, bomb):
     wrap(patch, SpeculativeLayer, "move", bomb)
     if draft.moves:
         return {}
-    bomb.calls, set_lengths = 1, RowLengths.set
+    bomb.calls, set_lengths = 1, SpeculativeCache.set_lengths
 
     def half(self, lengths):
-        self.host = tuple(lengths)
+        self.rows.lengths = SeqLens(lengths)
         bomb()
         set_lengths(self, lengths)
 
-    patch.setattr(RowLengths, "set", half)
+    patch.setattr(SpeculativeCache, "set_lengths", half)
     return {}
 
 
