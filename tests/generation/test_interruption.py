@@ -19,9 +19,9 @@ from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import RandomTreeDrafter, random_longspec_draft
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 ONE, RAGGED = (21,), (33, 3, 13)
-BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
-KINDS = ["tree", "chain", "specattn", "longspec"]
 NEVER = 1  # an end token that no greedy text of these targets holds
 NEW = 16
 LINES = int(os.environ.get("HF_LONGSPEC_LINES", 8))  # to interrupt a call at
@@ -220,10 +220,16 @@ def interrupted(run, draft, **options):
     return draft.last_speculation.partial_sequences
 
 
-@pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
-@pytest.mark.parametrize(
-    ("lengths", "kind"), [*((ONE, kind) for kind in KINDS), (RAGGED, "tree"), (RAGGED, "specattn")], ids=str
-)
+# Every phase in one row and in three; the phases in which drafts differ, with others.
+CASES = [
+    *((ONE, "tree", phase) for phase in PHASES),
+    *((RAGGED, "specattn", phase) for phase in PHASES),
+    *((ONE, "longspec", phase) for phase in (in_the_draft, in_the_commit, in_the_observation)),
+    (ONE, "chain", in_the_commit),
+]
+
+
+@pytest.mark.parametrize(("lengths", "kind", "phase"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_the_text_so_far_is_kept(plain, lengths, kind, phase):
     run = plain(lengths)
     state, draft, streamer = State(run), drafted(run, kind), Recorder()
@@ -258,10 +264,9 @@ def continues(run, out, cache, *drafts):
         assert again.tolist() == run.sequences.tolist()
 
 
-@pytest.mark.parametrize("kind", ["tree", "specattn"])
-def test_a_loop_over_prompts_stops(plain, kind):
+def test_a_loop_over_prompts_stops(plain):
     run = plain(ONE)
-    draft, calls = run.draft(kind), []
+    draft, calls = run.draft("tree"), []
     bomb = Bomb(NEW + 3)
 
     def loop():
@@ -274,22 +279,20 @@ def test_a_loop_over_prompts_stops(plain, kind):
     assert cut(draft.last_speculation.partial_sequences, run)[0][:3] == run.generated[0][:3]
 
 
-@pytest.mark.parametrize("kind", ["tree", "specattn"])
-def test_an_empty_cache_of_transformers_is_filled(plain, kind):
+def test_an_empty_cache_of_transformers_is_filled(plain):
     """As by stock `generate`, which writes into it at every step."""
     run = plain(ONE)
     cache = DynamicCache(config=run.model.config)
-    out = interrupted(run, run.draft(kind), past_key_values=cache, streamer=Recorder(before=Bomb(5)))
+    out = interrupted(run, run.draft("specattn"), past_key_values=cache, streamer=Recorder(before=Bomb(5)))
     assert run.prompt_length <= cache.get_seq_length() < out.shape[1]
     options = {"do_sample": False, "eos_token_id": NEVER, "pad_token_id": NEVER, "max_length": run.sequences.shape[1]}
     assert run.model.generate(out, past_key_values=cache, **options).tolist() == run.sequences.tolist()
 
 
-@pytest.mark.parametrize("kind", ["tree", "specattn"])
-def test_scores_and_logits_end_with_the_text(plain, kind):
+def test_scores_and_logits_end_with_the_text(plain):
     run = plain(ONE)
     wanted = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    out = run.again(run.draft(kind), stopping_criteria=[BombCriterion(Bomb(5, StopIteration))], **wanted)
+    out = run.again(run.draft("tree"), stopping_criteria=[BombCriterion(Bomb(5, StopIteration))], **wanted)
     assert out.speculation.interrupted
     assert len(out.scores) == len(out.logits) == out.sequences.shape[1] - run.prompt_length == 5
 
@@ -303,9 +306,9 @@ class TestBeforeTheFirstToken:
         with pytest.raises(KeyboardInterrupt):
             run.again(draft, **options)
 
-    @pytest.mark.parametrize("kind", ["tree", "specattn"])
-    @pytest.mark.parametrize("call", [1, 2], ids=["first", "second"])
-    @pytest.mark.parametrize("chunk", [None, 6])
+    @pytest.mark.parametrize(
+        ("kind", "call", "chunk"), [("tree", 1, None), ("tree", 2, 6), ("specattn", 1, 6), ("specattn", 2, None)]
+    )
     def test_prefill_and_seed(self, plain, kind, call, chunk):
         """The cache holds the beginning of the prompt from an earlier turn of plain generation."""
         run = plain((33,))
@@ -334,8 +337,7 @@ class TestBeforeTheFirstToken:
             assert cut(out, run) == [run.generated[0][:1]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@BATCHES
+@pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("specattn", ONE), ("longspec", RAGGED)])
 def test_a_criterion_ends_the_call_by_stop_iteration(plain, kind, lengths):
     """Exact to the token in the row that it was asked about; the other rows keep what they have."""
     run = plain(lengths)
@@ -375,11 +377,10 @@ class Insistent(Recorder):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kind", ["tree", "specattn"])
-def test_a_second_interruption(plain, kind):
+def test_a_second_interruption(plain):
     """While the first one is dealt with: text and cache are kept, and the rest is not streamed."""
     run = plain(ONE)
-    state, draft = State(run), drafted(run, kind)
+    state, draft = State(run), drafted(run, "tree")
     streamer = Insistent()
     with pytest.MonkeyPatch.context() as patch:
         wrap(patch, SpeculativeCache, "commit", Bomb(armed=lambda: len(streamer.columns) >= 4))
@@ -424,7 +425,9 @@ class Tracer:
         return self._count
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "chain"])
+@pytest.mark.parametrize(
+    "kind", ["tree", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("specattn", "longspec"))]
+)
 def test_an_interruption_at_any_line(plain_run, kind):
     """Lines spread over the whole call; those that clean up are left out."""
     run = plain_run("llama", ONE, max_new_tokens=16, eos_token_id=NEVER)

@@ -63,7 +63,8 @@ def llama():
 def test_the_text_is_that_of_the_steps_as_they_are(kind, llama, graphs):
     """Ragged rows, greedy and sampled; then longer rows in a larger cache, which build no further graph."""
     draft = DRAFTS[kind](llama)
-    for count, options in enumerate(({}, {"do_sample": True})):
+    # SpecAttn's steps take seconds to trace, and draw their tokens outside of the graphs
+    for count, options in enumerate(({},) if kind == "specattn" else ({}, {"do_sample": True})):
         expected = generate(llama, draft, "off", new=11, **options)
         assert (graphs.frame_count > 0) is (count > 0)
         assert torch.equal(generate(llama, draft, "compile", new=11, **options), expected)
