@@ -1,8 +1,5 @@
 """Repetition penalty over a window: against a loop over tokens, against transformers' own, and through `generate`."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -13,7 +10,6 @@ from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-ROOT = Path(__file__).resolve().parents[2]
 ONE, RAGGED = (21,), (33, 3, 13)
 NEVER = 1  # an end token that no greedy text of these targets holds
 VOCAB = 11
@@ -77,14 +73,6 @@ def test_an_id_that_cannot_be_emitted_penalises_nothing():
 def test_bad_values_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ContextualPenaltyLogitsProcessor(*arguments)
-
-
-def test_the_snippet_of_its_page_runs(monkeypatch, tmp_path, capsys):
-    text = (ROOT / "docs" / "contextual_penalty.md").read_text(encoding="utf-8")
-    (tmp_path / "snippet.py").write_text(text.split("```python\n")[1].split("```")[0].replace("64", "9"))
-    monkeypatch.chdir(ROOT)
-    runpy.run_path(str(tmp_path / "snippet.py"))
-    assert capsys.readouterr().out.startswith("It was a dark and stormy night")
 
 
 def drafted(run, kind):

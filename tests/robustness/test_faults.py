@@ -10,6 +10,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import SpeculativeCache
+from hf_longspec.generation.cache import RowLengths
 from hf_longspec.generation.cache import SpeculativeCache as Cache
 from hf_longspec.generation.sampling import TokenRule
 from hf_longspec.generation.target import TargetView
@@ -77,6 +78,19 @@ def method_of(owner, name):
     return arm
 
 
+def in_half_a_commit(draft, bomb, patch):
+    """With the lengths of the host set, and not those of the device."""
+    set_lengths = RowLengths.set
+
+    def half(self, lengths):
+        self.host = tuple(lengths)
+        bomb()
+        set_lengths(self, lengths)
+
+    patch.setattr(RowLengths, "set", half)
+    return {}
+
+
 class BombStreamer(BaseStreamer):
     def __init__(self, put=lambda: None, end=lambda: None):
         self.on_put, self.on_end = put, end
@@ -115,6 +129,7 @@ PHASES = {
     "verify": (method_of(TargetView, "verify"), 3),
     "accept": (method_of(TokenRule, "accept"), 3),
     "commit": (method_of(Cache, "commit"), 3),
+    "half a commit": (in_half_a_commit, 5),
     "observe": (drafter_method("observe"), 2),
     "processor": (in_a_processor, 4),
     "criterion": (in_a_criterion, 4),
