@@ -109,7 +109,8 @@ class TestTargets:
 
     def test_latent_cache_selected_per_head(self, target):
         model = target("deepseek_v3")
-        draft = SpecAttnDraftModel.from_target(model, granularity="kv_head")
+        draft = SpecAttnDraftModel.from_target(model)
+        draft.generation_config.granularity = "kv_head"
         refused(model, draft, r"granularity='kv_head': this target caches one latent .*Use granularity='layer'")
 
     def test_prompt_learning_adapter(self):

@@ -223,7 +223,7 @@ WRONG_RULES = [
 
 @pytest.mark.parametrize(
     ("break_rule", "processors"),
-    zip(WRONG_RULES, cycle(["temperature", "top_p", "min_p", "eta", "contextual"])),
+    list(zip(WRONG_RULES, cycle(["temperature", "top_p", "min_p", "eta", "contextual"]))),
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_broken_rule_is_detected(break_rule, processors, monkeypatch):

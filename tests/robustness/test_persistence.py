@@ -40,7 +40,7 @@ def run():
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"), zip(KINDS, cycle(WAYS.values())), ids=lambda value: value if isinstance(value, str) else ""
+    ("kind", "way"), list(zip(KINDS, cycle(WAYS.values()))), ids=lambda value: value if isinstance(value, str) else ""
 )
 class TestEveryKind:
     def test_draft(self, run, kind, way):
