@@ -4,7 +4,7 @@
 
 FOLDER holds `target`, `drafts/<kind>`, and a Hub cache with `org/<kind>`, `org/<kind>-on-engine` and `org/engine`. With
 `absent`, hf_longspec cannot be imported. With `package-first` it can, and is at first imported by nobody but
-transformers; then the copies are loaded beside it. With `remote-first` it is imported after the copies are loaded. It is
+transformers; then the copies are loaded beside it. With `remote-first` it is imported after the copies are loaded, and
 hidden while they are.
 """
 
