@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 
-from hf_longspec.cli import recipes
+from hf_longspec.cli import train
 from hf_longspec.testing import tiny_target
 from tests.cli.test_train import EXAMPLES, typer_testing
 from tests.tiny_tokenizers import byte_tokenizer
@@ -64,7 +64,7 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
         if not name.startswith(family):
             continue
         file = EXAMPLES / f"{name}.yaml"
-        recipe = recipes.read_recipe(file, {})
+        recipe = train.read_recipe(file, {})
         (tmp_path / name).mkdir()
         target, rows = save_tiny(tmp_path / name, architecture, positions), save_rows(tmp_path, kind)
         data = f"dataset.data_files={{{recipe.dataset['split']}: {rows}}}"

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
-from hf_longspec.cli import CommandError, recipes
+from hf_longspec.cli import CommandError, options, train
 from hf_longspec.testing import tiny_prompts
 from tests.tiny_tokenizers import save_byte_target
 
@@ -128,7 +128,7 @@ def test_longspecs_recipes_have_the_papers_positions_and_batches():
     Stage 2 has the rows per step of the authors' configuration.
     """
     stages = [
-        recipes.read_recipe(EXAMPLES / f"longspec_{stage}.yaml", {}).training for stage in ("pretrain", "long", "sft")
+        train.read_recipe(EXAMPLES / f"longspec_{stage}.yaml", {}).training for stage in ("pretrain", "long", "sft")
     ]
     assert [stage["max_offset"] for stage in stages] == [30_000, 0, 0]
     assert stages[0]["anchors"] == 4
@@ -140,7 +140,7 @@ def test_longspecs_recipes_have_the_papers_positions_and_batches():
 @pytest.mark.parametrize(("name", "learning_rate"), [("tokenswift", 5e-3), ("tokenswift_14b", 1e-3)])
 def test_heads_are_trained_by_the_papers_recipes(run, data, tmp_path, name, learning_rate):
     config = EXAMPLES / f"{name}.yaml"
-    training = recipes.read_recipe(config, {}).training
+    training = train.read_recipe(config, {}).training
     rows = 4 * training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
     assert rows * training["max_steps"] == 24_000 and training["learning_rate"] == learning_rate
     folder = str(tmp_path / "heads")
@@ -270,7 +270,7 @@ def test_the_command_runs_as_a_module():
     ("text", "number"), [("5e-4", 5e-4), ("-1.5E3", -1500.0), ("3", 3), ("2.5", 2.5), ("e4", "e4")]
 )
 def test_numbers_are_read_as_python_reads_them(text, number):
-    value = recipes.parse_setting(f"key={text}")[1]
+    value = options.read_settings([f"key={text}"])["key"]
     assert value == number and type(value) is type(number)
 
 
