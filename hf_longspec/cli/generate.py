@@ -291,7 +291,7 @@ def generate(
                     piped = (
                         "Drafted tokens are coloured in a terminal alone; --html FILE writes a page that shows them."
                     )
-                    Console(stderr=True).print(coloured if Console().is_terminal else piped)
+                    Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
                 print(stats, file=sys.stderr)
             if html is not None:
                 html.write_text(page_of(session, text, steps or [], stats), encoding="utf-8")
