@@ -135,9 +135,6 @@ def audit(
 
     Raises:
         ValueError: If the arguments contradict each other, or the model is in training mode or an encoder-decoder.
-
-    Returns:
-        [`AuditReport`]
     """
     _check(model, sequences, prompt_length, attention_mask, chunk_size)
     settings = getattr(model, "generation_config", None) or model.config
@@ -251,22 +248,21 @@ def _report(findings: torch.Tensor) -> AuditReport:
     findings = findings[findings[:, 1].argsort(stable=True)]  # by column, so that the first line is the earliest token
     gap, allowed = (-findings[:, 2]).clamp_min(0), findings[:, 3]
     differs, fails = ~(gap <= 0), ~(gap <= allowed)  # negated: NaN logits are a failure
+    first_divergence, first_failure = (
+        (int(findings[marked][0, 0]), int(findings[marked][0, 1])) if marked.any() else None
+        for marked in (differs, fails)
+    )
     worst = (gap - allowed).nan_to_num(nan=torch.inf).argmax() if len(gap) else None
     return AuditReport(
         verdict=NOT_LOSSLESS if fails.any() else NEAR_TIE if differs.any() else EXACT,
         num_tokens=len(gap),
         num_argmax=int((~differs).sum()),
-        first_divergence=_first(findings, differs),
-        first_failure=_first(findings, fails),
+        first_divergence=first_divergence,
+        first_failure=first_failure,
         max_gap=float(gap.max()) if len(gap) else 0.0,
         eps=0.0 if worst is None else float(allowed[worst]),
         margins=findings,
     )
-
-
-def _first(findings: torch.Tensor, marked: torch.Tensor) -> tuple[int, int] | None:
-    where = findings[marked, :2]
-    return (int(where[0, 0]), int(where[0, 1])) if len(where) else None
 
 
 @dataclass(frozen=True)
@@ -309,9 +305,6 @@ def compare(
         prompt_length (`int`): Tokens of the prompt.
         max_new_tokens (`int`): Tokens that were to be generated.
         eps (`float`, *optional*): See [`audit`].
-
-    Returns:
-        [`Comparison`]
     """
     report = audit(model, speculative, prompt_length, torch.ones_like(speculative), eps=eps)
     expected, emitted = (text[0, prompt_length:].tolist() for text in (plain, speculative))
@@ -380,9 +373,6 @@ def audit_sampling(
     Raises:
         ValueError: If the model is in training mode, shapes or temperature are wrong, or there are too few samples for
             any frequency to be judged.
-
-    Returns:
-        [`SamplingReport`]
     """
     _check_model(model)
     if samples.dim() != 2 or not samples.numel() or not prompt.numel() or prompt.numel() != prompt.shape[-1]:
