@@ -1,6 +1,6 @@
 """Prompts that are prefilled once, and decoding that starts from copies of their cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,13 +135,3 @@ def prefill(
 
 def _rows_like(part: torch.Tensor, rows: int) -> torch.Tensor:
     return part.new_empty(rows, *part.shape[1:])
-
-
-def row_windows(num_prompts: int, batch: int, repeats: int) -> Sequence[slice]:
-    """Choose the prompts that make up the batch of each repeat: all of them in turn.
-
-    >>> row_windows(4, 3, repeats=3)
-    [slice(0, 3, None), slice(1, 4, None), slice(0, 3, None)]
-    """
-    starts = [(repeat * batch) % (num_prompts - batch + 1) for repeat in range(repeats)]
-    return [slice(start, start + batch) for start in starts]

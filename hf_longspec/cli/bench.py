@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_longspec import __version__
 
 from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
-from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second
+from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
 from ..bench.matrix import Cell, Matrix, Method
 from ..bench.plots import plot_all
 from ..bench.probes import analyse_cell
 from ..bench.progress import Progress
 from ..bench.prompts import OWN_LENGTH, DocumentPrompts, read_source
-from ..bench.report import NOT_RUN, matrix_report, rows_of
-from ..bench.results import ResultFile, TimeGuard, command_line, of_kind, without_folders
+from ..bench.report import FAILED, NOT_RUN, matrix_report, rows_of
+from ..bench.results import ResultFile, TimeGuard, of_kind
 from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
 from ..cli import CommandError, options, session
 from ..generation.target import TargetView
@@ -116,7 +116,7 @@ def bench(
             guard = TimeGuard(math.inf if minutes is None else minutes)
             file, interrupted = run.measure(prompts, layout, output, guard, resume)
         _show(file, plots, as_json, interrupted)
-        wrong = any(row.failed for row in rows_of(file.records))
+        wrong = any(row["text"] in FAILED for row in rows_of(file.records))
     raise typer.Exit(options.INTERRUPTED if interrupted else int(wrong))
 
 
@@ -156,7 +156,6 @@ class Bench:
             "device": session.describe_device(model.device),
             "peak_memory": PeakMemory(model.device).how,
             "hf_longspec": __version__,
-            "command": command_line(sys.argv),
         }
         settings = self._settings(cells, prompts, layout)
         file = ResultFile(output, "bench", matrix_report, guard, settings, facts, resume)
@@ -184,7 +183,7 @@ class Bench:
         decoding, of_drafts, contexts = split_axes(self.axes, {n: draft.settings for n, draft in drafts.items()})
         methods = [*self._baselines(model), *points_of(drafts, of_drafts, model)]
         own = {"temperature": self.temperature} if self.temperature else {}
-        ways = [Decoding.read(own | dict(point)) for point in grid(decoding)]
+        ways = [Decoding(**(own | dict(point))) for point in grid(decoding)]
         widths = lengths("--context", ",".join(contexts)) if contexts else self.contexts
         self._require_room(model, widths, prompts)
         return model, methods, [Cell(dtype, *rest) for rest in product(widths, self.batches, ways)]
@@ -375,7 +374,7 @@ def _show(file: ResultFile, plots: bool, as_json: bool, interrupted: bool) -> No
     if as_json:
         found = {
             "environment": of_kind(records, "environment")[0],
-            "rows": [row.to_dict() for row in rows_of(records)],
+            "rows": rows_of(records),
             "analyses": of_kind(records, "analysis"),
             "skipped": of_kind(records, "skipped"),
             "not_run": NOT_RUN,
