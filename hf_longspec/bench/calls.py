@@ -321,29 +321,15 @@ def _histogram_of(arrivals: list[int], rows: int) -> list[int]:
 def _forwards(model: PreTrainedModel, counted: bool) -> Iterator[list[None]]:
     """Yield a list that gets one entry per forward of `model`.
 
-    Do not use it for our loop, whose steps may be compiled with the hook. Transformers' assisted decoding runs the
-    whole prompt in its first forward even if the cache holds it already, and its text is wrong then; here the first
-    forward gets what the cache does not hold.
+    Do not use it for our loop, whose steps may be compiled with the hook.
     """
     calls: list[None] = []
-    if not counted:
-        yield calls
-        return
-
-    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        calls.append(None)
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
-        if len(calls) == 1 and cache is not None and ids is not None and ids.shape[1] > cache.get_seq_length() > 0:
-            new = ids.shape[1] - cache.get_seq_length()
-            for name in ("input_ids", "position_ids"):
-                kwargs[name] = None if kwargs.get(name) is None else kwargs[name][:, -new:]
-        return args, kwargs
-
-    handle = model.register_forward_pre_hook(before, with_kwargs=True)
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(None)) if counted else None
     try:
         yield calls
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 @contextmanager

@@ -27,11 +27,14 @@ _ABSOLUTE = re.compile(r"(?<![\w.~/-])~?/[^\s'\",]+")
 
 def environment() -> dict[str, Any]:
     """All facts that are needed to repeat a measurement, ready for JSON. Set the number of threads first."""
+    info = _cpuinfo()
+    name = info.get("model name") or platform.processor() or platform.machine()
+    family = ", ".join(f"{key} {info[key]}" for key in ("cpu family", "model") if key in info)  # names are not specific
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command(),
         "commit": git_commit(),
-        "cpu": cpu_name(),
+        "cpu": f"{name} ({family})" if family else name,
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
@@ -83,14 +86,6 @@ def git_commit(folder: Path | None = None) -> str | None:
     paths = [":/", ":(top,exclude)benchmarks/results"]
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", *paths)
     return commit + ("+" if changed else "")
-
-
-def cpu_name() -> str:
-    """Name of the processor, with family and model where the name alone is not specific."""
-    info = _cpuinfo()
-    name = info.get("model name") or platform.processor() or platform.machine()
-    family = ", ".join(f"{key} {info[key]}" for key in ("cpu family", "model") if key in info)
-    return f"{name} ({family})" if family else name
 
 
 def native_bfloat16(device: torch.device | None = None) -> bool | None:

@@ -1,6 +1,5 @@
 """A target, its tokenizer and a draft, found and loaded from the options of a command, with errors of one line."""
 
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,16 +138,6 @@ def quiet(progress_bars: bool) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def has_native_bfloat16(device: torch.device) -> bool | None:
-    """Whether the device computes in bfloat16 itself; `None` where PyTorch does not report it."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    if platform.machine().lower() not in ("x86_64", "amd64") or None in checks:
-        return None
-    return any(check() for check in checks if check is not None)
 
 
 def describe_device(device: torch.device) -> str:
