@@ -20,14 +20,14 @@ def test_environment_is_complete_and_fit_for_json():
 @pytest.mark.parametrize(
     ("script", "module", "expected"),
     [
-        ("{here}/run.py", None, "python run.py --data 'a b' --output sub/f --set=a=r org/model"),
+        ("{here}/run.py", None, "python run.py"),
         (
             "{here}/x.py",
             "benchmarks.engine",
-            "python -m benchmarks.engine --data 'a b' --output sub/f --set=a=r org/model",
+            "python -m benchmarks.engine",
         ),
-        ("/opt/bin/hf-longspec", None, "hf-longspec --data 'a b' --output sub/f --set=a=r org/model"),
-        ("/a/b/cli/app.py", "hf_longspec.cli.app", "hf-longspec --data 'a b' --output sub/f --set=a=r org/model"),
+        ("/opt/bin/hf-longspec", None, "hf-longspec"),
+        ("/a/b/cli/app.py", "hf_longspec.cli.app", "hf-longspec"),
     ],
 )
 def test_commands_lose_their_folders(script, module, expected, monkeypatch, tmp_path):
