@@ -4,9 +4,8 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.parts import Decoder, prefill, row_windows
-from hf_longspec.bench import calls
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod, TokenClock
+from benchmarks.parts import Decoder, prefill
+from hf_longspec.bench.calls import HF, PLAIN, HfMethod
 from hf_longspec.testing import tiny_target
 
 
@@ -41,21 +40,6 @@ def test_prompt_lookup_is_clocked_from_its_first_tokens_on(target, prompts):
     assert 5 <= run.tokens <= 8 and 1 <= run.steps <= run.tokens and run.shares == {}
 
 
-def test_control_c_is_raised_and_nothing_is_measured(target, prompts, monkeypatch):
-    """With a draft, `generate` returns what it has."""
-
-    class Interrupted(TokenClock):
-        def put(self, value):
-            super().put(value)
-            if self.num_tokens == 3:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(calls, "TokenClock", Interrupted)
-    for method in (HfMethod(), *make_drafts(target).values()):
-        with pytest.raises(KeyboardInterrupt):
-            Decoder(target, prompts, tokens=9).run(method, slice(0, 1), 40, "greedy", seed=0)
-
-
 def test_a_run_leaves_the_prompts_as_they_were(target, prompts):
     before = [part.clone() for layer in prompts.layers for part in layer]
     decoder = Decoder(target, prompts, tokens=5)
@@ -71,18 +55,7 @@ def test_same_seed_same_sampled_text_in_the_plain_loop(target, prompts):
     assert not torch.equal(first, other)
 
 
-def test_rounded_prompts_keep_their_tokens(prompts):
-    rounded = prompts.to(torch.bfloat16)
-    assert rounded.tokens is prompts.tokens
-    assert rounded.layers[0][0].dtype == torch.bfloat16
-
-
 def test_windows_are_refused():
     for kind in ("mistral", "deepseek_v3"):
         with pytest.raises(ValueError, match="sliding-window or latent layers"):
             prefill(tiny_target(kind), torch.ones(1, 4, dtype=torch.long))
-
-
-def test_prompts_of_the_repeats_stay_in_range():
-    for rows in row_windows(5, 3, repeats=7):
-        assert 0 <= rows.start < rows.stop <= 5

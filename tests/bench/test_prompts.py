@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
@@ -16,7 +15,6 @@ from hf_longspec.bench.prompts import (
     LAYOUTS,
     Document,
     DocumentPrompts,
-    cut_windows,
     read_source,
     window_starts,
 )
@@ -88,11 +86,11 @@ REFUSED = {
     ),
     "no turn": (
         '{"turns": ["x"]}\n{"turns": []}',
-        "line 2: its keys are those of Spec-Bench .*, and what they hold is not",
+        "line 2: its keys are those of Spec-Bench .* what they hold",
     ),
     "no speaker": (
         '{"meeting_transcripts": ["Hello."]}',
-        "line 1: its keys are those of QMSum .*, and what they hold is not",
+        "line 1: its keys are those of QMSum .* what they hold",
     ),
     "no object": ("[1]", "line 1: its keys are none, it is a list"),
     "no JSON": ('{"text": "x"}\n{"text"\n', "line 2: no JSON object"),
@@ -154,9 +152,9 @@ def test_prompts_end_with_at_most_a_quarter_of_the_tail(tail, length, expected):
 
 
 def test_documents_take_turns_and_short_ones_are_left_out():
-    documents = [Document("a", "a" * 40), Document("b", "b" * 40), Document("c", "c" * 5)]
-    found = {text(prompt)[0] for prompt in DocumentPrompts(tokenizer, documents).windows(10, 4)}
-    assert found == {"a", "b"}
+    documents = [Document("a", "a" * 40), Document("b", "b" * 38), Document("c", "c" * 5)]
+    found = DocumentPrompts(tokenizer, documents).windows(10, 2)
+    assert sorted(text(prompt)[0] for prompt in found) == ["a", "b"]
 
 
 def test_own_lengths_are_whole_documents_that_fit_from_the_beginning_again():
@@ -199,19 +197,9 @@ def test_windows_lie_inside_and_are_disjoint_while_there_is_room(lengths, count)
             assert all(b - a >= 100 for a, b in pairwise(offsets))
 
 
-def test_windows_come_from_every_document_first():
-    assert {document for document, _ in window_starts([400, 380, 390], 100, 3)} == {0, 1, 2}
-
-
 def test_too_short_texts_are_refused_with_their_length():
     with pytest.raises(ValueError, match=r"no document has 100 tokens, the longest has 99\. .*--data"):
         window_starts([99, 5], 100, 1)
-
-
-def test_cut_windows_are_pieces_of_the_documents():
-    cut = cut_windows([torch.arange(50), torch.arange(100, 140)], 10, 4)
-    assert cut.shape == (4, 10)
-    assert bool((cut.diff(dim=1) == 1).all())
 
 
 def test_sources_take_turns(tmp_path, monkeypatch):
