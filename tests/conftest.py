@@ -4,6 +4,7 @@ HYPOTHESIS_PROFILE=soak chooses the other profile; SPECULATION_GATE=flip has the
 text may show: tests that count steps fail then.
 """
 
+import datetime
 import os
 
 import pytest
@@ -25,6 +26,14 @@ settings.register_profile(
 )
 settings.register_profile("soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
+
+
+# The tenth of all model types that runs today; the same in all processes of a run.
+os.environ.setdefault("ARCHITECTURE_ROTATION", str(datetime.datetime.now(datetime.UTC).date().toordinal()))
+
+
+def pytest_report_header() -> str:
+    return f"model types: ARCHITECTURE_ROTATION={os.environ['ARCHITECTURE_ROTATION']}"
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2AudioForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlavaForConditionalGeneration,
+    Qwen2AudioForConditionalGeneration,
+)
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.decoding import Session
@@ -274,6 +279,44 @@ def test_calls_with_images_that_are_refused(change, reason, models, monkeypatch)
     input_ids, call = with_image("llava", (19, 19), after=6 if change else 0)
     with pytest.raises(ValueError, match=reason):
         model.generate(input_ids, **call | change, assistant_model=draft)
+
+
+def test_padding_with_other_inputs_of_tokens(models, monkeypatch):
+    """The loop moves tokens and their types to the other side of the padding, and cannot know what else to move."""
+    model = models("llava")
+    monkeypatch.setattr(model, "_validate_model_kwargs", lambda kwargs: None)
+    input_ids, call = with_image("llava", (14, 21), after=6)
+    call["segment_ids"] = torch.ones_like(input_ids)
+    draft = PlainDraftModel.from_target(model)
+    with pytest.raises(ValueError, match=r"segment_ids may have a value for each token.*attention_mask has padding"):
+        model.generate(input_ids, **call, assistant_model=draft)
+    input_ids, call = with_image("llava", (19, 19), after=6)
+    check_image(model, random_tree, input_ids, call | {"segment_ids": torch.ones_like(input_ids)})
+
+
+def test_an_image_before_frequencies_change():
+    """The loop may have to run the prompt again there, and has the image no more."""
+    rotary = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = vision_language_model("llava").config
+    config.text_config.rope_parameters, config.text_config.max_position_embeddings = rotary, 25
+    model = peaked(lambda: LlavaForConditionalGeneration(config))
+    input_ids, call = with_image("llava", (17,), after=6)
+    draft = PlainDraftModel.from_target(model)
+    with pytest.raises(ValueError, match=r"(image inputs|pixel_values): rotary frequencies change at position 24"):
+        model.generate(input_ids, **call, assistant_model=draft)
+    assert draft.last_speculation is None
+    check_image(model, random_tree, input_ids, call | {"max_new_tokens": 7})
+
+
+def test_a_decoder_without_an_embedding_for_each_token(models, monkeypatch):
+    """As in models that shorten the prompt, or merge the image in a later layer."""
+    model = models("llava")
+    layers = model.get_decoder().layers
+    monkeypatch.setattr(model, "get_decoder", lambda: layers[1])
+    draft = PlainDraftModel.from_target(model)
+    input_ids, call = with_image("llava", (17,), after=6)
+    with pytest.raises(ValueError, match="LlavaForConditionalGeneration did not get one embedding for each token"):
+        model.generate(input_ids, **call, assistant_model=draft)
 
 
 def test_placeholders_outside_of_the_vocabulary(models):
