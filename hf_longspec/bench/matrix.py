@@ -108,7 +108,9 @@ class Matrix:
         missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
         progress.step(len(self.methods) * self.repeats - len(missing))
         prompts = self.prompts_of(cell) if missing else []
-        guard, warm, longest = self.results.guard, set[str](), dict[str, float]()
+        guard = self.results.guard
+        warm: set[str] = set()
+        longest: dict[str, float] = {}
         for turn, names in groupby(missing, key=lambda pair: pair[0]):
             texts: dict[str, torch.Tensor] = {}
             for _, name in names:
@@ -154,9 +156,9 @@ class Matrix:
             with method.with_settings():
                 if warm_up:  # the first call is slow; on a GPU that depends on the length
                     kept = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
-                    self._call(cell, method, kept, min(self.tokens, WARM_UP_TOKENS), 0)
+                    self.call(cell, method, kept, min(self.tokens, WARM_UP_TOKENS), 0)
                 started = self.results.guard.elapsed
-                call = self._call(cell, method, rows, self.tokens, turn)
+                call = self.call(cell, method, rows, self.tokens, turn)
         except torch.OutOfMemoryError:
             return "out of memory"
         except ValueError as error:  # a refusal, which names its rule and remedy
@@ -175,7 +177,8 @@ class Matrix:
         )
         return call
 
-    def _call(self, cell: Cell, method: Method, rows: Sequence[torch.Tensor], tokens: int, seed: int) -> Call:
+    def call(self, cell: Cell, method: Method, rows: Sequence[torch.Tensor], tokens: int, seed: int) -> Call:
+        """One timed call on a batch of prompts, with the draft as it is set."""
         prompt, decoding = left_padded(rows, self._pad), cell.decoding
         return run_call(self.model, method.how, prompt, decoding=decoding, tokens=tokens, seed=seed, memory=self.memory)
 
