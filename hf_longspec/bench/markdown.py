@@ -62,7 +62,7 @@ def range_of(summary: dict[str, Any] | None, digits: int = 2) -> str:
 
 def plus_minus(interval: dict[str, Any], digits: int = 2) -> str:
     """Half of a confidence interval after a sign; nothing for fewer than three values, which have none."""
-    return f" ± {(interval['high'] - interval['low']) / 2:.{digits}f}" if interval["count"] >= FEWEST else ""
+    return f" ± {(interval['high'] - interval['low']) / 2:.{digits}f}" if interval.get("count", FEWEST) >= FEWEST else ""
 
 
 def acceptance_table(records: Sequence[Record]) -> str:
