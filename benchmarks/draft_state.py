@@ -14,8 +14,9 @@ import torch
 
 import hf_longspec
 from benchmarks.harness import integers, parser, seconds_of, set_threads, show
+from benchmarks.parts import report_page
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.bench.markdown import markdown_table, report_page
+from hf_longspec.bench.markdown import markdown_table
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification

@@ -37,9 +37,9 @@ from benchmarks.harness import (
     set_threads,
     show,
 )
+from benchmarks.parts import PrefilledPrompts, report_page
 from hf_longspec.bench.calls import MODES, PLAIN
-from hf_longspec.bench.markdown import markdown_table, report_page
-from hf_longspec.bench.prefill import PrefilledPrompts
+from hf_longspec.bench.markdown import markdown_table
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import mean_interval, significant

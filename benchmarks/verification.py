@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.harness import add_repeats, integers, names, parser, seconds_of, set_threads, show, time_in_turns
+from benchmarks.parts import ratios, report_page
 from benchmarks.random_inputs import (
     LOGIT_BUDGET,
     NODE_KEY_GAIN,
@@ -33,10 +34,10 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.reference import prefix_attention, tree_attention
 from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.markdown import markdown_table, range_of, report_page
+from hf_longspec.bench.markdown import markdown_table, range_of
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
-from hf_longspec.bench.summaries import ratios, significant, summarize
+from hf_longspec.bench.summaries import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
