@@ -14,6 +14,7 @@ import torch
 import hf_longspec
 from benchmarks.harness import integers, parser, seconds_of, start
 from benchmarks.random_inputs import full_cache
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
@@ -39,7 +40,7 @@ def measure(target: torch.nn.Module, draft: hf_longspec.LongSpecDraftModel, cont
     cache = full_cache(target, 1, context, nodes, nodes)
     drafter = draft.drafter(Binding(view, cache, None, context + nodes))
     text = torch.randint(3, target.config.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
-    drafter.start([text], Verification(torch.zeros(1, 1, dtype=torch.long), [1], (context - 1,)))
+    drafter.start([text], Verification(torch.zeros(1, 1, dtype=torch.long), [1], SeqLens([context - 1])))
     seconds = [seconds_of(lambda: drafter.propose(text[-1:])) for _ in range(repeats + WARM_UPS)][WARM_UPS:]
     return {
         "draft_state_bytes": drafter.state_bytes,

@@ -31,15 +31,16 @@ from benchmarks.harness import (
     names,
     parser,
     prefilled,
+    ratios,
     start,
     trees,
 )
 from benchmarks.pages import COMPILED
+from benchmarks.prefilled import Decoder, PrefilledPrompts, row_windows
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.machine import read_gb_per_second, step_bytes
 from hf_longspec.bench.matrix import Cell
-from hf_longspec.bench.prefill import Decoder, PrefilledPrompts, row_windows
-from hf_longspec.bench.summaries import in_turns, ratios, significant, summarize
+from hf_longspec.bench.summaries import in_turns, significant, summarize
 
 WARM_UP_TOKENS = 8
 # A loop without a draft takes equally long for every token: a part of the tokens is enough.

@@ -44,7 +44,7 @@ def _forwards_after(run: GpuRun, context: int, nodes: list[int]) -> None:
 def _transformers(run: GpuRun, cache: SpeculativeCache, nodes: list[int], logits: dict[int, torch.Tensor]) -> None:
     """Put transformers' logits for every number of nodes into `logits`; time its plain step and one block."""
     run.require(2 * cache.nbytes, "transformers' cache and its copy in every step")
-    forward, context = HfForward(run.model, cache), cache.host_lengths[0]
+    forward, context = HfForward(run.model, cache), cache.lengths.host[0]
     logits.update((count, forward(_tree(run, count))) for count in nodes)
     for count in (1, HF_NODES):
         what = {"side": "transformers", "nodes": count, "batch": 1, "context": context}
@@ -95,7 +95,7 @@ def _commit(run: GpuRun, cache: SpeculativeCache) -> None:
             layer.move(path)
 
     floor = 2 * cache_bytes(run.plan.shape, 1, moved, run.dtype) / run.roofline(1, 1).machine.tb_per_second / 1e9
-    run.write_timing("commit", run.time(commit), floor, nodes=moved, context=cache.host_lengths[0])
+    run.write_timing("commit", run.time(commit), floor, nodes=moved, context=cache.lengths.host[0])
 
 
 def _tree(run: GpuRun, nodes: int, batch: int = 1) -> DraftTree:

@@ -135,6 +135,15 @@ def time_in_turns(functions: Mapping[str, Callable[[], object]], repeats: int) -
     return seconds
 
 
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Summary of the ratios of values that were measured side by side.
+
+    >>> ratios([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])["median"]
+    2.0
+    """
+    return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
 def seconds_of(function: Callable[[], object]) -> float:
     """Time one call, unless it returns the seconds that it has taken."""
     started = time.perf_counter()
@@ -356,6 +365,6 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> Any:
     """Prefill prompts, with a line of progress for each."""
-    from hf_longspec.bench.prefill import prefill
+    from benchmarks.prefilled import prefill
 
     return prefill(model, tokens, lambda index: run.say(f"prefilled prompt {index + 1} of {len(tokens)}"))

@@ -52,7 +52,7 @@ class HfForward:
 
     def __init__(self, model: PreTrainedModel, cache: SpeculativeCache):
         self.model = model
-        self.prefix = cache.host_lengths[0]
+        self.prefix = cache.lengths.host[0]
         self.past = dynamic_cache(cache, self.prefix)
         self._stored = [(layer.keys, layer.values) for layer in self.past.layers]
 

@@ -21,8 +21,9 @@ from transformers import AutoModel, LogitsProcessor, LogitsProcessorList, PreTra
 import hf_longspec
 from benchmarks.harness import HUB_CARDS, Run, add_prompts, integers, load_prompts, load_target, parser, start
 from benchmarks.hf_side import dynamic_cache
+from examples.distinct_ngrams import ORDERS, distinct
 from hf_longspec.bench.calls import HF, MODES, PLAIN, HfMethod, TokenClock
-from hf_longspec.bench.summaries import ORDERS, distinct, significant
+from hf_longspec.bench.summaries import significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.stats import SpeculationStats
 from hf_longspec.generation.target import TargetView

@@ -9,10 +9,11 @@ from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.markdown import (
     ACCEPTANCE_NOTE,
     acceptance_table,
-    half_width,
+    environment_line,
     markdown_table,
+    plus_minus,
     range_of,
-    report_page,
+    with_defaults,
 )
 from hf_longspec.bench.results import Record, of_kind, read_records
 
@@ -195,8 +196,8 @@ OFFSETS_NOTE = (
 OFFSETS: Columns = {
     "offset": "offset",
     "anchors": "anchors",
-    "target's loss": lambda row: f"{row['loss']['mean']:.3f} ± {half_width(row['loss'])}",
-    "difference to offset 0": lambda row: f"{row['difference']['mean']:+.4f} ± {half_width(row['difference'], 4)}",
+    "target's loss": lambda row: f"{row['loss']['mean']:.3f}{plus_minus(row['loss'])}",
+    "difference to offset 0": lambda row: f"{row['difference']['mean']:+.4f}{plus_minus(row['difference'], 4)}",
 }
 
 LONG_NOTE = (
@@ -420,6 +421,17 @@ def gpu_tables(records: Sequence[Record]) -> list[str]:
     return parts + (["Failed:\n\n" + "\n".join(failed)] if failed else [])
 
 
+def left_out(records: Sequence[Record]) -> list[str]:
+    """List what was not measured, one line per reason."""
+    reasons: dict[str, list[str]] = {}
+    for record in of_kind(records, "skipped"):
+        values = [value for name, value in record.items() if name not in ("kind", "reason", "options")]
+        values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
+        reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
+    lines = [f"- {reason}: {'; '.join(what)}" for reason, what in reasons.items()]
+    return ["Left out:\n\n" + "\n".join(lines)] if lines else []
+
+
 @dataclass(frozen=True)
 class Page:
     """The way in which the results of one benchmark are shown.
@@ -440,8 +452,9 @@ class Page:
 
     def report(self, records: Sequence[Record]) -> str:
         """The report, with its environment and what was left out."""
+        head = [f"# {self.report_title or self.title}", environment_line(records), with_defaults(self.note, records)]
         parts = [self.headline(records)] if self.parts is None else self.parts(records)
-        return report_page(self.report_title or self.title, self.note, parts, records)
+        return "\n\n".join([*head, *parts, *left_out(records)]) + "\n"
 
 
 def _one_table(kind: str, columns: Columns) -> Callable[[Sequence[Record]], str]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.harness import Run, add_repeats, integers, names, parser, seconds_of, start, time_in_turns
+from benchmarks.harness import Run, add_repeats, integers, names, parser, ratios, seconds_of, start, time_in_turns
 from benchmarks.hf_side import HfForward, block_mask, hf_attention
 from benchmarks.random_inputs import (
     LOGIT_BUDGET,
@@ -29,7 +29,7 @@ from benchmarks.random_inputs import (
 )
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.summaries import ratios, significant, summarize
+from hf_longspec.bench.summaries import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
@@ -105,7 +105,7 @@ class AttentionCase:
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):
         layers = [(layer.keys, layer.values) for layer in cache.layers]
-        self.case = DeviceAttention(cache.host_lengths, layers, tree, model.config.num_attention_heads)
+        self.case = DeviceAttention(cache.lengths.host, layers, tree, model.config.num_attention_heads)
         size = self.case.query.shape[3]
         self.backend = select(AttentionCall(CPU, self.case.query.dtype, size, size))
         self.hf = hf_attention(self.case)
@@ -151,7 +151,7 @@ class ForwardCase:
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):
         self.model, self.cache, self.tree = model, cache, tree
-        self.mask = block_mask(tree, cache.host_lengths[0])
+        self.mask = block_mask(tree, cache.lengths.host[0])
         self.forward = HfForward(model, cache)
         self.read = [part for layer in cache.layers for part in (layer.keys, layer.values)]
         self.read += model.model.layers.parameters()

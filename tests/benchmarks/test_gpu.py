@@ -28,6 +28,7 @@ from benchmarks.pages import PAGES
 from benchmarks.predictions import PREDICTIONS
 from benchmarks.random_inputs import poisoned_outputs, random_attention
 from hf_longspec.attention_backends import registry
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import register_backend
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.bench.calls import PLAIN
@@ -295,8 +296,8 @@ def unwritten(out, lse, lengths):
 
 
 def reads_after_the_nodes(query, key, value, lengths, **options):
-    options["host_lengths"] = (key.shape[2],) * len(lengths)
-    return TORCH_BACKEND.prefix_attention(query, key, value, torch.full_like(lengths, key.shape[2]), **options)
+    everything = SeqLens.equal(key.shape[2], len(key))
+    return TORCH_BACKEND.prefix_attention(query, key, value, everything, **options)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_memory_that_is_handed_out_holds_nan():
 
 
 def test_a_backend_that_is_wrong_on_the_timed_inputs_only_is_not_timed(make_run):
-    late = altered(lambda out, lse, lengths: (out if int(lengths.max()) < 48 else out.flip(-1), lse))
+    late = altered(lambda out, lse, lengths: (out if lengths.longest < 48 else out.flip(-1), lse))
     with registered("late", prefix_attention=late):
         run = make_run(["late"], plan=dataclasses.replace(SMOKE, lengths=(1, 17)))
         gpu_attention.correctness(run)

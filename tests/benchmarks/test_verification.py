@@ -51,7 +51,7 @@ def test_logits_of_both_forwards_agree_and_leave_model_and_cache_as_they_were(mo
     difference, budget, seconds, _ = case.check()
     assert difference <= budget / 10 and seconds > 0
     assert torch.equal(case.hf()[1], case.hf()[1])  # the first call has left nothing behind
-    assert model.config._attn_implementation == "sdpa" and case.cache.host_lengths == (PREFIX,)
+    assert model.config._attn_implementation == "sdpa" and case.cache.lengths.host == (PREFIX,)
 
 
 def test_a_wrong_tree_mask_is_over_the_budget_of_the_forward(model):
