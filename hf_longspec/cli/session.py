@@ -16,7 +16,6 @@ from rich.markup import escape
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, logging
 
-from ..bench.machine import native_bfloat16
 from ..cli import CommandError, one_line
 from ..generation.target import TargetView
 from ..modeling.register_draft import weightless_drafts
@@ -190,13 +189,6 @@ def quiet(progress_bars: bool) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def has_native_bfloat16(device: torch.device) -> bool | None:
-    """Whether the device computes in bfloat16 itself; `None` where that is unknown."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return native_bfloat16()
 
 
 def describe_device(device: torch.device) -> str:
