@@ -63,7 +63,7 @@ def refuse_inputs(
     if not given:
         return
     model, length = target.model, input_ids.shape[1]
-    names, without = ", ".join(sorted(given)), "call generate() without assistant_model."
+    names, without = _names(given), "call generate() without assistant_model."
     if any(hasattr(module, "rope_deltas") for module in model.modules()):
         raise ValueError(
             f"{names}: the positions of {type(model).__name__} after an image do not count tokens (rope_deltas), and "
@@ -102,6 +102,13 @@ def refuse_inputs(
             f"max_length={max_length} with {names}: rotary frequencies change at position {column}, where the loop may "
             f"have to run the prompt again without these inputs. Keep max_length at {column} or below, or {without}"
         )
+
+
+def _names(given: dict[str, Any]) -> str:
+    """Names of inputs as the user knows them: `generate` may have encoded images before, all under one name."""
+    encoded = given.get("mm_encoder_outputs") or {}
+    kinds = [f"{kind} inputs" for kind, outputs in encoded.items() if outputs is not None]
+    return ", ".join(kinds + sorted(given.keys() - {"mm_encoder_outputs"}))
 
 
 def _of_every_forward(target: TargetView, input_ids: torch.Tensor, given: dict[str, Any]) -> set[str]:
@@ -185,7 +192,7 @@ class Prompts:
         self, target: TargetView, prompts: Sequence[torch.Tensor], cache: SpeculativeCache, most: int
     ) -> list[int]:
         """Run whole prompts in one forward, and return how many tokens at the end of each are text, `most` at most."""
-        model, names = target.model, ", ".join([*self.types, *self.others])
+        model, names = target.model, _names(self.types | self.others)
         tokens = pad_sequence(list(prompts), batch_first=True)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=tokens.device)

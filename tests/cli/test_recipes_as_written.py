@@ -8,14 +8,15 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_longspec.cli import recipes
-from hf_longspec.testing import tiny_target
-from tests.cli.test_train import EXAMPLES, typer_testing
+from hf_longspec.cli import train
+from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.cli.conftest import run_command
+from tests.cli.test_train import EXAMPLES
 from tests.tiny_tokenizers import byte_tokenizer
 
-app = pytest.importorskip("hf_longspec.cli.app")
-
+pytest.importorskip("datasets")
 # Architecture and positions of the target, kind of the rows, and what else is changed: eight rows of 32K tokens for a
 # step would take many minutes. 9,000 are two pieces of `target_chunk_size`.
 RECIPES = {
@@ -58,13 +59,14 @@ def assert_as_written(recipe, folder, changed):
 
 @pytest.mark.parametrize("family", ["tokenswift", "longspec"])
 def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
-    """Those of LongSpec follow each other by the folders they name."""
+    """Those of LongSpec follow each other by the folders they name; TokenSwift's heads are trained on once more."""
     monkeypatch.chdir(tmp_path)
+    drafts = []
     for name, (architecture, positions, kind, sizes) in RECIPES.items():
         if not name.startswith(family):
             continue
         file = EXAMPLES / f"{name}.yaml"
-        recipe = recipes.read_recipe(file, {})
+        recipe = train.read_recipe(file, {})
         (tmp_path / name).mkdir()
         target, rows = save_tiny(tmp_path / name, architecture, positions), save_rows(tmp_path, kind)
         data = f"dataset.data_files={{{recipe.dataset['split']}: {rows}}}"
@@ -72,12 +74,23 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
         arguments = ["--set", "dataset.path=json", "--set", data, "--max-steps", "2", "--target", str(target)]
         for setting, value in settings.items():
             arguments += ["--set", f"{setting}={value}"]
-        done = typer_testing.CliRunner().invoke(app.app, ["train", "--config", str(file), *arguments])
+        done = run_command("train", "--config", file, *arguments)
         assert done.exit_code == 0, done.output
         folder = tmp_path / recipe.training["output_dir"]
         assert f"Saved in {recipe.training['output_dir']} after 2 steps." in done.output
         assert_as_written(recipe, folder, {"max_steps"} | {name.removeprefix("training.") for name in sizes})
-        config = json.loads((folder / "config.json").read_text())
-        assert config["model_type"] == family
+        drafts.append(AutoModel.from_pretrained(folder))
+        assert drafts[-1].config.model_type == family
         if isinstance(recipe.draft, dict):
+            config = drafts[-1].config.to_dict()
             assert all(config[key] == value for key, value in recipe.draft.items() if key != "kind")
+    if family == "tokenswift":
+        again = ["--draft", str(folder), "--output-dir", str(tmp_path / "again")]
+        assert run_command("train", "--config", file, *arguments, *again).exit_code == 0
+        drafts.append(AutoModel.from_pretrained(tmp_path / "again"))
+    for name, weight in drafts[-1].named_parameters():
+        assert not torch.equal(weight, dict(drafts[-2].named_parameters())[name]), name
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    prompt, mask = tiny_prompts(259, [25])
+    how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    assert model.generate(prompt, assistant_model=drafts[-1], **how).equal(model.generate(prompt, **how))

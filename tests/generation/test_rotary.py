@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.rotary import FORGETS, RECOMPUTES, FrequencyChange, RotaryLimit, cache_at
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
+from tests.pairwise import pairwise
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head
@@ -112,15 +113,20 @@ def test_every_rope_type_is_here():
     assert set(SETTINGS) == set(ROPE_INIT_FUNCTIONS) | {"default"}
 
 
-@pytest.mark.parametrize("lengths", [BELOW, RAGGED], ids=["below", "ragged"])
 @pytest.mark.parametrize("kind", sorted(set(SETTINGS) - {"longrope", "dynamic"}))
-def test_types_that_look_at_nothing_but_the_position(kind, lengths):
-    spent = check("llama", kind, "tree", lengths)
+def test_types_that_look_at_nothing_but_the_position(kind):
+    spent = check("llama", kind, "tree", RAGGED)
     assert spent.num_spec_steps > 0 == spent.num_plain_steps
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize(("name", "kind"), CHANGING)
+@pytest.mark.parametrize(
+    ("name", "kind", "lengths"),
+    [
+        *(("llama", "longrope", lengths) for lengths in LENGTHS.values()),
+        *((*change, lengths) for change in CHANGING[1:] for lengths in (BELOW, (LIMIT,), RAGGED, (20, LIMIT + 4, 41))),
+    ],
+    ids=str,
+)
 def test_random_trees(name, kind, lengths):
     spent = check(name, kind, "tree", lengths)
     if spent is None:
@@ -132,10 +138,11 @@ def test_random_trees(name, kind, lengths):
         assert spent.num_spec_steps == 0  # every position has its own frequencies
 
 
-@pytest.mark.parametrize("draft", ["longspec", "specattn"])
-@pytest.mark.parametrize("lengths", [BELOW, RAGGED], ids=["below", "ragged"])
-@pytest.mark.parametrize(("name", "kind"), CHANGING)
-def test_drafts_that_use_the_rotary_embedding(name, kind, lengths, draft):
+@pytest.mark.parametrize(
+    ("change", "lengths", "draft"), pairwise(CHANGING, (BELOW, RAGGED), ("longspec", "specattn")), ids=str
+)
+def test_drafts_that_use_the_rotary_embedding(change, lengths, draft):
+    name, kind = change
     spent = check(name, kind, draft, lengths)
     assert spent is None or spent.num_draft_tokens > 0
 
