@@ -87,14 +87,16 @@ class CompactCache(Cache):
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 
 
-def gather_entries(buffer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def gather_entries(buffer: torch.Tensor, slots: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return `buffer[b, h, slots[b, h]]` as one copy of whole rows, `(B, K, n, D)`.
 
     Args:
         buffer (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys or values.
         slots (`torch.LongTensor` of shape `(B, K, n)` or `(B, 1, n)`): Slots to copy.
+        out (`torch.Tensor` of shape `(B, K, n, D)`, *optional*): Contiguous memory of the result.
     """
     batch, heads, capacity, width = buffer.shape
     row = torch.arange(batch * heads, device=buffer.device).view(batch, heads, 1) * capacity
     flat = (row + slots).flatten()
-    return buffer.view(-1, width).index_select(0, flat).view(batch, heads, -1, width)
+    rows = None if out is None else out.view(-1, width)
+    return torch.index_select(buffer.view(-1, width), 0, flat, out=rows).view(batch, heads, -1, width)

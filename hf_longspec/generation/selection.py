@@ -45,8 +45,22 @@ def select_window(prefix_lengths: torch.Tensor, counts: torch.Tensor, count: int
     return torch.where(places < SINK_TOKENS, places, recent)[:, None]
 
 
+def capacity_for(entries: int) -> int:
+    """Return the size of a buffer for this many entries, which rarely changes from phase to phase.
+
+    A captured graph is bound to the addresses of its buffers. At most an eighth of a buffer above 512 entries is free.
+
+    >>> [capacity_for(entries) for entries in (1, 64, 65, 600, 1000, 5000)]
+    [64, 64, 128, 640, 1024, 5120]
+    """
+    step = max(64, (1 << (entries - 1).bit_length()) // 16)
+    return -(-entries // step) * step
+
+
 class SelectedCache(CompactCache):
     """Compact copies of selected entries per layer, followed by a dense tail and room for the drafted tokens.
+
+    The buffers stay where they are until a phase needs larger or much smaller ones.
 
     Args:
         cache ([`SpeculativeCache`]): The target's cache.
@@ -81,9 +95,14 @@ class SelectedCache(CompactCache):
         """
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
         slots = self._slots(selected.to(source.keys.device))
-        layer.keys = gather_entries(source.keys, slots)
-        layer.values = gather_entries(source.values, slots)
-        layer.is_initialized = True
+        if not layer.is_initialized or layer.keys.shape[2] != slots.shape[-1]:
+            layer.keys, layer.values = (
+                buffer.new_empty(*buffer.shape[:2], slots.shape[-1], buffer.shape[3])
+                for buffer in (source.keys, source.values)
+            )
+            layer.is_initialized = True
+        gather_entries(source.keys, slots, layer.keys)
+        gather_entries(source.values, slots, layer.values)
 
     def advance(self) -> None:
         """Count one drafted token that was written in every row."""
@@ -91,7 +110,7 @@ class SelectedCache(CompactCache):
             rows.lengths = rows.lengths.plus(1)
 
     def _slots(self, selected: torch.Tensor) -> torch.Tensor:
-        """Return the slots `(B, 1 or K, T)` of the selected entries, then of the tail, then `room` arbitrary ones."""
+        """Return the slots `(B, 1 or K, T)` of the selected entries, then of the tail, then arbitrary ones."""
         rest, is_selected = self._behind_selected(selected.device)
         if is_selected is None:
             return torch.cat([selected, rest.expand(-1, selected.shape[1], -1)], dim=-1)
@@ -106,7 +125,8 @@ class SelectedCache(CompactCache):
         """
         if device not in self._behind:
             equal = min(self._counts) == max(self._counts)
-            place = torch.arange(self._counts[0] if equal else 0, self.used.lengths.longest + self.room, device=device)
+            end = capacity_for(self.used.lengths.longest + self.room)
+            place = torch.arange(self._counts[0] if equal else 0, end, device=device)
             shift = torch.tensor(self._shift, device=device)[:, None, None]
             slots = (place + shift).clamp_(0, self.cache.layers[0].capacity - 1)
             is_selected = None if equal else place < torch.tensor(self._counts, device=device)[:, None, None]

@@ -111,6 +111,19 @@ def test_compact_copies_slot_by_slot(lengths, heads):
     assert selected.dense_used.lengths.host[0] == lengths[0] + 1
 
 
+def test_buffers_stay_while_the_number_of_entries_hardly_changes():
+    """Addresses are part of a captured graph."""
+    cache = filled_cache((50, 50), max_length=400)
+    selected = SelectedCache(cache, frozenset(), room=3)
+    addresses = []
+    for count in (20, 23, 31, 30, 200):
+        selected.begin((count, count - 1), (2, 1))
+        selected.fill(0, torch.arange(count).expand(2, 1, -1))
+        assert torch.equal(selected.layers[0].keys[0, :, :count], cache.layers[0].keys[0, :, :count])
+        addresses.append(selected.layers[0].keys.data_ptr())
+    assert len(set(addresses[:4])) == 1 and addresses[4] != addresses[3]
+
+
 PHASES = [
     # committed tokens, selected entries and tail of every row
     ((50, 30), (6, 6), (2, 2)),
@@ -132,7 +145,7 @@ def test_every_phase_has_slots_of_its_own():
         for layer, source in enumerate(cache.layers):
             selected.fill(layer, chosen)
             compact = selected.layers[layer]
-            assert compact.keys.shape[2] == max(selected.used.lengths.host) + room
+            assert compact.keys.shape[2] >= max(selected.used.lengths.host) + room
             for row, (length, count, tail) in enumerate(zip(lengths, counts, tails, strict=True)):
                 slots = [*range(0, 3 * count, 3), *range(length - tail, length)]
                 assert torch.equal(compact.keys[row, :, : count + tail], source.keys[row][:, slots])
@@ -197,7 +210,8 @@ def test_memory_is_the_share_and_the_floor_and_the_tail(plain_run, monkeypatch, 
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4 * len(lengths)
     tail_and_room = 4 + 3  # root and drafts of the last phase, drafts of this one
     for size, stored in sizes:
-        assert size <= per_token * (max(16, math.ceil(ratio * max(stored))) + tail_and_room)
+        entries = max(16, math.ceil(ratio * max(stored))) + tail_and_room
+        assert size <= per_token * (entries + max(64, entries // 8))  # so much of a buffer may be free
     for layer in made[0].layers:  # a view would keep what is larger alive
         for copied in (layer.keys, layer.values):
             assert copied.untyped_storage().nbytes() == copied.numel() * copied.element_size()
