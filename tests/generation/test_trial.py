@@ -79,7 +79,7 @@ class TestWindows:
     def test_no_longer_than_one_token(self):
         assert TargetView(tiny_target("mistral", sliding_window=1)).windows == (1,) * 3
 
-    @pytest.mark.parametrize("name", ["llama", "granite", "olmo2", "glm4"])
+    @pytest.mark.parametrize("name", ["llama", "glm4"])
     def test_left_over_in_the_config(self, name):
         """transformers' cache applies it and the model does not: the text without a cache is another one."""
         model = tiny_target(name, sliding_window=WINDOW)
@@ -106,17 +106,14 @@ class TestWindows:
 
 
 class TestPositions:
-    @pytest.mark.parametrize(
-        "name",
-        ["bart", "mbart", "pegasus", "bigbird_pegasus", "plbart", "blenderbot", "blenderbot-small", "marian"],
-    )
+    @pytest.mark.parametrize("name", ["bart", "bigbird_pegasus"])
     def test_counted_by_the_cache(self, name):
         model = build(name, **DECODERS)
         reasons = TargetView(model).why_not()
         assert reasons[-1].startswith("it takes positions from the length of its cache")
         assert len(reasons) == 1 or name == "bigbird_pegasus"  # whose attention is marked as not causal as well
 
-    @pytest.mark.parametrize("name", ["opt", "gpt2", "biogpt", "gpt_neox", "smollm3"])
+    @pytest.mark.parametrize("name", ["opt", "gpt_neox", "smollm3"])
     def test_tables_and_layers_without_positions(self, name):
         check_text(build(name, ffn_dim=96, word_embed_proj_dim=64, n_layer=3, n_head=4, n_embd=64))
 
