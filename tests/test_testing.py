@@ -33,42 +33,27 @@ def relative_change(changed, original):
 
 
 @pytest.mark.parametrize("name", TINY_TARGETS)
-class TestEveryTarget:
-    def test_greedy_text_varies_and_padding_does_not_change_it(self, name):
-        model = tiny_target(name)
-        input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
-        options = {"max_new_tokens": NUM_NEW_TOKENS, "min_new_tokens": NUM_NEW_TOKENS, "do_sample": False}
-        batch = model.generate(input_ids=input_ids, attention_mask=attention_mask, **options)[:, max(LENGTHS) :]
-        for row, length in enumerate(LENGTHS):
-            single = model.generate(
-                input_ids=input_ids[row : row + 1, -length:],
-                attention_mask=attention_mask[row : row + 1, -length:],
-                **options,
-            )[0, length:]
-            assert batch[row].tolist() == single.tolist()
-            assert len(set(single.tolist())) >= 5
-
-    def test_structure(self, name):
-        config = tiny_target(name).config
-        assert config.model_type.removesuffix("_text") == name
-        assert 2 <= config.num_hidden_layers <= 4
-        if name != "deepseek_v3":
-            assert config.num_attention_heads // config.num_key_value_heads >= 2
-        assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (
-            PAD_TOKEN_ID,
-            BOS_TOKEN_ID,
-            EOS_TOKEN_ID,
-        )
-        if getattr(config, "sliding_window", None) is not None:
-            assert config.sliding_window == WINDOW < max(LENGTHS)
-
-    def test_logits_differ_between_positions(self, name):
-        model = tiny_target(name)
-        input_ids, _ = tiny_prompts(model.config.vocab_size, [64], seed=1)
-        with torch.no_grad():
-            logits = model(input_ids).logits[0]
-        assert 0.5 * LOGIT_STD < logits.std() < 1.5 * LOGIT_STD
-        assert logits.argmax(-1).unique().numel() >= 16
+def test_every_target_is_small_varied_and_does_not_feel_padding(name):
+    model = tiny_target(name)
+    config = model.config
+    assert config.model_type.removesuffix("_text") == name
+    assert 2 <= config.num_hidden_layers <= 4
+    assert name == "deepseek_v3" or config.num_attention_heads // config.num_key_value_heads >= 2
+    special = (config.pad_token_id, config.bos_token_id, config.eos_token_id)
+    assert special == (PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID)
+    if getattr(config, "sliding_window", None) is not None:
+        assert config.sliding_window == WINDOW < max(LENGTHS)
+    with torch.no_grad():
+        logits = model(tiny_prompts(config.vocab_size, [64], seed=1)[0]).logits[0]
+    assert 0.5 * LOGIT_STD < logits.std() < 1.5 * LOGIT_STD
+    assert logits.argmax(-1).unique().numel() >= 16
+    input_ids, mask = tiny_prompts(config.vocab_size, LENGTHS)
+    options = {"max_new_tokens": NUM_NEW_TOKENS, "min_new_tokens": NUM_NEW_TOKENS, "do_sample": False}
+    batch = model.generate(input_ids=input_ids, attention_mask=mask, **options)[:, max(LENGTHS) :]
+    for row, length in enumerate(LENGTHS):
+        alone = {"input_ids": input_ids[row : row + 1, -length:], "attention_mask": mask[row : row + 1, -length:]}
+        single = model.generate(**alone, **options)[0, length:].tolist()
+        assert batch[row].tolist() == single and len(set(single)) >= 5
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3", "gpt_oss", "cohere2"])
@@ -126,11 +111,6 @@ def test_dtype_and_overrides():
     assert not model.training
 
 
-def test_unknown_target_is_refused_with_the_list():
-    with pytest.raises(ValueError, match="unknown tiny target 'gpt2', expected one of: llama, mistral"):
-        tiny_target("gpt2")
-
-
 def test_prompts_are_left_padded_and_rows_do_not_depend_on_the_batch():
     input_ids, attention_mask = tiny_prompts(50, [3, 7], seed=5)
     assert input_ids.shape == attention_mask.shape == (2, 7)
@@ -144,6 +124,8 @@ def test_prompts_are_left_padded_and_rows_do_not_depend_on_the_batch():
 
 
 @pytest.mark.parametrize(("vocab_size", "lengths"), [(50, []), (50, [3, 0]), (3, [4])])
-def test_impossible_prompts_are_refused(vocab_size, lengths):
+def test_impossible_prompts_and_targets_are_refused(vocab_size, lengths):
     with pytest.raises(ValueError, match="expected"):
         tiny_prompts(vocab_size, lengths)
+    with pytest.raises(ValueError, match="unknown tiny target 'gpt2', expected one of: llama, mistral"):
+        tiny_target("gpt2")

@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounter
 
 from hf_longspec.attention_backends import torch_fused
 from hf_longspec.attention_backends.contexts import CallCounter, SparseContext
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.reference import REFERENCE_BACKEND, prefix_attention
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
@@ -45,8 +46,7 @@ def test_every_node_sees_the_prefix_and_its_path(lengths, options, nodes, backen
     (layer_idx, captured_query, captured_key, lse, rest), *others = context.capture.collected
     assert_within_budget((out, lse), exact, plain)
     assert (layer_idx, captured_query is query, captured_key is key, others) == (7, True, True, [])
-    where = {"lengths": context.lengths, "host_lengths": lengths}
-    assert rest == {"scaling": SCALING, "softcap": softcap, **where}
+    assert rest == {"lengths": context.lengths, "scaling": SCALING, "softcap": softcap}
     assert context.calls.total == 1
 
 
@@ -65,9 +65,9 @@ def test_both_ways_of_the_torch_backend(lengths, shape, groups, dtype, dense_key
     nodes, size = shape
     context, query, key, value = tree_case(lengths, nodes, 2, groups, size, size, dtype)
     exact, plain = expected_tree(context, query, key, value, None, None, None)
-    positions = {"positions": context.positions, "host_lengths": lengths, "memo": {}}
-    options = {"scaling": SCALING, "sliding_window": None, "softcap": None}
-    state = torch_fused.hybrid_attention(query, key, value, context.mask, **positions, **options)
+    where = (context.lengths, context.mask, context.positions)
+    options = {"scaling": SCALING, "sliding_window": None, "softcap": None, "memo": {}}
+    state = torch_fused.hybrid_attention(query, key, value, *where, **options)
     assert_within_budget(state, exact, plain)
 
 
@@ -130,13 +130,11 @@ def test_to_moves_the_tensors_and_shares_the_rest():
     context = replace(tree_case((4,), 3)[0], capture=capture, calls=calls)
     assert context.to(None) is context.to("cpu") is context
     assert context.to(torch.device("cpu"), non_blocking=True) is context
-    position = context.positions
     moved = context.to("meta", non_blocking=True)
-    assert {moved.lengths.device.type, moved.depths.device.type, moved.mask.device.type} == {"meta"}
-    assert (moved.capture, moved.calls, moved.host_lengths) == (capture, calls, (4,))
+    assert {moved.lengths.on("meta").device.type, moved.positions.device.type, moved.mask.device.type} == {"meta"}
+    assert (moved.capture, moved.calls, moved.lengths.host) == (capture, calls, (4,))
     assert context.to("meta") is moved  # one copy per device and step, however many layers ask
     assert moved.to("meta") is moved
-    assert position.device.type == "cpu" and moved.positions.device.type == "meta"  # what a step keeps is its own
 
 
 def sparse_case(batch=2, slots=40):
@@ -145,11 +143,9 @@ def sparse_case(batch=2, slots=40):
     key, value = (torch.randn(batch, 2, slots, 16, generator=generator) for _ in range(2))
     dense = (slots, slots - 11)[:batch]
     context = SparseContext(
-        lengths=torch.tensor((9, 6)[:batch]),
-        host_lengths=(9, 6)[:batch],
+        lengths=SeqLens((9, 6)[:batch]),
         positions=torch.tensor(dense)[:, None] - 1,
-        dense_lengths=torch.tensor(dense),
-        dense_host_lengths=dense,
+        dense_lengths=SeqLens(dense),
         dense_layers=frozenset({0, 3}),
     )
     return context, query, key, value
@@ -164,7 +160,7 @@ def test_layers_of_a_drafting_step(layer_idx, softcap, sinks, backend):
     sinks = torch.linspace(-1.0, 2.0, 6) if sinks else None
     dense = layer_idx in context.dense_layers
     lengths = context.dense_lengths if dense else context.lengths
-    key[1, :, lengths[1] :], value[1, :, lengths[1] :] = torch.nan, torch.nan
+    key[1, :, lengths.host[1] :], value[1, :, lengths.host[1] :] = torch.nan, torch.nan
     where = {"positions": context.positions, "sliding_window": 8} if dense else {}
 
     def exact(dtype):
@@ -183,9 +179,9 @@ def test_a_drafting_step_moves_likewise():
     context = sparse_case()[0]
     assert context.to("cpu") is context
     moved = context.to("meta")
-    assert {x.device.type for x in (moved.lengths, moved.positions, moved.dense_lengths)} == {"meta"}
-    assert (moved.calls, moved.dense_layers, moved.host_lengths) == (context.calls, frozenset({0, 3}), (9, 6))
-    assert moved.dense_host_lengths == (40, 29)
+    assert moved.positions.device.type == "meta"
+    assert (moved.calls, moved.dense_layers, moved.lengths.host) == (context.calls, frozenset({0, 3}), (9, 6))
+    assert moved.dense_lengths.host == (40, 29)
     assert context.to("meta") is moved
 
 

@@ -16,6 +16,7 @@ from hf_longspec.attention_backends import flash, reference, registry
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.flash import FLASH_BACKEND, compute_capability
 from hf_longspec.attention_backends.interface import register
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
@@ -210,12 +211,12 @@ def test_prefix(nodes, groups, size, lengths, form, softcap, dtype, calls):
     query, key, value = make_tensors(len(lengths), groups, nodes, 70, size, dtype)
     options = {"scaling": size**-0.5, "softcap": softcap}
     on_host, lengths = lengths, torch.tensor(lengths)
-    exact = reference.prefix_attention(*double(query, key, value), lengths, **options)
+    exact = reference.prefix_attention(*double(query, key, value), SeqLens(on_host), **options)
     visible = (torch.arange(70) < lengths[:, None])[:, None, None].expand(-1, 1, nodes, -1)
     plain = plain_attention(query, key, value, visible, **options)
     key, value = layout(key, form), layout(value, form)
-    for host_lengths in (None, on_host):
-        state = FLASH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=host_lengths, **options)
+    for known in (None, on_host):
+        state = FLASH_BACKEND.prefix_attention(query, key, value, SeqLens(known, lengths), **options)
         assert_within_budget(state, exact, plain)
     assert len(calls) == 2
     _, shape, seen = calls[0]
@@ -234,13 +235,13 @@ def test_prefix_in_a_window(shape, window, dtype, calls):
     depths = torch.randint(0, nodes, (len(lengths), nodes), generator=torch.Generator().manual_seed(window))
     on_host, lengths = lengths, torch.tensor(lengths)
     options = {"scaling": 0.25, "positions": lengths[:, None] + depths, "sliding_window": window}
-    exact = reference.prefix_attention(*double(query, key, value), lengths, **options)
+    exact = reference.prefix_attention(*double(query, key, value), SeqLens(on_host), **options)
     slots = torch.arange(70)
     visible = (slots < lengths[:, None])[:, None] & (slots > options["positions"][..., None] - window)
     plain = plain_attention(query, key, value, visible[:, None], scaling=0.25)
     key, value = layout(key, "buffer"), layout(value, "buffer")
-    for host_lengths in (None, on_host):
-        state = FLASH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=host_lengths, **options)
+    for known in (None, on_host):
+        state = FLASH_BACKEND.prefix_attention(query, key, value, SeqLens(known, lengths), **options)
         assert_within_budget(state, exact, plain)
     one_row_per_node, packed = (len(on_host) * nodes, groups, 2, 16), (len(on_host), groups * nodes, 2, 16)
     shapes = [queries for _, queries, _ in calls]
@@ -252,9 +253,9 @@ def test_prefix_in_a_window(shape, window, dtype, calls):
 def test_a_window_that_just_hides_nothing(calls):
     """The deepest node of 4 after 6 tokens is at position 9: a window of 10 holds slot 0, one of 9 does not."""
     query, key, value = make_tensors(1, 2, 4, 7, 8, torch.float16)
-    options = {"scaling": 1.0, "positions": torch.tensor([[6, 7, 8, 9]]), "host_lengths": (6,)}
+    options = {"scaling": 1.0, "positions": torch.tensor([[6, 7, 8, 9]])}
     for window, rows in ((10, 1), (9, 4)):
-        FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([6]), sliding_window=window, **options)
+        FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([6]), sliding_window=window, **options)
         assert calls[-1][1][0] == rows
 
 
@@ -277,7 +278,7 @@ def test_hybrid_tree_attention(lengths, window, softcap, dtype, calls):
     options = {"scaling": size**-0.5, "softcap": softcap}
     exact = reference.tree_attention(*double(query, key, value), visible, **options)
     plain = plain_attention(query, key, value, visible[:, None], **options)
-    context = TreeContext(torch.tensor(lengths), lengths, depths, mask)
+    context = TreeContext(SeqLens(lengths), torch.tensor(lengths)[:, None] + depths, mask)
     out = context.attend(FLASH_BACKEND, 0, query, key, value, **options, sliding_window=window)
     assert_within_budget((out, exact[1].float()), exact, plain)
     assert len(calls) == 1
@@ -299,7 +300,7 @@ def test_nothing_to_do(calls):
     query, key, value = make_tensors(2, 2, 3, 7, 8, torch.float16)
     for nodes, slots in ((0, 7), (3, 0)):
         cut = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots]
-        out, lse = FLASH_BACKEND.prefix_attention(*cut, torch.tensor([0, 0]), scaling=1.0)
+        out, lse = FLASH_BACKEND.prefix_attention(*cut, SeqLens([0, 0]), scaling=1.0)
         assert (out.shape, lse.shape) == ((2, 4, nodes, 8), (2, 4, nodes))
         assert not out.any() and (lse == -torch.inf).all()
     assert calls == []  # the real functions divide by these
@@ -326,10 +327,10 @@ def test_which_version_runs(machine, capability, packages, version):
             "flash-attn (version 2, or 3 from its hopper folder) is not installed, or does not import",
         )
         with pytest.raises(ValueError, match=r"not installed.*\. Use attn_implementation=\"hf_longspec\"\."):
-            FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([7]), scaling=1.0)
+            FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([7]), scaling=1.0)
     else:
         assert flash.why_not(CALL) is None
-        FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([7]), scaling=1.0)
+        FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([7]), scaling=1.0)
         assert [call[0] for call in calls] == [version]
 
 
@@ -359,7 +360,7 @@ def test_why_not_without_such_a_gpu(machine):
 def test_a_window_is_not_dropped(calls):
     query, key, value = make_tensors(1, 2, 3, 7, 8, torch.float16)
     with pytest.raises(ValueError, match="sliding_window is 4, but positions is None"):
-        FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([7]), scaling=1.0, sliding_window=4)
+        FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([7]), scaling=1.0, sliding_window=4)
     assert not calls
 
 

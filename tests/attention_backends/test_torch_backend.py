@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import reference, torch_backend, torch_fused
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends.oracle import (
     assert_within_budget,
@@ -32,8 +33,8 @@ CASES = [
 def test_prefix(nodes, groups, size, lengths, window, form, dtype):
     query, key, value, lengths, options, exact, plain = prefix_case(nodes, groups, size, lengths, window, dtype)
     key, value = layout(key, form), layout(value, form)
-    host_lengths = tuple(lengths.tolist()) if nodes % 2 else None
-    state = TORCH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=host_lengths, **options)
+    lengths = lengths if nodes % 2 else SeqLens(None, lengths.on("cpu"))  # read back
+    state = TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options)
     assert_within_budget(state, exact, plain)
 
 
@@ -48,7 +49,7 @@ def test_no_queries():
     query, key, value = tensors(2, 2, 2, 0, 7, 8, torch.float32)
     mask = torch.ones(2, 0, 7, dtype=torch.bool)
     for out, lse in (
-        TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([7, 7]), scaling=1.0),
+        TORCH_BACKEND.prefix_attention(query, key, value, SeqLens([7, 7]), scaling=1.0),
         TORCH_BACKEND.tree_attention(query, key, value, mask, scaling=1.0),
     ):
         assert (out.shape, lse.shape) == ((2, 4, 0, 8), (2, 4, 0))
@@ -86,7 +87,7 @@ def test_a_window_on_a_device_whose_positions_are_not_read(monkeypatch):
     monkeypatch.setattr(torch_backend, "can_fuse", lambda *args, masked=False: False)
     bounds = torch_backend._window_bounds
     monkeypatch.setattr(torch_backend, "_window_bounds", lambda positions, *args: bounds(positions.to("meta"), *args))
-    state = TORCH_BACKEND.prefix_attention(query, key, value, lengths, host_lengths=(90, 0, 33), **options)
+    state = TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options)
     assert_within_budget(state, exact, plain)
 
 
@@ -180,7 +181,7 @@ def spy(monkeypatch):
 
 def test_equal_prefixes_are_one_call_on_the_cache_itself(spy):
     query, key, value = tensors(2, 2, 4, 5, 50, 16, torch.float32)
-    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([40, 40]), scaling=1.0, host_lengths=(40, 40))
+    TORCH_BACKEND.prefix_attention(query, key, value, SeqLens([40, 40]), scaling=1.0)
     assert spy.queries == [(4, 1, 20, 16)]  # packed: 2 rows x 2 heads, 4 heads of 5 queries each
     assert spy.keys[0].data_ptr() == key.data_ptr()  # no copy, no repeated heads
     assert spy.masks == [None]
@@ -191,28 +192,28 @@ def test_a_buffer_that_is_too_short():
     whole = torch.zeros(1, 2, 90, 16)
     whole[:, :, :50] = key  # the numbers after the slice exist in memory, and must not be read
     with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
-        TORCH_BACKEND.prefix_attention(query, whole[:, :, :50], value, torch.tensor([60]), scaling=1.0)
+        TORCH_BACKEND.prefix_attention(query, whole[:, :, :50], value, SeqLens([60]), scaling=1.0)
 
 
 def test_ragged_prefixes_are_one_call_each(spy):
     query, key, value = tensors(3, 2, 4, 1, 50, 16, torch.float32)
-    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([40, 0, 7]), scaling=1.0)
+    TORCH_BACKEND.prefix_attention(query, key, value, SeqLens([40, 0, 7]), scaling=1.0)
     assert [k.shape[2] for k in spy.keys] == [40, 7]  # an empty prefix never reaches the op
 
 
 def test_a_window_masks_only_its_edge(spy):
     query, key, value = tensors(1, 2, 2, 3, 500, 16, torch.float32)
     positions = torch.tensor([[500, 501, 503]])
-    options = {"positions": positions, "sliding_window": 100, "host_lengths": (500,)}
-    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([500]), scaling=1.0, **options)
+    options = {"positions": positions, "sliding_window": 100}
+    TORCH_BACKEND.prefix_attention(query, key, value, SeqLens([500]), scaling=1.0, **options)
     assert [k.shape[2] for k in spy.keys] == [96, 3]
     assert [None if mask is None else tuple(mask.shape) for mask in spy.masks] == [None, (1, 1, 3, 3)]
 
 
 def test_a_single_query_with_a_window_has_no_mask(spy):
     query, key, value = tensors(1, 2, 2, 1, 500, 16, torch.float32)
-    options = {"positions": torch.tensor([[499]]), "sliding_window": 100, "host_lengths": (500,)}
-    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([500]), scaling=1.0, **options)
+    options = {"positions": torch.tensor([[499]]), "sliding_window": 100}
+    TORCH_BACKEND.prefix_attention(query, key, value, SeqLens([500]), scaling=1.0, **options)
     assert ([k.shape[2] for k in spy.keys], spy.masks) == ([100], [None])
 
 
@@ -230,7 +231,7 @@ def test_no_mask_grows_with_the_square_of_the_length(spy):
 
 def test_softcap_never_reaches_the_fused_op(spy):
     query, key, value = tensors(1, 2, 2, 3, 50, 16, torch.float32)
-    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([50]), scaling=1.0, softcap=5.0)
+    TORCH_BACKEND.prefix_attention(query, key, value, SeqLens([50]), scaling=1.0, softcap=5.0)
     assert spy.keys == []
 
 
@@ -240,6 +241,6 @@ def test_softcap_never_reaches_the_fused_op(spy):
 )
 def test_a_slow_number_of_rows_gets_one_more(spy, groups, nodes, dtype, rows):
     query, key, value = tensors(2, 2, groups, nodes, 50, 16, dtype)
-    out, lse = TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([50, 50]), scaling=1.0)
+    out, lse = TORCH_BACKEND.prefix_attention(query, key, value, SeqLens([50, 50]), scaling=1.0)
     assert spy.queries == [(4, 1, rows, 16)]
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])

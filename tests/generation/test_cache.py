@@ -88,7 +88,7 @@ def test_commit_keeps_the_path_directly_after_the_prefix(lengths, path, kept):
         nodes = range(5) if path is None else path[row]
         ledger.rows[row] += [staged[row][node] for node in list(nodes)[:count]]
     ledger.cache.commit(None if path is None else torch.tensor(path), kept)
-    assert ledger.cache.host_lengths == tuple(map(len, ledger.rows))
+    assert ledger.cache.lengths.host == tuple(map(len, ledger.rows))
     ledger.check()
     if len(set(map(len, ledger.rows))) == 1:  # rows of one length can go on plainly
         for numbers, new in zip(ledger.rows, ledger.write(2), strict=True):
@@ -130,8 +130,8 @@ def test_crop_reset_reorder_and_copy():
     other = copy.deepcopy(ledger.cache)
     ledger.cache.crop(-3)
     ledger.rows = [row[:4] for row in ledger.rows]
-    assert ledger.cache.host_lengths == (4, 4) and ledger.cache.get_seq_length() == 4
-    assert other.host_lengths == (7, 7) and other.layers[0].rows is other.layers[1].rows is other.rows
+    assert ledger.cache.lengths.host == (4, 4) and ledger.cache.get_seq_length() == 4
+    assert other.lengths.host == (7, 7) and other.layers[0].rows is other.layers[1].rows is other.rows
     ledger.cache.reorder_cache(torch.tensor([1, 0]))
     ledger.rows.reverse()
     ledger.check()

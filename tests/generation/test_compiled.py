@@ -8,8 +8,8 @@ import torch
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.attention_backends import torch_backend
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation import compiled_steps as compiled
-from hf_longspec.generation.cache import RowLengths
 from hf_longspec.generation.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import Binding, Verification
@@ -118,10 +118,8 @@ def test_large_batches_and_empty_rows_use_the_mask(graphs):
 def test_number_of_lengths_passed_as_sizes():
     runner, known = CompiledRunner(), {}
     for lengths in [(5,), (5, 5), (5, 7), (5, 1), (9,) * MOST_ROWS + (10,), (9,) * (MOST_ROWS - 1) + (10,)]:
-        rows = RowLengths(len(lengths))
-        rows.set(lengths)
-        known[lengths] = runner.knows(rows)
-        sizes = [len(size) for size in runner.sizes(rows, 3, CAPACITY)]
+        known[lengths] = runner.knows(SeqLens(lengths))
+        sizes = [len(size) for size in runner.sizes(SeqLens(lengths), 3, CAPACITY)]
         assert sizes == (list(lengths) if known[lengths] > 1 else [max(lengths)])
     assert list(known.values()) == [1, 1, 2, 0, 0, MOST_ROWS]
 
@@ -147,5 +145,5 @@ def test_longspec_drafts_over_rows_of_any_lengths_share_one_graph(graphs, no_mas
 
 
 def propose(drafter, texts, root):
-    drafter.start(texts, Verification(torch.zeros(3, 1, dtype=torch.long), [1] * 3, (0,) * 3))
+    drafter.start(texts, Verification(torch.zeros(3, 1, dtype=torch.long), [1] * 3, SeqLens((0,) * 3)))
     return drafter.propose(root)

@@ -25,7 +25,7 @@ WARPERS = [TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.05)]
 def make_rule(processors, do_sample, emitted=((4,), (5, 9, 2))):
     """Return a token rule of two rows that have emitted different numbers of tokens."""
     prompts = torch.randint(VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
-    sequences = Sequences(prompts, StoppingCriteriaList(), pad_token_id=0, max_length=40, reach=20)
+    sequences = Sequences(prompts, StoppingCriteriaList(), pad_token_id=0, max_length=40)
     sequences.append([list(row) for row in emitted])
     torch.manual_seed(3)
     noise = NoiseRows(2, VOCAB, torch.device("cpu")) if do_sample else None

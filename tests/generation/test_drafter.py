@@ -89,7 +89,7 @@ def test_following_a_longer_sequence_runs_only_what_is_missing():
     )
     drafter.get_candidates(input_ids)
     handle.remove()
-    assert drafter.binding.cache.host_lengths == (29,)
+    assert drafter.binding.cache.lengths.host == (29,)
     assert sum(seen) == 5 + 2  # the missing tokens, then two drafting steps
 
 

@@ -161,7 +161,7 @@ class Recorded:
 
             def recording_propose(root):
                 tree = propose(root)
-                self.trees.append((binding.cache.host_lengths, tree))
+                self.trees.append((binding.cache.lengths.host, tree))
                 self.first_ngram_nodes.append(drafter.first_ngram_node)
                 return tree
 

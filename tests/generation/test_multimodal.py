@@ -11,7 +11,7 @@ from transformers import (
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.decoding import Session
-from hf_longspec.generation.prompt_inputs import PromptInputs
+from hf_longspec.generation.prompt_inputs import Prompts
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.configuration_plain import PlainConfig
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
@@ -218,7 +218,9 @@ def test_image_with_other_drafts(name, lengths, draft, models):
 def test_text_after_the_image_seeds_the_drafter(after, models, monkeypatch):
     """SpecAttn would see as many as its drafts have. Tokens of an image would be taken for text there."""
     sizes, seed = [], Session.seed
-    monkeypatch.setattr(Session, "seed", lambda session: (sizes.append([*map(len, session.tails)]), seed(session)))
+    monkeypatch.setattr(
+        Session, "seed", lambda session, tails: (sizes.append([*map(len, tails)]), seed(session, tails))
+    )
     draft = SpecAttnDraftModel.from_target(models("llava"), gate=False)
     check_image(models("llava"), lambda *_: draft, *with_image("llava", (14, 21), after=after))
     assert sizes == [[after, after]]
@@ -332,13 +334,13 @@ def test_an_image_that_text_sees_is_compared(models, monkeypatch):
     """If the prompt's end ran without what the first forward gave it, the check of the target would say so."""
     model = vision_language_model("gemma3")
     monkeypatch.setattr("hf_longspec.generation.forward_check._checked", set())
-    run = PromptInputs.run
+    run = Prompts.prefill
 
     def wrong(self, *args):
-        sizes = run(self, *args)
+        tails = run(self, *args)
         self.logits = self.logits.flip(-1)
-        return sizes
+        return tails
 
-    monkeypatch.setattr(PromptInputs, "run", wrong)
+    monkeypatch.setattr(Prompts, "prefill", wrong)
     with pytest.raises(ValueError, match="cannot be verified"):
         check_image(model, random_tree, *with_image("gemma3", (17,), after=6))

@@ -234,10 +234,10 @@ class TestRefused:
         model = build("phi3", "longrope")
         kept = SpeculativeCache(model.config, 1, 80)
         generate(model, BELOW, make("tree", model), past_key_values=kept, max_new_tokens=4)
-        before = kept.host_lengths
+        before = kept.lengths.host
         with pytest.raises(ValueError, match=r"holds 33 tokens and the prompt has 45.*Start a new cache"):
             generate(model, (45,), make("tree", model), past_key_values=kept)
-        assert kept.host_lengths == before == (33,)
+        assert kept.lengths.host == before == (33,)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -279,7 +279,7 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty():
         own = drafter.propose
 
         def fail(root):
-            if binding.cache.host_lengths[0] > LIMIT:
+            if binding.cache.lengths.host[0] > LIMIT:
                 raise RuntimeError("on purpose")
             return own(root)
 
@@ -289,7 +289,7 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty():
     draft.make_drafter = failing
     with pytest.raises(RuntimeError, match="on purpose"):
         generate(model, (36,), draft, past_key_values=kept)
-    assert kept.host_lengths == (0,)
+    assert kept.lengths.host == (0,)
 
 
 def test_what_stock_generate_does_is_found_by_asking():

@@ -48,9 +48,9 @@ class Recall(StoppingCriteria):
         return torch.tensor([self.rule(row) for row in input_ids.tolist()])
 
 
-def sequences(criteria=(), batch_size=2, max_length=9, reach=4, streamer=None):
+def sequences(criteria=(), batch_size=2, max_length=9, streamer=None):
     input_ids, _ = tiny_prompts(50, [4] * batch_size)
-    return Sequences(input_ids, StoppingCriteriaList(criteria), PAD_TOKEN_ID, max_length, reach, streamer)
+    return Sequences(input_ids, StoppingCriteriaList(criteria), PAD_TOKEN_ID, max_length, streamer)
 
 
 class TestAlone:
@@ -95,14 +95,6 @@ class TestAlone:
             [[*first, 11, 30, PAD_TOKEN_ID], [*second, 13, 14, 15]],
             [[*first, 11, 30, PAD_TOKEN_ID, PAD_TOKEN_ID], [*second, 13, 14, 15, 16]],
         ]
-
-    def test_candidates_are_not_shown_to_criteria(self):
-        criterion = Recall(lambda row: False)
-        rows = sequences([criterion])
-        rows.try_out(0, torch.tensor([40, 41]))
-        rows.try_out(1, torch.tensor([42, 43]))
-        rows.append([[11, 12], [13]])
-        assert criterion.batches[1][1][4:] == [13, PAD_TOKEN_ID]
 
     def test_criteria_get_the_scores_of_the_step_so_far(self):
         given = []
@@ -149,15 +141,6 @@ class TestAlone:
 
         rows = sequences([Stop()])
         assert rows.append([[11, 12], [13]]) == [1, 1] and rows.finished
-
-    def test_tokens_that_are_tried_out_are_not_emitted(self):
-        rows = sequences()
-        rows.append([[11], [12, 13]])
-        rows.try_out(0, torch.tensor([40, 41]))
-        rows.try_out(1, torch.tensor([42, 43]))
-        assert rows.tokens[0, 4:7].tolist() == [11, 40, 42] and rows.tokens[1, 4:8].tolist() == [12, 13, 41, 43]
-        assert rows.lengths == [5, 6]
-        assert rows.output()[:, 4:].tolist() == [[11, PAD_TOKEN_ID], [12, 13]]
 
     def test_a_criterion_ends_all_rows_by_stop_iteration(self):
         class Enough(StoppingCriteria):

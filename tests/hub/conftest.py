@@ -1,6 +1,5 @@
 """Drafts of every kind for a tiny target, published to folders and to a hand-made Hub cache."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -22,6 +21,7 @@ SETTINGS = {
     "longspec_ngram": {"num_assistant_tokens": 5},
 }
 DRAFTS = {kind: (draft.model, SETTINGS.get(kind, {})) for kind, draft in register_draft.DRAFTS.items()}
+CARD = Card(base_model="org/tiny-target")
 
 
 @pytest.fixture(scope="session")
@@ -40,19 +40,18 @@ def make_draft(hub_target):
     return make
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def published(tmp_path_factory, hub_target, make_draft):
-    """Return a folder with `target`, `drafts/<kind>`, `engine`, and `hub`, a Hub cache.
+    """Return a folder with `target`, `drafts/<kind>`, `on-engine/<kind>`, `engine`, and `hub`, a Hub cache.
 
     The cache holds `org/<kind>`, `org/<kind>-on-engine`, whose code is in another repository, and that, `org/engine`.
     """
     folder = tmp_path_factory.mktemp("published")
     hub_target.save_pretrained(folder / "target")
-    card = Card(base_model="org/tiny-target")
     for number, kind in enumerate(DRAFTS):
         draft = make_draft(kind)
-        write_repository(draft, folder / "drafts" / kind, card, f"org/{kind}")
-        write_repository(draft, folder / "on-engine" / kind, card, f"org/{kind}-on-engine", "org/engine")
+        write_repository(draft, folder / "drafts" / kind, CARD, f"org/{kind}")
+        write_repository(draft, folder / "on-engine" / kind, CARD, f"org/{kind}-on-engine", "org/engine")
         into_cache(folder, f"org/{kind}", folder / "drafts" / kind, number)
         into_cache(folder, f"org/{kind}-on-engine", folder / "on-engine" / kind, number)
     write_engine(folder / "engine", "org/engine")
@@ -69,7 +68,7 @@ def into_cache(folder, repo_id, files, commit):
 
 
 def run_offline(script, *arguments, folder, package=False):
-    """Run a script without network and with its own caches, and return its JSON; `package` is about the path."""
+    """Run a script without network and with its own caches, and return its last line; `package` is about the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
     settings = {
         "HF_HUB_OFFLINE": "1",
@@ -83,4 +82,4 @@ def run_offline(script, *arguments, folder, package=False):
     command = [sys.executable, str(script), *map(str, arguments)]
     done = subprocess.run(command, env=kept | settings, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()[-1]

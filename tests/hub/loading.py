@@ -1,10 +1,11 @@
-"""Load published drafts in a separate process, and print the results as JSON.
+"""Load published drafts in a separate process, and check what they are and generate.
 
-    python loading.py absent|installed|remote-first|package-first FOLDER
+    python loading.py absent|package-first|remote-first FOLDER
 
 FOLDER holds `target`, `drafts/<kind>`, and a Hub cache with `org/<kind>`, `org/<kind>-on-engine` and `org/engine`. With
-`absent`, hf_longspec cannot be imported. With `installed` it can, and nobody has done so. With `remote-first` it is
-imported after the copies are loaded, with `package-first` before; it is hidden while they are.
+`absent`, hf_longspec cannot be imported. With `package-first` it can, and is at first imported by nobody but
+transformers; then the copies are loaded beside it. With `remote-first` it is imported after the copies are loaded, and
+hidden while they are.
 """
 
 import importlib
@@ -59,7 +60,7 @@ class Target:
         mask[1, :14] = 0
         self.batch = {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0}
         self.single = {"input_ids": ids[:1], "attention_mask": mask[:1], "pad_token_id": 0}
-        self.options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
+        self.options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
         self.text = self.model.generate(**self.batch, **self.options)
 
     def agrees(self, draft, **options):
@@ -84,6 +85,12 @@ def stock():
     return function, layers
 
 
+def check(kind, **facts):
+    """Fail with the names of the kind and of the facts that are not true."""
+    wrong = [name for name, fact in facts.items() if fact is not True]
+    assert not wrong, f"{kind}: {', '.join(wrong)}"
+
+
 def remote(name):
     return AutoModel.from_pretrained(name, trust_remote_code=True)
 
@@ -92,114 +99,117 @@ def came_from(draft):
     return type(draft).__module__.split(".")[0]
 
 
+def named_code(folder):
+    return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("auto_map", {})
+
+
 def without_the_route(target, draft, name):
     """Return whether `custom_generate` decodes correctly while the route is removed."""
     patched = GenerationMixin._assisted_decoding
     GenerationMixin._assisted_decoding = stock()[0]
     try:
-        options = {"custom_generate": name, "trust_remote_code": True}
+        options = {"custom_generate": str(name), "trust_remote_code": True}
         return target.agrees(draft, **options) and target.streams(draft, **options)
     finally:
         GenerationMixin._assisted_decoding = patched
 
 
-def brings_its_code(folder):
-    """Return whether a saved draft refers to classes in its own folder, not in the repository it was loaded from."""
-    named = json.loads((folder / "config.json").read_text(encoding="utf-8"))["auto_map"]
-    return set(named) == {"AutoConfig", "AutoModel"} and all(
-        (folder / f"{name.split('.')[0]}.py").is_file() for name in named.values()
-    )
-
-
 def load_everywhere(folder, target):
     """Check every kind loaded from the Hub cache and from a folder, saved and loaded again, and without the route."""
-    found = {}
     for kind in KINDS:
-        hub, local = remote(f"org/{kind}"), remote(folder / "drafts" / kind)
-        hub.save_pretrained(folder / "saved" / kind)
-        again = remote(folder / "saved" / kind)
-        settings = [
-            {name: draft.setting(name) for name in draft.settings} | draft.config.target
-            for draft in (hub, local, again)
-        ]
-        found[kind] = {
-            "modules": [came_from(draft) for draft in (hub, local, again)],
-            "hub": target.agrees(hub),
-            "folder": target.agrees(local),
-            "saved": target.agrees(again),
-            "streamed": target.streams(hub),
-            "custom_generate": without_the_route(target, hub, f"org/{kind}"),
-            "custom_generate_folder": without_the_route(target, local, str(folder / "drafts" / kind)),
-            "saved_with_code": brings_its_code(folder / "saved" / kind),
-            "settings": settings[0] == settings[1] == settings[2],
-            "engine": engine_agrees(target, kind),
-            "gate": len(hub.last_speculation.gate_decisions),
-            "route_layers": stock()[1],
-        }
-    return found
+        hub, local, saved = remote(f"org/{kind}"), remote(folder / "drafts" / kind), folder / "saved" / kind
+        hub.save_pretrained(saved)
+        copies = [hub, local, remote(saved)]
+        settings = [{name: draft.setting(name) for name in draft.settings} | draft.config.target for draft in copies]
+        code = named_code(saved)
+        check(
+            kind,
+            code_of_the_repository=[came_from(draft) for draft in copies] == ["transformers_modules"] * 3,
+            settings=settings[0] == settings[1] == settings[2],
+            saved_with_code=set(code) == {"AutoConfig", "AutoModel"}
+            and all((saved / f"{name.split('.')[0]}.py").is_file() for name in code.values()),
+            text=target.agrees(hub),
+            code_of_the_engine=is_on_engine(remote(f"org/{kind}-on-engine")),
+            gate_is_off=hub.last_speculation.gate_decisions == [],
+            one_route=stock()[1] == 1,  # though every copy installs it
+        )
+        if kind in ("longspec", "specattn"):  # with weights, and without
+            name = f"org/{kind}-on-engine"
+            pinned = AutoModel.from_pretrained(name, trust_remote_code=True, code_revision=ENGINE_COMMIT)
+            check(
+                kind,
+                pinned_engine=is_on_engine(pinned) and target.agrees(pinned),
+                text_from_a_folder=target.agrees(local),
+                text_after_saving=target.agrees(copies[2]),
+                streamed=target.streams(hub),
+                custom_generate=without_the_route(target, hub, f"org/{kind}"),
+                custom_generate_from_a_folder=without_the_route(target, local, folder / "drafts" / kind),
+            )
+    refusals(target)
 
 
-def engine_agrees(target, kind):
-    """Return whether a draft works whose code is in another repository, pinned by `code_revision` or not."""
-    name = f"org/{kind}-on-engine"
-    pinned = AutoModel.from_pretrained(name, trust_remote_code=True, code_revision=ENGINE_COMMIT)
-    drafts = [remote(name), pinned]
-    origins = {type(draft).__module__.split(".")[1:3][-1] for draft in drafts}
-    return all(map(target.agrees, drafts)) and origins == {"engine"}
+def is_on_engine(draft):
+    """Return whether the class of a draft came from the repository of the code, not from the draft's own."""
+    return type(draft).__module__.split(".")[1:3][-1] == "engine"
 
 
-def copies_of_the_code(first):
+def copies_of_the_code():
     """Return drafts of the published classes of every kind, loaded while the package is hidden."""
-    if first == "package":
-        importlib.import_module(PACKAGE)
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == PACKAGE}
+    # and what a copy found when it was loaded beside the package
+    loaded = [name for name in sys.modules if name.split(".")[0] in (PACKAGE, "transformers_modules")]
+    hidden = {name: sys.modules.pop(name) for name in loaded}
     sys.meta_path.insert(0, absent := Absent())
     copies = {}
-    for kind in KINDS:  # AutoModel would take an installed class that is registered
-        name = f"modeling_{kind.removeprefix('longspec_')}.{CLASSES[kind]}"
+    for kind, cls in CLASSES.items():  # AutoModel would take an installed class that is registered
+        name = f"modeling_{kind.removeprefix('longspec_')}.{cls}"
         copies[kind] = get_class_from_dynamic_module(name, f"org/{kind}").from_pretrained(f"org/{kind}")
     sys.meta_path.remove(absent)
-    sys.modules.update(hidden)
+    sys.modules.update({name: module for name, module in hidden.items() if name.split(".")[0] == PACKAGE})
     return copies
 
 
 def both_copies(folder, target, first):
     """Check that the installed package and the published copies generate in one process."""
-    copies = copies_of_the_code(first)
-    found = {"alone_imported": PACKAGE in sys.modules}
+    copies = copies_of_the_code()
+    check(first, package_was_hidden=(PACKAGE in sys.modules) == (first == "package"))
     package = importlib.import_module(PACKAGE)
     for kind, copied in copies.items():
         installed = AutoModel.from_pretrained(folder / "drafts" / kind)
-        cache = package.SpeculativeCache(target.model.config, 2, 64)
-        found[kind] = {
-            "modules": [came_from(installed), came_from(copied)],
-            "wins": [came_from(remote(f"org/{kind}")), came_from(AutoModel.from_pretrained(f"org/{kind}"))],
-            "installed": target.agrees(installed),
-            "copied": target.agrees(copied),
-            "installed_again": target.agrees(installed),
-            "cache_of_the_other": target.agrees(copied, past_key_values=cache) and cache.get_seq_length() > 37,
-            "custom_generate": without_the_route(target, copied, f"org/{kind}"),
-            "route_layers": stock()[1],
-            "published_again": published_again(copied, kind, folder),
-        }
-    return found
+        wins = [came_from(remote(f"org/{kind}")), came_from(AutoModel.from_pretrained(f"org/{kind}"))]
+        check(
+            kind,
+            both_codes=[came_from(installed), came_from(copied)] == ["hf_longspec", "transformers_modules"],
+            installed_wins=wins == ["hf_longspec"] * 2,  # with the flag and without
+            copied=target.agrees(copied),
+        )
+        if kind in {"remote": ("longspec", "longspec_ngram"), "package": ("tokenswift", "specattn")}[first]:
+            cache = package.SpeculativeCache(target.model.config, 2, 64)
+            check(
+                kind,
+                installed=target.agrees(installed),
+                copied_again=target.agrees(copied),
+                cache_of_the_other=target.agrees(copied, past_key_values=cache) and cache.get_seq_length() > 37,
+                custom_generate=without_the_route(target, copied, f"org/{kind}"),
+                published_again=published_again(copied, kind, folder),
+            )
+        check(kind, one_route=stock()[1] == 1)
 
 
 def the_package_instead(folder, target):
     """Check that drafts are loaded by the installed package, although nobody has imported it."""
-    found = {"imported_before": PACKAGE in sys.modules}
+    check("before", not_imported=PACKAGE not in sys.modules)
     for kind in KINDS:
-        draft = remote(f"org/{kind}")
-        draft.save_pretrained(folder / "saved-by-package" / kind)
-        found[kind] = {
-            "module": came_from(draft),
-            "hub": target.agrees(draft),
-            "engine": came_from(remote(f"org/{kind}-on-engine")),
-            "copies_imported": sorted(name for name in sys.modules if f"{kind}." in name and is_engine(name)),
-            "saved": sorted(path.suffix for path in (folder / "saved-by-package" / kind).iterdir()),
-            "names_code": "auto_map" in json.loads((folder / "saved-by-package" / kind / "config.json").read_text()),
-        }
-    return found
+        draft, saved = remote(f"org/{kind}"), folder / "saved-by-package" / kind
+        draft.save_pretrained(saved)
+        weights = [] if draft.weightless else [".safetensors"]
+        check(
+            kind,
+            package_is_used=came_from(draft) == came_from(remote(f"org/{kind}-on-engine")) == PACKAGE,
+            no_code_of_the_copy=not [name for name in sys.modules if f"{kind}." in name and is_engine(name)],
+            files=sorted(path.suffix for path in saved.iterdir()) == sorted([".json", ".json", *weights]),
+            saved_names_no_code=named_code(saved) == {},
+        )
+    check("package", text=target.agrees(draft))
 
 
 def is_engine(name):
@@ -207,23 +217,18 @@ def is_engine(name):
     return name.startswith("transformers_modules") and name.split(".")[-1] in ("decoding", "cache", "target", "draft")
 
 
-def refusals(folder, target):
-    """Messages of a copy for settings that need the package."""
-    found = {}
-    for name, value in {"compile": "compile", "ngram_candidates": 2}.items():
+def refusals(target):
+    """Check that a copy refuses in one line settings that need the package."""
+    for name, value in {"compile": "compile", "ngram_candidates": 2, "ranks": 2}.items():
         draft = remote("org/longspec")
-        setattr(draft.generation_config, name, value)
+        setattr(*((target.model, "_tp_size") if name == "ranks" else (draft.generation_config, name)), value)
         try:
             target.agrees(draft)
         except ValueError as error:
-            found[name] = str(error)
-    target.model._tp_size = 2
-    try:
-        target.agrees(remote("org/longspec"))
-    except ValueError as error:
-        found["ranks"] = str(error)
+            check(name, remedy="pip install hf_longspec" in str(error), one_line="\n" not in str(error))
+        else:
+            check(name, refused=False)
     del target.model._tp_size
-    return found
 
 
 def published_again(copied, kind, folder):
@@ -240,14 +245,14 @@ def main():
         sys.meta_path.insert(0, Absent())
     target = Target(folder / "target")
     if mode == "absent":
-        found = load_everywhere(folder, target) | {"refused": refusals(folder, target)}
-    elif mode == "installed":
-        found = the_package_instead(folder, target)
+        load_everywhere(folder, target)
     else:
-        found = both_copies(folder, target, mode.split("-")[0])
-    found["imported"] = PACKAGE in sys.modules
-    found["stock"] = stock()[0].__module__
-    print(json.dumps(found))
+        if mode == "package-first":
+            the_package_instead(folder, target)
+        both_copies(folder, target, mode.split("-")[0])
+    check(mode, imported=(PACKAGE in sys.modules) == (mode != "absent"))
+    check(mode, stock_is_transformers=stock()[0].__module__ == "transformers.generation.utils")
+    print(f"{mode}: {' '.join(KINDS)}")
 
 
 if __name__ == "__main__":

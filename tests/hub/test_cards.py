@@ -26,15 +26,7 @@ def card_of(draft, **facts):
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
-def test_the_hub_reads_the_metadata(make_draft, kind):
-    data = ModelCard(card_of(make_draft(kind), **FACTS)).data
-    assert data.library_name == "transformers" and data.base_model == "org/tiny-target"
-    assert data.license == "mit" and data.language == "en" and data.datasets == ["org/books"]
-    assert {"speculative-decoding", "long-context", kind.replace("_", "-")} <= set(data.tags)
-
-
-@pytest.mark.parametrize("kind", DRAFTS)
-def test_every_fact_is_on_the_card_once(make_draft, kind):
+def test_given_facts_are_on_the_card_once_and_the_hub_reads_the_metadata(make_draft, kind):
     draft = make_draft(kind)
     text = card_of(draft, **FACTS)
     trained = () if draft.weightless else ("900 steps.", "hf-longspec train --config", "Commit of the code: abc123")
@@ -44,6 +36,10 @@ def test_every_fact_is_on_the_card_once(make_draft, kind):
     assert "{" not in text.split("## Usage")[0]
     for name in draft.settings:
         assert f"`{name}={draft.setting(name)!r}`" in text
+    data = ModelCard(text).data
+    assert data.library_name == "transformers" and data.base_model == "org/tiny-target"
+    assert data.license == "mit" and data.language == "en" and data.datasets == ["org/books"]
+    assert {"speculative-decoding", "long-context", kind.replace("_", "-")} <= set(data.tags)
 
 
 @pytest.mark.parametrize("kind", DRAFTS)
@@ -71,14 +67,10 @@ def test_the_target_is_the_recorded_one(make_draft, tmp_path, monkeypatch):
             card_of(draft)
 
 
-def test_unknown_facts_are_refused_with_those_that_exist():
-    with pytest.raises(ValueError, match=r"a card has no licence: it has repo, base_model.*license"):
-        Card.read({"licence": "mit"})
-
-
 @pytest.mark.parametrize(
     ("facts", "complaint"),
     [
+        ({"licence": "mit"}, r"a card has no licence: it has repo, base_model.*license"),
         ({"limits": 3}, "limits=3 on a card: expected a text"),
         ({"training": None}, "training=None on a card: expected a text"),
         ({"datasets": "org/books"}, "datasets='org/books' on a card: expected a list of texts"),
@@ -87,7 +79,7 @@ def test_unknown_facts_are_refused_with_those_that_exist():
     ],
     ids=str,
 )
-def test_facts_of_a_wrong_type_are_refused(facts, complaint):
+def test_unknown_facts_and_facts_of_a_wrong_type_are_refused(facts, complaint):
     with pytest.raises(ValueError, match=complaint):
         Card.read(facts)
 

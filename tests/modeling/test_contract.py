@@ -16,6 +16,8 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 SETTINGS = {
     "longspec": {"window": 8, "tree_widths": [6, 4]},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
@@ -93,7 +95,7 @@ def test_rejected_drafts_are_rolled_back(target, kind):
     cache = SpeculativeCache(model.config, 1, 64, tree_slots=draft.num_tree_nodes(TargetView(model)))
     first = generate(model, draft, (21,), past_key_values=cache)
     check_drafted(draft, model)
-    (length,) = cache.host_lengths
+    (length,) = cache.lengths.host
     assert length == first.shape[1] - 1
     plain = DynamicCache()
     with torch.no_grad():

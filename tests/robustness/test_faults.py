@@ -10,7 +10,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.generation.cache import RowLengths
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeCache as Cache
 from hf_longspec.generation.sampling import TokenRule
 from hf_longspec.generation.target import TargetView
@@ -79,15 +79,15 @@ def method_of(owner, name):
 
 
 def in_half_a_commit(draft, bomb, patch):
-    """With the lengths of the host set, and not those of the device."""
-    set_lengths = RowLengths.set
+    """With the lengths of the rows set, and not those of the layers."""
+    set_lengths = SpeculativeCache.set_lengths
 
     def half(self, lengths):
-        self.host = tuple(lengths)
+        self.rows.lengths = SeqLens(lengths)
         bomb()
         set_lengths(self, lengths)
 
-    patch.setattr(RowLengths, "set", half)
+    patch.setattr(SpeculativeCache, "set_lengths", half)
     return {}
 
 

@@ -19,7 +19,7 @@ from hf_longspec.generation.selection import SINK_TOKENS, SelectedCache
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("kernel_device", "small_tiles")
+pytestmark = pytest.mark.usefixtures("kernel_device", "small_tiles", "every_step_speculates")
 
 LENGTHS = (29, 3)
 NEW = 6
@@ -85,12 +85,12 @@ def second_pass(monkeypatch):
 
     def both(context, backend, layer_idx, query, key, value, sinks, options):
         out = attend(context, backend, layer_idx, query, key, value, sinks, options)
-        if out is not None and context.host_lengths is not None:
+        if out is not None and context.lengths.host:
             _, lse = context._attend(TORCH_BACKEND, query, key, value, sinks, options)
             own = ScoreCapture(**{**vars(context.capture), "scores": {}})
-            where = {"lengths": context.lengths, "host_lengths": context.host_lengths}
-            collect(own, layer_idx, query, key, lse, scaling=options["scaling"], softcap=options["softcap"], **where)
-            rows = [own.scores[layer_idx][row, :, :length] for row, length in enumerate(context.host_lengths)]
+            where = {"lengths": context.lengths, "scaling": options["scaling"], "softcap": options["softcap"]}
+            collect(own, layer_idx, query, key, lse, **where)
+            rows = [own.scores[layer_idx][row, :, :length] for row, length in enumerate(context.lengths.host)]
             expected.setdefault(layer_idx, []).append(rows)
         return out
 

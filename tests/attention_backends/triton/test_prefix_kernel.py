@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from hf_longspec.attention_backends.triton.launch import number_of_splits
 from tests.attention_backends.oracle import assert_within_budget, layout, prefix_case, tensors
@@ -39,11 +40,11 @@ CASES = [
 ]
 
 
-def run(device, query, key, value, lengths, options, form="buffer", **more):
+def run(device, query, key, value, lengths, options, form="buffer"):
     """The kernel's state, on the CPU."""
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    inputs = on(device, query, layout(key, form), layout(value, form), lengths)
-    return on("cpu", *TRITON_BACKEND.prefix_attention(*inputs, **options, **more))
+    inputs = on(device, query, layout(key, form), layout(value, form))
+    return on("cpu", *TRITON_BACKEND.prefix_attention(*inputs, lengths, **options))
 
 
 @pytest.mark.parametrize(("nodes", "groups", "size", "lengths", "window", "form", "softcap", "dtype"), CASES)
@@ -82,7 +83,9 @@ def test_int32_lengths_and_a_capacity_far_beyond_them(kernel_device):
     query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (70, 3), None, torch.float32)
     room = key.new_full((2, 2, 500, 16), torch.nan)
     key, value = torch.cat([key, room], 2), torch.cat([value, room], 2)
-    assert_within_budget(run(kernel_device, query, key, value, lengths.int(), options), exact, plain)
+    assert_within_budget(
+        run(kernel_device, query, key, value, SeqLens(None, lengths.on("cpu").int()), options), exact, plain
+    )
 
 
 def test_the_result_does_not_depend_on_the_capacity(kernel_device):
@@ -90,7 +93,7 @@ def test_the_result_does_not_depend_on_the_capacity(kernel_device):
     query, key, value, lengths, options, _, _ = prefix_case(3, 2, 16, (200, 70), None, torch.float32)
     options = {"scaling": options["scaling"]}
     both = run(kernel_device, query, key, value, lengths, options)
-    alone = run(kernel_device, query[1:], key[1:, :, :70], value[1:, :, :70], lengths[1:], options)
+    alone = run(kernel_device, query[1:], key[1:, :, :70], value[1:, :, :70], SeqLens(lengths.host[1:]), options)
     for one, other in zip(both, alone, strict=True):
         assert torch.equal(one[1:], other)
 
@@ -104,29 +107,29 @@ def test_the_shipped_tiles(kernel_device, monkeypatch):
 
 def test_nothing_to_compute(kernel_device):
     query, key, value = tensors(2, 2, 2, 0, 7, 8, torch.float32)
-    out, lse = run(kernel_device, query, key, value, torch.tensor([7, 7]), {"scaling": 1.0})
+    out, lse = run(kernel_device, query, key, value, SeqLens([7, 7]), {"scaling": 1.0})
     assert (out.shape, lse.shape) == ((2, 4, 0, 8), (2, 4, 0))
     query = torch.ones(2, 4, 3, 8)
-    out, lse = run(kernel_device, query, key[:, :, :0], value[:, :, :0], torch.tensor([0, 0]), {"scaling": 1.0})
+    out, lse = run(kernel_device, query, key[:, :, :0], value[:, :, :0], SeqLens([0, 0]), {"scaling": 1.0})
     assert not out.any() and (lse == -torch.inf).all()
 
 
 def test_a_buffer_that_is_too_short(kernel_device):
     query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
     with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
-        run(kernel_device, query, key, value, torch.tensor([60]), {"scaling": 1.0}, host_lengths=(60,))
+        run(kernel_device, query, key, value, SeqLens([60]), {"scaling": 1.0})
 
 
 def test_a_window_needs_positions(kernel_device):
     query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
     with pytest.raises(ValueError, match="sliding_window is 5, but positions is None"):
-        run(kernel_device, query, key, value, torch.tensor([50]), {"scaling": 1.0, "sliding_window": 5})
+        run(kernel_device, query, key, value, SeqLens([50]), {"scaling": 1.0, "sliding_window": 5})
 
 
 def test_rows_without_a_window_see_the_whole_prefix(kernel_device, monkeypatch):
     """Proof that the comparisons above can fail: a kernel that stops one slot early is off by far."""
     query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (65,), None, torch.float32)
-    state = run(kernel_device, query, key, value, lengths - 1, options)
+    state = run(kernel_device, query, key, value, lengths.plus(-1), options)
     with pytest.raises(AssertionError):
         assert_within_budget(state, exact, plain)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, scored_attention
@@ -104,8 +105,7 @@ def test_combine(kernel_device, parts, with_sinks):
 
 def move(context, device):
     """A context of its own on the device."""
-    moved = [x.to(device) for x in (context.lengths, context.depths, context.mask)]
-    return replace(context, lengths=moved[0], depths=moved[1], mask=moved[2])
+    return replace(context, positions=context.positions.to(device), mask=context.mask.to(device))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,8 @@ def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, monkeypatch):
     exact, plain = expected_tree(context, query, key, value, None, None, None)
     calls, op = [], backend.hybrid_op
     monkeypatch.setattr(backend, "hybrid_op", lambda *args: calls.append(1) or op(*args))
-    context = replace(move(context, kernel_device), host_lengths=(1, 1))
+    context = move(context, kernel_device)
+    context.lengths = SeqLens([1, 1], context.lengths.on(kernel_device))
     inputs = on(kernel_device, query, key, value)
     for name in ("item", "tolist", "__bool__", "__int__", "__index__"):
         read = getattr(torch.Tensor, name)
@@ -161,7 +162,7 @@ def test_hybrid_with_scores(kernel_device):
     context, query, key, value = tree_case((70, 33), 9, dtype=torch.float32)
     sinks = torch.linspace(-2.0, 3.0, 6)
     exact, plain = expected_tree(context, query, key, value, None, None, sinks)
-    inputs = on(kernel_device, query, key, value, context.lengths, torch.tensor([8, 3]))
+    inputs = (*on(kernel_device, query, key, value), context.lengths, torch.tensor([8, 3]))
     mask, sinks = on(kernel_device, context.mask, sinks)
     *state, scores = on("cpu", *scored_attention(*inputs, scaling=SCALING, mask=mask, sinks=sinks))
     assert_within_budget(state, exact, plain)
@@ -174,10 +175,10 @@ def test_hybrid_with_scores(kernel_device):
 
 def test_no_room_for_the_nodes(kernel_device):
     context, query, key, value = tree_case((70,), 5)
-    mask, positions, lengths = on(kernel_device, context.mask, context.positions, context.lengths)
+    mask, positions = on(kernel_device, context.mask, context.positions)
     inputs = on(kernel_device, query, key[:, :, :74], value[:, :, :74])
     with pytest.raises(ValueError, match="slots 0 to 75 were asked for, but the buffer has 74"):
-        hybrid_attention(*inputs, mask, positions, lengths=lengths, scaling=1.0, host_lengths=(70,))
+        hybrid_attention(*inputs, context.lengths, mask, positions, scaling=1.0)
 
 
 def test_sparse(kernel_device):

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from hf_longspec import SpecAttnDraftModel
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.selection import SINK_TOKENS
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 NEW_TOKENS = 22
 GAMMA = 4
@@ -54,7 +57,7 @@ def seeded_drafter(model, lengths=LENGTHS, **settings):
     target.prefill(torch.nn.utils.rnn.pad_sequence(heads, batch_first=True), cache, None)
     cache.set_lengths([len(head) for head in heads])
     tree, sizes = chain_of_last_tokens(prompts, drafter.seed_tokens)
-    before, capture = cache.host_lengths, drafter.capture(tree)
+    before, capture = cache.lengths, drafter.capture(tree)
     with target.attention():
         target.verify(tree, cache, capture)
     cache.commit(None, sizes)
@@ -69,12 +72,12 @@ def test_drafting_leaves_the_committed_cache_alone(name):
     model = tiny_target(name)
     drafter, root = seeded_drafter(model, sparse_min_tokens=8)
     cache = drafter.binding.cache
-    lengths = cache.host_lengths
+    lengths = cache.lengths.host
     before = [[t[row, :, :length].clone() for t in (layer.keys, layer.values) for row, length in enumerate(lengths)]
               for layer in cache.layers]  # fmt: skip
     with drafter.binding.target.attention():
         drafter.propose(root)
-    assert cache.host_lengths == lengths
+    assert cache.lengths.host == lengths
     for layer, kept in zip(cache.layers, before, strict=True):
         now = [t[row, :, :length] for t in (layer.keys, layer.values) for row, length in enumerate(lengths)]
         assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
@@ -92,7 +95,7 @@ def test_compact_buffers_hold_budget_and_tail(selection):
         prefix = max(0, length - drafter.seed_tokens)
         count = min(prefix, max(floor, math.ceil(ratio * prefix)))
         tail = length - prefix
-        assert selected.used.host[row] == count + tail
+        assert selected.used.lengths.host[row] == count + tail
         for source, compact in zip(cache.layers, selected.layers, strict=True):
             kept = compact.keys[row, 0, : count + tail]
             # every entry is one of the row's own, none twice
@@ -116,7 +119,7 @@ def test_selection_takes_the_entries_with_the_highest_scores(monkeypatch):
     invented = torch.randn(1, 1, 57, generator=generator)
     capture = drafter.capture(chain_of_last_tokens([torch.arange(5)], 5)[0])
     capture.scores = {index: invented.clone() for index in range(len(cache.layers))}
-    drafter.observe(Verification(torch.zeros(1, 1, dtype=torch.long), [0], (57,), capture))
+    drafter.observe(Verification(torch.zeros(1, 1, dtype=torch.long), [0], SeqLens((57,)), capture))
     best = set(invented[0, 0, SINK_TOKENS:].argsort(descending=True)[: 12 - SINK_TOKENS].add(SINK_TOKENS).tolist())
     expected = best | set(range(SINK_TOKENS))
     for source, compact in zip(cache.layers, drafter.selected.layers, strict=True):
