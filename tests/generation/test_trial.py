@@ -11,6 +11,8 @@ from hf_longspec.modeling.plain.configuration_plain import PlainConfig
 from hf_longspec.testing import TINY_TARGETS, WINDOW, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.generation.tiny_models import SIZES, peaked, vision_language_model
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 DECODERS = {
     "d_model": 64,
     "decoder_layers": 2,
