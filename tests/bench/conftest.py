@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.parts import prefill
+from benchmarks.prefilled import prefill
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
 from hf_longspec.bench.matrix import Cell, Matrix, Method
 from hf_longspec.bench.prompts import Document, DocumentPrompts

@@ -20,7 +20,6 @@ from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, StepText, ht
 from tests.cli.conftest import run_command
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 NEW = 20
 
 
