@@ -39,7 +39,8 @@ def documents(target):
 
 @pytest.fixture(scope="session")
 def methods(target):
-    draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8)
+    # without the gate, as `hf-longspec bench` loads drafts
+    draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8, gate=False)
     return [
         Method(HF, HfMethod()),
         Method(PLAIN, hf_longspec.PlainDraftModel.from_target(target)),
