@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "Nodes stand at the prefix length plus their depth",
         "generation/target.py",
-        "positions = cache.lengths.on(device)[:, None] + tree.depths",
-        "positions = cache.lengths.on(device)[:, None] + torch.arange(tree.num_nodes, device=device)",
+        "cache.lengths.on(device)[:, None] + tree.depths",
+        "cache.lengths.on(device)[:, None] + torch.arange(tree.num_nodes, device=device)",
         "tests/generation/test_target.py",
     ),
     Mutation(

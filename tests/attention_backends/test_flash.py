@@ -6,6 +6,7 @@ arguments, other dtypes and layouts. Where a row has no keys, they return the sa
 
 import copy
 import sys
+from functools import lru_cache
 from itertools import product
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.flash import FLASH_BACKEND, compute_capability
 from hf_longspec.attention_backends.interface import register
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.registry import AttentionCall, select
+from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import tiny_prompts, tiny_target
@@ -148,7 +149,7 @@ class Machine:
 
     def __init__(self, patch):
         self.patch, self.calls = patch, []
-        patch.setattr(registry, "_selected", {})
+        patch.setattr(registry, "select", lru_cache(registry.choose))
 
     def __call__(self, capability, *packages):
         makers = {"flash_attn": version_2, "flash_attn_interface": version_3}
@@ -378,15 +379,15 @@ def test_versions_before_left_padding_take_no_window(machine):
 
 
 def test_it_runs_only_by_name(calls):
-    assert select(CALL).name == "hf_longspec_torch"
-    assert select(CALL, "hf_longspec_fa") is FLASH_BACKEND
+    assert registry.select(CALL).name == "hf_longspec_torch"
+    assert registry.select(CALL, "hf_longspec_fa") is FLASH_BACKEND
 
 
 def test_by_name_on_this_machine():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="hf_longspec_fa: device is cpu, expected an NVIDIA GPU"):
-        select(CALL, "hf_longspec_fa")
+        registry.select(CALL, "hf_longspec_fa")
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
