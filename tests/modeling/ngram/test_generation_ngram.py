@@ -14,6 +14,8 @@ from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
 from hf_longspec.modeling.ngram.settings_ngram import NgramSettings
 from hf_longspec.testing import tiny_prompts, tiny_target
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 RAGGED = (33, 3, 13)
 BATCHES = pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
 NAMES = pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek_v3"])

@@ -11,6 +11,8 @@ from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import random_tokenswift_draft, tiny_prompts
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 LENGTHS = (33, 5, 19)
 # Each takes many seconds to compile; `make soak` runs them.
 SOAK = pytest.mark.soak

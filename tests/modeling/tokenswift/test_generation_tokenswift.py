@@ -17,6 +17,8 @@ from hf_longspec.testing import TINY_TARGETS, random_tokenswift_draft, tiny_prom
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 LENGTHS = (33, 3, 13)
 NEVER = 999  # no token of the tiny targets
 MODES = {
