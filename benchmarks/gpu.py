@@ -266,10 +266,10 @@ def watched_captures() -> Iterator[list[tuple[float, float]]]:
     """Yield a list that gets begin and end of every capture of a CUDA graph while the context is open."""
     capture, found = compiled_steps.capture, []
 
-    def watched(function: Callable[[], Any]) -> Any:
+    def watched(function: Callable[[], Any], device: torch.device) -> Any:
         began = time.perf_counter()
         try:
-            result = capture(function)
+            result = capture(function, device)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # its warm-up calls are part of it
             return result

@@ -167,6 +167,16 @@ class SimulatedGenerator(torch._C.Generator):
         return made
 
 
+class _DefaultGenerator:
+    """A member of `torch.cuda.default_generators`."""
+
+    def clone_state(self) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def graphsafe_set_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
+
+
 class SimulatedGraph:
     """`torch.cuda.CUDAGraph`: launches that are repeated on the same memory."""
 
@@ -327,6 +337,8 @@ class SimulatedCuda(TorchDispatchMode):
             "Stream": lambda *args, **kwargs: stream,
             "current_stream": lambda device=None: stream,
             "stream": lambda other: nullcontext(),
+            "set_stream": lambda other: None,
+            "default_generators": [_DefaultGenerator()] * (self.device.index + 1),
             "Event": lambda *args, **kwargs: event,
             "CUDAGraph": SimulatedGraph,
             "graph": self._capturing,

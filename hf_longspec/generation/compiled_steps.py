@@ -15,6 +15,7 @@ the model's forward expects; the attention context of a step is made again by it
 """
 
 from collections.abc import Callable
+from threading import Lock
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -116,8 +117,16 @@ def _in_one_graph(function: Callable[..., Any], number: int) -> Any:
 SMALLEST_BUCKET = 1024
 WARM_UP = 3
 
+_NOT_CAPTURED = (
+    "A step of %s could not be captured as a CUDA graph (%s), so it runs as it is. Set "
+    "draft.generation_config.compile to 'off' to skip the attempt."
+)
+
 # A graph is bound to the buffers of one cache or drafter, and is dropped with it.
 _captured: WeakKeyDictionary[Any, dict[tuple, "CapturedFunction"]] = WeakKeyDictionary()
+# Functions and shapes of a target or a draft that could not be captured, and are not tried again.
+_not_captured: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
+_capturing = Lock()
 
 
 class CapturedRunner:
@@ -155,8 +164,13 @@ class CapturedRunner:
         module: torch.nn.Module,
         holder: Any,
     ) -> Any:
-        """Return `function(changing, *fixed)`. The next call overwrites the result. See [`CompiledRunner`]."""
-        graphs = _captured.setdefault(holder, {})
+        """Return `function(changing, *fixed)`, which the next call overwrites; `None` if it cannot be captured.
+
+        See [`CompiledRunner`] for the arguments.
+        """
+        graphs, failed = _captured.setdefault(holder, {}), _not_captured.setdefault(module, set())
+        if (function, shape) in failed:
+            return None
         addresses = tuple(x.data_ptr() for x in _tensors(fixed) if x.numel())
         sizes = tuple(x.shape for x in _tensors(fixed))
         key = (function, shape, sizes, addresses)
@@ -167,7 +181,12 @@ class CapturedRunner:
                     return function(inputs, *fixed)
                 return self.inner(function, (shape, sizes), inputs, fixed, module, holder)
 
-            graphs[key] = CapturedFunction(run, changing)
+            try:
+                graphs[key] = CapturedFunction(run, changing)
+            except Exception as error:  # CUDA, Triton and torch share no class of errors
+                failed.add((function, shape))
+                logger.warning(_NOT_CAPTURED, type(module).__name__, (str(error) or repr(error)).splitlines()[0])
+                return None
         return graphs[key](changing)
 
 
@@ -182,7 +201,7 @@ class CapturedFunction:
 
     def __init__(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]):
         self.inputs = tuple(x.clone() for x in inputs)
-        self.outputs, self.replay = capture(lambda: function(self.inputs))
+        self.outputs, self.replay = capture(lambda: function(self.inputs), inputs[0].device)
 
     def __call__(self, inputs: tuple[torch.Tensor, ...]) -> Any:
         for own, new in zip(self.inputs, inputs, strict=True):
@@ -191,17 +210,33 @@ class CapturedFunction:
         return self.outputs
 
 
-def capture(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Capture a function without arguments; return its outputs and a function that computes them again in place."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):  # kernels are compiled and chosen before the capture, which allows neither
-            function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = function()
+def capture(function: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
+    """Capture a function without arguments; return its outputs and a function that computes them again in place.
+
+    After an error, stream and default generator are as before: a capture that ends early would leave both behind.
+
+    Raises:
+        RuntimeError: If `function` returns nothing, since it could not be compiled, or if CUDA refuses the capture.
+    """
+    with _capturing, torch.cuda.device(device):
+        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.clone_state()
+        try:
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):  # kernels are compiled and chosen before the capture, which allows neither
+                    if function() is None:
+                        raise RuntimeError("it could not be compiled")
+            before.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on to launch kernels, and to wait for them, on this device.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                outputs = function()
+        except BaseException:
+            torch.cuda.set_stream(before)
+            generator.graphsafe_set_state(state)
+            raise
     return outputs, graph.replay
 
 

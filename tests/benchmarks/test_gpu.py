@@ -167,7 +167,7 @@ def test_predictions_are_judged_by_the_lines():
 CAPTURE = 0.3  # seconds, far more than an iteration of the tiny target
 
 
-def replayed(function):
+def replayed(function, device):
     """A stand-in for a CUDA graph, which takes long to capture: it calls the function again, outputs in place."""
     outputs = function()
     time.sleep(CAPTURE)
@@ -201,11 +201,11 @@ def test_iterations_begin_and_end_with_tokens(monkeypatch):
     assert iteration_ms(arrivals, emitted, []) == [(1000, 0), (2000, 0), (4000, 0), (500, 0)]
     captures = [(-1.0, 0.0), (0.5, 0.75), (3.5, 4.0), (5.0, 6.0)]  # the first one for the first token
     assert iteration_ms(arrivals, emitted, captures) == [(750, 250), (2000, 0), (2500, 1500), (500, 0)]
-    monkeypatch.setattr(compiled_steps, "capture", (before := lambda function: function()))
+    monkeypatch.setattr(compiled_steps, "capture", (before := lambda function, device: function()))
     with watched_captures() as found:
-        assert compiled_steps.capture(lambda: 7) == 7
+        assert compiled_steps.capture(lambda: 7, "cpu") == 7
         with pytest.raises(ZeroDivisionError):
-            compiled_steps.capture(lambda: 1 / 0)
+            compiled_steps.capture(lambda: 1 / 0, "cpu")
     assert len(found) == 2 and compiled_steps.capture is before
 
 

@@ -190,7 +190,7 @@ def test_captured_steps(monkeypatch):
     """Scores leave a graph, one per entry. A stand-in replays the function; lengths cross a bucket."""
     replays = []
 
-    def capture(function):
+    def capture(function, device):
         outputs = function()
 
         def replay():
