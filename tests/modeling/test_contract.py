@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModel, DynamicCache
 
 from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
-from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts
+from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts, tiny_target
 
 SETTINGS = {
     "longspec": {"window": 8, "tree_widths": [6, 4]},
@@ -27,7 +28,7 @@ REFUSED = {("longspec", "deepseek_v3"): "MLA"}
 FEW_TOKENS = {"vocab_size": 12}
 WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
 LENGTHS = (33, 3, 13)
-NEW = 20
+NEW = 16
 NEVER = 999  # no token of these targets
 KINDS = pytest.mark.parametrize("kind", DRAFTS)
 
@@ -142,3 +143,46 @@ def test_saving_and_loading(target, kind, tmp_path):
         assert (tmp_path / "again" / file).read_text() == (tmp_path / "saved" / file).read_text()
     assert torch.equal(generate(model, loaded), stock_text(model))
     assert loaded.last_speculation.acceptance_histogram == drafted
+
+
+@KINDS
+def test_inside_transformers_own_assisted_decoding(target, kind, monkeypatch):
+    """The stock loop takes the candidates of `get_candidates` and emits what plain `generate` emits, in fewer steps."""
+    model = target("llama", **FEW_TOKENS)
+    draft, view = draft_of(kind, model), TargetView(model)
+    cache = SpeculativeCache(model.config, 1, 64, tree_slots=draft.num_tree_nodes(view))
+    drafter = draft.drafter(Binding(view, cache, None, 64))
+    offered, get_candidates = [], drafter.get_candidates
+
+    def counting(ids, *args, **kwargs):
+        candidates, logits = get_candidates(ids)
+        assert torch.equal(candidates[:, : ids.shape[1]], ids)
+        offered.append(candidates.shape[1] - ids.shape[1])
+        return candidates, logits
+
+    drafter.get_candidates = counting
+    expected = generate(model, None, (41,))
+    monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: drafter)
+    assert torch.equal(generate(model, None, (41,), prompt_lookup_num_tokens=3), expected)
+    assert max(offered) == drafter.max_depth and (drafter.max_depth == 0 or len(offered) < NEW)
+
+
+@KINDS
+def test_an_offloaded_target(kind):
+    """Its weights wait on the meta device and come when a layer runs."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_target("qwen3", **FEW_TOKENS)
+    expected, draft = stock_text(model), draft_of(kind, model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert next(model.parameters()).device.type == "meta"
+    assert torch.equal(generate(model, draft), expected)
+    assert torch.equal(generate(model, DRAFTS[kind].model.from_target(model)), expected)
+
+
+@KINDS
+def test_a_draft_in_another_dtype_or_in_training_is_copied_not_changed(target, kind):
+    model = target("llama", **FEW_TOKENS)
+    draft = draft_of(kind, model).to(torch.bfloat16).train()
+    assert torch.equal(generate(model, draft), stock_text(model))
+    assert all(module.training for module in draft.modules())
+    assert draft.weightless or draft.dtype == torch.bfloat16
