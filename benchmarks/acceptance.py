@@ -30,9 +30,9 @@ from benchmarks.harness import (
     set_threads,
     show,
 )
+from benchmarks.parts import Decoder, PrefilledPrompts, report_page
 from hf_longspec.bench.calls import MODES, Call, HfMethod, changed, watched_drafters
-from hf_longspec.bench.markdown import ACCEPTANCE_NOTE, acceptance_table, report_page
-from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
+from hf_longspec.bench.markdown import ACCEPTANCE_NOTE, acceptance_table
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard
 from hf_longspec.bench.summaries import mean_interval, significant

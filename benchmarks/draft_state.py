@@ -14,7 +14,9 @@ import torch
 
 import hf_longspec
 from benchmarks.harness import integers, parser, seconds_of, set_threads, show
-from hf_longspec.bench.markdown import markdown_table, report_page
+from benchmarks.parts import report_page
+from hf_longspec.attention_backends.lengths import SeqLens
+from hf_longspec.bench.markdown import markdown_table
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification
@@ -77,7 +79,7 @@ def measure(target: torch.nn.Module, draft: hf_longspec.LongSpecDraftModel, cont
     drafter = draft.drafter(Binding(view, cache, None, context + nodes))
     text = torch.randint(3, target.config.vocab_size, (context,), generator=torch_generator)
     path = torch.zeros(1, 1, dtype=torch.long)
-    drafter.start([text], Verification(path, [1], (context - 1,)))
+    drafter.start([text], Verification(path, [1], SeqLens([context - 1])))
     root = text[-1:]
     seconds = [seconds_of(lambda: drafter.propose(root)) for _ in range(repeats + WARM_UPS)][WARM_UPS:]
     return {

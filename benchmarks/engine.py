@@ -33,14 +33,14 @@ from benchmarks.harness import (
     show,
     trees,
 )
+from benchmarks.parts import Decoder, PrefilledPrompts, ratios, report_page, row_windows
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.machine import read_gb_per_second, step_bytes
-from hf_longspec.bench.markdown import markdown_table, range_of, report_page
+from hf_longspec.bench.markdown import markdown_table, range_of
 from hf_longspec.bench.matrix import Cell
-from hf_longspec.bench.prefill import Decoder, PrefilledPrompts, row_windows
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
-from hf_longspec.bench.summaries import in_turns, ratios, significant, summarize
+from hf_longspec.bench.summaries import in_turns, significant, summarize
 
 HEADLINE = "Decoding speed"
 TITLES = {"sample": "Sampling at temperature 1", "greedy": "Greedy"}

@@ -37,9 +37,9 @@ from benchmarks.harness import (
     set_threads,
     show,
 )
+from benchmarks.parts import PrefilledPrompts, report_page
 from hf_longspec.bench.calls import MODES, PLAIN
-from hf_longspec.bench.markdown import markdown_table, report_page
-from hf_longspec.bench.prefill import PrefilledPrompts
+from hf_longspec.bench.markdown import markdown_table
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import mean_interval, significant
@@ -119,9 +119,8 @@ class SteppedRun:
 
         def opened(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Session:
             target = TargetView(model)
-            session = Session(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, None)
-            session.open_cache(model_kwargs)
-            return session
+            call = (input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
+            return Session(target, draft, *call)
 
         torch.manual_seed(seed)
         # generate() prepares processors and criteria, and returns what it is given
@@ -129,9 +128,9 @@ class SteppedRun:
             prompt, attention_mask=torch.ones_like(prompt), custom_generate=opened, **options
         )
         self.steps: list[TimedStep] = []
-        self.session.prefill()
+        tails = self.session.prefill()
         with self.session.target.attention():
-            self.session.seed()
+            self.session.seed(tails)
 
     @property
     def text(self) -> list[int]:

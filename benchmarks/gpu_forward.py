@@ -72,7 +72,7 @@ class ForwardSections:
 
     def transformers(self, cache: SpeculativeCache, nodes: list[int], logits: dict[int, torch.Tensor]) -> None:
         """Put transformers' logits for every number of nodes into `logits`; time its plain step and one block."""
-        run, (batch, context) = self.run, (cache.batch_size, cache.host_lengths[0])
+        run, (batch, context) = self.run, (cache.batch_size, cache.lengths.host[0])
         run.device.require(2 * cache.nbytes, "transformers' cache and its copy in every step")
         forward = HfForward(self.model, cache)
         floors = run.roofline(batch, context)
@@ -115,7 +115,7 @@ class ForwardSections:
 
     def commit(self, cache: SpeculativeCache) -> None:
         """Moving accepted nodes of every layer after the prefix."""
-        run, before = self.run, cache.host_lengths
+        run, before = self.run, cache.lengths.host
         moved = min(COMMITTED, cache.tree_slots)
         path = torch.arange(moved, device=run.device.device).mul(cache.tree_slots // moved).expand(len(before), -1)
 
@@ -146,7 +146,7 @@ class ForwardSections:
 
     def _profile_ours(self, name: str, cache: SpeculativeCache, tree: DraftTree) -> None:
         with running_on(self.model, name):
-            self._profiled(f"ours, {name}", cache.host_lengths[0], self.verification(cache, tree))
+            self._profiled(f"ours, {name}", cache.lengths.host[0], self.verification(cache, tree))
 
     def _profiled(self, side: str, context: int, step: Callable[[], object]) -> None:
         cuda, activities = self.run.device.is_cuda, [torch.profiler.ProfilerActivity.CPU]
@@ -180,7 +180,7 @@ class HfForward:
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache):
         self.model = model
-        self.prefix = cache.host_lengths[0]
+        self.prefix = cache.lengths.host[0]
         self.past = DynamicCache()
         for index, layer in enumerate(cache.layers):
             self.past.update(layer.keys[:, :, : self.prefix], layer.values[:, :, : self.prefix], index)

@@ -7,8 +7,9 @@ judged at the end. On another machine they are judged all the same; on the tiny 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.parts import report_page
 from hf_longspec.bench.calls import PLAIN
-from hf_longspec.bench.markdown import markdown_table, range_of, report_page
+from hf_longspec.bench.markdown import markdown_table, range_of
 from hf_longspec.bench.results import Record, of_kind
 
 HEADLINE = "On a GPU"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.parts import PrefilledPrompts, prefill
 from hf_longspec.bench.calls import endless
-from hf_longspec.bench.prefill import PrefilledPrompts, prefill
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
 from hf_longspec.bench.results import ResultFile

@@ -29,11 +29,13 @@ from benchmarks.harness import (
     set_threads,
     show,
 )
+from benchmarks.parts import report_page
+from examples.distinct_ngrams import ORDERS, distinct
 from hf_longspec.bench.calls import HF, MODES, PLAIN, HfMethod, TokenClock
-from hf_longspec.bench.markdown import markdown_table, report_page
+from hf_longspec.bench.markdown import markdown_table
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
-from hf_longspec.bench.summaries import ORDERS, distinct, significant
+from hf_longspec.bench.summaries import significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.stats import SpeculationStats
 from hf_longspec.generation.target import TargetView

@@ -28,9 +28,10 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import hf_longspec
 from benchmarks.harness import integers, parser, set_threads, show
+from benchmarks.parts import report_page
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.markdown import markdown_table, report_page
+from hf_longspec.bench.markdown import markdown_table
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.generation.cache import SpeculativeCache

@@ -30,10 +30,10 @@ from benchmarks.harness import (
     set_threads,
     show,
 )
+from benchmarks.parts import PrefilledPrompts, report_page
 from hf_longspec.bench.calls import MODES, PLAIN, HfMethod
 from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.markdown import acceptance_table, report_page
-from hf_longspec.bench.prefill import PrefilledPrompts
+from hf_longspec.bench.markdown import acceptance_table
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 

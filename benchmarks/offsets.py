@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.harness import add_prompts, integers, load_prompts, load_target, parser, set_threads, show
-from hf_longspec.bench.markdown import half_width, markdown_table, report_page
+from benchmarks.parts import report_page
+from hf_longspec.bench.markdown import markdown_table, plus_minus
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import mean_interval
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
@@ -32,8 +33,8 @@ def offsets_headline(records: Sequence[Record]) -> str:
         [
             str(row["offset"]),
             str(row["anchors"]),
-            f"{row['loss']['mean']:.3f} ± {half_width(row['loss'])}",
-            f"{row['difference']['mean']:+.4f} ± {half_width(row['difference'], 4)}",
+            f"{row['loss']['mean']:.3f}{plus_minus(row['loss'])}",
+            f"{row['difference']['mean']:+.4f}{plus_minus(row['difference'], 4)}",
         ]
         for row in of_kind(records, "offsets")
     ]

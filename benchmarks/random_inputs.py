@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longspec.attention_backends.contexts import TreeContext
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import AttentionState, merge_attention_states
 from hf_longspec.attention_backends.reference import prefix_attention, tree_attention
 from hf_longspec.attention_backends.registry import AttentionBackend
@@ -196,8 +197,9 @@ class DeviceAttention:
 
     def context(self, capture: Any = None) -> TreeContext:
         """The context of one forward for a backend."""
-        lengths = torch.tensor(self.lengths, device=self.query.device)
-        return TreeContext(lengths, self.lengths, self.tree.depths, self.tree.mask, capture)
+        lengths = SeqLens(self.lengths)
+        positions = lengths.on(self.query.device)[:, None] + self.tree.depths
+        return TreeContext(lengths, positions, self.tree.mask, capture)
 
     def attend(self, backend: AttentionBackend, layer: Layer, context: TreeContext, index: int = 0) -> torch.Tensor:
         """A backend's output, `(B, H, N, D)`."""
@@ -216,12 +218,12 @@ class DeviceAttention:
         for row, length in enumerate(self.lengths):
             own = slice(row, row + 1)
             keys, values = (part[own, :, : length + nodes].double() for part in layer)
-            query, lengths = self.query[own].double(), torch.tensor([length], device=keys.device)
+            query = self.query[own].double()
             before = keys[:, :, :length], values[:, :, :length]
             staged = keys[:, :, length:], values[:, :, length:]
             parts = [tree_attention(query, *staged, self.tree.mask[own], scaling=self.scaling)]
             if length:
-                parts.append(prefix_attention(query, *before, lengths, scaling=self.scaling))
+                parts.append(prefix_attention(query, *before, SeqLens([length]), scaling=self.scaling))
             rows.append(merge_attention_states(parts))
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows])
 

@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.harness import add_repeats, integers, names, parser, seconds_of, set_threads, show, time_in_turns
+from benchmarks.parts import ratios, report_page
 from benchmarks.random_inputs import (
     LOGIT_BUDGET,
     NODE_KEY_GAIN,
@@ -29,13 +30,14 @@ from benchmarks.random_inputs import (
 )
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.interface import attention_forward
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.reference import prefix_attention, tree_attention
 from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.markdown import markdown_table, range_of, report_page
+from hf_longspec.bench.markdown import markdown_table, range_of
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
-from hf_longspec.bench.summaries import ratios, significant, summarize
+from hf_longspec.bench.summaries import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
@@ -222,7 +224,7 @@ class AttentionCase:
     def exact(self, layer: Layer) -> torch.Tensor:
         """The reference in float64, `(1, N, H, D)`."""
         keys, values = (part.double() for part in self._written(layer))
-        query, lengths, scaling = self.query.double(), torch.tensor([self.prefix]), self.attention.scaling
+        query, lengths, scaling = self.query.double(), SeqLens([self.prefix]), self.attention.scaling
         inside, staged = slice(0, self.prefix), slice(self.prefix, None)
         parts = [
             prefix_attention(query, keys[:, :, inside], values[:, :, inside], lengths, scaling=scaling),
@@ -254,8 +256,7 @@ class AttentionCase:
 
     def context(self) -> TreeContext:
         """The context of one forward for our backend."""
-        lengths = torch.tensor([self.prefix])
-        return TreeContext(lengths, (self.prefix,), self.tree.depths, self.tree.mask)
+        return TreeContext(SeqLens([self.prefix]), self.prefix + self.tree.depths, self.tree.mask)
 
     def _written(self, layer: Layer) -> Layer:
         end = self.prefix + self.tree.num_nodes
@@ -275,7 +276,7 @@ class ForwardCase:
         self.model = model
         self.cache = cache
         self.tree = tree
-        self.prefix = cache.host_lengths[0]
+        self.prefix = cache.lengths.host[0]
         self.mask = block_mask(tree, self.prefix)
 
     def hf(self) -> tuple[float, torch.Tensor]:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from distinct_ngrams import ORDERS, distinct
 from tqdm import tqdm
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_longspec
 from hf_longspec import ContextualPenaltyLogitsProcessor, FileStreamer
-from hf_longspec.bench.summaries import ORDERS, distinct
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY_TARGET, TINY_DRAFT = (str(ROOT / "hub_cards" / name) for name in ("tiny-target", "tiny-longspec"))

@@ -12,6 +12,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -134,16 +135,12 @@ def audit(
 
     Raises:
         ValueError: If the arguments contradict each other, or the model is in training mode or an encoder-decoder.
-
-    Returns:
-        [`AuditReport`]
     """
     _check(model, sequences, prompt_length, attention_mask, chunk_size)
     settings = getattr(model, "generation_config", None) or model.config
     pad = getattr(settings, "pad_token_id", None) if pad_token_id is None else pad_token_id
     eos = getattr(settings, "eos_token_id", None) if eos_token_id is None else eos_token_id
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
-    rows = _rows(sequences, prompt_length, attention_mask, pad, ends)
+    rows = _rows(sequences, prompt_length, attention_mask, pad, _end_tokens(eos))
     findings = [_findings(model, rows, *step, eps) for step in _teacher_forced(model, rows, chunk_size)]
     return _report(torch.cat(findings or [torch.empty(0, 4)]))
 
@@ -151,10 +148,7 @@ def audit(
 def _check(
     model: PreTrainedModel, sequences: torch.Tensor, prompt_length: int, mask: torch.Tensor | None, chunk_size: int
 ) -> None:
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} is an encoder-decoder model; only decoder-only ones can be audited.")
-    if model.training:
-        raise ValueError("the model is in training mode, in which dropout changes the logits. Call model.eval() first.")
+    _check_model(model)
     if sequences.dim() != 2 or not 1 <= prompt_length < sequences.shape[1]:
         raise ValueError(
             f"prompt_length={prompt_length} for sequences of shape {tuple(sequences.shape)}: expected a 2-D tensor "
@@ -165,6 +159,13 @@ def _check(
         raise ValueError(f"attention_mask has shape {tuple(mask.shape)}, expected {expected[0]} or {expected[1]}.")
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: expected at least 1.")
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder model; only decoder-only ones can be audited.")
+    if model.training:
+        raise ValueError("the model is in training mode, in which dropout changes the logits. Call model.eval() first.")
 
 
 def _rows(
@@ -185,6 +186,10 @@ def _rows(
         columns = keep.nonzero().flatten()
         rows.append(_Row(tokens[columns], columns, prompt))
     return rows
+
+
+def _end_tokens(eos: int | list[int] | None) -> set[int]:
+    return {eos} if isinstance(eos, int) else set(eos or ())
 
 
 def _emitted(tokens: list[int], pad: int | None, ends: set[int]) -> int:
@@ -243,22 +248,73 @@ def _report(findings: torch.Tensor) -> AuditReport:
     findings = findings[findings[:, 1].argsort(stable=True)]  # by column, so that the first line is the earliest token
     gap, allowed = (-findings[:, 2]).clamp_min(0), findings[:, 3]
     differs, fails = ~(gap <= 0), ~(gap <= allowed)  # negated: NaN logits are a failure
+    first_divergence, first_failure = (
+        (int(findings[marked][0, 0]), int(findings[marked][0, 1])) if marked.any() else None
+        for marked in (differs, fails)
+    )
     worst = (gap - allowed).nan_to_num(nan=torch.inf).argmax() if len(gap) else None
     return AuditReport(
         verdict=NOT_LOSSLESS if fails.any() else NEAR_TIE if differs.any() else EXACT,
         num_tokens=len(gap),
         num_argmax=int((~differs).sum()),
-        first_divergence=_first(findings, differs),
-        first_failure=_first(findings, fails),
+        first_divergence=first_divergence,
+        first_failure=first_failure,
         max_gap=float(gap.max()) if len(gap) else 0.0,
         eps=0.0 if worst is None else float(allowed[worst]),
         margins=findings,
     )
 
 
-def _first(findings: torch.Tensor, marked: torch.Tensor) -> tuple[int, int] | None:
-    where = findings[marked, :2]
-    return (int(where[0, 0]), int(where[0, 1])) if len(where) else None
+@dataclass(frozen=True)
+class Comparison:
+    """The result of [`compare`]. New tokens are counted from 0.
+
+    Args:
+        verdict (`str`):
+            In float32 `"exact"` if the texts are the same and `"NOT lossless"` otherwise. In other types the verdict of
+            the audit, or `"NOT lossless"` if the text ends too early.
+        prompt_tokens (`int`): Tokens of the prompt.
+        new_tokens (`int`): Tokens of the speculative text.
+        first_difference (`int`, *optional*): The first new token in which the texts differ.
+        is_whole (`bool`): Whether the speculative text has all its tokens, or ends where the model ends it.
+        report ([`AuditReport`]): The audit of the speculative text.
+    """
+
+    verdict: str
+    prompt_tokens: int
+    new_tokens: int
+    first_difference: int | None
+    is_whole: bool
+    report: AuditReport
+
+
+def compare(
+    model: PreTrainedModel,
+    plain: torch.Tensor,
+    speculative: torch.Tensor,
+    prompt_length: int,
+    max_new_tokens: int,
+    eps: float | None = None,
+) -> Comparison:
+    """Judge a speculative text by the text of plain `generate` and by an audit.
+
+    Args:
+        model (`PreTrainedModel`): The target of both texts, in eval mode.
+        plain (`torch.LongTensor` of shape `(1, length)`): Prompt and continuation by plain `generate`, greedily.
+        speculative (`torch.LongTensor` of shape `(1, length)`): The same with a draft.
+        prompt_length (`int`): Tokens of the prompt.
+        max_new_tokens (`int`): Tokens that were to be generated.
+        eps (`float`, *optional*): See [`audit`].
+    """
+    report = audit(model, speculative, prompt_length, torch.ones_like(speculative), eps=eps)
+    expected, emitted = (text[0, prompt_length:].tolist() for text in (plain, speculative))
+    pairs = enumerate(zip_longest(expected, emitted))
+    first_difference = next((index for index, (a, b) in pairs if a != b), None)
+    is_whole = len(emitted) == max_new_tokens or emitted[-1] in _end_tokens(model.generation_config.eos_token_id)
+    verdict = report.verdict if is_whole else NOT_LOSSLESS
+    if model.dtype == torch.float32:
+        verdict = EXACT if expected == emitted else NOT_LOSSLESS
+    return Comparison(verdict, prompt_length, len(emitted), first_difference, is_whole, report)
 
 
 @dataclass(frozen=True)
@@ -317,12 +373,8 @@ def audit_sampling(
     Raises:
         ValueError: If the model is in training mode, shapes or temperature are wrong, or there are too few samples for
             any frequency to be judged.
-
-    Returns:
-        [`SamplingReport`]
     """
-    if model.training:
-        raise ValueError("the model is in training mode, in which dropout changes the logits. Call model.eval() first.")
+    _check_model(model)
     if samples.dim() != 2 or not samples.numel() or not prompt.numel() or prompt.numel() != prompt.shape[-1]:
         raise ValueError(
             f"prompt of shape {tuple(prompt.shape)} and samples of shape {tuple(samples.shape)}: expected one prompt "
@@ -331,15 +383,14 @@ def audit_sampling(
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}: expected more than 0. Greedy text is for audit().")
     samples = samples.to(model.device)
-    counts = _Counts()
-    watched = None
+    watched, sums = None, torch.zeros(())
     for rows, logits in _read_samples(model, prompt.reshape(1, -1).to(model.device), samples):
         probs = (logits.float() / temperature).softmax(-1)
         if watched is None:  # chosen by the prefixes, not by the tokens that were drawn after them
             watched = probs.mean(0).topk(min(WATCHED_TOKENS, probs.shape[-1])).indices
-        counts.add(probs, rows, watched)
+        sums = sums + _count(probs, rows, watched)
     assert watched is not None
-    return counts.report(watched)
+    return _sampling_report(sums, len(samples), watched, list(_bands(probs.shape[-1])))
 
 
 def _read_samples(
@@ -360,86 +411,68 @@ def _read_samples(
         yield rows, logits
 
 
-class _Counts:
-    """For every outcome: its count, the expected count, and the variance of the count.
+def _count(probs: torch.Tensor, rows: torch.Tensor, watched: torch.Tensor) -> torch.Tensor:
+    """Count the outcomes at every place: the watched tokens, and the bands of ranks.
 
-    An outcome is a watched token at a place, or a range of ranks at a place or at all places.
+    Args:
+        probs (`torch.Tensor` of shape `(n, K, vocab)`): The model's probabilities.
+        rows (`torch.LongTensor` of shape `(n, K)`): The tokens.
+        watched (`torch.LongTensor` of shape `(K, W)`): Tokens that are counted one by one.
+
+    Returns:
+        `torch.DoubleTensor` of shape `(3, K, W + bands)`: The count, the expected count, and the variance of the count.
     """
+    # the position in a stable order, so that every token has a rank of its own even among equals
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = (order == rows[..., None]).int().argmax(-1)
+    ends = torch.tensor(list(_bands(probs.shape[-1]).values()), device=probs.device)
+    band = torch.bucketize(rank, ends, right=True)
+    in_band = band[..., None] == torch.arange(len(ends), device=probs.device)
+    up_to = torch.nn.functional.pad(ordered.double().cumsum(-1)[..., ends - 1], (1, 0))
+    chances = probs.gather(-1, watched.expand(len(rows), -1, -1)).double()
+    chance = torch.cat([chances, up_to.diff(dim=-1)], dim=-1)
+    occurred = torch.cat([rows[..., None] == watched, in_band], dim=-1).double()
+    return torch.stack([occurred, chance, chance * (1 - chance)]).sum(1).cpu()
 
-    def __init__(self) -> None:
-        self.sums: dict[str, torch.Tensor] = {}
-        self.samples = 0
 
-    def add(self, probs: torch.Tensor, rows: torch.Tensor, watched: torch.Tensor) -> None:
-        """Count rows of tokens.
-
-        Args:
-            probs (`torch.Tensor` of shape `(n, K, vocab)`): The model's probabilities.
-            rows (`torch.LongTensor` of shape `(n, K)`): The tokens.
-            watched (`torch.LongTensor` of shape `(K, W)`): Tokens that are counted one by one.
-        """
-        self.samples += len(rows)
-        chances = probs.gather(-1, watched.expand(len(rows), -1, -1))
-        self._sum("tokens", (rows[..., None] == watched), chances)
-        # the position in a stable order, so that every token has a rank of its own even among equals
-        ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-        rank = (order == rows[..., None]).int().argmax(-1)
-        ends = _ends(probs.shape[-1]).to(probs.device)
-        up_to = torch.nn.functional.pad(ordered.double().cumsum(-1)[..., ends - 1], (1, 0))
-        band = torch.bucketize(rank, ends, right=True)
-        bands = torch.arange(len(ends), device=probs.device)
-        self._sum("ranks", band[..., None] == bands, up_to.diff(dim=-1))
-
-    def _sum(self, kind: str, occurred: torch.Tensor, chance: torch.Tensor) -> None:
-        chance = chance.double()
-        sums = torch.stack([occurred.double(), chance, chance * (1 - chance)]).sum(1).cpu()  # (3, K, outcomes)
-        self.sums[kind] = sums if kind not in self.sums else self.sums[kind] + sums
-
-    def report(self, watched: torch.Tensor) -> SamplingReport:
-        """The largest deviation among the outcomes that are frequent enough."""
-        tokens, ranks = self.sums["tokens"], self.sums["ranks"]
-        places = tokens.shape[1]
-        names = [f"token {token} at place {place + 1}" for place in range(places) for token in watched[place].tolist()]
-        bands = _band_names(ranks.shape[2])
-        names += [f"{band} at place {place + 1}" for place in range(places) for band in bands]
-        names += [f"{band} at all places" for band in bands]
-        trials = [self.samples] * (len(names) - len(bands)) + [self.samples * places] * len(bands)
-        occurred, expected, variance = torch.cat([tokens.flatten(1), ranks.flatten(1), ranks.sum(1)], dim=1)
-        # rarer outcomes, or rarer misses of near-certain ones, are too skewed for a number of standard deviations
-        deviation = torch.where(variance >= MIN_EXPECTED, (occurred - expected).abs() / variance.sqrt(), -1.0)
-        if not (deviation >= 0).any():
-            raise ValueError(
-                f"{self.samples} samples are too few to judge a frequency at this temperature. Draw some "
-                f"hundred at least ({MIN_EXPECTED} of a token and of all others are needed), or raise the temperature."
-            )
-        worst = int(deviation.argmax())
-        return SamplingReport(
-            verdict=FOLLOWS if deviation[worst] < MAX_SIGMA else DEVIATES,
-            num_samples=self.samples,
-            num_tokens=places,
-            num_outcomes=int((deviation >= 0).sum()),
-            max_sigma=float(deviation[worst]),
-            allowed_sigma=MAX_SIGMA,
-            worst=names[worst],
-            observed=float(occurred[worst]) / trials[worst],
-            expected=float(expected[worst]) / trials[worst],
+def _sampling_report(sums: torch.Tensor, num_samples: int, watched: torch.Tensor, bands: list[str]) -> SamplingReport:
+    """The largest deviation among the outcomes that are frequent enough, at one place or a band at all places."""
+    places, width = watched.shape
+    names = [
+        f"{outcome} at place {place}"
+        for place, tokens in enumerate(watched.tolist(), start=1)
+        for outcome in [*(f"token {token}" for token in tokens), *bands]
+    ]
+    trials = [num_samples] * len(names) + [num_samples * places] * len(bands)
+    names += [f"{band} at all places" for band in bands]
+    occurred, expected, variance = torch.cat([sums.flatten(1), sums[..., width:].sum(1)], dim=1)
+    # rarer outcomes, or rarer misses of near-certain ones, are too skewed for a number of standard deviations
+    deviation = torch.where(variance >= MIN_EXPECTED, (occurred - expected).abs() / variance.sqrt(), -1.0)
+    if not (deviation >= 0).any():
+        raise ValueError(
+            f"{num_samples} samples are too few to judge a frequency at this temperature. Draw some "
+            f"hundred at least ({MIN_EXPECTED} of a token and of all others are needed), or raise the temperature."
         )
+    worst = int(deviation.argmax())
+    return SamplingReport(
+        verdict=FOLLOWS if deviation[worst] < MAX_SIGMA else DEVIATES,
+        num_samples=num_samples,
+        num_tokens=places,
+        num_outcomes=int((deviation >= 0).sum()),
+        max_sigma=float(deviation[worst]),
+        allowed_sigma=MAX_SIGMA,
+        worst=names[worst],
+        observed=float(occurred[worst]) / trials[worst],
+        expected=float(expected[worst]) / trials[worst],
+    )
 
 
-def _ends(vocab_size: int) -> torch.Tensor:
-    """Ends of the bands of ranks.
+def _bands(vocab_size: int) -> dict[str, int]:
+    """Names of the bands of ranks, and the last rank of each.
 
-    >>> _ends(20).tolist()
-    [1, 2, 4, 8, 16, 20]
+    >>> _bands(7)
+    {'the likeliest token': 1, 'the 2nd': 2, 'ranks 3 to 4': 4, 'ranks 5 to 7': 7}
     """
-    ends = [2**power for power in range(vocab_size.bit_length()) if 2**power < vocab_size]
-    return torch.tensor([*ends, vocab_size])
-
-
-def _band_names(count: int) -> list[str]:
-    """Names of the bands.
-
-    >>> _band_names(4)
-    ['the likeliest token', 'the 2nd', 'ranks 3 to 4', 'ranks 5 to 8']
-    """
-    return ["the likeliest token", "the 2nd", *(f"ranks {2**p + 1} to {2 ** (p + 1)}" for p in range(1, count - 1))]
+    ends = [min(2**power, vocab_size) for power in range((vocab_size - 1).bit_length() + 1)]
+    later = {f"ranks {start + 1} to {end}": end for start, end in pairwise(ends[1:])}
+    return dict(zip(("the likeliest token", "the 2nd"), ends, strict=False)) | later

@@ -1,9 +1,10 @@
-"""One thread for tiny tensors, an open gate, a tokenizer, and hypothesis profiles `short` (default) and `soak`.
+"""One thread for tiny tensors, the gate as shipped, a tokenizer, and hypothesis profiles `short` (default) and `soak`.
 
-HYPOTHESIS_PROFILE=soak chooses the other profile; SPECULATION_GATE=flip has the gate open and shut at random, which no
-text may show: tests that count steps fail then.
+HYPOTHESIS_PROFILE=soak chooses the other profile. The gate decides by measured time, so a test that counts steps asks
+for `every_step_speculates`; SPECULATION_GATE=flip, where gates open and shut at random, finds those that forgot.
 """
 
+import datetime
 import os
 
 import pytest
@@ -26,19 +27,38 @@ settings.register_profile(
 settings.register_profile("soak", max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
+GATE_OF = "hf_longspec.generation.gate.gate_of"
 
-@pytest.fixture(autouse=True)
-def gate():
-    """Every step speculates, unless a test sets another gate.
+# The tenth of all model types that runs today; the same in all processes of a run.
+os.environ.setdefault("ARCHITECTURE_ROTATION", str(datetime.datetime.now(datetime.UTC).date().toordinal()))
+
+
+def pytest_report_header() -> str:
+    return f"model types: ARCHITECTURE_ROTATION={os.environ['ARCHITECTURE_ROTATION']}"
+
+
+@pytest.fixture(autouse=os.environ.get("SPECULATION_GATE") == "flip")
+def gates_flip():
+    """Gates open and shut at random."""
+    # imported here: the interpreter is chosen above
+    from hf_longspec.testing import FlippingGate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GATE_OF, lambda wanted, *_: FlippingGate() if wanted else None)
+        yield
+
+
+@pytest.fixture
+def every_step_speculates():
+    """Calls have no gate, so that acceptance and steps can be counted.
 
     Not by the fixture `monkeypatch`: that one would then be undone after the fixtures that tidy up after a test.
     """
     # imported here: the interpreter is chosen above
-    from hf_longspec.testing import FlippingGate, ungated
+    from hf_longspec.testing import ungated
 
-    flips = os.environ.get("SPECULATION_GATE") == "flip"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_longspec.generation.gate.gate_of", (lambda *_: FlippingGate()) if flips else ungated)
+        patch.setattr(GATE_OF, ungated)
         yield
 
 

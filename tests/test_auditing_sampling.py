@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.auditing import DEVIATES, FOLLOWS, _Counts, audit_sampling
+from hf_longspec.auditing import DEVIATES, FOLLOWS, _count, audit_sampling
 from hf_longspec.testing import MAX_SIGMA, tiny_prompts, tiny_target
 
 SAMPLES, TOKENS = 800, 3
@@ -61,15 +61,13 @@ def test_a_token_wrong_at_one_place_only_is_found_there(target, prompt):
 def test_expectations_against_a_forward_per_sample(target, prompt):
     """Sums of probabilities of one token and one rank, with the prompt read anew for every sample."""
     samples = draw(target, prompt, samples=37)
-    counts, watched = _Counts(), torch.tensor([[4], [9], [21]])
-    expected = []
+    watched, expected = torch.tensor([[4], [9], [21]]), []
     with torch.no_grad():
         for row in samples:
             logits = target(torch.cat([prompt[0], row])[None]).logits[0, 18:-1]
             expected.append(logits.double().softmax(-1))
-    for row, p in zip(samples, expected, strict=True):
-        counts.add(p[None].float(), row[None], watched)
-    tokens, ranks = counts.sums["tokens"], counts.sums["ranks"]
+    counts = sum(_count(p[None].float(), row[None], watched) for row, p in zip(samples, expected, strict=True))
+    tokens, ranks = counts[..., :1], counts[..., 1:]
     for place, token in enumerate((4, 9, 21)):
         p = torch.stack([probs[place, token] for probs in expected])
         assert tokens[0, place, 0] == (samples[:, place] == token).sum()

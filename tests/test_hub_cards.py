@@ -12,8 +12,10 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
-from hf_longspec.cli.publish import Request, write_or_push
+from hf_longspec.cli.publish import write_or_push
 from hf_longspec.generation.target_modules import FinalNormInput, TargetEnds
+
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, LONGSPEC, TOKENSWIFT = (ROOT / "hub_cards" / f"tiny-{name}" for name in ("target", "longspec", "tokenswift"))
@@ -70,7 +72,7 @@ def built(tmp_path_factory):
     cards.mkdir()
     (cards / TARGET.name).symlink_to(TARGET)
     for folder, results in RESULTS.items():
-        write_or_push(Request(folder, dry_run=True, output=cards / folder.name, results=ROOT / results))
+        write_or_push(folder, dry_run=True, output=cards / folder.name, results=ROOT / results)
     return cards
 
 

@@ -49,7 +49,8 @@ ARROWS = {
 
 # Packages that `pip install transformers torch` installs.
 ALWAYS_THERE = {"torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "numpy", "tqdm", "packaging"}
-ALWAYS_THERE |= {"typer", "rich"}  # requirements of transformers 5 and of typer
+# Requirements of transformers 5, of typer and of torch.
+ALWAYS_THERE |= {"typer", "yaml", "rich", "jinja2"}
 
 # The line that transformers looks for, anywhere in a file, to find the siblings of a module it publishes.
 RELATIVE_IMPORT_LINE = re.compile(r"^\s*from\s+\.\S*\s+import\b")

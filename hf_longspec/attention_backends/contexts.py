@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from .masks import shared_length
+from .lengths import SeqLens
 from .merge import AttentionState, merge_attention_states
 from .registry import AttentionBackend
 
@@ -40,14 +40,14 @@ class StepContext:
     Subclasses define `attend(backend, layer_idx, query, key, value, *, scaling, sliding_window, softcap, sinks)`.
 
     Args:
-        lengths (`torch.LongTensor` of shape `(B,)`): Used slots per row.
-        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they cannot be read.
+        lengths ([`SeqLens`]): Used slots per row.
+        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
         windows (`tuple[int | None, ...]`, *optional*):
             Sliding window of every layer. By default each layer's own argument decides.
     """
 
-    lengths: torch.Tensor
-    host_lengths: tuple[int, ...] | None
+    lengths: SeqLens
+    positions: torch.Tensor
     windows: tuple[int | None, ...] | None = field(default=None, kw_only=True)
     # values that depend on the step but not on the layer; the first layer that needs one computes it
     _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -57,7 +57,8 @@ class StepContext:
         if device is None:  # accelerate passes None for a module without a device of its own, as it does for tensors
             return self
         device = torch.device(device)
-        if device == self.lengths.device or (device.index is None and device.type == self.lengths.device.type):
+        here = self.positions.device
+        if device == here or (device.index is None and device.type == here.type):
             return self
         if device not in self._memo:  # accelerate moves the arguments of every layer; one copy per device is enough
             values = {part.name: getattr(self, part.name) for part in fields(self)}
@@ -80,19 +81,17 @@ class TreeContext(StepContext):
     """One verification step, as the attention layers see it. Build a new context for every forward.
 
     Args:
-        lengths (`torch.LongTensor` of shape `(B,)`): Committed prefix per row.
-        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they cannot be read.
-        depths (`torch.LongTensor` of shape `(B, N)`): Depth of each node; node n is at position `lengths + depths`.
+        lengths ([`SeqLens`]): Committed prefix per row.
+        positions (`torch.LongTensor` of shape `(B, N)`): Prefix length plus depth of each node.
         mask (`torch.BoolTensor` of shape `(B, N, N)`): Ancestor-or-self; a padding node sees only itself.
-        capture (*optional*): Object whose `collect(layer_idx, query, key, lse, *, lengths, host_lengths, scaling,
-            softcap)` receives every layer's queries, keys and log-sum-exp. If it has `score_rows` (a [`ScoreRows`] or
-            None) and `last_node`, a backend with `scored_attention` writes the scores itself, and
-            `keep_scores(layer_idx, scores, host_lengths)` is called instead.
+        capture (*optional*): Object whose `collect(layer_idx, query, key, lse, *, lengths, scaling, softcap)` receives
+            every layer's queries, keys and log-sum-exp. If it has `score_rows` (a [`ScoreRows`] or None) and
+            `last_node`, a backend with `scored_attention` writes the scores itself, and
+            `keep_scores(layer_idx, scores, lengths)` is called instead.
         calls ([`CallCounter`], *optional*): Counts the layers that called.
         windows: See [`StepContext`].
     """
 
-    depths: torch.Tensor
     mask: torch.Tensor
     capture: Any = None
     calls: CallCounter = field(default_factory=CallCounter)
@@ -135,8 +134,8 @@ class TreeContext(StepContext):
             return scored
         out, lse = self._attend(backend, query, key, value, sinks, options)
         if self.capture is not None:
-            where = {"lengths": self.lengths, "host_lengths": self.host_lengths}
-            self.capture.collect(layer_idx, query, key, lse, scaling=scaling, softcap=softcap, **where)
+            where = {"lengths": self.lengths, "scaling": scaling, "softcap": softcap}
+            self.capture.collect(layer_idx, query, key, lse, **where)
         return out
 
     def _attend_scored(
@@ -157,11 +156,11 @@ class TreeContext(StepContext):
         last_node = self.capture.last_node
         tree = {"mask": self.windowed_mask(options["sliding_window"]), "positions": self.positions, "sinks": sinks}
         inputs = (query, key, value, self.lengths, last_node)
-        state = attention(*inputs, **tree, host_lengths=self.host_lengths, per_row=rows.weights, **options)
+        state = attention(*inputs, **tree, per_row=rows.weights, **options)
         if state is None:
             return None
         out, lse, scores = state
-        self.capture.keep_scores(layer_idx, rows.of_entries(scores, lse, last_node), self.host_lengths)
+        self.capture.keep_scores(layer_idx, rows.of_entries(scores, lse, last_node), self.lengths)
         attended: torch.Tensor = out
         return attended
 
@@ -175,39 +174,27 @@ class TreeContext(StepContext):
         options: dict[str, Any],
     ) -> AttentionState:
         if self.mask.shape[-1] == 1:  # a lone root: its own slot is the end of the prefix
-            lengths, host_lengths = self._lengths_with_root()
-            positions = self.positions
-            state = backend.prefix_attention(
-                query, key, value, lengths, positions=positions, host_lengths=host_lengths, **options
-            )
+            if "with_root" not in self._memo:
+                self._memo["with_root"] = self.lengths.plus(1)
+            lengths = self._memo["with_root"]
+            state = backend.prefix_attention(query, key, value, lengths, positions=self.positions, **options)
             return state if sinks is None else merge_attention_states([state], sinks)
-        mask, host_lengths = self.windowed_mask(options["sliding_window"]), self.host_lengths
+        mask, where = self.windowed_mask(options["sliding_window"]), (query, key, value, self.lengths)
         if backend.hybrid_attention is not None:
-            step = {"lengths": self.lengths, "host_lengths": host_lengths, "memo": self._memo}
-            hybrid = backend.hybrid_attention(query, key, value, mask, self.positions, sinks=sinks, **step, **options)
+            hybrid = backend.hybrid_attention(*where, mask, self.positions, sinks=sinks, memo=self._memo, **options)
             if hybrid is not None:
                 return hybrid
-        place = {"positions": self.positions, "host_lengths": host_lengths}
-        prefix = backend.prefix_attention(query, key, value, self.lengths, **place, **options)
+        prefix = backend.prefix_attention(*where, positions=self.positions, **options)
         nodes = self.staged(key), self.staged(value)
         tree = backend.tree_attention(query, *nodes, mask, scaling=options["scaling"], softcap=options["softcap"])
         return merge_attention_states([prefix, tree], sinks)
-
-    # not cached_property, which takes a lock that torch.compile cannot trace
-    @property
-    def positions(self) -> torch.Tensor:
-        """Absolute positions of the nodes, `(B, N)`."""
-        if "positions" not in self._memo:
-            self._memo["positions"] = self.lengths[:, None] + self.depths
-        positions: torch.Tensor = self._memo["positions"]
-        return positions
 
     def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
         """Return the tree mask `(B, N, N)` without the ancestors that are outside the window."""
         if sliding_window is None or sliding_window >= self.mask.shape[-1]:  # no path is longer than the tree
             return self.mask
         if sliding_window not in self._memo:
-            distance = self.depths[:, :, None] - self.depths[:, None, :]
+            distance = self.positions[:, :, None] - self.positions[:, None, :]
             self._memo[sliding_window] = self.mask & (distance < sliding_window)
         mask: torch.Tensor = self._memo[sliding_window]
         return mask
@@ -215,20 +202,12 @@ class TreeContext(StepContext):
     def staged(self, cached: torch.Tensor) -> torch.Tensor:
         """Return the nodes' part of a key or value buffer, `(B, K, N, D)`: a view if all rows are equally long."""
         nodes = self.mask.shape[-1]
-        shared = None if self.host_lengths is None else shared_length(self.host_lengths)
-        if shared is not None:
-            return cached.narrow(2, shared, nodes)
-        if "slots" not in self._memo:
-            offsets = torch.arange(nodes, device=self.lengths.device)
-            self._memo["slots"] = (self.lengths[:, None] + offsets)[:, None, :, None]
+        if self.lengths.shared is not None:
+            return cached.narrow(2, self.lengths.shared, nodes)
+        if "slots" not in self._memo:  # the root is at the end of the prefix
+            offsets = torch.arange(nodes, device=self.positions.device)
+            self._memo["slots"] = (self.positions[:, :1] + offsets)[:, None, :, None]
         return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
-
-    def _lengths_with_root(self) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-        if "with_root" not in self._memo:
-            host = None if self.host_lengths is None else tuple(length + 1 for length in self.host_lengths)
-            self._memo["with_root"] = self.lengths + 1, host
-        lengths: tuple[torch.Tensor, tuple[int, ...] | None] = self._memo["with_root"]
-        return lengths
 
 
 @dataclass
@@ -236,18 +215,14 @@ class SparseContext(StepContext):
     """One drafting step, as the attention layers see it. Build a new context for every forward.
 
     Args:
-        lengths (`torch.LongTensor` of shape `(B,)`): Used entries of the compact buffers, including the query's own.
-        host_lengths (`tuple[int, ...]`, *optional*): The same numbers on the host; None where they cannot be read.
+        lengths ([`SeqLens`]): Used entries of the compact buffers, including the query's own.
         positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
-        dense_lengths (`torch.LongTensor` of shape `(B,)`): Used slots of the whole cache, including the query's own.
-        dense_host_lengths (`tuple[int, ...]`, *optional*): Likewise on the host.
+        dense_lengths ([`SeqLens`]): Used slots of the whole cache, including the query's own.
         dense_layers (`frozenset[int]`): Layers that read the whole cache.
         calls ([`CallCounter`], *optional*): Counts the layers that called.
     """
 
-    positions: torch.Tensor
-    dense_lengths: torch.Tensor
-    dense_host_lengths: tuple[int, ...] | None
+    dense_lengths: SeqLens
     dense_layers: frozenset[int] = frozenset()
     calls: CallCounter = field(default_factory=CallCounter)
 
@@ -275,11 +250,10 @@ class SparseContext(StepContext):
             `torch.Tensor` of shape `(B, H, N, Dv)`.
         """
         self.calls.total += 1
-        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "host_lengths": self.host_lengths}
+        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
         lengths = self.lengths
         if layer_idx in self.dense_layers:
             lengths = self.dense_lengths
             options |= {"positions": self.positions, "sliding_window": self.window_of(layer_idx, sliding_window)}
-            options["host_lengths"] = self.dense_host_lengths
         state = backend.prefix_attention(query, key, value, lengths, **options)
         return state[0] if sinks is None else merge_attention_states([state], sinks)[0]

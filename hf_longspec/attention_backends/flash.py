@@ -17,6 +17,7 @@ from functools import cache, partial
 
 import torch
 
+from .lengths import SeqLens
 from .masks import WINDOW_WITHOUT_POSITIONS, window_holds_all
 from .merge import AttentionState, nothing_visible
 from .registry import AttentionBackend, AttentionCall, register_backend
@@ -61,13 +62,12 @@ def prefix_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: torch.Tensor,
+    lengths: SeqLens,
     *,
     scaling: float,
     positions: torch.Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    host_lengths: tuple[int, ...] | None = None,
 ) -> AttentionState:
     """Attend N queries to the committed prefix; see reference.py. Nothing is read back.
 
@@ -86,15 +86,15 @@ def prefix_attention(
     if (
         positions is None
         or sliding_window is None
-        or (host_lengths is not None and window_holds_all(sliding_window, max(host_lengths), nodes))
+        or (lengths.longest is not None and window_holds_all(sliding_window, lengths.longest, nodes))
     ):
         # No query has a mask, so the query heads of a key head are just more rows. Otherwise version 2 would read the
         # cache once per query head, except for a single query.
         packed = query.reshape(query.shape[0], kv_heads, -1, query.shape[3]).transpose(1, 2)
-        out, lse = call(packed, ends=lengths, may_be_empty=host_lengths is None or 0 in host_lengths)
+        out, lse = call(packed, ends=lengths.on(key.device), may_be_empty=not lengths.host or 0 in lengths.host)
         out = out.transpose(1, 2).unflatten(2, (-1, nodes)).flatten(1, 2)
         return out, lse.unflatten(2, (-1, nodes)).flatten(1, 2)
-    ends = lengths[:, None].expand(-1, nodes)
+    ends = lengths.on(key.device)[:, None].expand(-1, nodes)
     starts = torch.minimum((positions - sliding_window + 1).clamp_min(0), ends)
     packed = query.unflatten(1, (kv_heads, -1)).permute(0, 3, 2, 1, 4).flatten(0, 1)  # [B * N, G, K, D]
     out, lse = call(packed, ends=ends.reshape(-1), starts=starts.reshape(-1))

@@ -14,6 +14,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from .differentiable import differentiable_attention
+from .lengths import SeqLens
 from .masks import WindowMask
 from .merge import AttentionState, merge_attention_states
 from .registry import AttentionBackend, AttentionCall, select
@@ -124,11 +125,8 @@ def _attend(
         window = {"sliding_window": sliding_window}
         state = backend.causal_attention(query, key, value, scaling=scaling, softcap=softcap, **window)
     else:
-        host_lengths = (key.shape[2],) * key.shape[0]
-        lengths = torch.tensor(host_lengths, device=key.device)
-        state = backend.prefix_attention(
-            query, key, value, lengths, scaling=scaling, softcap=softcap, host_lengths=host_lengths
-        )
+        lengths = SeqLens.equal(key.shape[2], key.shape[0])
+        state = backend.prefix_attention(query, key, value, lengths, scaling=scaling, softcap=softcap)
     return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
 
 

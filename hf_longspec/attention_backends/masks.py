@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 KeyMask = Callable[[int, int], torch.Tensor]
 
@@ -144,18 +143,6 @@ class WindowMask(torch.Tensor):
 
 # Properties of a tensor that need no entries; attributes arrive as `__get__`.
 _PROPERTIES = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point", "get_device", "ndimension"}
-
-
-def shared_length(host_lengths: tuple[int, ...]) -> int | None:
-    """Return the length of all rows, or `None` if the rows have different lengths.
-
-    Inside a graph, several lengths that are passed one by one count as different. If they were compared, the graph
-    would be specialised to the result.
-    """
-    first = host_lengths[0]
-    if torch.compiler.is_compiling():
-        return first if all(statically_known_true(length == first) for length in host_lengths) else None
-    return first if host_lengths.count(first) == len(host_lengths) else None
 
 
 def window_holds_all(sliding_window: int, longest: int, nodes: int) -> bool:

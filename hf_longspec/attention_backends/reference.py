@@ -13,6 +13,7 @@ B batch, S key slots, N queries, M tree keys, H query heads, K key/value heads, 
 
 import torch
 
+from .lengths import SeqLens
 from .masks import WINDOW_WITHOUT_POSITIONS
 from .registry import AttentionBackend, AttentionCall, register_backend
 
@@ -21,13 +22,12 @@ def prefix_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: torch.Tensor,
+    lengths: SeqLens,
     *,
     scaling: float,
     positions: torch.Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    host_lengths: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend N queries to the committed prefix: all of them see the key slots below `lengths[b]`.
 
@@ -35,14 +35,13 @@ def prefix_attention(
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
         key (`torch.Tensor` of shape `(B, K, S, D)`): Keys; slot j holds position j.
         value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
-        lengths (`torch.LongTensor` of shape `(B,)`): Used slots per row, possibly 0.
+        lengths ([`SeqLens`]): Used slots per row, possibly 0. Kernels read them on the device; a backend that slices
+            needs them on the host, and reads them from the device only if the host does not know them.
         scaling (`float`): Factor of the scores.
         positions (`torch.LongTensor` of shape `(B, N)`, *optional*):
             Absolute positions of the queries, at least `lengths - 1`. Needed with `sliding_window`.
         sliding_window (`int`, *optional*): Query n sees slot j only if `positions[b, n] - j < sliding_window`.
         softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
-        host_lengths (`tuple[int, ...]`, *optional*):
-            The numbers in `lengths`, so that backends which slice by them need not read them from the device.
 
     Returns:
         `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
@@ -53,7 +52,7 @@ def prefix_attention(
     if sliding_window is not None and positions is None:
         raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
     slots = torch.arange(key.shape[2], device=key.device)
-    visible = (slots < lengths[:, None])[:, None, :].expand(-1, query.shape[2], -1)  # [B, N, S]
+    visible = (slots < lengths.on(key.device)[:, None])[:, None, :].expand(-1, query.shape[2], -1)  # [B, N, S]
     if sliding_window is not None and positions is not None:
         visible = visible & (positions[:, :, None] - slots < sliding_window)
     return tree_attention(query, key, value, visible, scaling=scaling, softcap=softcap)
@@ -131,7 +130,7 @@ def sparse_attention(
     chosen = indices.expand(-1, heads, -1)[..., None]
     key = key.gather(2, chosen.expand(-1, -1, -1, key.shape[3]))
     value = value.gather(2, chosen.expand(-1, -1, -1, value.shape[3]))
-    return prefix_attention(query, key, value, counts, scaling=scaling, softcap=softcap)
+    return prefix_attention(query, key, value, SeqLens(None, counts), scaling=scaling, softcap=softcap)
 
 
 def causal_attention(

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .lengths import SeqLens
+
 GRANULARITIES = ("layer", "kv_head")
 QUEST_PAGE = 16
 # Keys cast at a time on a CPU: 4 MB in float32, which stays in its cache.
@@ -91,9 +93,9 @@ class ScoreCapture:
             return None
         return ScoreRows(self.score == "weights", self.granularity == "layer", self.skipped_layers)
 
-    def keep_scores(self, layer_idx: int, scores: torch.Tensor, host_lengths: tuple[int, ...]) -> None:
+    def keep_scores(self, layer_idx: int, scores: torch.Tensor, lengths: SeqLens) -> None:
         """Take one layer's `(B, 1 or K, S)`, S at least the longest prefix."""
-        self._keep(layer_idx, scores[..., : max(host_lengths)])
+        self._keep(layer_idx, scores[..., : lengths.longest])
 
     def collect(
         self,
@@ -102,15 +104,14 @@ class ScoreCapture:
         key: torch.Tensor,
         lse: torch.Tensor,
         *,
-        lengths: torch.Tensor,
-        host_lengths: tuple[int, ...],
+        lengths: SeqLens,
         scaling: float,
         softcap: float | None = None,
     ) -> None:
         """Score one layer; `query` is `(B, H, N, D)`, `key` `(B, K, S, D)`, `lse` `(B, H, N)` of all attention."""
         if layer_idx in self.skipped_layers:
             return
-        prefix = key[:, :, : max(host_lengths)]
+        prefix = key[:, :, : lengths.longest]
         grouped = query.unflatten(1, (key.shape[1], -1))  # [B, K, G, N, D]
         if self.score == "weights":
             scores = self._weights(grouped, prefix, lse.unflatten(1, (key.shape[1], -1)), scaling, softcap)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from .lengths import SeqLens
 from .masks import (
     WINDOW_WITHOUT_POSITIONS,
     ExplicitMask,
@@ -19,7 +20,6 @@ from .masks import (
     PositionMask,
     additive_mask,
     prefix_mask,
-    shared_length,
 )
 from .merge import AttentionState, concatenate, merge_attention_states, nothing_visible
 from .registry import AttentionBackend, AttentionCall, register_backend
@@ -39,31 +39,29 @@ def prefix_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: torch.Tensor,
+    lengths: SeqLens,
     *,
     scaling: float,
     positions: torch.Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    host_lengths: tuple[int, ...] | None = None,
 ) -> AttentionState:
     """Attend N queries to the committed prefix; see reference.py.
 
-    Without `host_lengths`, `lengths` is read back. Where that would break a graph, all slots are read under a mask.
+    Lengths that the host does not know are read back. Where that would break a graph, all slots are read under a mask.
     """
     if sliding_window is not None and positions is None:
         raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
-    if host_lengths is None:
+    if not lengths.host:
         if torch.compiler.is_compiling():
-            mask = prefix_mask(lengths, key.shape[2], query.shape[2], positions, sliding_window)
+            mask = prefix_mask(lengths.on(key.device), key.shape[2], query.shape[2], positions, sliding_window)
             return _attend_packed(query, key, value, 0, key.shape[2], mask, scaling=scaling, softcap=softcap)
-        host_lengths = tuple(lengths.tolist())
+        lengths = SeqLens(lengths.on(key.device).tolist())
     window = None if sliding_window is None or positions is None else (positions, sliding_window)
-    shared = shared_length(host_lengths)
-    if shared is not None:
-        return _attend_prefix(query, key, value, shared, window, scaling, softcap)
+    if lengths.shared is not None:
+        return _attend_prefix(query, key, value, lengths.shared, window, scaling, softcap)
     rows = []
-    for b, length in enumerate(host_lengths):
+    for b, length in enumerate(lengths.host):
         row = slice(b, b + 1)
         own = None if window is None else (window[0][row], window[1])
         rows.append(_attend_prefix(query[row], key[row], value[row], length, own, scaling, softcap))
@@ -131,7 +129,7 @@ def attention_to_copies(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         slots = indices.expand(-1, key.shape[1], -1)[..., None]  # [B, K, T, 1]
         chosen = (cached.gather(2, slots.expand(-1, -1, -1, cached.shape[3])) for cached in (key, value))
-        return prefix_attention(query, *chosen, counts, scaling=scaling, softcap=softcap)
+        return prefix_attention(query, *chosen, SeqLens(None, counts), scaling=scaling, softcap=softcap)
 
     return sparse_attention
 

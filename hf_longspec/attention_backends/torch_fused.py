@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from .masks import PositionMask, additive_mask, shared_length, window_holds_all
+from .lengths import SeqLens
+from .masks import PositionMask, additive_mask, window_holds_all
 from .merge import AttentionState, merge_attention_states, nothing_visible
 
 # The op itself, not torch.ops.aten: the same function costs 3 microseconds less per call through the C binding.
@@ -49,6 +50,7 @@ def hybrid_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    lengths: SeqLens,
     mask: torch.Tensor,
     positions: torch.Tensor,
     *,
@@ -56,8 +58,6 @@ def hybrid_attention(
     sliding_window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
-    host_lengths: tuple[int, ...] | None,
     memo: dict[Any, Any],
 ) -> AttentionState | None:
     """Attend N staged nodes to the prefix and to each other, in as few calls as possible.
@@ -69,14 +69,13 @@ def hybrid_attention(
         query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the nodes.
         key (`torch.Tensor` of shape `(B, K, S, D)`): Prefix in the slots below `lengths[b]`, nodes from there on.
         value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
+        lengths ([`SeqLens`]): Prefix lengths.
         mask (`torch.BoolTensor` of shape `(B, N, N)`): Tree mask, the window included.
         positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions, at least `lengths`.
         scaling (`float`): Factor of the scores.
         sliding_window (`int`, *optional*): Window in positions.
         softcap (`float`, *optional*): Softcap of the scores.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
-        lengths (`torch.LongTensor` of shape `(B,)`, *optional*): Prefix lengths, for backends that do not read them.
-        host_lengths (`tuple[int, ...]`, *optional*): Prefix lengths.
         memo (`dict`): Kept for the layers of one step.
 
     Returns:
@@ -84,9 +83,7 @@ def hybrid_attention(
         one by one: with a softcap, unequal or unknown lengths, another device, or a window that hides part of a long
         prefix.
     """
-    if host_lengths is None:
-        return None
-    length, nodes = shared_length(host_lengths), mask.shape[-1]
+    length, nodes = lengths.shared, mask.shape[-1]
     if softcap is not None or length is None or not query.is_cpu:
         return None
     start = 0 if sliding_window is None else max(0, length - sliding_window + 1)

@@ -1,9 +1,10 @@
 """One timed call of `generate`: the same clock and the same counts for stock `generate` and for speculation."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import count
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ class Decoding:
     Args:
         temperature (`float`): 0 is greedy.
         top_k (`int`): 0 keeps all tokens, as do the defaults of `top_p` and `min_p`.
-        penalty (`float`, *optional*): Contextual penalty over the last `window` tokens.
+        penalty (`float`, *optional*): Contextual penalty over the last `window` tokens (1024 by default).
 
     Raises:
-        ValueError: If a value is out of range.
+        ValueError: If a value is out of range, or a window is given without a penalty.
     """
 
     temperature: float = 0.0
@@ -50,7 +51,7 @@ class Decoding:
     top_p: float = 1.0
     min_p: float | None = None
     penalty: float | None = None
-    window: int = DEFAULT_WINDOW
+    window: int | None = None
 
     def __post_init__(self) -> None:
         checks = {
@@ -62,20 +63,13 @@ class Decoding:
         for name, (fine, rule) in checks.items():
             if not fine:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a number {rule}.")
-        self.processors()  # refuses a penalty or a window out of range
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "Decoding":
-        """Make one from its keys.
-
-        Raises:
-            ValueError: If a value is out of range, or a window is given without a penalty.
-        """
-        if "window" in values and values.get("penalty") is None:
+        if self.window is not None and self.penalty is None:
             raise ValueError(
-                f"window={values['window']} without a penalty has no effect: pass penalty=1.2, or leave it out."
+                f"window={self.window} without a penalty has no effect: pass penalty=1.2, or leave it out."
             )
-        return cls(**values)
+        if self.penalty is not None and self.window is None:
+            object.__setattr__(self, "window", DEFAULT_WINDOW)
+        self.processors()  # refuses a penalty or a window out of range
 
     @property
     def greedy(self) -> bool:
@@ -93,13 +87,11 @@ class Decoding:
         """A new list of logits processors; each call of `generate` needs its own."""
         if self.penalty is None:
             return LogitsProcessorList()
-        return LogitsProcessorList([ContextualPenaltyLogitsProcessor(self.penalty, self.window)])
+        return LogitsProcessorList([ContextualPenaltyLogitsProcessor(self.penalty, self.window or DEFAULT_WINDOW)])
 
     def to_dict(self) -> dict[str, Any]:
         """The values that differ from plain greedy decoding."""
-        defaults = type(self).__dataclass_fields__
-        kept = {name: value for name, value in vars(self).items() if value != defaults[name].default}
-        return kept | ({"window": self.window} if self.penalty is not None else {})
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != each.default}
 
 
 MODES = {"sample": Decoding(temperature=1.0), "greedy": Decoding()}
@@ -115,7 +107,7 @@ class TokenClock(BaseStreamer):
     Args:
         batch_size (`int`): Rows that are decoded together.
         now (`Callable`): Clock in seconds.
-        count (`Callable`): Number of forwards so far; read once, when the first tokens arrive.
+        forwards (`Callable`): Number of forwards so far; read once, when the first tokens arrive.
         on_arrival (`Callable`, *optional*): Called with the tokens per row so far, after every arrival.
         text (`BaseStreamer`, *optional*): Receives everything as well.
 
@@ -132,18 +124,14 @@ class TokenClock(BaseStreamer):
         batch_size: int = 1,
         now: Callable[[], float] = time.perf_counter,
         *,
-        count: Callable[[], int] = lambda: 0,
+        forwards: Callable[[], int] = lambda: 0,
         on_arrival: Callable[[int], None] | None = None,
         text: BaseStreamer | None = None,
     ):
-        self.batch_size = batch_size
-        self.now = now
+        self.batch_size, self.now = batch_size, now
         self.arrivals: list[int] = []
-        self.total = 0
-        self.count_at_first = 0
-        self._count = count
-        self._on_arrival = on_arrival
-        self._text = text
+        self.total = self.forwards_at_first = 0
+        self._forwards, self._on_arrival, self._text = forwards, on_arrival, text
         self._saw_prompt = False
         self._began = 0.0
         self._times: list[float] = []
@@ -159,7 +147,7 @@ class TokenClock(BaseStreamer):
             self.arrivals.append(value.numel() // self.batch_size if isinstance(value, torch.Tensor) else 1)
             self.total += self.arrivals[-1]
             if len(self._times) == 1:
-                self.count_at_first = self._count()
+                self.forwards_at_first = self._forwards()
             if self._on_arrival is not None:
                 self._on_arrival(self.total)
         self._saw_prompt = True
@@ -174,7 +162,7 @@ class TokenClock(BaseStreamer):
     @property
     def num_tokens(self) -> int:
         """Tokens per row after those that arrived first."""
-        return sum(self.arrivals[1:])
+        return self.total - sum(self.arrivals[:1])
 
     @property
     def first_token_seconds(self) -> float:
@@ -230,6 +218,11 @@ class Call:
         """Tokens per verification."""
         return self.tokens / max(1, self.steps)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The measurements for a result file, without the text."""
+        values = {name: value for name, value in vars(self).items() if name not in ("text", "drafted")}
+        return values | {"shares": {name: round(share, 4) for name, share in self.shares.items()}}
+
 
 def run_call(
     model: PreTrainedModel,
@@ -264,9 +257,8 @@ def run_call(
     how = dict(method.options) if own else {"assistant_model": method}
     if cache is not None:
         how["past_key_values"] = cache
-    depths = AcceptedDepths()
-    with _forwards(model, own) as forwards, nullcontext() if own else depths.of(method):
-        clock = TokenClock(len(ids), now, count=lambda: len(forwards), on_arrival=on_arrival, text=text)
+    with _forwards(model, own) as forwards, accepted_depths(None if own else method) as depths:
+        clock = TokenClock(len(ids), now, forwards=lambda: len(forwards), on_arrival=on_arrival, text=text)
         torch.manual_seed(seed)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
@@ -285,24 +277,27 @@ def run_call(
     new = output[:, ids.shape[1] :].cpu()
     if model.generation_config.eos_token_id is None and not new.shape[1] == clock.total == tokens:
         raise RuntimeError(f"{new.shape[1]} tokens in {clock.total} ticks, not {tokens}.")
-    peak = None if memory is None else memory.read()
-    timed = (clock.first_token_seconds, clock.decode_seconds, len(new) * clock.num_tokens)
+    common: dict[str, Any] = {
+        "ttft_seconds": clock.first_token_seconds,
+        "decode_seconds": clock.decode_seconds,
+        "tokens": len(new) * clock.num_tokens,
+        "text": new,
+        "peak_bytes": None if memory is None else memory.read(),
+    }
     if own:
-        steps = len(new) * (len(forwards) - clock.count_at_first)
+        steps = len(new) * (len(forwards) - clock.forwards_at_first)
         histogram = _histogram_of(clock.arrivals[1:], len(new))
-        return Call(*timed, steps, histogram, histogram, new, peak)
+        return Call(steps=steps, histogram=histogram, accepted=histogram, **common)
     stats = method.last_speculation
     seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "rest": stats.rest_seconds}
     return Call(
-        *timed,
-        stats.num_spec_steps,
-        list(stats.acceptance_histogram),
-        depths.histogram,
-        new,
-        peak,
-        {name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds},
-        stats.draft_state_bytes,
-        stats.num_draft_tokens,
+        steps=stats.num_spec_steps,
+        histogram=list(stats.acceptance_histogram),
+        accepted=depths,
+        shares={name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds},
+        draft_state_bytes=stats.draft_state_bytes,
+        drafted=stats.num_draft_tokens,
+        **common,
     )
 
 
@@ -326,29 +321,15 @@ def _histogram_of(arrivals: list[int], rows: int) -> list[int]:
 def _forwards(model: PreTrainedModel, counted: bool) -> Iterator[list[None]]:
     """Yield a list that gets one entry per forward of `model`.
 
-    Do not use it for our loop, whose steps may be compiled with the hook. Transformers' assisted decoding runs the
-    whole prompt in its first forward even if the cache holds it already, and its text is wrong then; here the first
-    forward gets what the cache does not hold.
+    Do not use it for our loop, whose steps may be compiled with the hook.
     """
     calls: list[None] = []
-    if not counted:
-        yield calls
-        return
-
-    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        calls.append(None)
-        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
-        if len(calls) == 1 and cache is not None and ids is not None and ids.shape[1] > cache.get_seq_length() > 0:
-            new = ids.shape[1] - cache.get_seq_length()
-            for name in ("input_ids", "position_ids"):
-                kwargs[name] = None if kwargs.get(name) is None else kwargs[name][:, -new:]
-        return args, kwargs
-
-    handle = model.register_forward_pre_hook(before, with_kwargs=True)
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(None)) if counted else None
     try:
         yield calls
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
 
 
 @contextmanager
@@ -362,23 +343,23 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
         raise ValueError(f"{type(draft).__name__} has no settings {unknown}; it has {sorted(draft.settings)}.")
     before = {name: draft.setting(name) for name in options}
     try:
-        _set(draft, options)
+        for name, value in options.items():  # update() of a GenerationConfig silently skips names that it does not have
+            setattr(draft.generation_config, name, value)
         yield
     finally:
-        _set(draft, before)
-
-
-def _set(draft: Any, options: dict[str, Any]) -> None:
-    for name, value in options.items():  # update() of a GenerationConfig silently skips names that it does not have
-        setattr(draft.generation_config, name, value)
+        for name, value in before.items():
+            setattr(draft.generation_config, name, value)
 
 
 @contextmanager
 def watched_drafters(draft: Any, watch: Callable[[Any, Any], None]) -> Iterator[None]:
     """Call `watch(drafter, binding)` for every drafter that `draft` makes while the context is open; may be nested.
 
-    `watch` may replace methods of both, which live for one call.
+    `watch` may replace methods of both, which live for one call. Without a draft nothing happens.
     """
+    if draft is None:
+        yield
+        return
     make, held = draft.drafter, vars(draft).get("drafter")
 
     def watched(binding: Any) -> Any:
@@ -396,34 +377,28 @@ def watched_drafters(draft: Any, watch: Callable[[Any, Any], None]) -> Iterator[
             draft.drafter = held
 
 
-class AcceptedDepths:
-    """Count how deep every verification was accepted, also the last of a row, which is cut at the token limit.
+@contextmanager
+def accepted_depths(draft: Any) -> Iterator[list[int]]:
+    """Count how deep every verification is accepted, also the last of a row, which is cut at the token limit.
 
-    Attributes:
-        histogram (`list[int]`): Entry k counts the verifications, row by row, that accepted k drafted tokens.
+    Yields:
+        `list[int]`: Entry k counts the verifications, row by row, that accepted k drafted tokens.
     """
+    histogram: list[int] = []
 
-    def __init__(self) -> None:
-        self.histogram: list[int] = []
-
-    @contextmanager
-    def of(self, draft: Any) -> Iterator["AcceptedDepths"]:
-        """Count while the context is open."""
-        with watched_drafters(draft, self._watch):
-            yield self
-
-    def _watch(self, drafter: Any, binding: Any) -> None:
+    def watch(drafter: Any, binding: Any) -> None:
         sequences = binding.rule.sequences
-        append, calls = sequences.append, 0
+        append, calls = sequences.append, count(1)
 
         def counting_append(chosen: list[list[int]], scores: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1:  # the first comes from the prompt
+            if next(calls) > 1:  # the first comes from the prompt
                 for tokens, done in zip(chosen, sequences.done, strict=True):
                     if not done:
-                        self.histogram += [0] * (len(tokens) - len(self.histogram))
-                        self.histogram[len(tokens) - 1] += 1
+                        histogram.extend([0] * (len(tokens) - len(histogram)))
+                        histogram[len(tokens) - 1] += 1
             return append(chosen, scores)
 
         sequences.append = counting_append
+
+    with watched_drafters(draft, watch):
+        yield histogram

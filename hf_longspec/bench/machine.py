@@ -22,17 +22,21 @@ READ_BYTES = 2**29  # far above any last-level cache
 READ_SECONDS = 1.0
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _PROC = Path("/proc/self")
+_ABSOLUTE = re.compile(r"(?<![\w.~/-])~?/[^\s'\",]+")
 
 
 def environment() -> dict[str, Any]:
     """All facts that are needed to repeat a measurement, ready for JSON. Set the number of threads first."""
+    info = _cpuinfo()
+    name = info.get("model name") or platform.processor() or platform.machine()
+    family = ", ".join(f"{key} {info[key]}" for key in ("cpu family", "model") if key in info)  # names are not specific
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": command(),
         "commit": git_commit(),
-        "cpu": cpu_name(),
+        "cpu": f"{name} ({family})" if family else name,
         "cores": os.cpu_count(),
-        "usable_cores": usable_cores(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "native_bfloat16": native_bfloat16(),
         "simd": torch.backends.cpu.get_cpu_capability(),
@@ -45,10 +49,31 @@ def environment() -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line of this process as one would type it in its folder: absolute paths become relative ones."""
-    script, *arguments = (os.path.relpath(part) if os.path.isabs(part) else part for part in sys.argv)
+    """The command line of this process as one would type it, without the folders of this machine.
+
+    What lies below the current folder is written from there; other absolute paths are cut to their name.
+    """
+    script, *arguments = sys.argv
     module = getattr(sys.modules["__main__"], "__spec__", None)  # of `python -m`
-    return shlex.join(["python", *([script] if module is None else ["-m", module.name]), *arguments])
+    if Path(script).name == "app.py" or Path(script).stem == "hf-longspec":
+        program = ["hf-longspec"]
+    else:
+        program = ["python", *([script] if module is None else ["-m", module.name])]
+    return shlex.join(map(without_folders, [*program, *arguments]))
+
+
+def without_folders(text: str) -> str:
+    """A text in which absolute paths are shortened.
+
+    >>> without_folders("--data=/home/me/novels"), without_folders("org/model")
+    ('--data=novels', 'org/model')
+    """
+    return _ABSOLUTE.sub(lambda found: _shortened(found[0]), text)
+
+
+def _shortened(path: str) -> str:
+    relative = os.path.relpath(os.path.expanduser(path))
+    return Path(path).name if relative.startswith("..") else relative
 
 
 def git_commit(folder: Path | None = None) -> str | None:
@@ -63,21 +88,10 @@ def git_commit(folder: Path | None = None) -> str | None:
     return commit + ("+" if changed else "")
 
 
-def cpu_name() -> str:
-    """Name of the processor, with family and model where the name alone is not specific."""
-    info = _cpuinfo()
-    name = info.get("model name") or platform.processor() or platform.machine()
-    family = ", ".join(f"{key} {info[key]}" for key in ("cpu family", "model") if key in info)
-    return f"{name} ({family})" if family else name
-
-
-def usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def native_bfloat16() -> bool | None:
-    """Whether the processor multiplies bfloat16 numbers itself; `None` where that is unknown."""
+def native_bfloat16(device: torch.device | None = None) -> bool | None:
+    """Whether the device, by default the processor, multiplies bfloat16 numbers itself; `None` if that is unknown."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     flags = _cpuinfo().get("flags") or _cpuinfo().get("Features")
     return None if flags is None else bool(BFLOAT16_FLAGS & set(flags.split()))
 

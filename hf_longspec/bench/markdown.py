@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .results import Record, of_kind, read_records
+from .summaries import FEWEST
 
 ACCEPTANCE_NOTE = (
     "tau: tokens emitted per verification, the target's own included; mean over prompts with its 95 % "
@@ -25,12 +26,6 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([first, "|" + "---|" * len(header), *others])
 
 
-def report_page(title: str, note: str, parts: Sequence[str], records: Sequence[Record]) -> str:
-    """A whole report: the environment, how to read the numbers, the parts, what was left out."""
-    head = [f"# {title}", environment_line(records), with_defaults(note, records)]
-    return "\n\n".join([*head, *parts, *left_out(records)]) + "\n"
-
-
 def environment_line(records: Sequence[Record]) -> str:
     """Machine, versions, commit, date and command in one paragraph."""
     found = of_kind(records, "environment")[0]
@@ -45,6 +40,7 @@ def environment_line(records: Sequence[Record]) -> str:
         f"commit {found['commit']}",
         f"load average {found['load_average']} at the start",
         found["date"],
+        *(f"resumed {record['date']}" for record in of_kind(records, "resumed")),
     ]
     state = "" if of_kind(records, "end") else " The run was not finished."
     return f"{', '.join(parts)}: `{found['command']}`.{state}"
@@ -57,17 +53,6 @@ def with_defaults(note: str, records: Sequence[Record]) -> str:
     return note + (f" Defaults: {named}." if named else "")
 
 
-def left_out(records: Sequence[Record]) -> list[str]:
-    """List what was not measured, one line per reason."""
-    reasons: dict[str, list[str]] = {}
-    for record in of_kind(records, "skipped"):
-        values = [value for name, value in record.items() if name not in ("kind", "reason", "options")]
-        values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
-        reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
-    lines = [f"- {reason}: {'; '.join(what)}" for reason, what in reasons.items()]
-    return ["Left out:\n\n" + "\n".join(lines)] if lines else []
-
-
 def range_of(summary: dict[str, Any] | None, digits: int = 2) -> str:
     """A median with its lowest and highest value; nothing for `None`."""
     if summary is None:
@@ -75,9 +60,11 @@ def range_of(summary: dict[str, Any] | None, digits: int = 2) -> str:
     return f"{summary['median']:.{digits}f} ({summary['low']:.{digits}f}-{summary['high']:.{digits}f})"
 
 
-def half_width(interval: dict[str, Any], digits: int = 2) -> str:
-    """Half of a confidence interval."""
-    return f"{(interval['high'] - interval['low']) / 2:.{digits}f}"
+def plus_minus(interval: dict[str, Any], digits: int = 2) -> str:
+    """Half of a confidence interval after a sign; nothing for fewer than three values, which have none."""
+    return (
+        f" ± {(interval['high'] - interval['low']) / 2:.{digits}f}" if interval.get("count", FEWEST) >= FEWEST else ""
+    )
 
 
 def acceptance_table(records: Sequence[Record]) -> str:
@@ -100,8 +87,10 @@ def _options(row: Record) -> tuple[tuple[str, str], ...]:
 def _tau(row: Record | None) -> str:
     if row is None:
         return ""
-    difference = f" ({row['difference']['mean']:+.2f} ± {half_width(row['difference'])})" if "difference" in row else ""
-    return f"{row['tau']['mean']:.2f} ± {half_width(row['tau'])}" + difference
+    gap = row.get("difference")
+    return f"{row['tau']['mean']:.2f}{plus_minus(row['tau'])}" + (
+        "" if gap is None else f" ({gap['mean']:+.2f}{plus_minus(gap)})"
+    )
 
 
 def acceptance_section(results: Path, draft: str) -> str:

@@ -1,7 +1,7 @@
 """The measurements of `hf-longspec bench`: every method in every cell of contexts, batch sizes and decodings."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,7 +14,7 @@ from ..auditing import audit
 from .calls import HF, PLAIN, Call, Decoding, changed, run_call
 from .machine import PeakMemory
 from .prompts import OWN_LENGTH, DocumentPrompts, left_padded
-from .results import Record, ResultFile
+from .results import Record, ResultFile, of_kind
 from .summaries import in_turns
 from .sweep import Point
 
@@ -35,11 +35,6 @@ class Method:
     name: str
     how: Any
     point: Point = ()
-
-    @property
-    def max_batch(self) -> int | None:
-        """Most rows that it decodes."""
-        return getattr(self.how, "max_batch", None)
 
     def with_settings(self) -> Any:
         """A context in which the draft has the settings of this point."""
@@ -63,12 +58,20 @@ class Cell:
     @property
     def place(self) -> str:
         """The cell in words, without its decoding."""
-        length = f"{self.context} tokens" if self.context else "prompts of their own length"
-        return f"{self.dtype}, {length}, batch {self.batch}"
+        return f"{self.dtype}, {_length(self.context)}, batch {self.batch}"
 
     def __str__(self) -> str:
-        how = ", ".join(f"{name} {value}" for name, value in self.decoding.to_dict().items()) or "greedy"
-        return f"{self.place}, {how}"
+        return title_of(self.key())
+
+
+def title_of(record: Mapping[str, Any]) -> str:
+    """The cell of a record in words."""
+    how = ", ".join(f"{name} {value}" for name, value in record["decoding"].items()) or "greedy"
+    return f"{_length(record['context'])}, batch {record['batch']}, {record['dtype']}, {how}"
+
+
+def _length(context: int) -> str:
+    return f"{context} tokens" if context else "prompts of their own length"
 
 
 class Matrix:
@@ -81,7 +84,6 @@ class Matrix:
         results ([`ResultFile`]): Calls that are in it already are not measured again.
         tokens (`int`): New tokens per row.
         repeats (`int`): Turns; in every turn all methods continue the same prompts from the same seed.
-        now (`Callable`, *optional*): Clock in seconds.
     """
 
     def __init__(
@@ -93,16 +95,11 @@ class Matrix:
         *,
         tokens: int,
         repeats: int,
-        now: Callable[[], float] | None = None,
     ):
-        self.model = model
-        self.methods = list(methods)
-        self.prompts = prompts
-        self.results = results
-        self.tokens = tokens
-        self.repeats = repeats
+        self.model, self.methods, self.prompts, self.results = model, list(methods), prompts, results
+        self.tokens, self.repeats = tokens, repeats
         self.memory = PeakMemory(model.device)
-        self._clock: dict[str, Any] = {} if now is None else {"now": now}
+        self._pad = model.generation_config.pad_token_id or 0
 
     def measure(self, cell: Cell, progress: Any) -> None:
         """Run all methods in turns until the time is over, except for calls that are in the file already."""
@@ -111,13 +108,16 @@ class Matrix:
         missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
         progress.step(len(self.methods) * self.repeats - len(missing))
         prompts = self.prompts_of(cell) if missing else []
+        guard = self.results.guard
         warm: set[str] = set()
         longest: dict[str, float] = {}
-        for turn, group in groupby(missing, key=lambda planned: planned[0]):
+        for turn, names in groupby(missing, key=lambda pair: pair[0]):
             texts: dict[str, torch.Tensor] = {}
-            for _, name in group:
+            for _, name in names:
                 progress.say(f"{cell}: {name}, turn {turn + 1} of {self.repeats}")
-                if name in methods and self._in_time(cell, name, longest):
+                if name in methods and not (guard.left and guard.fits(longest.get(name, 0.0))):
+                    self._skip(cell, name, NO_TIME)
+                elif name in methods:
                     result = self._guarded(cell, methods[name], turn, prompts[turn], name not in warm)
                     if isinstance(result, str):
                         self._skip(cell, name, result)
@@ -128,13 +128,6 @@ class Matrix:
                     warm.add(name)
                 progress.step()
             self._audit(cell, turn, prompts[turn], texts)
-
-    def _in_time(self, cell: Cell, name: str, longest: Mapping[str, float]) -> bool:
-        """Whether a call like those before would end within the limit; if not, a line notes it."""
-        fits = bool(self.results.guard.left) and self.results.guard.fits(longest.get(name, 0.0))
-        if not fits:
-            self._skip(cell, name, NO_TIME)
-        return fits
 
     def prompts_of(self, cell: Cell) -> list[list[torch.Tensor]]:
         """The prompts of every turn."""
@@ -150,21 +143,22 @@ class Matrix:
         """The methods that decode the rows of a cell; the others are left out with the reason."""
         usable = []
         for method in self.methods:
-            if method.max_batch is None or cell.batch <= method.max_batch:
+            limit = getattr(method.how, "max_batch", None)
+            if limit is None or cell.batch <= limit:
                 usable.append(method)
-            elif not any(r["method"] == method.name for r in self._of_cell(cell, "skipped")):
-                self._skip(cell, method.name, f"transformers decodes at most {method.max_batch} row at a time this way")
+            else:
+                self._skip(cell, method.name, f"transformers decodes at most {limit} row at a time this way")
         return usable
 
     def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
         """One measured call, written to the file, or why there is none."""
-        prompt = left_padded(rows, self._pad)
         try:
             with method.with_settings():
-                if warm_up:
-                    self._warm_up(cell, method, rows)
+                if warm_up:  # the first call is slow; on a GPU that depends on the length
+                    kept = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
+                    self.call(cell, method, kept, min(self.tokens, WARM_UP_TOKENS), 0)
                 started = self.results.guard.elapsed
-                call = self._call(method, prompt, cell.decoding, self.tokens, turn)
+                call = self.call(cell, method, rows, self.tokens, turn)
         except torch.OutOfMemoryError:
             return "out of memory"
         except ValueError as error:  # a refusal, which names its rule and remedy
@@ -177,26 +171,16 @@ class Matrix:
             turn=turn,
             prompt_tokens=sum(map(len, rows)) // len(rows),
             seconds=round(self.results.guard.elapsed - started, 3),
-            **_measured(call),
+            **call.to_dict(),
             text=hashes(call.text),
             compared_with=truth_of(cell, method),
         )
         return call
 
-    def _warm_up(self, cell: Cell, method: Method, rows: list[torch.Tensor]) -> None:
-        """Run once without measuring, as the first call is slow; on a GPU that depends on the length."""
-        kept = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
-        self._call(method, left_padded(kept, self._pad), cell.decoding, min(self.tokens, WARM_UP_TOKENS), 0)
-
-    @property
-    def _pad(self) -> int:
-        return self.model.generation_config.pad_token_id or 0
-
-    def _call(
-        self, method: Method, prompt: tuple[torch.Tensor, torch.Tensor], decoding: Decoding, tokens: int, seed: int
-    ) -> Call:
-        how = {"decoding": decoding, "tokens": tokens, "seed": seed, "memory": self.memory, **self._clock}
-        return run_call(self.model, method.how, prompt, **how)
+    def call(self, cell: Cell, method: Method, rows: Sequence[torch.Tensor], tokens: int, seed: int) -> Call:
+        """One timed call on a batch of prompts, with the draft as it is set."""
+        prompt, decoding = left_padded(rows, self._pad), cell.decoding
+        return run_call(self.model, method.how, prompt, decoding=decoding, tokens=tokens, seed=seed, memory=self.memory)
 
     def _audit(self, cell: Cell, turn: int, rows: list[torch.Tensor], texts: Mapping[str, torch.Tensor]) -> None:
         """Audit the first text of each method that is not that of plain `generate`."""
@@ -213,12 +197,10 @@ class Matrix:
                 )
 
     def _of_cell(self, cell: Cell, kind: str) -> list[Record]:
-        key = cell.key()
-        return [r for r in self.results.records if r["kind"] == kind and all(r[name] == key[name] for name in key)]
+        return of_kind(self.results.records, kind, **cell.key())
 
     def _skip(self, cell: Cell, method: str, reason: str) -> None:
-        known = {(r["method"], r["reason"]) for r in self._of_cell(cell, "skipped")}
-        if (method, reason) not in known:
+        if not of_kind(self.results.records, "skipped", **cell.key(), method=method, reason=reason):
             self.results.skip(reason, **cell.key(), method=method)
 
 
@@ -242,8 +224,3 @@ def hashes(text: torch.Tensor) -> list[str]:
     """One short hash per row: texts are compared without being kept."""
     rows: list[list[int]] = text.tolist()
     return [hashlib.sha256(" ".join(map(str, row)).encode()).hexdigest()[:16] for row in rows]
-
-
-def _measured(call: Call) -> Mapping[str, Any]:
-    values = {name: value for name, value in vars(call).items() if name not in ("text", "drafted")}
-    return values | {"shares": {name: round(share, 4) for name, share in call.shares.items()}}

@@ -1,12 +1,13 @@
 """Plots of the results of `hf-longspec bench`: speed and tau versus context, acceptance by depth."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from .calls import HF, PLAIN
-from .report import Row, grouped, rows_of, title_of
+from .matrix import title_of
+from .report import FAILED, grouped, rows_of
 from .results import Record
 
 PANEL_INCHES = (5.2, 3.9)
@@ -23,83 +24,86 @@ def plot_all(records: Sequence[Record], stem: Path) -> list[Path]:
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    rows = [row for row in rows_of(records) if not row.failed]
-    written = [_versus_context(rows, stem, kind) for kind in ("speed", "tau")]
-    return [path for path in (*written, _by_depth(rows, stem)) if path is not None]
-
-
-def _versus_context(rows: Sequence[Row], stem: Path, kind: str) -> Path | None:
-    """One panel per dtype, batch and way to choose tokens; a point per context with its spread or interval."""
-    kept = [row for row in rows if kind == "speed" or row.method not in (HF, PLAIN)]
-    kept = [row for row in kept if row.to_dict().get("tokens_per_second")]
-    groups = grouped(
-        kept, lambda row: title_of({**row.cell, "context": 0}).removeprefix("prompts of their own length, ")
-    )
-    if not groups:
-        return None
+    rows = [row for row in rows_of(records) if row["text"] not in FAILED]
+    if not rows:
+        return []
+    timed = [row for row in rows if "tokens_per_second" in row]
+    kept = {
+        "speed": timed,
+        "tau": [row for row in timed if row["method"] not in (HF, PLAIN)],
+        "depth": [row for row in rows if row["acceptance_by_depth"]],
+    }
     colours = _colours(rows)
+    return [_plot(kind, rows, colours, stem) for kind, rows in kept.items() if rows]
+
+
+_LABELS = {
+    "speed": ("prompt, tokens", "decoding, tokens/s (all rows)"),
+    "tau": ("prompt, tokens", "tau, tokens per verification"),
+    "depth": ("depth of the drafted token", "accepted, of those reached"),
+}
+
+
+def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], stem: Path) -> Path:
+    """One line per method; a panel per cell, or, versus the context, per dtype, batch and way to choose tokens."""
+    depth = kind == "depth"
+    groups = grouped(rows, title_of if depth else _title_without_length)
     figure, panels = _figure(len(groups))
     for panel, (title, members) in zip(panels, groups.items(), strict=False):
-        lines = grouped(members, lambda row: row.method)
+        lines = grouped(members, lambda row: str(row["method"]))
+        ticks: set[float] = set()
         for index, (method, points) in enumerate(lines.items()):
-            aside = SPACING ** (index - (len(lines) - 1) / 2)
-            _line(panel, method, colours[method], [row.to_dict() for row in points], kind, aside)
-        ticks = sorted({row.to_dict()["prompt_tokens"] for row in members})
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        panel.minorticks_off()
-        panel.set(title=title, xlabel="prompt, tokens", ylabel=_LABELS[kind])
-        panel.set_ylim(bottom=0 if kind == "speed" else 1)
+            places, middle, spread = _depths(points[0]) if depth else _contexts(points, kind)
+            ticks |= set(places)
+            aside = 1.0 if depth else SPACING ** (index - (len(lines) - 1) / 2)
+            bars = [
+                [
+                    max(0.0, way * (part[end] - value)) if part else 0.0
+                    for value, part in zip(middle, spread, strict=True)
+                ]
+                for end, way in (("low", -1), ("high", 1))
+            ]
+            style = {"linestyle": "--"} if method in (HF, PLAIN) else {}
+            style |= {"label": method, "color": colours[method], "marker": "o"}
+            panel.errorbar([place * aside for place in places], middle, bars, markersize=4, capsize=3, **style)
+        if depth:
+            panel.set_xticks(range(1, int(max(ticks)) + 1, math.ceil(max(ticks) / 10)))
+            panel.set_ylim(0, 1.03)
+        else:
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
+            panel.minorticks_off()
+            panel.set_ylim(bottom=0 if kind == "speed" else 1)
+        panel.set(title=title, xlabel=_LABELS[kind][0], ylabel=_LABELS[kind][1])
         panel.grid(alpha=0.3)
     return _save(figure, panels, len(groups), stem, kind)
 
 
-_LABELS = {
-    "speed": "decoding, tokens/s (all rows)",
-    "tau": "tau, tokens per verification",
-}
+def _title_without_length(row: Record) -> str:
+    return title_of({**row, "context": 0}).removeprefix("prompts of their own length, ")
 
 
-def _line(panel: Any, method: str, colour: Any, points: list[dict[str, Any]], kind: str, aside: float) -> None:
-    points = sorted(points, key=lambda values: values["prompt_tokens"])
-    spread = [values["tokens_per_second"] if kind == "speed" else values["tau_interval"] for values in points]
-    middle = [part["median"] if kind == "speed" else part["mean"] for part in spread]
-    below = [value - part["low"] for value, part in zip(middle, spread, strict=True)]
-    above = [part["high"] - value for value, part in zip(middle, spread, strict=True)]
-    style = {"linestyle": "--"} if method in (HF, PLAIN) else {}
-    places = [values["prompt_tokens"] * aside for values in points]
-    panel.errorbar(
-        places, middle, [below, above], label=method, color=colour, marker="o", markersize=4, capsize=3, **style
-    )
+def _contexts(rows: Sequence[Record], kind: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """Lengths of the prompts, values, and their spread or interval, if there is one."""
+    rows = sorted(rows, key=lambda row: row["prompt_tokens"])
+    spread = [row["tokens_per_second" if kind == "speed" else "tau_interval"] for row in rows]
+    middle = [
+        part["median" if kind == "speed" else "mean"] if part else row["tau"]
+        for row, part in zip(rows, spread, strict=True)
+    ]
+    return [row["prompt_tokens"] for row in rows], middle, spread
 
 
-def _by_depth(rows: Sequence[Row], stem: Path) -> Path | None:
-    """One panel per cell: the share of drafted tokens that is accepted at a depth that was reached."""
-    kept = [row for row in rows if row.accepted_by_depth]
-    groups = grouped(kept, lambda row: title_of(row.cell))
-    if not groups:
-        return None
-    colours = _colours(rows)
-    figure, panels = _figure(len(groups))
-    for panel, (title, members) in zip(panels, groups.items(), strict=False):
-        deepest = 1
-        for row in members:
-            shares = row.accepted_by_depth
-            deepest = max(deepest, len(shares))
-            panel.plot(
-                range(1, len(shares) + 1), shares, label=row.method, color=colours[row.method], marker="o", markersize=4
-            )
-        panel.set_xticks(range(1, deepest + 1, math.ceil(deepest / 10)))
-        panel.set(title=title, xlabel="depth of the drafted token", ylabel="accepted, of those reached", ylim=(0, 1.03))
-        panel.grid(alpha=0.3)
-    return _save(figure, panels, len(groups), stem, "depth")
+def _depths(row: Record) -> tuple[list[Any], list[Any], list[Any]]:
+    shares = row["acceptance_by_depth"]
+    return list(range(1, len(shares) + 1)), shares, row["acceptance_intervals"][: len(shares)]
 
 
-def _colours(rows: Sequence[Row]) -> dict[str, Any]:
+def _colours(rows: Sequence[Record]) -> dict[str, Any]:
     """One colour per method, the same in all plots."""
     import matplotlib
 
-    names = list(dict.fromkeys(row.method for row in rows))
+    names = list(dict.fromkeys(str(row["method"]) for row in rows))
     palette = matplotlib.colormaps["tab10" if len(names) <= 10 else "tab20"]
     return {name: palette(index % palette.N) for index, name in enumerate(names)}
 

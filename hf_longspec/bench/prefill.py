@@ -1,6 +1,6 @@
 """Prompts that are prefilled once, and decoding that starts from copies of their cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..generation.cache import SpeculativeCache
 from ..generation.target import TargetView
-from .calls import MODES, Call, HfMethod, run_call
+from .calls import MODES, Call, run_call
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,25 +23,6 @@ class PrefilledPrompts:
 
     tokens: torch.Tensor
     layers: list[tuple[torch.Tensor, torch.Tensor]]
-
-    def to(self, dtype: torch.dtype) -> "PrefilledPrompts":
-        """The same prompts with rounded keys and values.
-
-        The cost of a decoding step does not depend on their last bits, and a bfloat16 prefill takes very long on a
-        processor without such instructions.
-        """
-        return PrefilledPrompts(self.tokens, [(keys.to(dtype), values.to(dtype)) for keys, values in self.layers])
-
-    def prompt(self, rows: slice, length: int) -> torch.Tensor:
-        """The first `length` tokens of some prompts."""
-        return self.tokens[rows, :length]
-
-    def dynamic_cache(self, rows: slice, stored: int) -> DynamicCache:
-        """A cache for plain `generate`."""
-        cache = DynamicCache()
-        for index, (keys, values) in enumerate(self.layers):
-            cache.update(keys[rows, :, :stored], values[rows, :, :stored], index)
-        return cache
 
     def fill(self, cache: SpeculativeCache, rows: slice, stored: int) -> SpeculativeCache:
         """Replace the content of a cache with the first `stored` tokens of some prompts."""
@@ -62,30 +43,27 @@ class Decoder:
     """
 
     def __init__(self, model: PreTrainedModel, prompts: PrefilledPrompts, tokens: int):
-        self.model = model
-        self.prompts = prompts
-        self.tokens = tokens
+        self.model, self.prompts, self.tokens = model, prompts, tokens
         self._caches: dict[tuple[int, int], SpeculativeCache] = {}
 
-    def run(self, method: Any, rows: slice, context: int, mode: str, seed: int, tokens: int | None = None) -> Call:
+    def run(self, draft: Any, rows: slice, context: int, mode: str, seed: int, tokens: int | None = None) -> Call:
         """Decode after the first `context` tokens of some prompts.
 
-        Plain `generate` is given the cache of all prompt tokens but the last, our loop of all but those that its
-        drafter looks at first. These last tokens run before the first new token, when the clock starts.
+        The loop is given the cache of all prompt tokens but those that its drafter looks at first. These run before
+        the first new token, when the clock starts.
 
         Args:
-            method (`DraftModel` or [`HfMethod`]): How to decode.
             mode (`str`): `sample` (temperature 1, nothing cut off) or `greedy`.
         """
         tokens = tokens or self.tokens
-        if isinstance(method, HfMethod):
-            cache: Any = self.prompts.dynamic_cache(rows, context - 1)
-        else:
-            method.generation_config.gate = False  # speculation itself is measured
-            cache = self._speculative_cache(method, rows, context, tokens)
-        prompt = self.prompts.prompt(rows, context)
-        how: dict[str, Any] = {"decoding": MODES[mode], "tokens": tokens, "seed": seed, "cache": cache}
-        return run_call(self.model, method, (prompt, torch.ones_like(prompt)), **how)
+        draft.generation_config.gate = False  # speculation itself is measured
+        cache = self._speculative_cache(draft, rows, context, tokens)
+        return self._run(draft, rows, context, mode, seed, tokens, cache)
+
+    def _run(self, method: Any, rows: slice, context: int, mode: str, seed: int, tokens: int, cache: Any) -> Call:
+        ids = self.prompts.tokens[rows, :context]
+        prompt, how = (ids, torch.ones_like(ids)), MODES[mode]
+        return run_call(self.model, method, prompt, decoding=how, tokens=tokens, seed=seed, cache=cache)
 
     def _speculative_cache(self, draft: Any, rows: slice, context: int, tokens: int) -> SpeculativeCache:
         """One buffer per batch size and context, filled anew for every run."""
@@ -96,16 +74,6 @@ class Decoder:
             self._caches[key] = SpeculativeCache(self.model.config, batch, limit)
         nodes = draft.num_tree_nodes(TargetView(self.model))
         return self.prompts.fill(self._caches[key], rows, context - nodes)
-
-
-def refuse_windows(model: PreTrainedModel) -> None:
-    """Raise ValueError for a target whose layers do not all keep keys and values of the whole prompt."""
-    target = TargetView(model)
-    if target.sliding_layers or target.has_latent_cache:
-        raise ValueError(
-            f"{type(model).__name__} has sliding-window or latent layers, and the benchmark hands out copies of one "
-            "prefilled cache of full keys and values. Choose a target with full attention in every layer."
-        )
 
 
 @torch.no_grad()
@@ -120,7 +88,12 @@ def prefill(
     Raises:
         ValueError: If a layer does not keep keys and values of the whole prompt.
     """
-    refuse_windows(model)
+    target = TargetView(model)
+    if target.sliding_layers or target.has_latent_cache:
+        raise ValueError(
+            f"{type(model).__name__} has sliding-window or latent layers, and the benchmark hands out copies of one "
+            "prefilled cache of full keys and values. Choose a target with full attention in every layer."
+        )
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
     for index, row in enumerate(tokens):
         cache = DynamicCache()
@@ -135,13 +108,3 @@ def prefill(
 
 def _rows_like(part: torch.Tensor, rows: int) -> torch.Tensor:
     return part.new_empty(rows, *part.shape[1:])
-
-
-def row_windows(num_prompts: int, batch: int, repeats: int) -> Sequence[slice]:
-    """Choose the prompts that make up the batch of each repeat: all of them in turn.
-
-    >>> row_windows(4, 3, repeats=3)
-    [slice(0, 3, None), slice(1, 4, None), slice(0, 3, None)]
-    """
-    starts = [(repeat * batch) % (num_prompts - batch + 1) for repeat in range(repeats)]
-    return [slice(start, start + batch) for start in starts]

@@ -3,16 +3,15 @@
 Source: SpecAttn (https://huggingface.co/papers/2602.07223), Figures 4, 5 and 7. A probed call is not timed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from .calls import PLAIN, Decoding, HfMethod, changed, run_call, watched_drafters
-from .matrix import Cell, Matrix, Method
-from .prompts import left_padded
+from .calls import PLAIN, HfMethod, changed, watched_drafters
+from .matrix import Cell, Matrix
 from .results import of_kind
 from .summaries import significant
 
@@ -79,10 +78,10 @@ class AcceptanceProbe:
             kept = int(acceptance.num_nodes[row])
             last = int(acceptance.path[row, kept - 1])
             refused = nodes[(tree.parents[row] == last) & tree.valid[row] & (nodes > 0)].tolist()
-            depths = kept if refused else kept - 1
-            for counts in (self.reached, self.accepted):
-                counts += [0] * (depths - len(counts))
-            for depth in range(depths):
+            for depth in range(kept if refused else kept - 1):
+                if depth == len(self.reached):
+                    self.reached.append(0)
+                    self.accepted.append(0)
                 self.reached[depth] += 1
                 self.accepted[depth] += depth < kept - 1
             target = scores[row, kept - 1].softmax(-1)
@@ -179,9 +178,7 @@ class SelectionProbe:
 
 
 def _distribution(values: Sequence[float]) -> dict[str, Any]:
-    bins = [0] * BINS
-    for value in values:
-        bins[min(BINS - 1, int(value * BINS))] += 1
+    bins = np.histogram(values, BINS, (0.0, 1.0))[0].tolist()
     return {"count": len(values), "mean": _mean(values) if values else 0.0, "deciles": bins}
 
 
@@ -191,49 +188,21 @@ def _mean(values: Sequence[float]) -> float:
 
 def analyse_cell(matrix: Matrix, cell: Cell, progress: Any) -> None:
     """Write one record per draft, from calls with probes; drafts that are in the file already are left out."""
-    done = [
-        {name: r[name] for name in cell.key()} | {"method": r["method"]}
-        for r in of_kind(matrix.results.records, "analysis")
-    ]
     for method in matrix.methods:
-        if isinstance(method.how, HfMethod) or method.name == PLAIN or cell.key() | {"method": method.name} in done:
+        draft, key = method.how, cell.key() | {"method": method.name}
+        own = isinstance(draft, HfMethod) or method.name == PLAIN
+        if own or of_kind(matrix.results.records, "analysis", **key):
             continue
         progress.say(f"{cell}: analysing {method.name}")
-        found = analyse(matrix.model, method, matrix.prompts_of(cell), cell.decoding, matrix.tokens)
-        matrix.results.write("analysis", **cell.key(), method=method.name, **found)
-
-
-def analyse(
-    model: PreTrainedModel,
-    method: Method,
-    prompts: Sequence[Sequence[torch.Tensor]],
-    decoding: Decoding,
-    tokens: int,
-) -> dict[str, Any]:
-    """The counts of all probes, from one call per batch of prompts."""
-    acceptance, selection, pairs = AcceptanceProbe(), SelectionProbe(), SelectionProbe()
-    draft = method.how
-    with method.with_settings():
-        _run(model, draft, prompts, decoding, tokens, {"compile": "off"}, (acceptance, selection))
+        acceptance, selection, pairs = AcceptanceProbe(), SelectionProbe(), SelectionProbe()
+        passes: list[tuple[dict[str, Any], tuple[Any, ...]]] = [({}, (acceptance, selection))]
         if "selection" in draft.settings:  # the only selection for which scores of single tokens are there
-            _run(model, draft, prompts, decoding, tokens, {"compile": "off", "selection": "last_accepted"}, (pairs,))
-    seen = selection.to_dict()
-    return {**acceptance.to_dict(), "overlap": seen["overlap"], "pair_overlap": pairs.to_dict()["pair_overlap"]}
-
-
-def _run(
-    model: PreTrainedModel,
-    draft: Any,
-    prompts: Sequence[Sequence[torch.Tensor]],
-    decoding: Decoding,
-    tokens: int,
-    settings: Mapping[str, Any],
-    probes: Sequence[Any],
-) -> None:
-    pad = model.generation_config.pad_token_id or 0
-    with ExitStack() as stack:
-        stack.enter_context(changed(draft, dict(settings)))
-        for probe in probes:
-            stack.enter_context(probe.of(draft))
-        for seed, rows in enumerate(prompts):
-            run_call(model, draft, left_padded(rows, pad), decoding=decoding, tokens=tokens, seed=seed)
+            passes.append(({"selection": "last_accepted"}, (pairs,)))
+        for settings, probes in passes:
+            with method.with_settings(), changed(draft, {"compile": "off", **settings}), ExitStack() as stack:
+                for probe in probes:
+                    stack.enter_context(probe.of(draft))
+                for seed, rows in enumerate(matrix.prompts_of(cell)):
+                    matrix.call(cell, method, rows, matrix.tokens, seed)
+        overlaps = {"overlap": selection.to_dict()["overlap"], "pair_overlap": pairs.to_dict()["pair_overlap"]}
+        matrix.results.write("analysis", **key, **acceptance.to_dict(), **overlaps)

@@ -8,6 +8,7 @@ import json
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ BUILTIN = "builtin"
 HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox")
 TEXT_SUFFIXES = {".txt", ".py", ".md", ".rst"}
 JSON_SUFFIXES = {".jsonl", ".json"}
-TABLE_SUFFIXES = {".parquet", ".csv"}
+RECORD_SUFFIXES = JSON_SUFFIXES | {".parquet", ".csv"}
 # Documents that are tokenized; a benchmark needs some dozens of prompts.
 MAX_DOCUMENTS = 256
 # Share of a prompt that the tail of a document may take.
@@ -121,28 +122,21 @@ def read_source(source: str, column: str | None = None) -> tuple[list[Document],
         ValueError: If there is no such file, nothing in it, or no layout that fits, with the layouts and the keys.
     """
     if source == BUILTIN:
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        paths = [path for name in HELD_OUT if (path := folder / f"{name}.py").exists()]
+        library = Path(sysconfig.get_paths()["stdlib"])
+        paths = [path for name in HELD_OUT if (path := library / f"{name}.py").exists()]
         return _texts(paths), "modules of the standard library"
     path = Path(source)
-    if path.is_dir():
-        return _folder(path, column)
-    if not path.is_file():
+    if path.is_file():
+        return _records_file(path, column) if path.suffix in RECORD_SUFFIXES else (_texts([path]), "one text")
+    if not path.is_dir():
         raise ValueError(f"--data {source}: there is no such file or folder. Pass one, or {BUILTIN}.")
-    if path.suffix in JSON_SUFFIXES | TABLE_SUFFIXES:
-        return _records_file(path, column)
-    return _texts([path]), "one text"
-
-
-def _folder(folder: Path, column: str | None) -> tuple[list[Document], str]:
-    """Its texts; its files of records if it has none."""
-    files = sorted(folder.rglob("*"))
-    if texts := [path for path in files if path.suffix in TEXT_SUFFIXES]:
+    files = sorted(path.rglob("*"))
+    if texts := [file for file in files if file.suffix in TEXT_SUFFIXES]:
         return _texts(texts), "folder of texts"
-    parts = [_records_file(path, column) for path in files if path.suffix in JSON_SUFFIXES | TABLE_SUFFIXES]
+    parts = [_records_file(file, column) for file in files if file.suffix in RECORD_SUFFIXES]
     if not parts:
-        known = ", ".join(sorted(TEXT_SUFFIXES | JSON_SUFFIXES | TABLE_SUFFIXES))
-        raise ValueError(f"--data {folder}: no file there ends with one of {known}. Pass a folder that has some.")
+        known = ", ".join(sorted(TEXT_SUFFIXES | RECORD_SUFFIXES))
+        raise ValueError(f"--data {path}: no file there ends with one of {known}. Pass a folder that has some.")
     layouts = " and ".join(dict.fromkeys(name for _, name in parts))
     return [document for documents, _ in parts for document in documents], layouts
 
@@ -152,7 +146,7 @@ def _texts(paths: Sequence[Path]) -> list[Document]:
 
 
 def _records_file(path: Path, column: str | None) -> tuple[list[Document], str]:
-    records = _table(path) if path.suffix in TABLE_SUFFIXES else _json(path)
+    records = _json(path) if path.suffix in JSON_SUFFIXES else _table(path)
     if not records:
         raise ValueError(f"--data {path}: the file is empty. Pass one with documents.")
     if column is None:
@@ -161,19 +155,19 @@ def _records_file(path: Path, column: str | None) -> tuple[list[Document], str]:
         layout = Layout(f"column {column}", {column: str}, lambda record: (record[column], ""))
     documents = []
     for line, record in records:
+        where = f"--data {path}, line {line}"
         if layout is None or not layout.fits(record):
             expected = "; ".join(map(str, LAYOUTS)) if layout is None else str(layout)
             keys = ", ".join(record) if isinstance(record, dict) else f"none, it is a {type(record).__name__}"
             raise ValueError(
-                f"--data {path}, line {line}: its keys are {keys}; expected {expected}. Convert the file, or name the "
-                "key that holds the text with --column."
+                f"{where}: its keys are {keys}; expected {expected}. Convert the file, or name the key that holds the "
+                "text with --column."
             )
         try:
             documents.append(Document(f"{path.name}:{line}", *layout.split(record)))
         except (LookupError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"--data {path}, line {line}: its keys are those of {layout}, and what they hold is not. Correct the "
-                "line, or leave it out."
+                f"{where}: its keys are those of {layout}, and what they hold is not. Correct it, or leave it out."
             ) from error
     assert layout is not None
     return documents, layout.name
@@ -194,7 +188,7 @@ def _table(path: Path) -> list[tuple[int, Any]]:
 
 
 def _json(path: Path) -> list[tuple[int, Any]]:
-    """Every object with its line, or its place in an array."""
+    """Every object with its line, or its place in an array; `datasets` would not give the line of a broken one."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -209,13 +203,12 @@ def _json(path: Path) -> list[tuple[int, Any]]:
     records = []
     # not splitlines(): JSON strings may hold U+2028 and other separators as they are
     for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                records.append((number, json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"--data {path}, line {number}: no JSON object ({error.msg}). Pass one object per line."
-                ) from error
+        try:
+            records += [(number, json.loads(line))] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"--data {path}, line {number}: no JSON object ({error.msg}). Pass one object per line."
+            ) from error
     return records
 
 
@@ -231,7 +224,7 @@ class DocumentPrompts:
         used = documents[:MAX_DOCUMENTS]
         self.bodies = [encode(tokenizer, document.body) for document in used]
         self.tails = [encode(tokenizer, document.tail) for document in used]
-        self.longest = max(len(body) + len(tail) for body, tail in zip(self.bodies, self.tails, strict=True))
+        self.sizes = [len(body) + len(tail) for body, tail in zip(self.bodies, self.tails, strict=True)]
 
     def windows(self, length: int, count: int) -> list[torch.Tensor]:
         """`count` prompts of `length` tokens: part of a body, then its tail, spread over the documents.
@@ -239,13 +232,11 @@ class DocumentPrompts:
         Raises:
             ValueError: If no document is long enough.
         """
-        tails = [tail[-int(TAIL_SHARE * length) :] if int(TAIL_SHARE * length) else tail[:0] for tail in self.tails]
+        kept = int(TAIL_SHARE * length)
+        tails = [tail[max(len(tail) - kept, 0) :] for tail in self.tails]
         lengths = [len(body) + len(tail) for body, tail in zip(self.bodies, tails, strict=True)]
-        prompts = []
-        for index, offset in window_starts(lengths, length, count):
-            tail = tails[index]
-            prompts.append(torch.cat([self.bodies[index][offset : offset + length - len(tail)], tail]))
-        return prompts
+        starts = window_starts(lengths, length, count)
+        return [torch.cat([self.bodies[at][offset:][: length - len(tails[at])], tails[at]]) for at, offset in starts]
 
     def own(self, count: int, limit: int) -> list[torch.Tensor]:
         """`count` whole documents of at most `limit` tokens, from the beginning again where there are fewer.
@@ -253,17 +244,15 @@ class DocumentPrompts:
         Raises:
             ValueError: If there is none.
         """
-        whole = [torch.cat(parts) for parts in zip(self.bodies, self.tails, strict=True)]
-        whole = [prompt for prompt in whole if 0 < len(prompt) <= limit]
-        if not whole:
+        fitting = [index for index, size in enumerate(self.sizes) if 0 < size <= limit]
+        if not fitting:
             raise ValueError(f"--context own: no document has between 1 and {limit} tokens. Pass a number of tokens.")
-        return [whole[index % len(whole)] for index in range(count)]
+        return [torch.cat([self.bodies[at], self.tails[at]]) for at, _ in zip(cycle(fitting), range(count))]
 
     def describe(self, lengths: Sequence[int]) -> dict[str, Any]:
         """Numbers of documents and tokens, and how many windows of each length do not overlap."""
-        sizes = [len(body) + len(tail) for body, tail in zip(self.bodies, self.tails, strict=True)]
-        disjoint = {str(length): num_disjoint(sizes, length) for length in lengths if length != OWN_LENGTH}
-        return {"documents": len(sizes), "tokens": sum(sizes), "disjoint_windows": disjoint}
+        disjoint = {str(length): num_disjoint(self.sizes, length) for length in lengths if length != OWN_LENGTH}
+        return {"documents": len(self.sizes), "tokens": sum(self.sizes), "disjoint_windows": disjoint}
 
 
 def encode(tokenizer: Any, text: str) -> torch.Tensor:
@@ -295,14 +284,12 @@ def window_starts(lengths: Sequence[int], window: int, count: int) -> list[tuple
         # the document whose windows would lie furthest apart
         shares[max(shares, key=lambda document: lengths[document] / (shares[document] + 1))] += 1
     starts = {document: _spread(lengths[document] - window, share) for document, share in shares.items() if share}
-    rounds = max(len(offsets) for offsets in starts.values())
-    return [(d, offsets[turn]) for turn in range(rounds) for d, offsets in starts.items() if turn < len(offsets)]
+    rounds = range(max(shares.values()))
+    return [(d, offsets[turn]) for turn in rounds for d, offsets in starts.items() if turn < len(offsets)]
 
 
 def _spread(room: int, count: int) -> list[int]:
-    if count == 1:
-        return [room // 2]
-    return [round(index * room / (count - 1)) for index in range(count)]
+    return [room // 2] if count == 1 else [round(index * room / (count - 1)) for index in range(count)]
 
 
 def cut_windows(documents: Sequence[torch.Tensor], window: int, count: int) -> torch.Tensor:

@@ -1,17 +1,16 @@
 """From the calls of `hf-longspec bench` to rows and to a Markdown report: medians, ratios within turns, verdicts."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
-from .markdown import half_width, markdown_table, range_of
-from .matrix import NO_TIME
+from .markdown import environment_line, markdown_table, plus_minus, range_of
+from .matrix import NO_TIME, title_of
 from .results import Record, of_kind
-from .summaries import mean_interval, significant, summarize
+from .summaries import FEWEST, mean_interval, significant, summarize
 
 # Verdicts on a text, the worst first.
 REFERENCE, IDENTICAL, DIFFERS, NOT_COMPARED = "reference", "identical", "differs", "not compared"
@@ -20,16 +19,17 @@ FAILED = (DIFFERS, NOT_LOSSLESS)
 CELL = ("dtype", "context", "batch", "decoding")
 
 NOTE = (
-    "Every call reads its prompt anew; the prompt is the time to the first token (TTFT), and tokens/s counts from the "
-    "first token to the last, all rows together. Methods take turns, and within a turn all continue the same prompts "
-    "from the same seed. Medians, in brackets the lowest and the highest turn; ratios (x) are taken within a turn. `hf "
-    "generate` is plain `model.generate` (DynamicCache); plain loop is this package without a draft. tau: tokens "
-    "emitted per verification and row, the target's own included, with the 95 % interval of the mean over turns; the "
-    "last verification of a call is cut at the token limit. Accepted at a depth: of the verifications that accepted "
-    "one less, not cut; those without a proposal there count as not accepted. Share of floor: reading weights and "
-    "cache once from memory per step, at the measured bandwidth, over the time of a step. Text: `reference` is what "
-    "the others are compared with, `identical` the same tokens, `exact` and `near-tie` the audit's verdict on another "
-    "text. Sampled texts of this package are compared with the plain loop of the same seed. A wrong text has no speed."
+    "Every call reads its prompt anew; the prompt is the time to the first token (TTFT), and tokens/s counts from "
+    "the first token to the last, all rows together. Methods take turns, and within a turn all continue the same "
+    "prompts from the same seed. Medians, in brackets the lowest and the highest turn; ratios (x) are taken within "
+    "a turn. `hf generate` is plain `model.generate` (DynamicCache); plain loop is this package without a draft. "
+    "tau: tokens emitted per verification and row, the target's own included, in brackets the 95 % interval of the "
+    "mean over turns, from three turns on; the last verification of a call is cut at the token limit. Accepted at a "
+    "depth: of the verifications that accepted one less, not cut; those without a proposal there count as not "
+    "accepted. Share of floor: reading weights and cache once from memory per step, at the measured bandwidth, over "
+    "the time of a step. Text: `reference` is what the others are compared with, `identical` the same tokens, "
+    "`exact` and `near-tie` the audit's verdict on another text. Sampled texts of this package are compared with "
+    "the plain loop of the same seed. A wrong text has no speed."
 )
 
 # Methods that the papers compare with and this benchmark does not run, and why not.
@@ -44,135 +44,97 @@ NOT_RUN = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
-    """One method in one cell.
+def rows_of(records: Sequence[Record]) -> list[Record]:
+    """One row per cell and method, ready for JSON, in the order in which they were first measured; baselines first.
 
-    Args:
-        cell (`dict[str, Any]`): dtype, context, batch, decoding.
-        method (`str`): Its name.
-        runs (`pandas.DataFrame`): Its calls, by turn; see [`frame_of`].
-        others (`pandas.DataFrame`): The calls of all methods of the cell.
-        floor_seconds (`float`, *optional*): Least time of a step, reading weights and cache once.
-        audit (`Record`, *optional*): Audit of the first text that is not that of plain `generate`.
+    A row has the values of the cell, medians over the turns with their range, tau with its interval, the verdict on its
+    texts (`text`, the worst of all calls), and no speed if one of them was wrong.
     """
-
-    cell: dict[str, Any]
-    method: str
-    runs: Any
-    others: Any
-    floor_seconds: float | None = None
-    audit: Record | None = None
-
-    @property
-    def tau(self) -> float:
-        """Tokens per verification, over all calls."""
-        return float(self.runs.tokens.sum() / max(1, self.runs.steps.sum()))
-
-    @property
-    def accepted_by_depth(self) -> list[float]:
-        """See [`by_depth`]; not cut at the token limit."""
-        return by_depth(_added(self.runs.accepted))
-
-    @property
-    def verdict(self) -> str:
-        """The worst verdict on the texts of all calls; an audit stands for all texts that are not `generate`'s."""
-        found = {self._verdict_of(run) for run in self.runs.itertuples()}
-        if self.audit is not None and self.audit["verdict"] in FAILED:
-            found.add(self.audit["verdict"])
-        return min(found, key=VERDICTS.index)
-
-    def _verdict_of(self, run: Any) -> str:
-        if run.compared_with == self.method:
-            return REFERENCE
-        others = self.others
-        expected = others[(others.method == run.compared_with) & (others.turn == run.turn)].text
-        if expected.empty:
-            return NOT_COMPARED
-        if run.text == expected.iloc[0]:
-            return IDENTICAL
-        if self.cell["dtype"] == "float32":
-            return DIFFERS
-        return NOT_COMPARED if self.audit is None else self.audit["verdict"]
-
-    @property
-    def failed(self) -> bool:
-        """Whether its text was wrong; such a row has no speed."""
-        return self.verdict in FAILED
-
-    def ratio_to(self, name: str) -> dict[str, float] | None:
-        """Speed over that of another method, turn by turn."""
-        base = self.others[self.others.method == name]
-        ratio = (self.runs.set_index("turn").speed / base.set_index("turn").speed).dropna()
-        return summarize(list(ratio)) if len(ratio) else None
-
-    def difference_to(self, first: "Row") -> dict[str, float] | None:
-        """Difference of tau to that of another row, turn by turn, with its 95 % interval."""
-        gaps = (self.runs.set_index("turn").tau - first.runs.set_index("turn").tau).dropna()
-        return mean_interval(list(gaps)) if len(gaps) else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        runs = self.runs
-        taus, peaks, speeds = runs.tau.dropna(), runs.peak_bytes.dropna(), runs.speed.dropna()
-        values: dict[str, Any] = {
-            **self.cell,
-            "method": self.method,
-            "point": runs.point.iloc[0],
-            "prompt_tokens": significant(runs.prompt_tokens.mean()),
-            "text": self.verdict,
-            "audit": None if self.audit is None else self.audit["report"],
-            "repeats": len(runs),
-            "ttft_seconds": summarize(list(runs.ttft_seconds)),
-            "tau": significant(self.tau),
-            "tau_interval": mean_interval(list(taus)) if len(taus) else None,
-            "acceptance_histogram": _added(runs.histogram),
-            "acceptance_by_depth": [significant(share) for share in self.accepted_by_depth],
-            "peak_bytes": int(peaks.max()) if len(peaks) else None,
-            "draft_state_bytes": int(runs.draft_state_bytes.max()),
-        }
-        if self.failed or not len(speeds):
-            return values
-        values |= {
-            "tokens_per_second": summarize(list(speeds)),
-            "ratio_to_hf": self.ratio_to(HF),
-            "ratio_to_plain": self.ratio_to(PLAIN),
-        }
-        if self.floor_seconds is not None:
-            # tau tokens per floor at most: for loops without a draft the share of the floor itself
-            share = self.floor_seconds * speeds.median() / self.cell["batch"] / self.tau
-            values["share_of_floor"] = significant(share)
-        return values
-
-
-def rows_of(records: Sequence[Record]) -> list[Row]:
-    """One row per cell and method, in the order in which they were first measured; the baselines first."""
-    runs = frame_of(records)
-    if runs.empty:
-        return []
-    floors = {(r["dtype"], r["context"], r["batch"]): r["seconds"] for r in of_kind(records, "floor")}
-    audits = {(_key(r), r["method"]): r for r in of_kind(records, "audit")}
-    rows = []
-    for key, others in runs.groupby("cell", sort=False):
-        cell = json.loads(str(key))
-        floor = floors.get((cell["dtype"], cell["context"], cell["batch"]))
-        for name in sorted(others.method.unique(), key=lambda name: {HF: 0, PLAIN: 1}.get(name, 2)):
-            own = others[others.method == name]
-            rows.append(Row(cell, name, own, others, floor, audits.get((str(key), name))))
-    return rows
-
-
-def frame_of(records: Sequence[Record]) -> Any:
-    """A `pandas.DataFrame` of all calls, with `cell` as text, `speed` and `tau`; NaN without time or verifications."""
     import pandas as pd
 
     runs = pd.DataFrame(of_kind(records, "run"))
     if runs.empty:
-        return runs
+        return []
     runs["cell"] = [_key(record) for record in of_kind(records, "run")]
     runs["speed"] = runs.tokens / runs.decode_seconds.where(runs.decode_seconds > 0)
     runs["tau"] = runs.tokens / runs.steps.where(runs.steps > 0)
-    return runs
+    floors = {(r["dtype"], r["context"], r["batch"]): r["seconds"] for r in of_kind(records, "floor")}
+    audits = {(_key(r), r["method"]): r for r in of_kind(records, "audit")}
+    rows = []
+    for key, calls in runs.groupby("cell", sort=False):
+        cell: Record = json.loads(str(key))
+        first: dict[str, str] = {}
+        speeds, taus = (calls.pivot(index="turn", columns="method", values=name) for name in ("speed", "tau"))
+        texts = {(call.method, call.turn): call.text for call in calls.itertuples()}
+        for name in sorted(calls.method.unique(), key=lambda name: {HF: 0, PLAIN: 1}.get(name, 2)):
+            own, audit = calls[calls.method == name], audits.get((str(key), name))
+            row = {**cell, "method": name, **_over_turns(own)}
+            verdicts = {_verdict(call, cell, texts, audit) for call in own.itertuples()}
+            if audit is not None and audit["verdict"] in FAILED:
+                verdicts.add(audit["verdict"])
+            row |= {"text": min(verdicts, key=VERDICTS.index), "audit": None if audit is None else audit["report"]}
+            if row["point"]:  # compared with the first point of its draft
+                base = first.setdefault(draft_of(row), name)
+                gaps = (taus[name] - taus[base]).dropna()
+                row["tau_difference"] = mean_interval(list(gaps)) if base != name and len(gaps) else None
+            if row["text"] not in FAILED and (found := _summary(speeds[name])) is not None:
+                row["tokens_per_second"] = found
+                for key_of, base in (("ratio_to_hf", HF), ("ratio_to_plain", PLAIN)):
+                    row[key_of] = _summary(speeds[name] / speeds[base]) if base in speeds else None
+                floor = floors.get((cell["dtype"], cell["context"], cell["batch"]))
+                if floor is not None:
+                    # tau tokens per floor at most: for loops without a draft the share of the floor itself
+                    share = floor * own.speed.median() / cell["batch"] / row["tau"]
+                    row["share_of_floor"] = significant(share)
+            rows.append(row)
+    return rows
+
+
+def _over_turns(runs: Any) -> Record:
+    """The values of a row that its calls alone decide."""
+    taus, peaks = runs.tau.dropna(), runs.peak_bytes.dropna()
+    by_turn = list(zip_longest(*map(by_depth, runs.accepted)))
+    return {
+        "point": runs.point.iloc[0],
+        "prompt_tokens": significant(runs.prompt_tokens.mean()),
+        "repeats": len(runs),
+        "ttft_seconds": summarize(list(runs.ttft_seconds)),
+        "tau": significant(runs.tokens.sum() / max(1, runs.steps.sum())),
+        "tau_interval": _interval(taus, least=1.0),
+        "acceptance_histogram": _added(runs.histogram),
+        "acceptance_by_depth": [significant(share) for share in by_depth(_added(runs.accepted))],
+        "acceptance_intervals": [_interval([s for s in at if s is not None], least=0.0, most=1.0) for at in by_turn],
+        "peak_bytes": int(peaks.max()) if len(peaks) else None,
+        "draft_state_bytes": int(runs.draft_state_bytes.max()),
+    }
+
+
+def _summary(values: Any) -> dict[str, float] | None:
+    found = list(values.dropna())
+    return summarize(found) if found else None
+
+
+def _interval(values: Sequence[float], **bounds: float) -> dict[str, float] | None:
+    return mean_interval(list(values), **bounds) if len(values) >= FEWEST else None
+
+
+def _verdict(run: Any, cell: Mapping[str, Any], texts: Mapping[Any, Any], audit: Record | None) -> str:
+    """The verdict on the text of one call; an audit stands for all texts that are not `generate`'s."""
+    expected = texts.get((run.compared_with, run.turn))
+    if run.compared_with == run.method:
+        return REFERENCE
+    if expected is None:
+        return NOT_COMPARED
+    if run.text == expected:
+        return IDENTICAL
+    if cell["dtype"] == "float32":
+        return DIFFERS
+    return NOT_COMPARED if audit is None else str(audit["verdict"])
+
+
+def draft_of(row: Record) -> str:
+    """The draft of a row without its settings."""
+    return str(row["method"]).partition(", ")[0]
 
 
 def _key(record: Record) -> str:
@@ -195,99 +157,73 @@ def _added(histograms: Iterable[Sequence[int]]) -> list[int]:
     return [sum(counts) for counts in zip_longest(*histograms, fillvalue=0)]
 
 
-def matrix_report(records: Sequence[Record]) -> str:
-    """Everything that was measured so far."""
-    rows = rows_of(records)
-    parts = ["# Benchmark", environment_paragraph(records), NOTE]
-    parts += [f"Peak memory: {of_kind(records, 'environment')[0].get('peak_memory')}."]
-    cells = grouped(rows, lambda row: title_of(row.cell))
-    for title, part in cells.items():
-        parts += [f"## {title}", cell_table(part)]
-    for title, part in cells.items():
-        if any(row.runs.point.iloc[0] for row in part):
-            parts += [f"## Settings: {title}", sweep_table(part)]
-    failed = [
-        f"- {row.method}, {title_of(row.cell)}: {(row.audit or {}).get('report', row.verdict)}"
-        for row in rows
-        if row.failed
+def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool = True) -> str:
+    """Everything that was measured so far, as Markdown.
+
+    Args:
+        brief (`bool`, *optional*): Leave out columns, so that the tables fit a terminal.
+        not_run (`bool`, *optional*): List the methods that are not run.
+    """
+    rows, found = rows_of(records), of_kind(records, "environment")[0]
+    settings = {key: value for key, value in found["settings"].items() if key in ("target", "data", "tokens", "seed")}
+    parts = [
+        "# Benchmark",
+        f"{found.get('device')}, hf_longspec {found.get('hf_longspec')}, {environment_line(records)}",
+        f"Settings: `{json.dumps(settings)}`.",
+        NOTE,
+        f"Peak memory: {found.get('peak_memory')}.",
     ]
-    parts += ["## Wrong texts", "\n".join(failed)] if failed else []
+    cells = grouped(rows, title_of)
+    for title, members in cells.items():
+        parts += [f"## {title}", _table(members, BRIEF if brief else tuple(COLUMNS))]
+    for title, members in cells.items():
+        if swept := [row for row in members if row["point"]]:
+            swept = [row for points in grouped(swept, draft_of).values() for row in points]
+            parts += [f"## Settings: {title}", _table(swept, SWEPT)]
+    if failed := [row for row in rows if row["text"] in FAILED]:
+        lines = [f"- {row['method']}, {title_of(row)}: {row['audit'] or row['text']}" for row in failed]
+        parts += ["## Wrong texts", "\n".join(lines)]
     for record in of_kind(records, "analysis"):
         parts += [f"## Analysis: {record['method']}, {title_of(record)}", analysis_text(record)]
-    parts += ["## Not run", "\n".join(f"- {name}: {why}." for name, why in NOT_RUN.items())]
+    if not_run:
+        parts += ["## Not run", "\n".join(f"- {name}: {why}." for name, why in NOT_RUN.items())]
     return "\n\n".join([*parts, *_left_out(records)]) + "\n"
 
 
-def environment_paragraph(records: Sequence[Record]) -> str:
-    """Machine, versions, commit, date, command."""
-    found = of_kind(records, "environment")[0]
-    bandwidth = [f"{r['read_gb_per_second']} GB/s read" for r in of_kind(records, "ceilings")[-1:]]
-    parts = [
-        str(found.get("device")),
-        f"{found['cpu']}, {found['usable_cores']} of {found['cores']} cores usable, {found['threads']} threads",
-        *bandwidth,
-        f"torch {found['torch']}",
-        f"transformers {found['transformers']}",
-        f"hf_longspec {found.get('hf_longspec')}, commit {found['commit']}",
-        f"load average {found['load_average']} at the start",
-        found["date"],
-    ]
-    again = [f"resumed {record['date']}" for record in of_kind(records, "resumed")]
-    state = "" if of_kind(records, "end") else " The run was not finished."
-    settings = {key: value for key, value in found["settings"].items() if key in ("target", "data", "tokens", "seed")}
-    return f"{', '.join([*parts, *again])}: `{found['command']}`.{state}\n\nSettings: `{json.dumps(settings)}`."
+def _tau(row: Record) -> str:
+    interval = row["tau_interval"]
+    return f"{row['tau']:.2f}" + ("" if interval is None else f" [{interval['low']:.2f}, {interval['high']:.2f}]")
 
 
-def title_of(cell: dict[str, Any]) -> str:
-    """A cell in words."""
-    length = f"{cell['context']} tokens" if cell["context"] else "prompts of their own length"
-    how = ", ".join(f"{name} {value}" for name, value in cell["decoding"].items()) or "greedy"
-    return f"{length}, batch {cell['batch']}, {cell['dtype']}, {how}"
+def _difference(row: Record) -> str:
+    gap = row["tau_difference"]
+    return "" if gap is None else f"{gap['mean']:+.2f}{plus_minus(gap)}"
 
 
-def cell_table(rows: Sequence[Row]) -> str:
-    """One line per method."""
-    header = ["method", "turns", "TTFT, s", "tokens/s", "x `generate`", "x plain loop", "tau"]
-    header += ["accepted at depth 1, 2, ...", "peak memory, MiB", "draft state, KiB", "share of floor", "text"]
-    return markdown_table(header, [_line(row, row.to_dict()) for row in rows])
+# Headings of the tables, with the cell below them.
+COLUMNS: dict[str, Callable[[Record], str]] = {
+    "method": lambda row: str(row["method"]),
+    "turns": lambda row: str(row["repeats"]),
+    "TTFT, s": lambda row: range_of(row["ttft_seconds"], 3),
+    "tokens/s": lambda row: range_of(row.get("tokens_per_second"), 1),
+    "x `generate`": lambda row: range_of(row.get("ratio_to_hf")),
+    "x plain loop": lambda row: range_of(row.get("ratio_to_plain")),
+    "tau": _tau,
+    "accepted at depth 1, 2, ...": lambda row: " ".join(f"{share:.2f}" for share in row["acceptance_by_depth"]),
+    "peak memory, MiB": lambda row: "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
+    "draft state, KiB": lambda row: f"{row['draft_state_bytes'] / 2**10:.0f}" if row["draft_state_bytes"] else "",
+    "share of floor": lambda row: f"{row['share_of_floor']:.0%}" if "share_of_floor" in row else "",
+    "text": lambda row: str(row["text"]),
+}
+BRIEF = ("method", "TTFT, s", "tokens/s", "x `generate`", "x plain loop", "tau", "peak memory, MiB", "text")
+DIFFERENCE = "difference of tau to the first"
+SWEPT = ("method", "tau", DIFFERENCE, "tokens/s", "x plain loop")
 
 
-def _line(row: Row, values: dict[str, Any]) -> list[str]:
-    peak, floor = values["peak_bytes"], values.get("share_of_floor")
-    return [
-        row.method,
-        str(values["repeats"]),
-        range_of(values["ttft_seconds"], 3),
-        range_of(values.get("tokens_per_second"), 1),
-        range_of(values.get("ratio_to_hf")),
-        range_of(values.get("ratio_to_plain")),
-        with_interval(values["tau"], values["tau_interval"]),
-        " ".join(f"{share:.2f}" for share in values["acceptance_by_depth"]),
-        "" if peak is None else f"{peak / 2**20:.0f}",
-        f"{values['draft_state_bytes'] / 2**10:.0f}" if values["draft_state_bytes"] else "",
-        "" if floor is None else f"{floor:.0%}",
-        row.verdict,
-    ]
-
-
-def with_interval(value: float, interval: dict[str, float] | None) -> str:
-    """A mean with half of its interval; without it if there was one value only."""
-    return f"{value:.2f}" if interval is None or interval["count"] < 2 else f"{value:.2f} ± {half_width(interval)}"
-
-
-def sweep_table(rows: Sequence[Row]) -> str:
-    """The points of every draft with their difference to its first, turn by turn."""
-    lines = []
-    for points in grouped(rows, lambda row: row.method.partition(", ")[0]).values():
-        for row in points:
-            if not row.runs.point.iloc[0]:
-                continue
-            gap = None if row is points[0] else row.difference_to(points[0])
-            values = row.to_dict()
-            shown = "" if gap is None else f"{gap['mean']:+.2f}" + (f" ± {half_width(gap)}" if gap["count"] > 1 else "")
-            speeds = range_of(values.get("tokens_per_second"), 1), range_of(values.get("ratio_to_plain"))
-            lines.append([row.method, with_interval(values["tau"], values["tau_interval"]), shown, *speeds])
-    return markdown_table(["method", "tau", "difference of tau to the first", "tokens/s", "x plain loop"], lines)
+def _table(rows: Sequence[Record], headings: Sequence[str]) -> str:
+    """One line per row."""
+    columns = COLUMNS | {DIFFERENCE: _difference}
+    return markdown_table(headings, [[columns[heading](row) for heading in headings] for row in rows])
 
 
 def analysis_text(record: Record) -> str:
@@ -323,20 +259,19 @@ def analysis_text(record: Record) -> str:
 
 def _left_out(records: Sequence[Record]) -> list[str]:
     """List the missing calls with their reasons, except for those that a later part of the run measured."""
-    repeats = of_kind(records, "environment")[0]["settings"].get("repeats")
-    runs = of_kind(records, "run")
-    lines: dict[str, list[str]] = {}
+    repeats = of_kind(records, "environment")[0]["settings"].get("repeats") or 0
+    lines: dict[str, dict[str, None]] = {}
     for record in of_kind(records, "skipped"):
-        same = [r for r in runs if all(r[k] == record[k] for k in (*CELL, "method"))]
-        if record["reason"] != NO_TIME or len(same) < (repeats or 0):
-            lines.setdefault(record["reason"], []).append(f"{record['method']} ({title_of(record)})")
-    found = [f"- {reason}: {'; '.join(dict.fromkeys(what))}" for reason, what in lines.items()]
+        runs = of_kind(records, "run", **{name: record[name] for name in (*CELL, "method")})
+        if record["reason"] != NO_TIME or len(runs) < repeats:
+            lines.setdefault(record["reason"], {})[f"{record['method']} ({title_of(record)})"] = None
+    found = [f"- {reason}: {'; '.join(what)}" for reason, what in lines.items()]
     return ["## Left out", "\n".join(found)] if found else []
 
 
-def grouped(rows: Sequence[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+def grouped(rows: Sequence[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
     """Rows by a text that is made of each."""
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[Record]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups

@@ -1,9 +1,6 @@
 """Result files: one JSON object per line, written as soon as it is known, and a Markdown report beside them."""
 
 import json
-import os
-import re
-import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +14,6 @@ Record = dict[str, Any]
 # Parts of the environment that may differ between the parts of one benchmark.
 MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
 REPORT_SECONDS = 5.0
-_ABSOLUTE = re.compile(r"(?<![\w.~/-])~?/[^\s'\",]+")
 
 
 class TimeGuard:
@@ -82,7 +78,7 @@ class ResultFile:
         here = {**environment(), **(facts or {})}
         if resume is False and path.exists() and path.stat().st_size:
             raise ValueError(f"{path} is there already: pass --resume to go on with it, or another --output.")
-        before = _stored_records(path) if resume and path.exists() else []
+        before = read_records(path) if resume and path.exists() else []
         if before:
             refuse_other(path, before[0], benchmark, settings, here)
         self.records = [record for record in before if record["kind"] != "end"]
@@ -152,13 +148,6 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return [f"{key} was {old.get(key)}, now {new.get(key)}" for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
-def _stored_records(path: Path) -> list[Record]:
-    try:
-        return read_records(path)
-    except ValueError as error:
-        raise ValueError(f"{str(error).partition(': ')[0]} is no JSON. Repair it, or pass another --output.") from error
-
-
 def read_records(path: Path) -> list[Record]:
     """Every record of a result file; a last line that was cut off is dropped.
 
@@ -175,34 +164,12 @@ def read_records(path: Path) -> list[Record]:
                 break
             record = None
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: no JSON object. Pass a result file, one object per line.")
+            raise ValueError(f"{path}, line {number}: no JSON object. Repair it, or pass another result file.")
         records.append(record)
     return records
 
 
-def of_kind(records: Sequence[Record], kind: str) -> list[Record]:
-    """The records of one kind."""
-    return [record for record in records if record["kind"] == kind]
-
-
-def command_line(arguments: list[str]) -> str:
-    """A command as one would type it, without the folders of this machine.
-
-    What lies below the current folder is written from there; other absolute paths are cut to their name.
-
-    >>> command_line(["/opt/bin/hf-longspec", "bench", "--data=/home/me/novels", "--target", "org/model"])
-    'hf-longspec bench --data=novels --target org/model'
-    """
-    program, *others = arguments
-    name = Path(program).name
-    return shlex.join(["hf-longspec" if name == "app.py" else name, *(without_folders(part) for part in others)])
-
-
-def without_folders(text: str) -> str:
-    """A text in which absolute paths are shortened."""
-    return _ABSOLUTE.sub(lambda found: _shortened(found[0]), text)
-
-
-def _shortened(path: str) -> str:
-    relative = os.path.relpath(os.path.expanduser(path))
-    return Path(path).name if relative.startswith("..") else relative
+def of_kind(records: Sequence[Record], kind: str, **values: Any) -> list[Record]:
+    """The records of one kind that have these values."""
+    wanted = {"kind": kind, **values}
+    return [record for record in records if all(record.get(name) == value for name, value in wanted.items())]

@@ -1,12 +1,11 @@
-"""Medians with their spread, ratios within turns, means with confidence intervals, as dictionaries for JSON."""
+"""Medians with their spread, means with confidence intervals, and the order of the turns."""
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-# Orders of n-grams that Distinct-n is reported for.
-ORDERS = (1, 2, 3, 4)
-# Tokens over which a text of any length is looked at. Divides the lengths at which long texts are compared.
-WINDOW = 1000
+# Fewest values that an interval is shown for: with two of them Student's t multiplies the standard error by 13.
+FEWEST = 3
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
@@ -19,29 +18,31 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
     return {**{name: significant(value) for name, value in found.items()}, "count": len(values)}
 
 
-def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Summary of the ratios of values that were measured side by side.
+def mean_interval(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> dict[str, float]:
+    """Mean of independent values with Student's 95 % interval.
 
-    >>> ratios([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])["median"]
-    2.0
-    """
-    return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
+    Towards a bound the half-width is taken on the scale of the logarithm of the distance to the bound: the interval is
+    the usual one far from the bound and does not cross it.
 
-
-def mean_interval(values: Sequence[float]) -> dict[str, float]:
-    """Mean of independent values with Student's 95 % interval; the interval of a single value is the value itself.
+    Args:
+        values (`Sequence[float]`): Fewer than three give no interval: `low` and `high` are the mean then.
+        least (`float`, *optional*): Lowest value that is possible, such as 1 for tau.
+        most (`float`, *optional*): Highest value that is possible, such as 1 for a share.
 
     >>> found = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
     >>> found["mean"], found["high"]
     (3.0, 4.963)
     """
-    from scipy.stats import sem, t
+    mean = statistics.fmean(values)
+    low = high = mean
+    # equal values have an interval of no width, also at a bound
+    if len(values) >= FEWEST and len(set(values)) > 1:
+        from scipy.stats import sem, t
 
-    mean, count = statistics.fmean(values), len(values)
-    error = sem(values) if count > 1 else 0.0
-    # scipy gives NaN for a scale of 0, which equal values have
-    low, high = t.interval(0.95, count - 1, loc=mean, scale=error) if error else (mean, mean)
-    return {"mean": significant(mean), "low": significant(low), "high": significant(high), "count": count}
+        half = t.ppf(0.975, len(values) - 1) * sem(values)
+        low = mean - half if math.isinf(least) else least + (mean - least) * math.exp(-half / (mean - least))
+        high = mean + half if math.isinf(most) else most - (most - mean) * math.exp(-half / (most - mean))
+    return {"mean": significant(mean), "low": significant(low), "high": significant(high), "count": len(values)}
 
 
 def significant(value: float, digits: int = 4) -> float:
@@ -63,45 +64,3 @@ def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
         first = repeat % len(names)
         for name in [*names[first:], *names[:first]]:
             yield repeat, name
-
-
-def distinct(tokens: Sequence[int], n: int, window: int = WINDOW) -> dict[str, float]:
-    """Distinct-n: how much of a text is not a repetition of itself, over the whole text and averaged over windows.
-
-    Distinct-n counts the different n-grams and divides by the number of all (after Li et al., 2016,
-    https://huggingface.co/papers/1510.03055). The value of a whole text falls with its length, because its vocabulary
-    is finite: texts of different lengths cannot be compared by it. TokenSwift
-    (https://huggingface.co/papers/2502.18890) reports values up to 0.95 for texts of 100,000 tokens, which have fewer
-    different words than that, and does not name what it averaged over. So both are given here: `corpus` is that of the
-    whole text; `windowed` is the mean over successive windows of fixed length, n-grams across their borders not
-    counted, and does not depend on the length.
-
-    Args:
-        tokens (`Sequence[int]`): The text. The rest after the last whole window counts for `corpus` only, but a
-            text that is shorter than a window is one.
-        n (`int`): Length of the n-grams; usual are 1 to 4.
-        window (`int`, *optional*, defaults to 1000): Tokens per window, at least `n`.
-
-    Returns:
-        `dict[str, float]` with `windowed` and `corpus`, each in (0, 1].
-
-    Raises:
-        ValueError: If the text or the window has no n-gram.
-
-    >>> distinct([1, 2, 1, 2, 3, 4], n=1, window=2)
-    {'windowed': 1.0, 'corpus': 0.6666666666666666}
-    """
-    if n < 1 or min(window, len(tokens)) < n:
-        raise ValueError(
-            f"n={n}, window={window} and {len(tokens)} tokens: there must be an n-gram in the text and in a window. "
-            "Pass n of at least 1, and at least n tokens."
-        )
-    starts = range(0, max(len(tokens) - window, 0) + 1, window)
-    shares = [_share(tokens[start : start + window], n) for start in starts]
-    return {"windowed": sum(shares) / len(shares), "corpus": _share(tokens, n)}
-
-
-def _share(tokens: Sequence[int], n: int) -> float:
-    """Different n-grams per n-gram."""
-    ngrams = zip(*(tokens[start:] for start in range(n)), strict=False)  # the shortest of them ends it
-    return len(set(ngrams)) / (len(tokens) - n + 1)

@@ -90,13 +90,9 @@ def written(point: Point) -> str:
 
 
 def _written(value: Any) -> str:
-    return (
-        "+".join(map(str, value))
-        if isinstance(value, list | tuple)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
-    )
+    if isinstance(value, list | tuple):
+        return "+".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def split_axes(axes: Mapping[str, list[str]], drafts: Mapping[str, Mapping[str, Any]]) -> tuple[dict, dict, list[str]]:

@@ -22,18 +22,8 @@ from hf_longspec import __version__
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (
-    generate.generate,
-    audit.audit,
-    tune.tune,
-    env.env,
-    bench.bench,
-    train.train,
-    convert.convert,
-    publish.publish,
-    demo.demo,
-):
-    app.command()(command)
+for module in (generate, audit, tune, env, bench, train, convert, publish, demo):
+    app.command()(getattr(module, module.__name__.rpartition(".")[2]))
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,8 +49,9 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.ctx.get_help())
         else:
-            what = error.format_message().rstrip(".")
-            print(f"error: {what}. `{error.ctx.command_path} --help` says what there is.", file=sys.stderr)
+            what = error.format_message()
+            stop = "" if what.endswith((".", "?")) else "."
+            print(f"error: {what}{stop} `{error.ctx.command_path} --help` shows what there is.", file=sys.stderr)
         status = INPUT_ERROR
     except typer.Abort:
         status = INTERRUPTED

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_longspec import __version__
 
 from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
-from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second
+from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
 from ..bench.matrix import Cell, Matrix, Method
 from ..bench.plots import plot_all
 from ..bench.probes import analyse_cell
 from ..bench.progress import Progress
 from ..bench.prompts import OWN_LENGTH, DocumentPrompts, read_source
-from ..bench.report import NOT_RUN, matrix_report, rows_of
-from ..bench.results import ResultFile, TimeGuard, command_line, of_kind, without_folders
+from ..bench.report import FAILED, NOT_RUN, matrix_report, rows_of
+from ..bench.results import ResultFile, TimeGuard, of_kind
 from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
 from ..cli import CommandError, options, session
 from ..generation.target import TargetView
@@ -74,6 +74,7 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the result file.")] = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw PNGs.")] = True,
     as_json: options.Json = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list the methods that are not run.")] = False,
     debug: options.Debug = False,
 ) -> None:
     """Measure drafts beside plain generate, our loop without a draft and prompt lookup.
@@ -96,52 +97,49 @@ def bench(
         _require_packages(plots)
         run = Bench(
             target=target,
-            drafts=tuple(draft or ("specattn",)),
+            drafts=draft or ["specattn"],
+            assistant=assistant,
             data=data,
-            column=column,
             contexts=lengths("--context", context),
             batches=lengths("--batch", batch),
-            dtypes=dtypes(dtype),
-            assistant=assistant,
-            sweeps=tuple(sweep or ()),
+            dtypes=dtypes("--dtype", dtype),
+            sweeps=sweep or [],
             analyse=analyse,
             tokens=max_new_tokens,
             repeats=repeats,
             temperature=temperature,
             lookup_tokens=lookup_tokens,
         )
+        parse_sweeps(run.sweeps)
         documents, layout = read_source(data, column)
         with session.quiet(progress_bars=not Path(target).is_dir()):
             prompts = DocumentPrompts(session.load_tokenizer(target), documents)
             guard = TimeGuard(math.inf if minutes is None else minutes)
             file, interrupted = run.measure(prompts, layout, output, guard, resume)
-        _show(file, plots, as_json, interrupted)
-        wrong = any(row.failed for row in rows_of(file.records))
+        _show(file, plots, as_json, verbose)
+        if interrupted:
+            print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
+        wrong = any(row["text"] in FAILED for row in rows_of(file.records))
     raise typer.Exit(options.INTERRUPTED if interrupted else int(wrong))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Bench:
-    """One run of the command; see its options."""
+    """One run of the command: the values that decide the numbers, under their names in the result file."""
 
     target: str
-    drafts: tuple[str, ...]
-    data: str
-    column: str | None
-    contexts: tuple[int, ...]
-    batches: tuple[int, ...]
-    dtypes: tuple[str, ...]
+    drafts: list[str]
     assistant: str | None
-    sweeps: tuple[str, ...]
+    data: str
+    contexts: list[int]
+    batches: list[int]
+    dtypes: list[str]
+    sweeps: list[str]
     analyse: bool
     tokens: int
     repeats: int
     temperature: float
     lookup_tokens: int
-    axes: dict[str, list[str]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.axes = parse_sweeps(self.sweeps)
 
     def measure(
         self, prompts: DocumentPrompts, layout: str, output: Path, guard: TimeGuard, resume: bool
@@ -156,20 +154,18 @@ class Bench:
             "device": session.describe_device(model.device),
             "peak_memory": PeakMemory(model.device).how,
             "hf_longspec": __version__,
-            "command": command_line(sys.argv),
         }
         settings = self._settings(cells, prompts, layout)
         file = ResultFile(output, "bench", matrix_report, guard, settings, facts, resume)
         try:
             with file, Progress(len(cells) * len(methods) * self.repeats * len(self.dtypes)) as progress:
-                bandwidth = _bandwidth(file, model)
                 for name in self.dtypes:
                     if name != self.dtypes[0]:
                         del model, methods  # before the next one is loaded
                         model, methods, cells = self._prepare(name, prompts)
                     matrix = Matrix(model, methods, prompts, file, tokens=self.tokens, repeats=self.repeats)
                     for cell in cells:
-                        _write_floor(file, model, cell, bandwidth)
+                        _write_floor(file, model, cell)
                         matrix.measure(cell, progress)
                         if self.analyse:
                             analyse_cell(matrix, cell, progress)
@@ -181,22 +177,19 @@ class Bench:
         """Model, methods and cells of one dtype, with every check that is possible before anything is measured."""
         model = endless(session.load_target(self.target, session.TORCH_DTYPES[dtype]))
         drafts = load_drafts(self.drafts, model)
-        decoding, of_drafts, contexts = split_axes(self.axes, {n: draft.settings for n, draft in drafts.items()})
-        methods = [*self._baselines(model), *points_of(drafts, of_drafts, model)]
-        own = {"temperature": self.temperature} if self.temperature else {}
-        ways = [Decoding.read(own | dict(point)) for point in grid(decoding)]
-        widths = lengths("--context", ",".join(contexts)) if contexts else self.contexts
-        self._require_room(model, widths, prompts)
-        return model, methods, [Cell(dtype, *rest) for rest in product(widths, self.batches, ways)]
-
-    def _baselines(self, model: PreTrainedModel) -> list[Method]:
-        """Plain `generate`, the loop without drafting, prompt lookup, and an assistant if there is one."""
+        axes = parse_sweeps(self.sweeps)
+        decoding, of_drafts, contexts = split_axes(axes, {name: draft.settings for name, draft in drafts.items()})
         methods = [Method(HF, HfMethod()), Method(PLAIN, PlainDraftModel.from_target(model))]
         methods.append(Method(LOOKUP, HfMethod({"prompt_lookup_num_tokens": self.lookup_tokens}, max_batch=1)))
         if self.assistant is not None:
             assistant = load_assistant(self.assistant, model)
             methods.append(Method(ASSISTED, HfMethod({"assistant_model": assistant}, max_batch=1)))
-        return methods
+        methods += points_of(drafts, of_drafts, model)
+        own = {"temperature": self.temperature} if self.temperature else {}
+        ways = [Decoding(**(own | dict(point))) for point in grid(decoding)]
+        widths = lengths("--context", ",".join(contexts)) if contexts else self.contexts
+        self._require_room(model, widths, prompts)
+        return model, methods, [Cell(dtype, *rest) for rest in product(widths, self.batches, ways)]
 
     def _require_room(self, model: PreTrainedModel, widths: Sequence[int], prompts: DocumentPrompts) -> None:
         """Refuse contexts that exceed the model's positions, or the documents.
@@ -204,43 +197,34 @@ class Bench:
         Raises:
             CommandError: With both numbers.
         """
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or math.inf
-        longest = max(widths)
+        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
+        longest, document = max(widths), max(prompts.sizes)
         if longest + self.tokens > limit:
             raise CommandError(
                 f"--context {longest} and {self.tokens} new tokens exceed the {limit} positions of {self.target}: use "
                 "shorter ones."
             )
-        if longest > prompts.longest:
+        if longest > document:
             raise CommandError(
-                f"--context {longest}: the longest document of --data {self.data} has {prompts.longest} tokens. Use a "
+                f"--context {longest}: the longest document of --data {self.data} has {document} tokens. Use a "
                 f"shorter context, --context {OWN}, or longer documents."
             )
         if OWN_LENGTH in widths:
-            prompts.own(1, int(min(limit, 2**40)) - self.tokens)
+            prompts.own(1, limit - self.tokens)
 
     def _settings(self, cells: Sequence[Cell], prompts: DocumentPrompts, layout: str) -> dict[str, Any]:
-        """The values that decide the numbers; a run is resumed only if none of them has changed."""
+        """All values; a run is resumed only if none of them has changed."""
         contexts = list(dict.fromkeys(cell.context for cell in cells))
-        source = Path(without_folders(self.data)).name or self.data
         digest = hashlib.sha256()
         for part in (*prompts.bodies, *prompts.tails):
             digest.update(part.numpy().tobytes())
-        return {
+        source = {"source": Path(without_folders(self.data)).name or self.data, "layout": layout}
+        return vars(self) | {
             "target": name_of(self.target),
             "drafts": [name_of(name) for name in self.drafts],
             "assistant": None if self.assistant is None else name_of(self.assistant),
-            "data": {"source": source, "layout": layout, "sha256": digest.hexdigest()[:16]}
-            | prompts.describe(contexts),
+            "data": {**source, "sha256": digest.hexdigest()[:16], **prompts.describe(contexts)},
             "contexts": contexts,
-            "batches": list(self.batches),
-            "dtypes": list(self.dtypes),
-            "sweeps": list(self.sweeps),
-            "analyse": self.analyse,
-            "tokens": self.tokens,
-            "repeats": self.repeats,
-            "temperature": self.temperature,
-            "lookup_tokens": self.lookup_tokens,
         }
 
 
@@ -288,7 +272,6 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
     draft = load(name, model).to(model.device)
     if "gate" in draft.settings:  # it would stop drafting where that does not pay, and hide what is to be measured
         draft.generation_config.gate = False
-    draft.check(TargetView(model))
     return draft
 
 
@@ -311,14 +294,14 @@ def name_of(model: str) -> str:
     return Path(model).name if Path(model).is_dir() else model
 
 
-def lengths(option: str, text: str) -> tuple[int, ...]:
+def lengths(option: str, text: str) -> list[int]:
     """Numbers such as `512,2k`; `own` is 0.
 
     Raises:
         CommandError: If a part is no number.
 
     >>> lengths("--context", "512,2k,own")
-    (512, 2048, 0)
+    [512, 2048, 0]
     """
     found = []
     for part in text.split(","):
@@ -329,44 +312,38 @@ def lengths(option: str, text: str) -> tuple[int, ...]:
             found.append(int(match[1]) * (1024 if match[2] else 1))
         else:
             raise CommandError(f"{option} {part!r}: expected numbers of at least 1, such as 512 or 2k (2048).")
-    return tuple(dict.fromkeys(found))
+    return list(dict.fromkeys(found))
 
 
-def dtypes(text: str) -> tuple[str, ...]:
+def dtypes(option: str, text: str) -> list[str]:
     """Names of types; auto is bfloat16 on a GPU and float32 on a CPU.
 
     Raises:
         CommandError: If one is unknown.
     """
     if text == "auto":
-        return ("bfloat16" if torch.cuda.is_available() else "float32",)
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+        return ["bfloat16" if torch.cuda.is_available() else "float32"]
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
     if unknown := [name for name in names if name not in session.TORCH_DTYPES]:
-        raise CommandError(f"--dtype {','.join(unknown)}: expected auto, or some of {', '.join(session.TORCH_DTYPES)}.")
+        raise CommandError(
+            f"{option} {','.join(unknown)}: expected auto, or some of {', '.join(session.TORCH_DTYPES)}."
+        )
     return names
 
 
-def _bandwidth(file: ResultFile, model: PreTrainedModel) -> float | None:
-    """The measured bandwidth; a resumed run uses that of its first part, so that all rows have one floor."""
-    if known := of_kind(file.records, "ceilings"):
-        return float(known[0]["read_gb_per_second"])
-    bandwidth = read_gb_per_second(model.device)
-    if bandwidth is not None:
-        file.write("ceilings", read_gb_per_second=round(bandwidth, 1))
-    return bandwidth
-
-
-def _write_floor(file: ResultFile, model: PreTrainedModel, cell: Cell, bandwidth: float | None) -> None:
+def _write_floor(file: ResultFile, model: PreTrainedModel, cell: Cell) -> None:
+    """Write the least time of a step once, and before the first the bandwidth, also for the parts of a resumed run."""
     place = {"dtype": cell.dtype, "context": cell.context, "batch": cell.batch}
-    known = any(all(r[k] == v for k, v in place.items()) for r in of_kind(file.records, "floor"))
-    if known or bandwidth is None or cell.context == OWN_LENGTH:
-        return
-    seconds = floor_seconds(model, cell.context, cell.batch, bandwidth)
-    if seconds is not None:
-        file.write("floor", **place, seconds=seconds)
+    known = of_kind(file.records, "ceilings")
+    if not known and (found := read_gb_per_second(model.device)) is not None:
+        known = [file.write("ceilings", read_gb_per_second=round(found, 1))]
+    if known and cell.context != OWN_LENGTH and not of_kind(file.records, "floor", **place):
+        seconds = floor_seconds(model, cell.context, cell.batch, known[0]["read_gb_per_second"])
+        if seconds is not None:
+            file.write("floor", **place, seconds=seconds)
 
 
-def _show(file: ResultFile, plots: bool, as_json: bool, interrupted: bool) -> None:
+def _show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
     """Print the table or the JSON object, and draw the plots."""
     records = file.records
     paths = [file.path, file.path.with_suffix(".md")]
@@ -375,7 +352,7 @@ def _show(file: ResultFile, plots: bool, as_json: bool, interrupted: bool) -> No
     if as_json:
         found = {
             "environment": of_kind(records, "environment")[0],
-            "rows": [row.to_dict() for row in rows_of(records)],
+            "rows": rows_of(records),
             "analyses": of_kind(records, "analysis"),
             "skipped": of_kind(records, "skipped"),
             "not_run": NOT_RUN,
@@ -384,19 +361,14 @@ def _show(file: ResultFile, plots: bool, as_json: bool, interrupted: bool) -> No
         }
         print(json.dumps(found))
     else:
-        print(matrix_report(records))
+        print(matrix_report(records, brief=True, not_run=verbose))
     print(f"Written: {', '.join(map(str, paths))}", file=sys.stderr)
-    if interrupted:
-        print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
 
 
 def _require_packages(plots: bool) -> None:
     """Refuse, before anything is measured, to run without the packages that the report needs."""
+    remedy = "which is not installed: pip install 'hf_longspec[bench]'"
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise CommandError(
-            f"the report needs {' and '.join(missing)}, which is not installed: pip install 'hf_longspec[bench]'."
-        )
+        raise CommandError(f"the report needs {' and '.join(missing)}, {remedy}.")
     if plots and find_spec("matplotlib") is None:
-        raise CommandError(
-            "the plots need matplotlib, which is not installed: pip install 'hf_longspec[bench]', or pass --no-plots."
-        )
+        raise CommandError(f"the plots need matplotlib, {remedy}, or pass --no-plots.")

@@ -31,8 +31,7 @@ def convert(
     Exit status: 0; 2 for what cannot be converted.
     """
     with options.one_line_errors(debug):
-        if output.exists() and any(output.iterdir()):
-            raise ValueError(f"{output} is not empty: pass a new folder as --output.")
+        options.require_writable_folder("--output", output)
         print(f"Reading {source}.", file=sys.stderr)
         draft = converting.convert(source, target)
         draft.save_pretrained(output)

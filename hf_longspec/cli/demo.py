@@ -1,6 +1,9 @@
-"""`hf-longspec demo`: continue a long document with and without speculation, and compare."""
+"""`hf-longspec demo`: continue a long document with and without speculation, and compare.
 
-import importlib.util
+A preset of the measuring code of `hf-longspec bench`: one prompt, one call of every method. The text is shown while it
+is written, and sentences about the numbers follow.
+"""
+
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +18,13 @@ from transformers import PreTrainedModel, TextStreamer
 
 from ..auditing import EXACT, AuditReport, audit
 from ..bench.calls import PLAIN, Call, Decoding, HfMethod, run_call
+from ..bench.machine import native_bfloat16
 from ..bench.progress import Progress
+from ..bench.prompts import BUILTIN, read_source
 from ..cli import CommandError, options, session
-from ..modeling.ngram.modeling_ngram import NgramDraftModel
 from ..modeling.plain.modeling_plain import PlainDraftModel
-from ..modeling.specattn.modeling_specattn import SpecAttnDraftModel
+from .bench import dtypes as read_dtypes
+from .bench import load_draft
 from .options import at_least
 from .output import prefill_work, watched_layers
 
@@ -30,10 +35,6 @@ QUICK_CONTEXT, QUICK_NEW_TOKENS = 2048, 32
 EMULATED_CONTEXT = 2048
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
 
-# Modules of the standard library that the tiny target was never trained on (HELD_OUT in examples/train_tiny_target.py).
-# More
-# than one, because a distribution may leave the source of a module out.
-DEFAULT_MODULES = ("argparse", "tarfile", "typing", "zipfile")
 # A prompt is cut after the third of at least six words, so that the continuation is the rest of a sentence.
 WORD = re.compile(r"\b[A-Za-z]{2,}\b")
 WORDS_OF_PROSE, WORDS_KEPT = 6, 3
@@ -81,22 +82,10 @@ def demo(
     Exit status: 0; 1 if a text in float32 is not that of plain generate; 2 for what cannot be run; 130 after Ctrl-C.
     """
     with options.one_line_errors(debug):
-        names = list(dict.fromkeys(name.strip() for name in dtypes.split(",")))
-        if unknown := [name for name in names if name not in session.TORCH_DTYPES]:
-            known = ", ".join(session.TORCH_DTYPES)
-            raise CommandError(f"--dtypes: unknown {', '.join(map(repr, unknown))}; choose from {known}.")
+        names = read_dtypes("--dtypes", dtypes)
         with session.quiet(progress_bars=target is not None and not Path(target).is_dir()):
             status = Demo(target, draft, file, context, max_new_tokens, names, quick).run()
     raise typer.Exit(status)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids `(1, length)` of the beginning of a document, its text, and the document's name."""
-
-    name: str
-    text: str
-    input_ids: torch.Tensor
 
 
 def read_document(file: Path | None) -> tuple[str, str]:
@@ -111,18 +100,13 @@ def read_document(file: Path | None) -> tuple[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise CommandError(f"cannot read --file {file}: {reason}. Pass a text file.") from error
-    for module in DEFAULT_MODULES:
-        spec = importlib.util.find_spec(module)
-        path = Path(spec.origin) if spec is not None and spec.origin else None
-        if path is not None and path.suffix == ".py" and path.is_file():
-            return f"{path.name} of the standard library", path.read_text(encoding="utf-8")
-    raise CommandError(
-        f"this Python comes without the sources of {', '.join(DEFAULT_MODULES)}: pass a text of your own with --file."
-    )
+    for module in read_source(BUILTIN)[0]:  # a distribution may leave the source of a module out
+        return f"{module.name} of the standard library", module.body
+    raise CommandError("this Python comes without the sources of its library: pass a text of your own with --file.")
 
 
-def make_prompt(tokenizer: Any, name: str, text: str, max_tokens: int) -> Prompt:
-    """At most `max_tokens` tokens from the beginning of `text`, ending in the middle of a line of words.
+def make_prompt(tokenizer: Any, name: str, text: str, max_tokens: int) -> tuple[str, torch.Tensor]:
+    """Text and token ids `(1, length)` of the beginning of a document, ending in the middle of a line of words.
 
     Raises:
         CommandError: If the text is too short to be continued.
@@ -137,7 +121,7 @@ def make_prompt(tokenizer: Any, name: str, text: str, max_tokens: int) -> Prompt
             f"{name} gives a prompt of {len(ids)} tokens, and {SHORTEST_PROMPT} are needed: pass a longer --file, or a "
             "larger --context."
         )
-    return Prompt(name, text, torch.tensor([ids]))
+    return text, torch.tensor([ids])
 
 
 def end_inside_a_line(text: str) -> str:
@@ -190,9 +174,8 @@ def remarks(groups: list[Group], native_bfloat16: bool | None) -> list[str]:
     for name in timed[0].drafts if timed else ():
         if unpaid := [group for group in timed if group.speed_ratio(name, PLAIN) < 1 + SAME_SPEED]:
             said.append(_why_not(name, unpaid))
-    if (
-        repeated := max((repetition(tokens_of(group.calls[group.drafts[-1]])) for group in groups), default=0.0)
-    ) > LOOPING:
+    repeated = max(repetition(tokens_of(group.calls[group.drafts[-1]])) for group in groups)
+    if repeated > LOOPING:
         said.append(
             f"{repeated:.0%} of the {LOOP_LENGTH}-token sequences of the text have occurred in it before: it repeats "
             "itself, as greedy text of small models does, so expect a lower tau on text that does not."
@@ -278,9 +261,9 @@ class Demo:
         quick: bool,
     ):
         self.console = Console(highlight=False)
-        self.dtypes, self.draft_name = dtypes, draft
+        self.dtypes, self.draft_name, self.shortens = dtypes, draft, context is None
         self.target = session.find_target(target)
-        document = read_document(file)
+        self.name, document = read_document(file)
         self.tokenizer = session.load_tokenizer(self.target)
         self.new_tokens = max_new_tokens or (QUICK_NEW_TOKENS if quick else NEW_TOKENS)
         wanted = context or (QUICK_CONTEXT if quick else CONTEXT)
@@ -290,9 +273,8 @@ class Demo:
                 f"--context {wanted} and {self.new_tokens} new tokens do not fit into the {room + self.new_tokens} "
                 f"positions of the model: use at most --context {max(room, 0)}, or fewer --max-new-tokens."
             )
-        self.prompt = make_prompt(self.tokenizer, *document, max_tokens=min(wanted, room))
-        self.ids = self.prompt.input_ids
-        self.shortens = context is None
+        text, self.ids = make_prompt(self.tokenizer, self.name, document, max_tokens=min(wanted, room))
+        self.tail = text[-TAIL_CHARACTERS:]
 
     def run(self) -> int:
         """Measure, show, and return the exit status."""
@@ -300,77 +282,64 @@ class Demo:
         for dtype in self.dtypes:
             self.say(f"Loading {self.target} in {dtype}.")
             model = session.load_target(self.target, session.TORCH_DTYPES[dtype])
+            native = native_bfloat16(model.device)
             if not groups:
-                self._introduce(model)
-            native_bfloat16 = session.has_native_bfloat16(model.device)
-            self.ids = self._prompt_in(dtype, native_bfloat16)
-            group = Group(dtype, self._measure_all(model, stream=not groups), self.ids.shape[1])
-            self._check(group, model)
-            groups.append(group)
+                size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+                self.say(
+                    f"{type(model).__name__} with {size:.1f}M parameters on {session.describe_device(model.device)}.\n"
+                    f"Prompt: the first {self.ids.shape[1]} tokens of {self.name}; {self.new_tokens} tokens to come.\n"
+                )
+            ids = self._prompt_in(dtype, native)
+            groups.append(Group(dtype, self._measure_all(model, ids, stream=not groups), ids.shape[1]))
+            self._check(groups[-1], model, ids)
             del model  # before the next one is loaded
-        self._conclude(groups, native_bfloat16)
-        return int(any("no" in group.checks.values() for group in groups))
+        return self._conclude(groups, native)
 
-    def _introduce(self, model: PreTrainedModel) -> None:
-        size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        self.say(
-            f"{type(model).__name__} with {size:.1f}M parameters on {session.describe_device(model.device)}.\n"
-            f"Prompt: the first {self.ids.shape[1]} tokens of {self.prompt.name}; {self.new_tokens} tokens to come.\n"
-        )
-
-    def _prompt_in(self, dtype: str, native_bfloat16: bool | None) -> torch.Tensor:
+    def _prompt_in(self, dtype: str, native: bool | None) -> torch.Tensor:
         """The prompt; its beginning where bfloat16 is emulated, unless the user gave a length."""
-        ids = self.prompt.input_ids
-        if dtype == "bfloat16" and native_bfloat16 is False and self.shortens and ids.shape[1] > EMULATED_CONTEXT:
+        if dtype == "bfloat16" and native is False and self.shortens and self.ids.shape[1] > EMULATED_CONTEXT:
             self.say(
                 f"This machine has no bfloat16 instructions: the prompt is cut to {EMULATED_CONTEXT} tokens, so that "
                 "reading it does not take minutes. --context takes another length."
             )
-            return ids[:, :EMULATED_CONTEXT]
-        return ids
+            return self.ids[:, :EMULATED_CONTEXT]
+        return self.ids
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print one line or paragraph."""
         self.console.print(text, style=style, markup=False)
 
-    def _measure_all(self, model: PreTrainedModel, stream: bool) -> dict[str, Call]:
+    def _measure_all(self, model: PreTrainedModel, ids: torch.Tensor, stream: bool) -> dict[str, Call]:
         """Measure the last draft first, because its text is the one to show; the table has it last."""
+        methods = {HF: HfMethod(), PLAIN: PlainDraftModel.from_target(model)}
+        for draft in (load_draft(name, model) for name in self._draft_names()):
+            methods[type(draft).__name__.removesuffix("DraftModel")] = draft
         try:
-            drafts = {type(draft).__name__.removesuffix("DraftModel"): draft for draft in self._drafts(model)}
-            for draft in drafts.values():
-                draft.generation_config.gate = False  # the table compares speculation with plain decoding
-            drafted = {
-                name: self._measure(name, model, draft, stream and turn == 0)
-                for turn, (name, draft) in enumerate(reversed(drafts.items()))
+            calls = {
+                name: self._measure(name, model, methods[name], ids, stream and turn == 0)
+                for turn, name in enumerate([*list(methods)[:1:-1], HF, PLAIN])
             }
-            stock = self._measure(HF, model, HfMethod())
-            plain = self._measure(PLAIN, model, PlainDraftModel.from_target(model))
-        except ValueError as error:  # a refusal, which names its rule and remedy
-            raise CommandError(str(error)) from error
         except torch.OutOfMemoryError as error:
             raise CommandError("out of memory: pass a smaller --context, or leave float32 out of --dtypes.") from error
-        return {HF: stock, PLAIN: plain, **{name: drafted[name] for name in drafts}}
+        return {name: calls[name] for name in methods}
 
-    def _drafts(self, model: PreTrainedModel) -> list[Any]:
+    def _draft_names(self) -> list[str]:
         """The draft that the user named; otherwise those without training, and for the tiny target its own."""
         if self.draft_name is not None:
-            return [session.load_draft(self.draft_name, model)]
-        drafts: list[Any] = [kind.from_target(model) for kind in (NgramDraftModel, SpecAttnDraftModel)]
-        if self.target == str(session.TINY_TARGET):
-            drafts += [session.load_draft(str(folder), model) for folder in session.TINY_DRAFTS if folder.is_dir()]
-        return drafts
+            return [self.draft_name]
+        own = session.TINY_DRAFTS if self.target == str(session.TINY_TARGET) else []
+        return ["ngram", "specattn", *(str(folder) for folder in own if folder.is_dir())]
 
-    def _measure(self, name: str, model: PreTrainedModel, method: Any, stream: bool = False) -> Call:
+    def _measure(self, name: str, model: PreTrainedModel, method: Any, ids: torch.Tensor, stream: bool) -> Call:
         """Measure one way to decode, with a bar while it reads the prompt, and then possibly with its text."""
-        how: dict[str, Any] = {"decoding": Decoding(), "seed": 0}
-        last = self.ids[:, -WARM_UP_PROMPT:]  # the first call is slow, and not measured
-        run_call(model, method, (last, torch.ones_like(last)), tokens=WARM_UP_TOKENS, **how)
-        text = TerminalStreamer(self.console, self.tokenizer, self.prompt.text[-TAIL_CHARACTERS:]) if stream else None
-        work = prefill_work(model, self.ids.shape[1])
-        with (
-            Progress(work, f"{name}: reading the prompt", console=self.console) as bar,
-            watched_layers(model, bar.step) as stop_watching,
-        ):
+
+        def call(ids: torch.Tensor, **how: Any) -> Call:
+            return run_call(model, method, (ids, torch.ones_like(ids)), decoding=Decoding(), seed=0, **how)
+
+        call(ids[:, -WARM_UP_PROMPT:], tokens=WARM_UP_TOKENS)  # the first call is slow, and not measured
+        text = TerminalStreamer(self.console, self.tokenizer, self.tail) if stream else None
+        bar = Progress(prefill_work(model, ids.shape[1]), f"{name}: reading the prompt", console=self.console)
+        with bar, watched_layers(model, bar.step) as stop_watching:
 
             def arrived(tokens: int) -> None:
                 if tokens == 1:  # the prefill is over
@@ -379,15 +348,14 @@ class Demo:
                     if text is not None:
                         text.begin()
 
-            prompt = self.ids, torch.ones_like(self.ids)
-            call = run_call(model, method, prompt, tokens=self.new_tokens, on_arrival=arrived, text=text, **how)
+            found = call(ids, tokens=self.new_tokens, on_arrival=arrived, text=text)
         self.say(
-            f"{name}: {call.text.shape[1]} tokens, the first after {call.ttft_seconds:.2f} s, then "
-            f"{call.tokens_per_second:.1f} tokens/s."
+            f"{name}: {found.text.shape[1]} tokens, the first after {found.ttft_seconds:.2f} s, then "
+            f"{found.tokens_per_second:.1f} tokens/s."
         )
-        return call
+        return found
 
-    def _check(self, group: Group, model: PreTrainedModel) -> None:
+    def _check(self, group: Group, model: PreTrainedModel, ids: torch.Tensor) -> None:
         """Fill the last column: in float32 whether the text is that of `generate`, otherwise the audit's verdict."""
         exact = group.dtype == "float32"
         reports: dict[tuple[int, ...], AuditReport] = {}
@@ -396,8 +364,8 @@ class Demo:
             tokens = tokens_of(call)
             if tokens not in reports and not (exact and tokens == reference):
                 self.say(f"Auditing the text of {name} in {group.dtype}.")
-                sequence = torch.cat([self.ids, call.text], dim=1)
-                reports[tokens] = audit(model, sequence, self.ids.shape[1], torch.ones_like(self.ids))
+                sequence = torch.cat([ids, call.text], dim=1)
+                reports[tokens] = audit(model, sequence, ids.shape[1], torch.ones_like(ids))
             report = reports.get(tokens)
             if exact:
                 group.checks[name] = "reference" if name == HF else "yes" if tokens == reference else "no"
@@ -406,7 +374,7 @@ class Demo:
             if report is not None and (exact or report.verdict != EXACT):
                 group.details.append(f"{name} in {group.dtype}: {report}.")
 
-    def _conclude(self, groups: list[Group], native_bfloat16: bool | None) -> None:
+    def _conclude(self, groups: list[Group], native: bool | None) -> int:
         self.say("")
         for group in groups:
             self.console.print(_table(group))
@@ -414,10 +382,12 @@ class Demo:
             "tokens/s: decoding alone, without the prefill. tau: tokens per verification. speed ratio: to HF generate."
         )
         details = [line for group in groups for line in group.details]
-        for line in details + remarks(groups, native_bfloat16):
+        for line in details + remarks(groups, native):
             self.say(line)
-        if any("no" in group.checks.values() for group in groups):
+        wrong = any("no" in group.checks.values() for group in groups)
+        if wrong:
             self.say("A text in float32 differs from that of plain generate: it must not.", "bold red")
+        return int(wrong)
 
 
 def _table(group: Group) -> Table:

@@ -1,24 +1,11 @@
-"""Progress of the commands: a spinner, and a bar over the layers that read a prompt."""
+"""Progress of the commands over the layers that read a prompt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.markup import escape
 from transformers import PreTrainedModel
-
-
-@contextmanager
-def waiting(text: str) -> Iterator[None]:
-    """A spinner beside `text`, for work of unknown length."""
-    console = Console(stderr=True)
-    if not console.is_terminal:  # nothing is written where standard error is no terminal
-        yield
-        return
-    with console.status(escape(text)):
-        yield
 
 
 def prefill_work(model: PreTrainedModel, num_tokens: int) -> int:

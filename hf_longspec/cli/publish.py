@@ -1,7 +1,7 @@
 """`hf-longspec publish`: upload a draft to the Hub, or write the repository to a folder."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,118 +10,97 @@ from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
 from transformers import AutoModel
 
 from ..bench.markdown import acceptance_section
-from ..cli import CommandError, first_line, options
+from ..cli import CommandError, one_line, options
 from ..hub import Card, push, write_repository
 from ..hub.repository import CARD_FACTS, MARK, check_engine, check_repo_id, write_engine
-from .session import loading, quiet
+from .session import NetworkError, loading, quiet
 
 # The engine's repository, below the folder that a dry run writes.
 ENGINE_FOLDER = Path("engine")
-# Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
-NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
-@dataclass(frozen=True)
-class Request:
-    """The options of one publication.
+def write_or_push(
+    source: Path,
+    repo: str | None = None,
+    *,
+    dry_run: bool = False,
+    output: Path | None = None,
+    engine: str | None = None,
+    private: bool = False,
+    results: Path | None = None,
+    name: str | None = None,
+    **facts: Any,
+) -> None:
+    """Publish a draft, or write the repository to a folder.
 
     Args:
         source (`Path`): Folder of a saved draft, with card.json or without.
         repo (`str`, *optional*): Where to publish; needed unless `dry_run`.
-        dry_run (`bool`): Write a folder and upload nothing.
+        dry_run (`bool`, *optional*): Write a folder and upload nothing.
         output (`Path`, *optional*): That folder. Defaults to `source` with `-hub` after its name.
+        engine (`str`, *optional*): Repository that holds the code instead of the draft's own.
+        private (`bool`, *optional*): Make a new repository private.
         results (`Path`, *optional*): File with measurements of the draft.
         name (`str`, *optional*): Name of the draft in it. Defaults to that of the folder.
-        base_model (`str`, *optional*): Hub id of the target.
-        license (`str`, *optional*): License of the weights.
-        private (`bool`): Make a new repository private.
-        engine (`str`, *optional*): Repository that holds the code instead of the draft's own.
-    """
-
-    source: Path
-    repo: str | None = None
-    dry_run: bool = False
-    output: Path | None = None
-    results: Path | None = None
-    name: str | None = None
-    base_model: str | None = None
-    license: str | None = None
-    private: bool = False
-    engine: str | None = None
-
-
-def write_or_push(request: Request) -> None:
-    """Publish a draft, or write the repository to a folder.
+        facts: Fields of the [`Card`] in place of those in card.json; `None` keeps them.
 
     Raises:
         CommandError: If no repository is named, or the draft cannot be loaded.
         ValueError: If the draft cannot be published.
     """
-    output = _destination(request)
-    card = read_card(request)
-    draft = load(request.source)
-    if output is None:
-        private, engine = request.private or None, request.engine
-        print(push(draft, str(request.repo), card=card, private=private, engine=engine).commit_url)
+    if repo is not None:
+        check_repo_id(repo)
+    if engine is not None:
+        check_engine(engine, repo)
+    if not dry_run and repo is None:
+        raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
+    if not dry_run and output is not None:
+        raise CommandError(f"--output {output} goes with --dry-run; without it the draft is uploaded.")
+    output = output or source.resolve().with_name(f"{source.resolve().name}-hub")
+    if dry_run:
+        ours = output.is_dir() and (output.samefile(source) or _is_ours(output))
+        options.require_writable_folder("--output", output, new=not ours)
+    card = read_card(source, repo=repo, **facts)
+    if results is not None:
+        card = replace(card, acceptance=acceptance_section(results, name or source.resolve().name))
+    draft = load(source)
+    if not dry_run:
+        print(push(draft, str(repo), card=card, private=private or None, engine=engine).commit_url)
         return
     with quiet(progress_bars=False):
-        files = write_repository(draft, output, card, request.repo, request.engine)
-        if request.engine is not None and not (output / ENGINE_FOLDER).exists():
-            files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER, request.engine)]
+        files = write_repository(draft, output, card, repo, engine)
+        if engine is not None and not (output / ENGINE_FOLDER).exists():
+            files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER, engine)]
     sizes = [(output / file).stat().st_size for file in files]
     for file, size in zip(files, sizes, strict=True):
         print(f"{size:>13,}  {file.as_posix()}")
-    where = f"{output} would be uploaded to {request.repo or 'a repository'}"
-    if request.engine is not None:
-        where += f", the folder {ENGINE_FOLDER} of it to {request.engine} if that does not exist"
+    where = f"{output} would be uploaded to {repo or 'a repository'}"
+    if engine is not None:
+        where += f", the folder {ENGINE_FOLDER} of it to {engine} if that does not exist"
     print(f"{sum(sizes):>13,}  bytes in {len(files)} files of {where}. Nothing was uploaded.")
-
-
-def _destination(request: Request) -> Path | None:
-    """The folder to write, or `None` to upload."""
-    if request.repo is not None:
-        check_repo_id(request.repo)
-    if request.engine is not None:
-        check_engine(request.engine, request.repo)
-    if not request.dry_run:
-        if request.repo is None:
-            raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
-        if request.output is not None:
-            raise CommandError(f"--output {request.output} goes with --dry-run; without it the draft is uploaded.")
-        return None
-    output = request.output or request.source.resolve().with_name(f"{request.source.resolve().name}-hub")
-    if output.exists() and not output.is_dir():
-        raise CommandError(f"{output} is a file: pass a folder as --output.")
-    if output.exists() and any(output.iterdir()) and not output.samefile(request.source) and not _is_ours(output):
-        raise CommandError(f"{output} holds files that no dry run wrote: pass a new folder as --output.")
-    return output
 
 
 def _is_ours(folder: Path) -> bool:
     return any(path.read_text(encoding="utf-8", errors="replace").startswith(MARK) for path in folder.rglob("*.py"))
 
 
-def read_card(request: Request) -> Card:
-    """The facts beside the draft, with those of the command line instead, and the table of the results.
+def read_card(source: Path, **given: Any) -> Card:
+    """The facts beside the draft, with those that are `given` instead.
 
     Raises:
         CommandError: If they cannot be read.
-        ValueError: If the results are not about this draft, or the card has unknown fields.
+        ValueError: If the card has unknown fields.
     """
-    file = request.source / CARD_FACTS
+    file = source / CARD_FACTS
     facts: Any = {}
     if file.is_file():
         try:
             facts = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise CommandError(f"{file} is not JSON: {first_line(error)}.") from error
+            raise CommandError(f"{file} is not JSON: {one_line(error)}.") from error
         if not isinstance(facts, dict):
             raise CommandError(f"{file} holds a {type(facts).__name__}: expected the facts of a card by name.")
-    given = {"base_model": request.base_model, "license": request.license, "repo": request.repo}
-    card = Card.read(facts | {name: value for name, value in given.items() if value is not None})
-    if request.results is None:
-        return card
-    return replace(card, acceptance=acceptance_section(request.results, request.name or request.source.resolve().name))
+    return Card.read(facts | {name: value for name, value in given.items() if value is not None})
 
 
 def load(source: Path) -> Any:
@@ -140,11 +119,9 @@ def _explained(error: Exception) -> str:
     if isinstance(error, LocalTokenNotFoundError):
         return "no access token was found: run `hf auth login`, or set HF_TOKEN."
     if isinstance(error, HfHubHTTPError):
-        return (
-            f"the Hub refused: {first_line(error)} Check the name of --repo and that `hf auth whoami` may write there."
-        )
+        return f"the Hub refused: {one_line(error)} Check the name of --repo and that `hf auth whoami` may write there."
     if isinstance(error, NetworkError) and not isinstance(error, OSError):
-        return f"the Hub was not reached: {first_line(error)}. Try again, or write the folder with --dry-run."
+        return f"the Hub was not reached: {one_line(error)}. Try again, or write the folder with --dry-run."
     return options.said(error)
 
 
@@ -175,6 +152,16 @@ def publish(
 
     Exit status: 0; 2 for what cannot be published.
     """
-    request = Request(source, repo, dry_run, output, results, name, base_model, license, private, engine)
     with options.one_line_errors(debug, (NetworkError,), _explained):
-        write_or_push(request)
+        write_or_push(
+            source,
+            repo,
+            dry_run=dry_run,
+            output=output,
+            engine=engine,
+            private=private,
+            results=results,
+            name=name,
+            base_model=base_model,
+            license=license,
+        )

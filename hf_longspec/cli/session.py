@@ -1,27 +1,31 @@
 """A target, its tokenizer and a draft, found and loaded from the options of a command, with errors of one line."""
 
-import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from rich.console import Console
+from rich.markup import escape
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
-from ..cli import CommandError, first_line
+from ..cli import CommandError, one_line
 from ..generation.target import TargetView
 from ..modeling.register_draft import weightless_drafts
-from .options import DTYPES
-from .output import waiting
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TINY_TARGET = Path(__file__).resolve().parents[2] / "hub_cards" / "tiny-target"
 # Trained for the tiny target.
 TINY_DRAFTS = [TINY_TARGET.with_name(name) for name in ("tiny-tokenswift", "tiny-longspec")]
+# Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
+NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 
 def find_target(name: str | None) -> str:
@@ -32,12 +36,53 @@ def find_target(name: str | None) -> str:
     """
     if name is not None:
         return name
-    if not (TINY_TARGET / "config.json").is_file():
+    if not (TINY_TARGET / CONFIG_NAME).is_file():
         raise CommandError(
             f"the tiny target is not at {TINY_TARGET}: run this in a checkout of the repository, or pass --target with "
             "a Hub id or a folder."
         )
     return str(TINY_TARGET)
+
+
+@contextmanager
+def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
+    """Turn every error while loading into one line; each format and architecture raises its own.
+
+    Args:
+        what (`str`): What is loaded, for the message.
+        from_hub (`bool`, *optional*, defaults to `False`): Whether `name` is that of a model. If the first request for
+            it fails, the error comes at once; transformers would repeat the request five times for each of its files.
+
+    Raises:
+        CommandError: In place of any other error.
+    """
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise CommandError(f"cannot load the {what} of {name!r}: there is no such folder. Check the path.")
+    try:
+        if from_hub and not (Path(name).exists() or constants.HF_HUB_OFFLINE):
+            _request(name)
+        yield
+    except CommandError:
+        raise
+    except Exception as error:
+        remedy = "Check the name; offline, only what is cached can be loaded"
+        if Path(name).is_dir():
+            remedy = "Check its files"
+        raise CommandError(f"cannot load the {what} of {name!r}: {one_line(error).rstrip('.')}. {remedy}.") from error
+
+
+def _request(name: str) -> None:
+    """Raise the error of the first request for a model that is not in the cache."""
+    if isinstance(try_to_load_from_cache(name, CONFIG_NAME), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME))
+    except EntryNotFoundError:
+        pass  # the repository exists; adapters have another configuration
+    except HfHubHTTPError:
+        raise
+    except NetworkError as error:
+        raise ValueError(f"the Hub was not reached ({error})") from error
 
 
 def load_tokenizer(target: str) -> Any:
@@ -46,7 +91,7 @@ def load_tokenizer(target: str) -> Any:
     Raises:
         CommandError: If it cannot be loaded.
     """
-    with loading(target, "tokenizer"):
+    with loading(target, "tokenizer", from_hub=True):
         return AutoTokenizer.from_pretrained(target)
 
 
@@ -56,9 +101,12 @@ def max_positions(target: str) -> int:
     Raises:
         CommandError: If the configuration cannot be loaded.
     """
-    with loading(target, "configuration"):
-        config = AutoConfig.from_pretrained(target).get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+    with loading(target, "configuration", from_hub=True):
+        return _positions(AutoConfig.from_pretrained(target))
+
+
+def _positions(config: Any) -> int:
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 
 
 def load_target(target: str, dtype: torch.dtype, device: torch.device | None = None) -> PreTrainedModel:
@@ -67,7 +115,7 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
     Raises:
         CommandError: If it cannot be loaded, or cannot be decoded speculatively.
     """
-    with loading(target, "model"):
+    with loading(target, "model", from_hub=True):
         model, info = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, output_loading_info=True)
         _refuse_other_weights(model, info)
     if reasons := TargetView(model).why_not():
@@ -81,12 +129,31 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
 
 
+def find_draft(name: str) -> None:
+    """Refuse, before anything is loaded, a name that no draft has.
+
+    Raises:
+        CommandError: With the names of the drafts that need no training.
+    """
+    if name in (known := weightless_drafts()):
+        return
+    if "/" not in name and not Path(name).exists():
+        near = get_close_matches(name, known, 1)
+        raise CommandError(
+            f"cannot load the draft of {name!r}: there is no such folder, a Hub id has the form owner/name, and drafts "
+            f"that need no training are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
+        )
+    with loading(name, "draft", from_hub=True):
+        pass
+
+
 def load_draft(name: str, model: PreTrainedModel) -> Any:
     """A published draft for `model`.
 
     Raises:
         CommandError: If it cannot be loaded, is no draft, or was made for another target.
     """
+    find_draft(name)
     with loading(name, "draft"):
         draft, info = AutoModel.from_pretrained(name, dtype=model.dtype, output_loading_info=True)
         if not getattr(draft, "_is_longspec_draft", False):
@@ -110,23 +177,6 @@ def _refuse_other_weights(model: PreTrainedModel, info: dict[str, Any]) -> None:
 
 
 @contextmanager
-def loading(name: str, what: str) -> Iterator[None]:
-    """Turn every error while loading into one line; each format and architecture raises its own."""
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise CommandError(f"cannot load the {what} of {name!r}: there is no such folder. Check the path.")
-    try:
-        yield
-    except CommandError:
-        raise
-    except Exception as error:
-        reason = first_line(error)
-        remedy = (
-            "Check its files" if Path(name).is_dir() else "Check the name; offline, only what is cached can be loaded"
-        )
-        raise CommandError(f"cannot load the {what} of {name!r}: {reason.rstrip('.')}. {remedy}.") from error
-
-
-@contextmanager
 def quiet(progress_bars: bool) -> Iterator[None]:
     """Silence the warnings of transformers, and its progress bars unless something may be downloaded."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -139,16 +189,6 @@ def quiet(progress_bars: bool) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
-
-
-def has_native_bfloat16(device: torch.device) -> bool | None:
-    """Whether the device computes in bfloat16 itself; `None` where PyTorch does not report it."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    checks = [getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile")]
-    if platform.machine().lower() not in ("x86_64", "amd64") or None in checks:
-        return None
-    return any(check() for check in checks if check is not None)
 
 
 def describe_device(device: torch.device) -> str:
@@ -184,16 +224,26 @@ class Session:
         """Name of the target's type."""
         return str(self.model.dtype).removeprefix("torch.")
 
-    def encode(self, name: str, text: str) -> torch.Tensor:
+    def record(self) -> dict[str, str]:
+        """What was loaded and where, for JSON."""
+        device = str(self.model.device)
+        return {"target": self.target, "draft": self.draft_name, "dtype": self.dtype, "device": device}
+
+    def encode(self, name: str, text: str, last: int = 0, room: int = 0) -> torch.Tensor:
         """Token ids `(1, length)` of a prompt, on the device of the target.
 
+        Args:
+            last (`int`, *optional*): Keep at most so many tokens, from the end; 0 keeps all.
+            room (`int`, *optional*): New tokens that the positions of the target must suffice for.
+
         Raises:
-            CommandError: If there are none.
+            CommandError: If there are no tokens, or too many.
         """
-        # verbose=False: what is too long is refused by the caller, or cut
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        # verbose=False: what is too long is refused here, or cut
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])[-last:]
         if not ids:
             raise CommandError(f"{name} has no tokens under the tokenizer of {self.target}. Pass another text.")
+        self.require_room(name, len(ids), room)
         return torch.tensor([ids], device=self.model.device)
 
     def require_room(self, name: str, prompt_tokens: int, new_tokens: int) -> None:
@@ -202,8 +252,8 @@ class Session:
         Raises:
             CommandError: With both numbers.
         """
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit is not None and prompt_tokens + new_tokens > limit:
+        limit = _positions(self.model.config)
+        if new_tokens and prompt_tokens + new_tokens > limit:
             raise CommandError(
                 f"{name} has {prompt_tokens} tokens, which with {new_tokens} new ones exceed the {limit} positions of "
                 "the model. Pass a shorter text, or fewer --max-new-tokens."
@@ -220,13 +270,22 @@ def opened(
         CommandError: If something cannot be found or loaded, or does not go together.
         ValueError: If the draft has no such setting, or refuses its value.
     """
-    place = _device(device)
-    kind = _dtype(dtype, place)
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device is not None:
+        try:
+            place = torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise CommandError(
+                f"--device {device}: PyTorch has no such device here. Pass cpu, or leave it out."
+            ) from error
+    console = Console(stderr=True)  # a spinner, on a terminal alone
+    auto = torch.float32 if place.type == "cpu" else torch.bfloat16
     with quiet(progress_bars=not Path(target).is_dir()):
-        with waiting(f"Loading {target}"):
+        find_draft(draft)
+        with console.status(escape(f"Loading {target}")):
             tokenizer = load_tokenizer(target)
-            model = load_target(target, kind, place)
-        with waiting(f"Loading the draft {draft}"):
+            model = load_target(target, TORCH_DTYPES.get(dtype, auto), place)
+        with console.status(escape(f"Loading the draft {draft}")):
             loaded = open_draft(draft, model, settings)
         yield Session(target, draft, model, tokenizer, loaded, settings)
 
@@ -247,22 +306,3 @@ def open_draft(name: str, model: PreTrainedModel, settings: dict[str, Any] | Non
         setattr(draft.generation_config, key, value)
     draft.check(TargetView(model))
     return draft
-
-
-def _device(name: str | None) -> torch.device:
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise CommandError(f"--device {name}: PyTorch has no such device here. Pass cpu, or leave it out.") from error
-    return device
-
-
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name not in DTYPES:
-        raise CommandError(f"--dtype {name}: expected one of {', '.join(DTYPES)}.")
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    return TORCH_DTYPES[name]

@@ -1,38 +1,121 @@
 """`hf-longspec train`: train a draft as a recipe describes."""
 
-import dataclasses
 import json
 import os
 import shlex
 import sys
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+import yaml
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from ..bench.machine import git_commit
-from ..cli import CommandError, first_line, options
+from ..cli import CommandError, one_line, options
 from ..hub.repository import CARD_FACTS
-from .recipes import Recipe, check_names, read_recipe
 from .session import load_tokenizer, loading
+
+
+@dataclass
+class Recipe:
+    """One training run.
+
+    Args:
+        target (`str`): Hub id or folder of the target model.
+        training (`dict[str, Any]`): Arguments of `DraftTrainingArguments`; `output_dir` is required.
+        dataset (`dict[str, Any]`): Arguments of `datasets.load_dataset`, or `tokens`, a list of `.npy` files with
+            token streams.
+        eval_dataset (`dict[str, Any]`, *optional*): Likewise.
+        dtype (`str`, *optional*, defaults to `"auto"`): Type of the target's weights.
+        attn_implementation (`str`, *optional*): Attention of the target while training.
+        draft (`str` or `dict[str, Any]`, *optional*): Hub id or folder of a draft to go on with, or settings of a new
+            one, as in `from_target` of the draft's class, which `kind` names: `longspec` (the default) or `tokenswift`.
+        pack (`int`, *optional*): Concatenate documents and cut them into rows of so many tokens. Without it every
+            document is a row.
+        lora (`dict[str, Any]`, *optional*): Arguments of `peft.LoraConfig`: train an adapter on the draft.
+    """
+
+    target: str
+    training: dict[str, Any]
+    dataset: dict[str, Any]
+    eval_dataset: dict[str, Any] | None = None
+    dtype: str = "auto"
+    attn_implementation: str | None = None
+    draft: str | dict[str, Any] | None = field(default_factory=dict)
+    pack: int | None = None
+    lora: dict[str, Any] | None = None
+
+
+def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
+    """The recipe in `file`.
+
+    Args:
+        file (`Path`): YAML.
+        overrides (`dict[str, Any]`): Keys with other values, such as `{"training.max_steps": 10}`.
+
+    Raises:
+        CommandError: If the file cannot be read, or has keys that a recipe does not have.
+    """
+    try:
+        content = yaml.load(file.read_text(encoding="utf-8"), Loader=options.YamlLoader)
+    except OSError as error:
+        raise CommandError(f"cannot read {str(file)!r}: {error.strerror}. Check --config.") from error
+    except yaml.YAMLError as error:
+        raise CommandError(f"{str(file)!r} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        raise CommandError(f"{str(file)!r} holds a {type(content).__name__}: a recipe is a mapping with a target.")
+    for path, value in overrides.items():
+        *folders, name = path.split(".")
+        place = content
+        for folder in folders:
+            if place.get(folder) is None:
+                place[folder] = {}
+            place = place[folder]
+            if not isinstance(place, dict):
+                raise CommandError(f"cannot set {path}: {folder} is {place!r} in the recipe, not a mapping.")
+        place[name] = value
+    check_names("recipe", content, {field.name for field in fields(Recipe)})
+    required = ("target", "training", "dataset")
+    if missing := [name for name in required if content.get(name) is None]:
+        raise CommandError(f"{str(file)!r} has no {' and no '.join(missing)}: a recipe needs {', '.join(required)}.")
+    for name in ("training", "dataset", "eval_dataset", "lora"):
+        if not isinstance(content.get(name, {}), dict | None):
+            raise CommandError(f"{name}: {content[name]!r} is no mapping: indent its keys below it.")
+    return Recipe(**content)
+
+
+def check_names(what: str, given: dict[str, Any], known: Any) -> None:
+    """Refuse names that do not exist, with the nearest that does.
+
+    Raises:
+        CommandError: For the first such name.
+    """
+    for name in given:
+        if name not in known:
+            near = get_close_matches(str(name), known, 1)
+            choices = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known))}."
+            raise CommandError(f"unknown key {str(name)!r} in {what}: {choices}")
 
 
 def run(recipe: Recipe, resume: bool) -> None:
     """Train as a recipe describes and save the draft.
 
     Raises:
-        CommandError: If something named in the recipe cannot be found.
+        CommandError: If something named in the recipe cannot be found, or nothing can be written to its output_dir.
         ValueError: If draft, target, data and settings do not go together.
         FloatingPointError: If the loss stops being a number.
     """
     from ..training import DraftTrainer, DraftTrainingArguments
     from ..training.trainer import last_complete_checkpoint
 
-    check_names("training", recipe.training, {field.name for field in dataclasses.fields(DraftTrainingArguments)})
+    check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
     if recipe.training.get("output_dir") is None:
         raise CommandError("training has no output_dir: name a folder there, or pass --output-dir.")
+    options.require_writable_folder("--output-dir", Path(recipe.training["output_dir"]), new=False)
     args = DraftTrainingArguments(**recipe.training)
     checkpoint = last_complete_checkpoint(args.output_dir) if resume else None
     sources = [recipe.dataset, recipe.eval_dataset]
@@ -40,7 +123,9 @@ def run(recipe: Recipe, resume: bool) -> None:
     tokenizer = load_tokenizer(recipe.target) if has_text else None
     with args.main_process_first(desc="loading of the dataset"):  # the others find it in the cache
         train_rows, eval_rows = (load_rows(source, recipe.pack, tokenizer, args) for source in sources)
-    target = load_target(recipe)
+    extra = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
+    with loading(recipe.target, "model", from_hub=True):
+        target = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=recipe.dtype, **extra)
     set_seed(args.seed)  # a new draft is drawn: the same in every run and every process
     trainer = DraftTrainer(
         make_draft(recipe, target),
@@ -64,10 +149,21 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
     Raises:
         CommandError: If it cannot be loaded.
     """
+    from ..training import TokenWindows, pack
+
     if data is None:
         return None
     if "tokens" in data:
-        return _windows(data, length)
+        import numpy as np
+
+        check_names("dataset with tokens", data, {"tokens"})
+        if length is None:
+            raise CommandError("a dataset of tokens has no documents: set pack to the number of tokens in a row.")
+        windows = []
+        for file in [data["tokens"]] if isinstance(data["tokens"], str) else data["tokens"]:
+            with loading(file, "tokens"):
+                windows.append(TokenWindows(np.load(file, mmap_mode="r"), length))
+        return torch.utils.data.ConcatDataset(windows)
     try:
         from datasets import DatasetDict, IterableDatasetDict, load_dataset
     except ImportError as error:
@@ -78,37 +174,7 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
         dataset = load_dataset(**data)
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         raise CommandError(f"{name!r} has the splits {', '.join(dataset)}: add split to the dataset of the recipe.")
-    from ..training import pack
-
     return dataset if length is None else pack(dataset, tokenizer, args, length)
-
-
-def _windows(data: dict[str, Any], length: int | None) -> Any:
-    """Rows of `pack` tokens from the files below `tokens`."""
-    import numpy as np
-
-    from ..training import TokenWindows
-
-    check_names("dataset with tokens", data, {"tokens"})
-    if length is None:
-        raise CommandError("a dataset of tokens has no documents: set pack to the number of tokens in a row.")
-    files = [data["tokens"]] if isinstance(data["tokens"], str) else data["tokens"]
-    windows = []
-    for file in files:
-        with loading(file, "tokens"):
-            windows.append(TokenWindows(np.load(file, mmap_mode="r"), length))
-    return torch.utils.data.ConcatDataset(windows)
-
-
-def load_target(recipe: Recipe) -> PreTrainedModel:
-    """The target, which nothing will change.
-
-    Raises:
-        CommandError: If it cannot be loaded.
-    """
-    extra = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    with loading(recipe.target, "model"):
-        return AutoModelForCausalLM.from_pretrained(recipe.target, dtype=recipe.dtype, **extra)
 
 
 def make_draft(recipe: Recipe, target: PreTrainedModel) -> PreTrainedModel:
@@ -142,7 +208,7 @@ def lora_config(settings: dict[str, Any] | None) -> Any:
         from peft import LoraConfig
     except ImportError as error:
         raise CommandError("lora needs peft, which is not installed: pip install peft") from error
-    check_names("lora", settings, {field.name for field in dataclasses.fields(LoraConfig)})
+    check_names("lora", settings, {field.name for field in fields(LoraConfig)})
     return LoraConfig(**settings)
 
 
@@ -160,6 +226,8 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
     except ValueError:
         print(f"{file} is not JSON and is not changed: it gets no entry on this training run.", file=sys.stderr)
         return
+    # paths as one would type them: a card is public
+    shown = [arg.replace(os.getcwd() + os.sep, "").replace(str(Path.home()), "~") for arg in sys.argv[1:]]
     dataset = str((recipe.dataset or {}).get("path", ""))
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     loss = f", loss {losses[-1]:.3f} in the last ones" if losses else ""
@@ -167,16 +235,11 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
         "base_model": None if Path(recipe.target).exists() else recipe.target,
         "datasets": [dataset] if "/" in dataset and not Path(dataset).exists() else [],
         "training": f"{state.global_step:,} steps{loss}.",
-        "command": shlex.join(["hf-longspec", *map(_without_home, sys.argv[1:])]),
+        "command": shlex.join(["hf-longspec", *shown]),
         "commit": git_commit(),
     }
     facts |= {name: value for name, value in found.items() if value}
     file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def _without_home(argument: str) -> str:
-    """A command-line argument with paths as one would type them: a card is public."""
-    return argument.replace(os.getcwd() + os.sep, "").replace(str(Path.home()), "~")
 
 
 def train(
@@ -213,11 +276,11 @@ def train(
     }
     with options.one_line_errors(debug, interrupted="Interrupted. --resume goes on from the last checkpoint."):
         overrides = {name: value for name, value in named.items() if value is not None}
-        overrides |= options.read_settings(setting)
+        overrides |= options.read_settings(setting, "training.seed=1")
         try:
             run(read_recipe(config, overrides), resume)
         except FloatingPointError as error:
             if debug:
                 raise
-            print(f"error: {first_line(error)}", file=sys.stderr)
+            print(f"error: {one_line(error)}", file=sys.stderr)
             raise typer.Exit(1) from error

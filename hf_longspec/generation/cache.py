@@ -8,44 +8,29 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..attention_backends.lengths import SeqLens
+
 try:
     from ..attention_backends.triton.commit import can_move, move_nodes
 except ImportError:  # a published draft has no kernels: layer after layer is moved
     can_move = move_nodes = None  # type: ignore[assignment]
 
 
-class RowLengths:
-    """Committed length of every row, on the host and, once requested, on a device; shared by all layers."""
+class Rows:
+    """State that the layers of a cache share.
+
+    Args:
+        batch_size (`int`): Number of rows.
+
+    Attributes:
+        lengths ([`SeqLens`]): Committed tokens of every row.
+        staged (`bool`): Whether the next update writes nodes after the committed tokens without committing them.
+    """
 
     def __init__(self, batch_size: int):
         self.batch_size = batch_size
+        self.lengths = SeqLens((0,) * batch_size)
         self.staged = False
-        self._on_device: dict[torch.device, torch.Tensor] = {}
-        self._slots: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.set((0,) * batch_size)
-
-    def set(self, lengths: Sequence[int]) -> None:
-        """Replace every row's length."""
-        self.host = tuple(lengths)
-        self.longest = max(self.host)
-        # length of all rows, or None if they differ
-        self.equal_length = self.longest if min(self.host) == self.longest else None
-        self._on_device.clear()
-        self._slots.clear()
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the lengths as a tensor of shape `(batch,)` on `device`."""
-        if device not in self._on_device:
-            self._on_device[device] = torch.tensor(self.host, dtype=torch.long, device=device)
-        return self._on_device[device]
-
-    def slots(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return row index `(batch, 1)` and slot index `(batch, count)` of the next `count` slots of every row."""
-        key = (count, device)
-        if key not in self._slots:
-            row = torch.arange(self.batch_size, device=device)[:, None]
-            self._slots[key] = row, self.on(device)[:, None] + torch.arange(count, device=device)
-        return self._slots[key]
 
 
 # Bytes. Addresses of torch's own allocations are multiples of this.
@@ -81,7 +66,7 @@ class SpeculativeLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, rows: RowLengths, capacity: int):
+    def __init__(self, rows: Rows, capacity: int):
         super().__init__()
         self.rows = rows
         self.capacity = capacity
@@ -128,10 +113,11 @@ class SpeculativeLayer(CacheLayerMixin):
         count = key_states.shape[2]
         if self.rows.staged:
             return self._stage(key_states, value_states, count)
-        if self.rows.equal_length is None:
+        lengths = self.rows.lengths
+        if lengths.is_ragged:
             raise ValueError(
-                f"the rows hold {self.rows.host} tokens, and plain generation needs rows of one length. Continue each "
-                "row in a cache of its own, or start a new cache."
+                f"the rows hold {lengths.host} tokens, and plain generation needs rows of one length. Continue "
+                "each row in a cache of its own, or start a new cache."
             )
         end = self.length + count
         self.reserve(end)
@@ -141,21 +127,22 @@ class SpeculativeLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def _stage(self, keys: torch.Tensor, values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start = self.rows.equal_length
+        lengths = self.rows.lengths
+        start = lengths.shared
         if start is not None:
             self.keys[:, :, start : start + count] = keys
             self.values[:, :, start : start + count] = values
         else:
-            row, slot = self.rows.slots(count, self.keys.device)
+            row, slot = lengths.slots(count, self.keys.device)
             self.keys[row, :, slot] = keys.transpose(1, 2)
             self.values[row, :, slot] = values.transpose(1, 2)
-        end = self.rows.longest + count
+        end = lengths.longest + count
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def move(self, path: torch.Tensor) -> None:
         """Copy the staged nodes of `path` to the slots right after the prefix, in place."""
         path = path.to(self.keys.device)
-        row, target = self.rows.slots(path.shape[1], self.keys.device)
+        row, target = self.rows.lengths.slots(path.shape[1], self.keys.device)
         source = target[:, :1] + path
         # one temporary of M nodes at a time, which is far smaller than a layer
         self.keys[row, :, target] = self.keys[row, :, source]
@@ -223,7 +210,7 @@ class SpeculativeCache(Cache):
             raise ValueError(
                 f"batch_size={batch_size}, max_length={max_length}, tree_slots={tree_slots}: each must be at least 1."
             )
-        self.rows = RowLengths(batch_size)
+        self.rows = Rows(batch_size)
         self.tree_slots = tree_slots
         capacity = max_length + tree_slots
         super().__init__(layers=[SpeculativeLayer(self.rows, capacity) for _ in range(text_config.num_hidden_layers)])
@@ -234,9 +221,9 @@ class SpeculativeCache(Cache):
         return self.rows.batch_size
 
     @property
-    def host_lengths(self) -> tuple[int, ...]:
+    def lengths(self) -> SeqLens:
         """Committed tokens of each row."""
-        return self.rows.host
+        return self.rows.lengths
 
     @property
     def max_length(self) -> int:
@@ -247,9 +234,9 @@ class SpeculativeCache(Cache):
         """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped."""
         if len(lengths) != self.batch_size:
             raise ValueError(f"{len(lengths)} lengths for a cache of {self.batch_size} rows.")
-        self.rows.set(lengths)
+        self.rows.lengths = SeqLens(lengths)
         for layer in self.layers:
-            layer.length = self.rows.longest
+            layer.length = self.lengths.longest
 
     def require(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
         """Check that this cache can continue `input_ids` `(batch, P)`, padded where `mask` is 0.
@@ -264,9 +251,9 @@ class SpeculativeCache(Cache):
                 "these rows, or leave past_key_values out."
             )
         padded = mask is not None and not bool(mask.all())
-        if stored and (self.rows.equal_length is None or padded):
+        if stored and (self.lengths.is_ragged or padded):
             raise ValueError(
-                f"past_key_values holds {self.host_lengths} tokens: a further turn needs batch size 1, or rows of "
+                f"past_key_values holds {self.lengths.host} tokens: a further turn needs batch size 1, or rows of "
                 "equal length without padding. Continue each row in a cache of its own."
             )
         if stored >= input_ids.shape[1]:
@@ -283,9 +270,9 @@ class SpeculativeCache(Cache):
 
     def stage(self, num_nodes: int) -> None:
         """Let the next forward write `num_nodes` nodes after the committed tokens without committing them."""
-        if num_nodes > self.tree_slots or self.rows.longest + num_nodes > self.max_length + self.tree_slots:
+        if num_nodes > self.tree_slots or self.lengths.longest + num_nodes > self.max_length + self.tree_slots:
             raise ValueError(
-                f"{num_nodes} nodes do not fit after {self.rows.longest} committed tokens in a cache of "
+                f"{num_nodes} nodes do not fit after {self.lengths.longest} committed tokens in a cache of "
                 f"max_length={self.max_length} and tree_slots={self.tree_slots}. Raise whichever is too small."
             )
         self.rows.staged = True
@@ -304,7 +291,7 @@ class SpeculativeCache(Cache):
         if path is not None and longest > 1:
             self._move(path[:, :longest], num_nodes)
         self.rows.staged = False
-        self.set_lengths([length + count for length, count in zip(self.rows.host, num_nodes, strict=True)])
+        self.set_lengths([length + count for length, count in zip(self.lengths.host, num_nodes, strict=True)])
 
     def _move(self, path: torch.Tensor, num_nodes: Sequence[int]) -> None:
         """Copy the nodes of `path` to the slots after the prefix, with Triton in one launch per device."""
@@ -316,7 +303,7 @@ class SpeculativeCache(Cache):
                 layer.move(path)
         for device, buffers in together.items():
             counts = torch.tensor(num_nodes, device=device)
-            move_nodes(buffers, path.to(device), self.rows.on(device), counts)
+            move_nodes(buffers, path.to(device), self.lengths.on(device), counts)
 
     def rollback(self) -> None:
         """Drop the staged nodes. Their slots keep stale entries until the next step overwrites them."""
@@ -330,7 +317,7 @@ class SpeculativeCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of every row."""
         super().crop(tokens_to_remove)
-        self.rows.set([max(0, length + tokens_to_remove) for length in self.rows.host])
+        self.rows.lengths = SeqLens([max(0, length + tokens_to_remove) for length in self.lengths.host])
 
     @property
     def nbytes(self) -> int:
@@ -341,23 +328,3 @@ class SpeculativeCache(Cache):
             if layer.is_initialized
             for tensor in (layer.keys, layer.values)
         )
-
-
-def known_lengths(sizes: list[torch.Tensor], known: int, rows: int, ahead: int = 0) -> tuple[int, ...] | None:
-    """Return inside a compiled function the lengths of all rows plus `ahead`, or `None` if sizes do not hold them.
-
-    Args:
-        sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
-        known (`int`): Result of the runner's `knows`.
-        rows (`int`): Batch size.
-        ahead (`int`, *optional*, defaults to 0): Number that is added to each length.
-    """
-    if not known:
-        return None
-    lengths = tuple(size.shape[0] + ahead for size in sizes)
-    return lengths if known > 1 else lengths * rows
-
-
-def end_of_prefixes(sizes: list[torch.Tensor], known: int) -> int | None:
-    """Return inside a compiled function the end of the longest prefix, or `None` if each row is cut on its own."""
-    return None if known > 1 else sizes[0].shape[0]

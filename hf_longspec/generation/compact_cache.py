@@ -4,7 +4,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from ..attention_backends.contexts import SparseContext
-from .cache import RowLengths, SpeculativeCache, SpeculativeLayer
+from .cache import Rows, SpeculativeCache, SpeculativeLayer
 from .target import TargetView
 
 
@@ -20,15 +20,15 @@ class CompactCache(Cache):
         dense_layers (`frozenset[int]`): Indices of the layers that attend to the full cache.
 
     Attributes:
-        used (`RowLengths`): Number of entries of every row in the buffers.
-        dense_used (`RowLengths`): Number of entries of every row in dense layers.
+        used ([`Rows`]): Number of entries of every row in the buffers.
+        dense_used ([`Rows`]): Number of entries of every row in dense layers.
     """
 
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int]):
         self.cache = cache
         self.dense_layers = dense_layers
-        self.used = RowLengths(cache.batch_size)
-        self.dense_used = RowLengths(cache.batch_size)
+        self.used = Rows(cache.batch_size)
+        self.dense_used = Rows(cache.batch_size)
         self.used.staged = self.dense_used.staged = True
         super().__init__(
             layers=[
@@ -54,7 +54,7 @@ class CompactCache(Cache):
 
     def share_dense(self) -> None:
         """Let the dense layers read the target's cache at its present length."""
-        self.dense_used.set(self.cache.host_lengths)
+        self.dense_used.lengths = self.cache.lengths
         for index in self.dense_layers:
             source, layer = self.cache.layers[index], self.layers[index]
             layer.keys, layer.values, layer.is_initialized = source.keys, source.values, source.is_initialized
@@ -77,15 +77,10 @@ class CompactCache(Cache):
             `with_hidden`, else `None`.
         """
         device = token.device
-        position = (self.dense_used.on(device)[:, None]).clamp_max(max_length - 1)
+        used, dense = self.used.lengths, self.dense_used.lengths
+        position = dense.on(device)[:, None].clamp_max(max_length - 1)
         context = SparseContext(
-            lengths=self.used.on(device) + 1,
-            host_lengths=tuple(length + 1 for length in self.used.host),
-            positions=position,
-            dense_lengths=self.dense_used.on(device) + 1,
-            dense_host_lengths=tuple(length + 1 for length in self.dense_used.host),
-            dense_layers=self.dense_layers,
-            windows=target.windows,
+            used.plus(1), position, dense.plus(1), dense_layers=self.dense_layers, windows=target.windows
         )
         mask = torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=device)
         logits, hidden = target.step(token[:, None], position, self, mask, context, True, with_hidden)

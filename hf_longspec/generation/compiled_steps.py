@@ -26,8 +26,9 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..attention_backends.contexts import CallCounter, SparseContext, TreeContext
+from ..attention_backends.lengths import SeqLens
 from ..attention_backends.scores import ScoreRows
-from .cache import RowLengths, end_of_prefixes, known_lengths
+from .cache import Rows
 from .target_modules import logits_under, with_final_norm_input
 
 logger = logging.get_logger(__name__)
@@ -51,19 +52,20 @@ _compiled: WeakKeyDictionary[torch.nn.Module, dict[tuple, Any]] = WeakKeyDiction
 class CompiledRunner:
     """Run functions compiled. Each is compiled once per module and shape."""
 
-    def takes(self, rows: RowLengths) -> bool:
+    def takes(self, lengths: SeqLens) -> bool:
         """Return whether steps after prefixes of these lengths are compiled."""
-        return rows.longest >= SHORTEST_PREFIX
+        return lengths.longest >= SHORTEST_PREFIX
 
-    def knows(self, rows: RowLengths) -> int:
+    def knows(self, lengths: SeqLens) -> int:
         """Return how many lengths are passed as sizes: 1 for all rows, the batch size for one each, or 0."""
-        if rows.equal_length is not None:
+        if not lengths.is_ragged:
             return 1
-        return rows.batch_size if rows.batch_size <= MOST_ROWS and min(rows.host) >= SHORTEST_PREFIX else 0
+        rows = len(lengths.host)
+        return rows if rows <= MOST_ROWS and min(lengths.host) >= SHORTEST_PREFIX else 0
 
-    def sizes(self, rows: RowLengths, nodes: int, capacity: int) -> list[torch.Tensor]:
+    def sizes(self, lengths: SeqLens, nodes: int, capacity: int) -> list[torch.Tensor]:
         """Return empty tensors whose first sizes are these lengths, or the longest. The sizes stay symbolic."""
-        carriers = [torch.empty(length, 0) for length in (rows.host if self.knows(rows) > 1 else (rows.longest,))]
+        carriers = [torch.empty(size, 0) for size in (lengths.host if self.knows(lengths) > 1 else (lengths.longest,))]
         for carrier in carriers:
             torch._dynamo.mark_dynamic(carrier, 0)
         return carriers
@@ -130,17 +132,17 @@ class CapturedRunner:
     def __init__(self, inner: Callable[..., Any] | None = None):
         self.inner = inner
 
-    def takes(self, rows: RowLengths) -> bool:
+    def takes(self, lengths: SeqLens) -> bool:
         """Return `True`: any prefix can be captured."""
         return True
 
-    def knows(self, rows: RowLengths) -> int:
+    def knows(self, lengths: SeqLens) -> int:
         """Return 0: a captured graph would reuse the lengths it was captured with, so none is passed as a size."""
         return 0
 
-    def sizes(self, rows: RowLengths, nodes: int, capacity: int) -> list[torch.Tensor]:
+    def sizes(self, lengths: SeqLens, nodes: int, capacity: int) -> list[torch.Tensor]:
         """Return one empty tensor whose first size plus `nodes` is the bucket of these lengths."""
-        return [torch.empty(bucket(rows.longest + nodes, capacity) - nodes, 0)]
+        return [torch.empty(bucket(lengths.longest + nodes, capacity) - nodes, 0)]
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the buffer unchanged."""
@@ -285,21 +287,22 @@ class FixedSteps:
             `tuple`, *optional*: Logits `(B, N, vocab)`, and the input of the final norm `(B, N, hidden)` or `None`.
         """
         groups = _groups(cache)
-        if not all(map(self.runner.takes, groups)) or not all(layer.is_initialized for layer in cache.layers):
+        prefixes = [rows.lengths for rows in groups]
+        if not all(map(self.runner.takes, prefixes)) or not all(layer.is_initialized for layer in cache.layers):
             return None
         nodes, capacity = tokens.shape[1], min(layer.keys.shape[2] for layer in cache.layers)
         members = tuple(groups.index(layer.rows) for layer in cache.layers)
-        known = tuple(map(self.runner.knows, groups))
-        sizes = [self.runner.sizes(rows, nodes, capacity) for rows in groups]
+        known = tuple(map(self.runner.knows, prefixes))
+        sizes = [self.runner.sizes(prefix, nodes, capacity) for prefix in prefixes]
         buffers = [(self.runner.buffer(layer.keys), self.runner.buffer(layer.values)) for layer in cache.layers]
-        lengths = [rows.on(tokens.device) for rows in groups]
+        lengths = [prefix.on(tokens.device) for prefix in prefixes]
         capture: Any = getattr(context, "capture", None)
         kind: tuple
         if type(context) is TreeContext:
             score_rows = getattr(capture, "score_rows", None)
             function, kind = _tree_step, (capture is not None, score_rows, context.windows)
             scored_nodes = () if score_rows is None else (capture.last_node,)
-            changing = (tokens, positions, mask, context.depths, *lengths, *scored_nodes)
+            changing = (tokens, positions, mask, context.positions, *lengths, *scored_nodes)
         else:
             function, kind = _sparse_step, (context.dense_layers, context.windows)
             changing = (tokens, positions, mask, *lengths)
@@ -310,11 +313,10 @@ class FixedSteps:
             return None
         logits, hidden, collected, scored = result
         for layer_idx, scores in scored:
-            context.capture.keep_scores(layer_idx, scores, context.host_lengths)
+            context.capture.keep_scores(layer_idx, scores, context.lengths)
         for layer_idx, query, lse, options in collected:
-            stored = buffers[layer_idx][0][:, :, : groups[members[layer_idx]].longest + nodes]
-            where = {"lengths": context.lengths, "host_lengths": context.host_lengths}
-            context.capture.collect(layer_idx, query, stored, lse, **options, **where)
+            stored = buffers[layer_idx][0][:, :, : prefixes[members[layer_idx]].longest + nodes]
+            context.capture.collect(layer_idx, query, stored, lse, lengths=context.lengths, **options)
         return logits, hidden
 
 
@@ -368,7 +370,7 @@ class Collected:
         self.layers: list[tuple] = []
         self.scored: list[tuple[int, torch.Tensor]] = []
 
-    def keep_scores(self, layer_idx: int, scores: torch.Tensor, host_lengths: Any) -> None:
+    def keep_scores(self, layer_idx: int, scores: torch.Tensor, lengths: SeqLens) -> None:
         """Keep the scores of one layer, one per entry."""
         self.scored.append((layer_idx, scores))
 
@@ -381,14 +383,14 @@ class Collected:
 
 def _tree_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
     """Run a verification; return logits, input of the final norm, and the data for its capture."""
-    tokens, positions, mask, depths, *lengths = changing
+    tokens, positions, mask, of_nodes, *lengths = changing
     captures, score_rows, windows = kind
     capture = Collected(score_rows, None if score_rows is None else lengths.pop())
-    # a new counter, since the value of one that grows with every step would become a constant of the graph
-    host = known_lengths(sizes[0], known[0], tokens.shape[0])
+    prefixes = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
     shown = capture if captures else None
-    context = TreeContext(lengths[0], host, depths, mask[:, 0], shown, CallCounter(), windows=windows)
-    cache = StepCache(buffers, _places(members, known, lengths, sizes, tokens.shape[1]))
+    # a new counter, since the value of one that grows with every step would become a constant of the graph
+    context = TreeContext(prefixes[0], of_nodes, mask[:, 0], shown, CallCounter(), windows=windows)
+    cache = StepCache(buffers, _places(members, prefixes, tokens))
     return *_forward(model, tokens, positions, cache, mask, context, with_hidden), capture.layers, capture.scored
 
 
@@ -396,14 +398,12 @@ def _sparse_step(changing, model, members, known, kind, with_hidden, sizes, buff
     """Run a drafting step over a compact cache; return logits, input of the final norm, and nothing for a capture."""
     tokens, positions, mask, *lengths = changing
     dense_layers, windows = kind
-    rows = tokens.shape[0]
+    prefixes = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
     sparse = next((members[layer] for layer in range(len(members)) if layer not in dense_layers), 0)
     dense = next((members[layer] for layer in dense_layers), sparse)
-    own, whole = (
-        (lengths[group] + 1, known_lengths(sizes[group], known[group], rows, ahead=1)) for group in (sparse, dense)
-    )
-    context = SparseContext(*own, positions, *whole, dense_layers, CallCounter(), windows=windows)
-    cache = StepCache(buffers, _places(members, known, lengths, sizes, 1))
+    used = prefixes[sparse].plus(1), positions, prefixes[dense].plus(1)
+    context = SparseContext(*used, dense_layers, CallCounter(), windows=windows)
+    cache = StepCache(buffers, _places(members, prefixes, tokens))
     return *_forward(model, tokens, positions, cache, mask, context, with_hidden), (), ()
 
 
@@ -414,19 +414,18 @@ def _forward(model, tokens, positions, cache, mask, context, with_hidden):
     return with_final_norm_input(model, forward) if with_hidden else (forward(), None)
 
 
-def _places(members, known, lengths, sizes, nodes: int) -> list[tuple]:
-    offsets = torch.arange(nodes, device=lengths[0].device)
-    of_group = []
-    for group, carriers in enumerate(sizes):
-        same, end = known[group] == 1, end_of_prefixes(carriers, known[group])
-        slots = offsets + (carriers[0].shape[0] if same else lengths[group][:, None])
-        of_group.append((same, slots, None if end is None else end + nodes))
+def _places(members, prefixes, tokens) -> list[tuple]:
+    nodes, of_group = tokens.shape[1], []
+    offsets = torch.arange(nodes, device=tokens.device)
+    for prefix in prefixes:
+        slots = offsets + (prefix.on(tokens.device)[:, None] if prefix.is_ragged else prefix.shared)
+        of_group.append((not prefix.is_ragged, slots, None if prefix.longest is None else prefix.longest + nodes))
     return [of_group[group] for group in members]
 
 
-def _groups(cache: Any) -> list[RowLengths]:
-    """Return the different row lengths of the layers of a cache: one, or two for a compact cache with dense layers."""
-    groups: list[RowLengths] = []
+def _groups(cache: Any) -> list[Rows]:
+    """Return the different rows of the layers of a cache: one, or two for a compact cache with dense layers."""
+    groups: list[Rows] = []
     for layer in cache.layers:
         if not any(layer.rows is rows for rows in groups):
             groups.append(layer.rows)

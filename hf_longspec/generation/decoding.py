@@ -6,7 +6,7 @@ token.
 """
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -19,16 +19,16 @@ from transformers.utils import logging
 from .cache import SpeculativeCache
 from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
-from .drafter import Binding, Drafter, Verification
+from .drafter import Binding, Verification
 from .forward_check import check_target
 from .outputs import Outputs
-from .prompt_inputs import PromptInputs, inputs_beside_tokens
+from .prompt_inputs import Prompts
 from .rotary import RotaryLimit
 from .sampling import NoiseRows, TokenRule
 from .sequences import Sequences
 from .stats import SpeculationStats
 from .target import Step, TargetView, chain_of_last_tokens
-from .user_cache import UserCache, is_own, user_cache_of
+from .user_cache import is_own, user_cache_of
 
 try:
     from .compiled_steps import runner_of
@@ -62,15 +62,15 @@ def decode(
     """
     target = TargetView(model, runner_of(draft.setting("compile"), input_ids.device))
     refuse_unsupported(target, draft, input_ids, logits_processor, generation_config, model_kwargs)
-    session = Session(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    session.open_cache(model_kwargs)
+    session = Session(
+        target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
+    )
     draft.last_speculation = session.stats
     try:
         with target.turn():
-            session.prefill()
-            session.check_target()
+            tails = session.prefill()
             with target.attention():
-                session.seed()
+                session.seed(tails)
                 while not session.sequences.finished:
                     session.iterate()
         return session.close()
@@ -82,21 +82,30 @@ def decode(
         raise
 
 
-class Session:
-    """One call of `generate`: its arguments, and the tokens emitted and committed so far."""
+class Emission(NamedTuple):
+    """Tokens that one verification emitted.
 
-    cache: SpeculativeCache
-    user_cache: UserCache | None
-    drafter: Drafter
-    rotary: RotaryLimit
-    texts: list[torch.Tensor]
-    prompts: list[torch.Tensor]
-    inputs: PromptInputs
-    tails: list[torch.Tensor]
-    stored: int
-    root: torch.Tensor
-    proposed: list[int]
+    Args:
+        path (`torch.LongTensor` of shape `(B, M)`): Accepted nodes, see [`Acceptance`].
+        paths (`list[list[int]]`): The same on the host.
+        tokens (`list[list[int]]`): Tokens that each row emitted, up to its stop.
+        counts (`list[int]`): Number of these tokens.
+        proposed (`list[int]`): Number of drafted tokens of each row.
+    """
+
+    path: torch.Tensor
     paths: list[list[int]]
+    tokens: list[list[int]]
+    counts: list[int]
+    proposed: list[int]
+
+
+class Session:
+    """One call of `generate`: its arguments, and the tokens emitted and committed so far.
+
+    The arguments are those of [`decode`], checked. A cache of the user's is taken over last, when nothing can be
+    refused any more.
+    """
 
     def __init__(
         self,
@@ -107,156 +116,127 @@ class Session:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None,
+        model_kwargs: dict[str, Any],
     ):
-        self.target = target
-        self.draft = draft
-        self.config = generation_config
         self.started = time.perf_counter()
+        self.target, self.draft, self.config = target, draft, generation_config
         self.stats = SpeculationStats(method=draft.config.model_type)
-        self.max_length = max_length_of(generation_config, target, input_ids.shape[1])
+        (batch_size, width), do_sample = input_ids.shape, bool(generation_config.do_sample)
+        self.max_length = max_length_of(generation_config, target, width)
+        pad_token_id = pad_token_id_of(generation_config)
         self.sequences = Sequences(
-            input_ids,
-            stopping_criteria,
-            pad_token_id=pad_token_id_of(generation_config),
-            max_length=self.max_length,
-            reach=draft.num_tree_nodes(target) + 1,
-            streamer=streamer,
-            ranks=target.ranks,
+            input_ids, stopping_criteria, pad_token_id, self.max_length, streamer=streamer, ranks=target.ranks
         )
-        batch_size, do_sample = input_ids.shape[0], bool(generation_config.do_sample)
         noise = NoiseRows(batch_size, target.vocab_size, input_ids.device, target.ranks) if do_sample else None
         self.rule = TokenRule(logits_processor, do_sample, self.sequences, noise)
         self.outputs = Outputs(generation_config, batch_size)
+        self.root = input_ids[:, -1]
 
-    def open_cache(self, model_kwargs: dict[str, Any]) -> None:
-        """Take over the user's cache or create one, remove the padding of the prompts, and bind the drafter."""
-        input_ids = self.sequences.tokens[:, : self.sequences.prompt_length]
-        mask = model_kwargs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else mask
-        nodes = self.draft.num_tree_nodes(self.target)
         given = model_kwargs.get("past_key_values")
         self.user_cache = user_cache_of(given)
         own = given if is_own(given) else None
-        cache = own or SpeculativeCache(self.target.config, input_ids.shape[0], self.max_length, tree_slots=nodes)
-        cache.reserve(self.max_length, nodes)
+        self.stored = 0 if given is None else int(given.get_seq_length())
+        self.prompts = Prompts(target, input_ids, self.stored, model_kwargs)
+        self.rotary = RotaryLimit(target.model, target.config, [len(text) for text in self.prompts.texts])
+        self.rotary.refuse(width, self.max_length, self.stored, generation_config.prefill_chunk_size)
+        nodes = draft.num_tree_nodes(target)
+        self.cache = own or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
+        self.cache.reserve(self.max_length, nodes)
         if self.user_cache is not None:
-            self.user_cache.lend_to(cache)
-        self.cache, self.stored = cache, cache.get_seq_length()
-        self.texts = [row[keep.bool()] for row, keep in zip(input_ids, mask, strict=True)]
-        self.prompts = [text[cache.get_seq_length() :] for text in self.texts]
-        self.inputs = PromptInputs(inputs_beside_tokens(self.target, model_kwargs), mask)
-        self.rotary = RotaryLimit(self.target.model, self.target.config, [len(text) for text in self.texts])
-        self.rotary.refuse(input_ids.shape[1], self.max_length, self.stored, self.config.prefill_chunk_size)
-        binding = Binding(self.target, cache, self.rule, self.max_length)
-        self.drafter = gated(self.draft.drafter(binding), self.draft, self.stats, self._may_speculate)
+            self.user_cache.lend_to(self.cache)
+        binding = Binding(target, self.cache, self.rule, self.max_length)
+        self.drafter = gated(draft.drafter(binding), draft, self.stats, self._may_speculate)
 
-    def prefill(self) -> None:
-        """Run all but the last prompt tokens under the model's own attention, right-padded, possibly in chunks.
-
-        With images and the like, all prompt tokens run in one forward, and [`seed`] runs the last ones again.
-        """
-        start, seed_tokens = self.cache.get_seq_length(), self.drafter.seed_tokens
-        sizes = [min(seed_tokens, len(prompt)) for prompt in self.prompts]
-        if self.inputs:
-            sizes = self.inputs.run(self.target, self.prompts, self.cache, seed_tokens)
-        heads = [prompt[: len(prompt) - size] for prompt, size in zip(self.prompts, sizes, strict=True)]
-        if max(map(len, heads)) and not self.inputs:
-            # whole prompts after the limit, since there the last token decides the frequencies of all
-            whole = self.prompts if self.rotary.is_passed else heads
-            padded = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
-            self.target.prefill(padded, self.cache, self.config.prefill_chunk_size)
-        self.cache.set_lengths([start + len(head) for head in heads])
-        self.tails = [prompt[len(head) :] for prompt, head in zip(self.prompts, heads, strict=True)]
-
-    def check_target(self) -> None:
-        """Compare one small verification with a plain forward, unless this kind of target was compared before."""
+    def prefill(self) -> list[torch.Tensor]:
+        """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
+        chunk_size, seed_tokens = self.config.prefill_chunk_size, self.drafter.seed_tokens
+        tails = self.prompts.prefill(self.target, self.cache, self.rotary, seed_tokens, chunk_size)
         if self.draft.setting("check_target") and not self.rotary.never_speculates:
             highest = self.rotary.highest(self.max_length)
-            check_target(self.target, self.cache, self.texts, highest, self.inputs.logits)
+            check_target(self.target, self.cache, self.prompts.texts, highest, self.prompts.logits)
+        return tails
 
-    def seed(self) -> None:
+    def seed(self, tails: list[torch.Tensor]) -> None:
         """Verify the last prompt tokens as a chain, emit the first token, and start the drafter."""
-        tree, sizes = chain_of_last_tokens(self.tails, self.drafter.seed_tokens)
-        before, capture = self.cache.host_lengths, self.drafter.capture(tree)
-        step = self._verify(tree, capture)
+        tree, sizes = chain_of_last_tokens(tails, self.drafter.seed_tokens)
+        step = self._verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)
         last = step.logits[rows, torch.tensor(sizes, device=rows.device) - 1][:, None]
-        _, tokens = self._accept_and_emit(DraftTree.root_only(tree.tokens[:, 0]), last)
+        tokens = self._emit(DraftTree.root_only(tree.tokens[:, 0]), last).tokens
         self.cache.commit(None, sizes)
         path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
-        self.drafter.start(self.texts, Verification(path, sizes, before, capture, tokens, step.hidden))
+        self.drafter.start(self.prompts.texts, Verification.of(step, path, sizes, tokens))
         self.stats.prefill_seconds = time.perf_counter() - self.started
 
     def iterate(self) -> None:
         """Run one iteration: draft, verify, accept, commit, observe."""
-        if self.rotary.is_due(self.cache.host_lengths, self.sequences.done):
+        if self.rotary.is_due(self.cache.lengths.host, self.sequences.done):
             self._pass_rotary_limit()
         started = time.perf_counter()
         tree = self.drafter.propose(self.root)
         drafted = time.perf_counter()
 
-        before, capture = self.cache.host_lengths, self.drafter.capture(tree)
-        step = self._verify(tree, capture, fixed_shape=self.drafter.is_steady)
+        step = self._verify(tree, fixed_shape=self.drafter.is_steady)
         verified = time.perf_counter()
 
-        path, tokens = self._accept_and_emit(tree, step.logits)
-        emitted = [len(row) for row in tokens]
-        self._record(tree, emitted)
-        self.cache.commit(None if tree.is_chain else path, emitted)
+        emission = self._emit(tree, step.logits)
+        self._record(tree, emission)
+        self.cache.commit(None if tree.is_chain else emission.path, emission.counts)
         committed = time.perf_counter()
 
         if not self.sequences.finished:
-            self.drafter.observe(Verification(path, emitted, before, capture, tokens, step.hidden))
+            self.drafter.observe(Verification.of(step, emission.path, emission.counts, emission.tokens))
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
     def _may_speculate(self, max_depth: int) -> bool:
-        return self.rotary.may_speculate(self.cache.host_lengths, self.sequences.done, max_depth)
+        return self.rotary.may_speculate(self.cache.lengths.host, self.sequences.done, max_depth)
 
     def _pass_rotary_limit(self) -> None:
         """Continue under the new frequencies, with the keys and values that plain `generate` has there."""
         if self.rotary.recomputes:
-            lengths = self.cache.host_lengths
+            lengths = self.cache.lengths.host
             # An interruption or an error from here on leaves an empty cache, not one with keys of both frequencies.
             self.stored = 0
             self.cache.set_lengths([0] * len(lengths))
             # one column more than any row has committed, since its position decides the frequencies
-            tokens = self.texts[0].new_zeros(len(lengths), int(self.rotary.column) + 1)
-            for row, (text, new) in enumerate(zip(self.texts, self.sequences.generated, strict=True)):
+            tokens = self.root.new_zeros(len(lengths), int(self.rotary.column) + 1)
+            for row, (text, new) in enumerate(zip(self.prompts.texts, self.sequences.generated, strict=True)):
                 committed = torch.cat([text, text.new_tensor(new)])[: lengths[row]]
                 tokens[row, : len(committed)] = committed
             self.target.prefill(tokens, self.cache, None)
             self.cache.set_lengths(lengths)
         self.rotary.is_passed = True
 
-    def _verify(self, tree: DraftTree, capture: Any, fixed_shape: bool = False) -> Step:
-        lowest = self.rotary.lowest(self.cache.host_lengths, self.sequences.done)
+    def _verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
+        capture = self.drafter.capture(tree)
+        lowest = self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
         highest = self.rotary.highest(self.max_length)
         return self.target.verify(tree, self.cache, capture, highest, self.drafter.wants_hidden, fixed_shape, lowest)
 
-    def _accept_and_emit(self, tree: DraftTree, logits: torch.Tensor) -> tuple[torch.Tensor, list[list[int]]]:
-        """Accept and emit up to each row's stop, set the next roots; return the path and the emitted tokens by row."""
+    def _emit(self, tree: DraftTree, logits: torch.Tensor) -> Emission:
+        """Accept nodes, emit tokens up to each row's stop, and set the next roots."""
         acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
         # the only host read of an iteration: nodes kept, nodes proposed, tokens emitted, path
         counts = torch.stack([acceptance.num_nodes, tree.valid.sum(1)], dim=1)
         host = torch.cat([counts, acceptance.tokens, acceptance.path], dim=1).tolist()
-        self.proposed = [row[1] - 1 for row in host]
-        self.paths = [row[2 + acceptance.tokens.shape[1] :] for row in host]
-        waiting = self.rotary.waiting(self.cache.host_lengths)
+        waiting = self.rotary.waiting(self.cache.lengths.host)
         chosen = [[] if waits else row[2 : 2 + row[0]] for row, waits in zip(host, waiting, strict=True)]
         emitted = self.sequences.append(chosen, scores)
         self.rule.advance(emitted)
         roots = acceptance.next_root
         self.root = torch.where(torch.tensor(waiting, device=roots.device), self.root, roots) if any(waiting) else roots
         self.outputs.keep(scores, logits, acceptance.path, emitted)
-        return acceptance.path, [row[:count] for row, count in zip(chosen, emitted, strict=True)]
+        tokens = [row[:count] for row, count in zip(chosen, emitted, strict=True)]
+        paths = [row[2 + acceptance.tokens.shape[1] :] for row in host]
+        return Emission(acceptance.path, paths, tokens, emitted, [row[1] - 1 for row in host])
 
-    def _record(self, tree: DraftTree, emitted: list[int]) -> None:
+    def _record(self, tree: DraftTree, emission: Emission) -> None:
         is_plain = tree.num_nodes == 1 < self.drafter.num_nodes
         first = self.drafter.first_ngram_node
-        kept = [path[1:count] for path, count in zip(self.paths, emitted, strict=True)]
+        kept = [path[1:count] for path, count in zip(emission.paths, emission.counts, strict=True)]
         ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in kept]
-        self.stats.record_forward(emitted, None if is_plain else self.proposed, ngrams)
+        self.stats.record_forward(emission.counts, None if is_plain else emission.proposed, ngrams)
 
     def close(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """Update the user's cache, end the stream, and return the result of `generate`."""
@@ -284,8 +264,9 @@ class Session:
         """Leave the committed part of the text in the cache, and complete the statistics."""
         self.cache.rollback()
         # rows that were cut to the length of the others have committed more than their text
-        lengths = (len(text) + len(new) - 1 for text, new in zip(self.texts, self.sequences.generated, strict=True))
-        self.cache.set_lengths([min(held) for held in zip(self.cache.host_lengths, lengths, strict=True)])
+        rows = zip(self.prompts.texts, self.sequences.generated, strict=True)
+        lengths = (len(text) + len(new) - 1 for text, new in rows)
+        self.cache.set_lengths([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
         if self.user_cache is not None:
             self.user_cache.update_from(self.cache)
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds

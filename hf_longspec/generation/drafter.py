@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .sampling import TokenRule
-from .target import TargetView, chain_of_last_tokens
+from .target import Step, TargetView, chain_of_last_tokens
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Verification:
     Args:
         path (`torch.LongTensor` of shape `(batch, M)`): Indices of the accepted nodes, node 0 first.
         num_nodes (`list[int]`): Number of nodes that each row kept; 0 for rows that have ended.
-        prefix_lengths (`tuple[int, ...]`): Number of committed tokens of each row before this commit.
+        prefix_lengths ([`SeqLens`]): Number of committed tokens of each row before this commit.
         capture (*optional*): The result of [`Drafter.capture`], filled.
         tokens (`list[list[int]]`, *optional*): Tokens that each row emitted, on the host. The last one is the next
             root. Empty for rows that have ended.
@@ -50,7 +51,7 @@ class Verification:
 
     path: torch.Tensor
     num_nodes: list[int]
-    prefix_lengths: tuple[int, ...]
+    prefix_lengths: SeqLens
     capture: Any = None
     tokens: list[list[int]] = field(default_factory=list)
     hidden: torch.Tensor | None = None
@@ -60,6 +61,11 @@ class Verification:
         """Index `(batch,)` of the last node that each row kept; node 0 for rows that have ended."""
         last = torch.tensor(self.num_nodes, device=self.path.device).sub_(1).clamp_min_(0)
         return self.path.gather(1, last[:, None]).squeeze(1)
+
+    @classmethod
+    def of(cls, step: Step, path: torch.Tensor, num_nodes: list[int], tokens: list[list[int]]) -> "Verification":
+        """Return the result of a step in which these nodes were kept and these tokens emitted."""
+        return cls(path, num_nodes, step.context.lengths, step.context.capture, tokens, step.hidden)
 
 
 @dataclass(frozen=True)
@@ -191,16 +197,15 @@ class Drafter(CandidateGenerator):
     def _follow(self, tokens: torch.Tensor, root: int) -> None:
         """Extend the cache to `tokens`, which `root` follows, by one verification of a chain."""
         target, cache = self.binding.target, self.binding.cache
-        missing = tokens[cache.host_lengths[0] :]
+        missing = tokens[cache.lengths.host[0] :]
         if not len(missing):
             return
         if len(missing) > self.seed_tokens:
             target.prefill(missing[None, : -self.seed_tokens], cache, None)
-            cache.set_lengths([cache.host_lengths[0] + len(missing) - self.seed_tokens])
+            cache.set_lengths([cache.lengths.host[0] + len(missing) - self.seed_tokens])
         tree, sizes = chain_of_last_tokens([missing], self.seed_tokens)
-        before, capture = cache.host_lengths, self.capture(tree)
         with target.attention():
-            step = target.verify(tree, cache, capture, with_hidden=self.wants_hidden)
+            step = target.verify(tree, cache, self.capture(tree), with_hidden=self.wants_hidden)
         cache.commit(None, sizes)
         path = torch.arange(sizes[0], device=tokens.device)[None]
-        self.start([tokens], Verification(path, sizes, before, capture, [[root]], step.hidden))
+        self.start([tokens], Verification.of(step, path, sizes, [[root]]))

@@ -60,8 +60,8 @@ def check_target(
     kind = *_kind_of(target), logits is not None
     if kind in _checked:
         return
-    row = max(range(cache.batch_size), key=cache.host_lengths.__getitem__)
-    start = cache.host_lengths[row]
+    row = max(range(cache.batch_size), key=cache.lengths.host.__getitem__)
+    start = cache.lengths.host[row]
     slots = cache.max_length + cache.tree_slots - start
     count = max(1, min(NUM_TOKENS, len(texts[row]), limit - start, (slots + 1) // 2))
     chain = texts[row][None, -count:]
@@ -109,7 +109,7 @@ def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:
 
 def _row_of(cache: SpeculativeCache, row: int, target: TargetView, room: int) -> SpeculativeCache:
     """Return one row of a cache as a separate cache over the same buffers, which writes after the committed tokens."""
-    length = cache.host_lengths[row]
+    length = cache.lengths.host[row]
     view = SpeculativeCache(target.config, 1, length + room, tree_slots=room)
     for own, layer in zip(view.layers, cache.layers, strict=True):
         if layer.is_initialized:

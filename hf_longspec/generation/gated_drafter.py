@@ -99,7 +99,7 @@ class GatedDrafter(Drafter):
             self.gate.follow(verification.tokens, lambda: self._shadow(verification))
         tokens = sum(map(len, verification.tokens))
         rows = sum(map(bool, verification.tokens))
-        decision = self.gate.record(tokens, rows, max(self.binding.cache.host_lengths))
+        decision = self.gate.record(tokens, rows, max(self.binding.cache.lengths.host))
         if decision is not None:
             self._report(decision)
 
@@ -108,7 +108,7 @@ class GatedDrafter(Drafter):
         if self._has_started and self._was_open:
             self.inner.observe(verification)
             return
-        rows = zip(self._prompts, self._emitted, self.binding.cache.host_lengths, strict=True)
+        rows = zip(self._prompts, self._emitted, self.binding.cache.lengths.host, strict=True)
         texts = [torch.cat([prompt, prompt.new_tensor(new)])[:length] for prompt, new, length in rows]
         if self._has_started:
             self.inner.resume(texts, verification)

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from .cache import SpeculativeCache
-from .rotary import FrequencyChange
+from .rotary import FrequencyChange, RotaryLimit
 from .target import TargetView
 
 # What the loop takes from generate()'s keyword arguments for the model, or makes itself.
@@ -133,39 +133,65 @@ def _of_every_forward(target: TargetView, input_ids: torch.Tensor, given: dict[s
     }
 
 
-class PromptInputs:
-    """Inputs of the first forward beside the tokens. It is false if there are none.
+class Prompts:
+    """Prompts of a call without their padding, and inputs of the first forward beside them.
 
     Args:
-        values (`dict[str, Any]`): Checked by [`refuse_inputs`].
-        mask (`torch.Tensor` of shape `(batch, P)`): 0 at padding.
+        target ([`TargetView`]): The target.
+        input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts with their padding on the left.
+        stored (`int`): Number of tokens of each row that the cache holds already.
+        model_kwargs (`dict[str, Any]`): Keyword arguments for the model, checked by [`refuse_inputs`].
 
     Attributes:
-        logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Of the last token of each prompt.
+        texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
+        logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, once it
+            ran with inputs beside the tokens.
     """
 
-    logits: torch.Tensor | None = None
-
-    def __init__(self, values: dict[str, Any], mask: torch.Tensor):
-        self.types = {
-            name: [row[keep.bool()] for row, keep in zip(value, mask, strict=True)]
-            for name, value in values.items()
-            if name in TOKEN_TYPES
-        }
+    def __init__(self, target: TargetView, input_ids: torch.Tensor, stored: int, model_kwargs: dict[str, Any]):
+        mask = model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        values = inputs_beside_tokens(target, model_kwargs)
+        self.types = {name: _unpadded(value, mask) for name, value in values.items() if name in TOKEN_TYPES}
         self.others = {name: value for name, value in values.items() if name not in TOKEN_TYPES}
+        self.texts = _unpadded(input_ids, mask)
+        self.logits: torch.Tensor | None = None
+        self._new = [text[stored:] for text in self.texts]
 
-    def __bool__(self) -> bool:
-        return bool(self.types or self.others)
+    def prefill(
+        self,
+        target: TargetView,
+        cache: SpeculativeCache,
+        rotary: RotaryLimit,
+        seed_tokens: int,
+        chunk_size: int | None,
+    ) -> list[torch.Tensor]:
+        """Run all but the last tokens of every row under the model's own attention, right-padded, possibly in chunks.
 
-    def run(self, target: TargetView, prompts: Sequence[torch.Tensor], cache: SpeculativeCache, most: int) -> list[int]:
-        """Run whole prompts in one forward with these inputs, right-padded.
+        With inputs beside the tokens, all tokens run in one forward, and the last ones will run again.
 
         Returns:
-            `list[int]`: Tokens at the end of each prompt that are text, `most` of them at most.
+            `list[torch.LongTensor]`: Last tokens of every row, `seed_tokens` at most, which are not in the cache.
 
         Raises:
             ValueError: If a prompt does not end with text, or its positions are not those of its tokens.
         """
+        start, has_inputs = cache.get_seq_length(), bool(self.types or self.others)
+        sizes = [min(seed_tokens, len(prompt)) for prompt in self._new]
+        if has_inputs:
+            sizes = self._run_with_inputs(target, self._new, cache, seed_tokens)
+        heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
+        if max(map(len, heads)) and not has_inputs:
+            # whole prompts after the limit, since there the last token decides the frequencies of all
+            padded = pad_sequence(self._new if rotary.is_passed else heads, batch_first=True)
+            target.prefill(padded, cache, chunk_size)
+        cache.set_lengths([start + len(head) for head in heads])
+        return [prompt[len(head) :] for prompt, head in zip(self._new, heads, strict=True)]
+
+    def _run_with_inputs(
+        self, target: TargetView, prompts: Sequence[torch.Tensor], cache: SpeculativeCache, most: int
+    ) -> list[int]:
+        """Run whole prompts in one forward, and return how many tokens at the end of each are text, `most` at most."""
         model, names = target.model, _names(self.types | self.others)
         tokens = pad_sequence(list(prompts), batch_first=True)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -204,6 +230,11 @@ class PromptInputs:
                 "draft continues text. Add a token of text, or call generate() without assistant_model."
             )
         return sizes
+
+
+def _unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+    """Return the rows of `(batch, P)` values without padding, where `mask` is 0."""
+    return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
 
 
 class DecoderArguments:

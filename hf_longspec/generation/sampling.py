@@ -127,11 +127,14 @@ class TokenRule:
         self.noise = noise
         self.history_free = all(_is_history_free(processor) for processor in processors)
         self.history_window = _longest_window(processors)
+        # texts with candidates after them, and the number of emitted tokens in each row; made when they are needed
+        self._tried: torch.Tensor | None = None
+        self._emitted: list[int] = []
 
     def scores_at(self, raw: torch.Tensor, depth: int) -> torch.Tensor:
         """Return processed scores `(batch, vocab)` of logits at `depth` places after the last emitted token.
 
-        Write the tokens in between with [`Sequences.try_out`] first. Processors are called with the whole batch,
+        Write the tokens in between with [`TokenRule.try_out`] first. Processors are called with the whole batch,
         because some have one parameter per row. For each length, rows of another length are replaced by a row of this
         length.
         """
@@ -140,14 +143,34 @@ class TokenRule:
             return raw
         scores = raw.clone()
         for length, rows in self.sequences.growing_rows_by_length().items():
-            end = length + depth
+            texts, end = self.sequences.tokens, length
+            if depth and not self.history_free:
+                assert self._tried is not None
+                texts, end = self._tried, length + depth
             start = 0 if self.history_window is None else max(0, end - self.history_window)
-            ids = self.sequences.tokens[:, start:end]
+            ids = texts[:, start:end]
             if len(rows) == raw.shape[0]:
                 return self.processors(ids, scores)
             cast = [row if row in rows else rows[0] for row in range(raw.shape[0])]
             scores[rows] = self.processors(ids[cast], raw[cast])[rows]
         return scores
+
+    def try_out(self, depth: int, tokens: torch.Tensor) -> None:
+        """Write candidate tokens `(batch,)` at `depth` places after the emitted ones, as input of processors.
+
+        They are written to a copy of the texts, which is made once per call and gets the tokens of every step. The
+        emitted tokens themselves are never followed by candidates.
+        """
+        emitted, lengths = self.sequences.tokens, self.sequences.lengths
+        tried = emitted.clone() if self._tried is None else self._tried
+        for row, (start, end) in enumerate(zip(self._emitted, lengths, strict=False)):
+            if start < end:
+                tried[row, start:end] = emitted[row, start:end]
+        if (missing := max(lengths) + depth + 1 - tried.shape[1]) > 0:
+            tried = torch.nn.functional.pad(tried, (0, missing))
+        self._tried, self._emitted = tried, lengths
+        columns = torch.tensor(lengths, device=tokens.device) + depth
+        tried[torch.arange(len(tried), device=tokens.device), columns] = tokens
 
     def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Return the token `(batch,)` that the rule chooses by `scores`, with the noise row of `depth`."""
@@ -226,7 +249,7 @@ class TokenRule:
         scores = []
         for depth in range(tree.num_nodes):
             if depth:
-                self.sequences.try_out(depth - 1, tree.tokens[:, depth])
+                self.try_out(depth - 1, tree.tokens[:, depth])
             scores.append(self.scores_at(logits[:, depth], depth))
         return torch.stack(scores, 1)
 
@@ -253,7 +276,7 @@ class TokenRule:
         def choose(depth: int, node: torch.Tensor) -> torch.Tensor:
             scores.append(self.scores_at(logits[rows, node], depth))
             token = self.choose(scores[-1], depth)
-            self.sequences.try_out(depth, token)
+            self.try_out(depth, token)
             return token
 
         return walk_lazily(tree, choose), torch.stack(scores, 1)
@@ -457,6 +480,6 @@ class Coupling:
         scores = []
         for node in range(logits.shape[1]):
             for place in range(depth):
-                rule.sequences.try_out(place, tokens[:, node, place])
+                rule.try_out(place, tokens[:, node, place])
             scores.append(rule.scores_at(logits[:, node], depth))
         return torch.stack(scores, 1)

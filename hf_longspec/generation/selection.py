@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .compact_cache import CompactCache, gather_entries
 
@@ -62,11 +63,12 @@ class SelectedCache(CompactCache):
 
     def begin(self, counts: Sequence[int], tails: Sequence[int]) -> None:
         """Start a phase with `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
-        self.used.set([count + tail for count, tail in zip(counts, tails, strict=True)])
+        self.used.lengths = SeqLens([count + tail for count, tail in zip(counts, tails, strict=True)])
         self.share_dense()
         self._counts = list(counts)
         # difference between a slot of the target's cache and its place after the selected entries
-        self._shift = [stored - used for stored, used in zip(self.cache.host_lengths, self.used.host, strict=True)]
+        pairs = zip(self.cache.lengths.host, self.used.lengths.host, strict=True)
+        self._shift = [stored - used for stored, used in pairs]
         self._behind.clear()
 
     def fill(self, layer_idx: int, selected: torch.Tensor) -> None:
@@ -86,7 +88,7 @@ class SelectedCache(CompactCache):
     def advance(self) -> None:
         """Count one drafted token that was written in every row."""
         for rows in (self.used, self.dense_used):
-            rows.set([length + 1 for length in rows.host])
+            rows.lengths = rows.lengths.plus(1)
 
     def _slots(self, selected: torch.Tensor) -> torch.Tensor:
         """Return the slots `(B, 1 or K, T)` of the selected entries, then of the tail, then `room` arbitrary ones."""
@@ -104,7 +106,7 @@ class SelectedCache(CompactCache):
         """
         if device not in self._behind:
             equal = min(self._counts) == max(self._counts)
-            place = torch.arange(self._counts[0] if equal else 0, self.used.longest + self.room, device=device)
+            place = torch.arange(self._counts[0] if equal else 0, self.used.lengths.longest + self.room, device=device)
             shift = torch.tensor(self._shift, device=device)[:, None, None]
             slots = (place + shift).clamp_(0, self.cache.layers[0].capacity - 1)
             is_selected = None if equal else place < torch.tensor(self._counts, device=device)[:, None, None]

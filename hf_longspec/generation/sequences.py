@@ -27,7 +27,6 @@ class Sequences:
             stopped, as in `generate`, which has no token to pad with then.
         pad_token_id (`int`): Token that fills finished rows.
         max_length (`int`): Maximum number of tokens of a row, prompt included.
-        reach (`int`): Maximum number of tokens that a step writes with `try_out`.
         streamer (`BaseStreamer`, *optional*): Receives the prompt's continuation, each token once.
         ranks ([`Ranks`], *optional*): Processes that must stop together. The criteria of the first one decide.
     """
@@ -38,7 +37,6 @@ class Sequences:
         stopping_criteria: StoppingCriteriaList,
         pad_token_id: int,
         max_length: int,
-        reach: int,
         streamer: BaseStreamer | None = None,
         ranks: Any = None,
     ):
@@ -46,9 +44,9 @@ class Sequences:
         self.prompt_length = prompt_length
         self.pad_token_id = pad_token_id
         self.max_length = max_length
-        self.tokens = input_ids.new_full((batch_size, max_length + reach), pad_token_id)
+        self.tokens = input_ids.new_full((batch_size, max_length), pad_token_id)
         self.tokens[:, :prompt_length] = input_ids
-        # emitted tokens; `tokens` holds them too, for processors and criteria, with candidates after them
+        # emitted tokens; `tokens` holds them too, for processors and criteria, and padding after them
         self.generated: list[array[int]] = [array("q") for _ in range(batch_size)]
         self.done = [False] * batch_size
         self.interrupted = False
@@ -88,11 +86,6 @@ class Sequences:
             if not self.done[row]:
                 groups[length].append(row)
         return groups
-
-    def try_out(self, depth: int, tokens: torch.Tensor) -> None:
-        """Write candidate tokens `(batch,)` at `depth` places after the emitted ones, as input of processors."""
-        columns = torch.tensor(self.lengths, device=tokens.device) + depth
-        self.tokens[torch.arange(self.batch_size, device=tokens.device), columns] = tokens
 
     def append(self, accepted: Sequence[Sequence[int]], scores: torch.Tensor | None = None) -> list[int]:
         """Emit the tokens of each row up to its stop, and return how many each row emitted.
@@ -135,7 +128,7 @@ class Sequences:
             if self._stopped[row] is None:
                 groups[self.prompt_length + len(self.generated[row])].append(row)
         for length, rows in groups.items():
-            ids = self._batch_at(length)
+            ids = self.tokens[:, :length]
             try:
                 answers = [self._answer(criterion(ids, scores)) for criterion in self._slow]
             except StopIteration:
@@ -153,15 +146,6 @@ class Sequences:
         """End all rows at their present length."""
         self.interrupted = True
         self.done = [True] * self.batch_size
-
-    def _batch_at(self, length: int) -> torch.Tensor:
-        """Return the texts cut or padded to `length`, `(batch, length)`."""
-        ids = self.tokens[:, :length]
-        if any(own < length for own in self.lengths):
-            ids = ids.clone()
-            for row, own in enumerate(self.lengths):
-                ids[row, own:] = self.pad_token_id
-        return ids
 
     def _answer(self, answer: Any) -> list[bool]:
         """Return the result of a criterion as one value for each row, followed by one for all rows."""

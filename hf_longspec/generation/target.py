@@ -255,16 +255,8 @@ class TargetView:
             ValueError: If the model never called the attention backend.
         """
         device = tree.tokens.device
-        lengths = cache.rows.on(device)
-        context = TreeContext(
-            lengths=lengths,
-            host_lengths=cache.host_lengths,
-            depths=tree.depths,
-            mask=tree.mask,
-            capture=capture,
-            windows=self.windows,
-        )
-        positions = lengths[:, None] + tree.depths
+        positions = cache.lengths.on(device)[:, None] + tree.depths
+        context = TreeContext(cache.lengths, positions, tree.mask, capture, windows=self.windows)
         if lowest is not None:
             positions = torch.maximum(positions, torch.tensor(lowest, device=device)[:, None])
         if limit is not None:
@@ -300,7 +292,7 @@ class TargetView:
 
 @dataclass
 class Step:
-    """Result of one verification.
+    """One forward of the target over a tree.
 
     Args:
         logits (`torch.Tensor` of shape `(batch, N, vocab)`): Logits after every node.

@@ -104,7 +104,7 @@ class UserCache:
 
         The next call computes the missing tokens of longer rows, like any other token of its input.
         """
-        length = min(own.host_lengths)
+        length = min(own.lengths.host)
         for index, taken in enumerate(own.layers):
             if taken.is_initialized:
                 while len(self.cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand

@@ -22,6 +22,11 @@ from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE
 collect_ignore = ["triton/aot.py"]
 
 
+@pytest.fixture(autouse=True)
+def without_a_gate(every_step_speculates):
+    """Whether a step speculates shall not depend on the clock."""
+
+
 @pytest.fixture(scope="session")
 def kernel_device():
     """Where kernels run: compiled on a GPU, interpreted on the CPU, or nowhere."""

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.contexts import TreeContext
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 
 # Factor of the scores of `tree_case`.
@@ -135,12 +136,12 @@ def prefix_case(nodes, groups, size, lengths, window, dtype, softcap=None, value
     query, key, value = tensors(len(lengths), 2, groups, nodes, max(lengths) + nodes, size, dtype, value_size)
     for b, length in enumerate(lengths):
         key[b, :, length:], value[b, :, length:] = torch.nan, torch.nan
-    lengths = torch.tensor(lengths)
-    ahead = torch.randint(-1, nodes, (len(lengths), nodes), generator=torch.Generator().manual_seed(nodes))
-    positions = lengths[:, None] + ahead
+    on_device, lengths = torch.tensor(lengths), SeqLens(lengths)
+    ahead = torch.randint(-1, nodes, (len(on_device), nodes), generator=torch.Generator().manual_seed(nodes))
+    positions = on_device[:, None] + ahead
     options = {"scaling": size**-0.5, "positions": positions, "sliding_window": window, "softcap": softcap}
     exact = reference.prefix_attention(*double(query, key, value), lengths, **options)
-    visible = torch.arange(key.shape[2]) < lengths[:, None, None]
+    visible = torch.arange(key.shape[2]) < on_device[:, None, None]
     if window is not None:
         visible = visible & (positions[..., None] - torch.arange(key.shape[2]) < window)
     visible = visible.expand(-1, nodes, -1)[:, None]
@@ -183,7 +184,7 @@ def tree_case(lengths, nodes, kv_heads=2, groups=3, size=16, value_size=16, dtyp
     """A context, the queries of its nodes, and a cache with NaN after them."""
     generator = torch.Generator().manual_seed(seed)
     mask, depths = random_tree(len(lengths), nodes, generator)
-    context = TreeContext(torch.tensor(lengths), lengths, depths, mask)
+    context = TreeContext(SeqLens(lengths), torch.tensor(lengths)[:, None] + depths, mask)
     query = torch.randn(len(lengths), nodes, kv_heads * groups, size, generator=generator).transpose(1, 2)
     # Scores of at most unit variance, as a model's: the lse is held to an absolute error, whatever its size
     query = query * min(1.0, 1 / (SCALING * size**0.5))
@@ -198,13 +199,13 @@ def tree_case(lengths, nodes, kv_heads=2, groups=3, size=16, value_size=16, dtyp
 
 def visible_slots(context, slots, window):
     """`(B, 1, N, slots)`: the prefix and the path of every node, as far as the window reaches."""
-    batch, nodes = context.depths.shape
+    batch, nodes = context.positions.shape
     visible = torch.zeros(batch, 1, nodes, slots, dtype=torch.bool)
-    for b, length in enumerate(context.host_lengths):
+    for b, length in enumerate(context.lengths.host):
         for n in range(nodes):
-            position = length + int(context.depths[b, n])
+            position = int(context.positions[b, n])
             seen = [(j, j) for j in range(length)]
-            seen += [(length + m, length + int(context.depths[b, m])) for m in range(nodes) if context.mask[b, n, m]]
+            seen += [(length + m, int(context.positions[b, m])) for m in range(nodes) if context.mask[b, n, m]]
             for slot, key_position in seen:
                 visible[b, 0, n, slot] = window is None or position - key_position < window
     return visible

@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 from hf_longspec.attention_backends import torch_fused
 from hf_longspec.attention_backends.contexts import CallCounter, SparseContext
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.masks import window_holds_all
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.reference import REFERENCE_BACKEND, prefix_attention
@@ -25,8 +26,7 @@ def test_what_a_capture_is_given():
     context.attend(TORCH_BACKEND, 7, query, key, value, scaling=SCALING, softcap=3.0, sliding_window=4)
     ((layer_idx, captured_query, captured_key, _, options),) = context.capture.collected
     assert (layer_idx, captured_query is query, captured_key is key) == (7, True, True)
-    where = {"lengths": context.lengths, "host_lengths": (0, 90, 33)}
-    assert options == {"scaling": SCALING, "softcap": 3.0, **where}
+    assert options == {"lengths": context.lengths, "scaling": SCALING, "softcap": 3.0}
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_both_ways_of_the_torch_backend(lengths, shape, groups, dtype, dense_key
     nodes, size = shape
     context, query, key, value = tree_case(lengths, nodes, 2, groups, size, size, dtype)
     exact, plain = expected_tree(context, query, key, value, None, None, None)
-    positions = {"positions": context.positions, "host_lengths": lengths, "memo": {}}
-    options = {"scaling": SCALING, "sliding_window": None, "softcap": None}
-    state = torch_fused.hybrid_attention(query, key, value, context.mask, **positions, **options)
+    where = (context.lengths, context.mask, context.positions)
+    options = {"scaling": SCALING, "sliding_window": None, "softcap": None, "memo": {}}
+    state = torch_fused.hybrid_attention(query, key, value, *where, **options)
     assert_within_budget(state, exact, plain)
 
 
@@ -109,13 +109,11 @@ def test_to_moves_the_tensors_and_shares_the_rest():
     context = replace(tree_case((4,), 3)[0], capture=capture, calls=calls)
     assert context.to(None) is context.to("cpu") is context
     assert context.to(torch.device("cpu"), non_blocking=True) is context
-    position = context.positions
     moved = context.to("meta", non_blocking=True)
-    assert {moved.lengths.device.type, moved.depths.device.type, moved.mask.device.type} == {"meta"}
-    assert (moved.capture, moved.calls, moved.host_lengths) == (capture, calls, (4,))
+    assert {moved.lengths.on("meta").device.type, moved.positions.device.type, moved.mask.device.type} == {"meta"}
+    assert (moved.capture, moved.calls, moved.lengths.host) == (capture, calls, (4,))
     assert context.to("meta") is moved  # one copy per device and step, however many layers ask
     assert moved.to("meta") is moved
-    assert position.device.type == "cpu" and moved.positions.device.type == "meta"  # what a step keeps is its own
 
 
 def drafting_case(batch=2, slots=40):
@@ -124,11 +122,9 @@ def drafting_case(batch=2, slots=40):
     key, value = (torch.randn(batch, 2, slots, 16, generator=generator) for _ in range(2))
     dense = (slots, slots - 11)[:batch]
     context = SparseContext(
-        lengths=torch.tensor((9, 6)[:batch]),
-        host_lengths=(9, 6)[:batch],
+        lengths=SeqLens((9, 6)[:batch]),
         positions=torch.tensor(dense)[:, None] - 1,
-        dense_lengths=torch.tensor(dense),
-        dense_host_lengths=dense,
+        dense_lengths=SeqLens(dense),
         dense_layers=frozenset({0, 3}),
     )
     return context, query, key, value
@@ -143,7 +139,7 @@ def test_layers_of_a_drafting_step(layer_idx, softcap, sinks, backend):
     sinks = torch.linspace(-1.0, 2.0, 6) if sinks else None
     dense = layer_idx in context.dense_layers
     lengths = context.dense_lengths if dense else context.lengths
-    key[1, :, lengths[1] :], value[1, :, lengths[1] :] = torch.nan, torch.nan
+    key[1, :, lengths.host[1] :], value[1, :, lengths.host[1] :] = torch.nan, torch.nan
     where = {"positions": context.positions, "sliding_window": 8} if dense else {}
 
     def exact(dtype):
@@ -162,9 +158,9 @@ def test_a_drafting_step_moves_likewise():
     context = drafting_case()[0]
     assert context.to("cpu") is context
     moved = context.to("meta")
-    assert {x.device.type for x in (moved.lengths, moved.positions, moved.dense_lengths)} == {"meta"}
-    assert (moved.calls, moved.dense_layers, moved.host_lengths) == (context.calls, frozenset({0, 3}), (9, 6))
-    assert moved.dense_host_lengths == (40, 29)
+    assert moved.positions.device.type == "meta"
+    assert (moved.calls, moved.dense_layers, moved.lengths.host) == (context.calls, frozenset({0, 3}), (9, 6))
+    assert moved.dense_lengths.host == (40, 29)
     assert context.to("meta") is moved
 
 

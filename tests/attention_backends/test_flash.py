@@ -9,6 +9,7 @@ import torch
 from hf_longspec.attention_backends import flash
 from hf_longspec.attention_backends.flash import FLASH_BACKEND, compute_capability
 from hf_longspec.attention_backends.interface import register
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
@@ -25,8 +26,8 @@ def test_one_call_on_the_cache_itself(window, told, calls):
     query, key, value = tensors(3, 2, groups, nodes, 70, 16, torch.float16)
     key, value = layout(key, "buffer"), layout(value, "buffer")
     where = {"positions": torch.tensor(lengths)[:, None] + torch.arange(nodes), "sliding_window": window}
-    where["host_lengths"] = lengths if told else None
-    FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor(lengths), scaling=0.25, **where)
+    lens = SeqLens(lengths if told else None, torch.tensor(lengths))
+    FLASH_BACKEND.prefix_attention(query, key, value, lens, scaling=0.25, **where)
     ((_, shape, seen),) = calls
     hides = window is not None and not (told and max(lengths) + nodes <= window)
     assert shape == ((3 * nodes, groups, 2, 16) if hides else (3, groups * nodes, 2, 16))
@@ -36,9 +37,9 @@ def test_one_call_on_the_cache_itself(window, told, calls):
 def test_a_window_that_just_hides_nothing(calls):
     """The deepest node of 4 after 6 tokens is at position 9: a window of 10 holds slot 0, one of 9 does not."""
     query, key, value = tensors(1, 2, 2, 4, 7, 8, torch.float16)
-    options = {"scaling": 1.0, "positions": torch.tensor([[6, 7, 8, 9]]), "host_lengths": (6,)}
+    options = {"scaling": 1.0, "positions": torch.tensor([[6, 7, 8, 9]])}
     for window, rows in ((10, 1), (9, 4)):
-        FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([6]), sliding_window=window, **options)
+        FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([6]), sliding_window=window, **options)
         assert calls[-1][1][0] == rows
 
 
@@ -46,7 +47,7 @@ def test_nothing_to_do_is_not_passed_on(calls):
     query, key, value = tensors(2, 2, 2, 3, 7, 8, torch.float16)
     for nodes, slots in ((0, 7), (3, 0)):
         cut = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots]
-        FLASH_BACKEND.prefix_attention(*cut, torch.tensor([0, 0]), scaling=1.0)
+        FLASH_BACKEND.prefix_attention(*cut, SeqLens([0, 0]), scaling=1.0)
     assert calls == []  # the real functions divide by these
 
 
@@ -71,10 +72,10 @@ def test_which_version_runs(machine, capability, packages, version):
             "flash-attn (version 2, or 3 from its hopper folder) is not installed, or does not import",
         )
         with pytest.raises(ValueError, match=r"not installed.*\. Use attn_implementation=\"hf_longspec\"\."):
-            FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([7]), scaling=1.0)
+            FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([7]), scaling=1.0)
     else:
         assert flash.why_not(CALL) is None
-        FLASH_BACKEND.prefix_attention(query, key, value, torch.tensor([7]), scaling=1.0)
+        FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([7]), scaling=1.0)
         assert [call[0] for call in calls] == [version]
 
 

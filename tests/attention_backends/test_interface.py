@@ -16,6 +16,7 @@ from transformers import (
 
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.interface import attention_forward, register
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.masks import WindowMask
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
@@ -163,7 +164,7 @@ def test_a_tree_reaches_every_layer_with_its_options(name, models):
     chain = torch.ones(2, nodes, nodes, dtype=torch.bool).tril()
     depths = torch.arange(nodes).expand(2, -1)
     windows = TargetView(model).windows  # qwen2_moe and phimoe do not pass theirs
-    context = TreeContext(torch.tensor([34, 34]), (34, 34), depths, chain, windows=windows)
+    context = TreeContext(SeqLens([34, 34]), 34 + depths, chain, windows=windows)
     options = {"position_ids": 34 + depths, "attention_mask": chain[:, None], "past_key_values": cache}
     actual = run(model, "hf_longspec", input_ids[:, -nodes:], tree=context, use_cache=True, **options).logits
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=LOGIT_ERROR)

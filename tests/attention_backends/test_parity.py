@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.triton.config import sparse_config
 from tests.attention_backends.flash_standins import HALVES
 from tests.attention_backends.oracle import (
@@ -64,9 +65,8 @@ def test_prefix(prepared, name, nodes, groups, sizes, lengths, window, form, sof
     case = prefix_case(nodes, groups, sizes[0], lengths, window, dtype, softcap, sizes[-1])
     query, key, value, lengths, options, exact, plain = case
     # kernels take lengths from the device in any case
-    for host_lengths in (None, tuple(lengths.tolist()))[: 1 if name == "triton" else 2]:
-        told = {**options, "host_lengths": host_lengths}
-        state = attend(prepared, name, "prefix_attention", (query, key, value, lengths), told, form)
+    for known in [lengths] if name == "triton" else [lengths, SeqLens(None, lengths.on("cpu"))]:
+        state = attend(prepared, name, "prefix_attention", (query, key, value, known), options, form)
         assert_within_budget(state, exact, plain)
 
 
@@ -198,7 +198,7 @@ def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, option
 def test_nothing_to_compute(prepared, name):
     query, key, value = tensors(2, 2, 2, 3, 7, 8, FLOAT16 if name.startswith("flash") else FLOAT32)
     for nodes, slots in ((0, 7), (3, 0)):
-        inputs = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots], torch.tensor([0, 0])
+        inputs = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots], SeqLens([0, 0])
         states = [attend(prepared, name, "prefix_attention", inputs, {"scaling": 1.0})]
         if name == "triton":
             cut, options, _, _ = sparse_case((0, 0), 2, nodes, (8, 8), FLOAT32, chosen=slots)
@@ -214,13 +214,13 @@ def test_a_buffer_that_is_too_short(prepared, name):
     whole = torch.zeros(1, 2, 90, 16)
     whole[:, :, :50] = key  # the numbers after the slice exist in memory, and must not be read
     backend, device = prepared(name)
-    inputs = on(device, query, whole[:, :, :50], value, torch.tensor([60]))
+    inputs = on(device, query, whole[:, :, :50], value, SeqLens([60]))
     with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
-        backend.prefix_attention(*inputs, scaling=1.0, host_lengths=(60,))
+        backend.prefix_attention(*inputs, scaling=1.0)
 
 
 @pytest.mark.parametrize("name", ["reference", "flash2", "triton"])
 def test_a_window_needs_positions(prepared, name):
-    inputs = *tensors(1, 2, 4, 1, 50, 16, FLOAT16), torch.tensor([50])
+    inputs = *tensors(1, 2, 4, 1, 50, 16, FLOAT16), SeqLens([50])
     with pytest.raises(ValueError, match="sliding_window is 5, but positions is None"):
         attend(prepared, name, "prefix_attention", inputs, {"scaling": 1.0, "sliding_window": 5})

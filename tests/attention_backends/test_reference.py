@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.lengths import SeqLens
 from tests.attention_backends.oracle import double_loop
 
 
@@ -35,7 +36,9 @@ def test_prefix(window, softcap):
         key[b, :, length:] = torch.nan
         value[b, :, length:] = torch.nan
     options = {"positions": positions, "sliding_window": window, "softcap": softcap}
-    assert_same(reference.prefix_attention(query, key, value, lengths, scaling=0.7, **options), expected)
+    assert_same(
+        reference.prefix_attention(query, key, value, SeqLens(lengths.tolist()), scaling=0.7, **options), expected
+    )
 
 
 @pytest.mark.parametrize("shape", ["BNM", "B1NM", "BHNM"])
@@ -91,9 +94,9 @@ def test_causal(length, window):
 
 def test_half_precision_is_computed_in_float32():
     query, key, value = (x.to(torch.bfloat16) for x in tensors(1, 2, 1, 3, 50, 8))
-    out, lse = reference.prefix_attention(query, key, value, torch.tensor([50]), scaling=0.4)
+    out, lse = reference.prefix_attention(query, key, value, SeqLens([50]), scaling=0.4)
     double = (x.double() for x in (query, key, value))
-    exact, exact_lse = reference.prefix_attention(*double, torch.tensor([50]), scaling=0.4)
+    exact, exact_lse = reference.prefix_attention(*double, SeqLens([50]), scaling=0.4)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(out, exact.to(torch.bfloat16), rtol=2**-8, atol=0.0)  # rounded once
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0.0, atol=1e-6)
@@ -102,4 +105,4 @@ def test_half_precision_is_computed_in_float32():
 def test_a_window_needs_positions():
     query, key, value = tensors(1, 1, 1, 1, 4, 2)
     with pytest.raises(ValueError, match="sliding_window is 2, but positions is None"):
-        reference.prefix_attention(query, key, value, torch.tensor([4]), scaling=1.0, sliding_window=2)
+        reference.prefix_attention(query, key, value, SeqLens([4]), scaling=1.0, sliding_window=2)

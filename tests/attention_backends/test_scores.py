@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import scores
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.scores import QUEST_PAGE, QueryCapture, ScoreCapture
 from tests.pairwise import pairwise
 
@@ -30,8 +31,7 @@ def collect(query, key, lse=None, softcap=None, scaling=0.3, **options):
     capture = ScoreCapture(last_node=last_node, **options)
     if lse is None:
         lse = torch.zeros(query.shape[:3])
-    lengths = torch.tensor(LENGTHS)
-    capture.collect(3, query, key, lse, lengths=lengths, host_lengths=LENGTHS, scaling=scaling, softcap=softcap)
+    capture.collect(3, query, key, lse, lengths=SeqLens(LENGTHS), scaling=scaling, softcap=softcap)
     return capture.scores[3]
 
 
@@ -129,16 +129,15 @@ def test_quest_bounds_every_logit_of_its_page():
 def test_skipped_layers_are_not_scored():
     query, key = inputs()
     capture = ScoreCapture(last_node=torch.tensor([4, 2]), skipped_layers=frozenset({3}))
-    lengths = torch.tensor(LENGTHS)
     lse = torch.zeros(query.shape[:3])
-    capture.collect(3, query, key, lse, lengths=lengths, host_lengths=LENGTHS, scaling=1.0)
+    capture.collect(3, query, key, lse, lengths=SeqLens(LENGTHS), scaling=1.0)
     assert not capture.scores
 
 
 def collected(capture, dtype=torch.float32):
     """A capture that has seen one layer, number 3; and what it has seen."""
     query, key = (values.to(dtype) for values in inputs())
-    where = {"lengths": torch.tensor(LENGTHS), "host_lengths": LENGTHS, "scaling": 0.3, "softcap": None}
+    where = {"lengths": SeqLens(LENGTHS), "scaling": 0.3, "softcap": None}
     capture.collect(3, query, key, torch.zeros(2, 6, 5), **where)
     return query, key
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import reference, torch_backend, torch_fused
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends.oracle import assert_within_budget, double, layout, plain_attention, tensors
 from tests.pairwise import pairwise
@@ -71,8 +72,7 @@ def test_calls_of_the_fused_op_for_a_prefix(spy, nodes, lengths, options, keys, 
     query, key, value = tensors(len(lengths), 2, 4, nodes, 500, 16, torch.float32)
     if "positions" in options:
         options = {**options, "positions": torch.tensor(options["positions"])}
-    where = {"host_lengths": lengths, "scaling": 1.0}
-    TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor(lengths), **where, **options)
+    TORCH_BACKEND.prefix_attention(query, key, value, SeqLens(lengths), scaling=1.0, **options)
     assert [k.shape[2] for k in spy.keys] == keys
     assert [None if mask is None else tuple(mask.shape) for mask in spy.masks] == masks
     if lengths == (40, 40):
@@ -98,6 +98,6 @@ def test_no_mask_grows_with_the_square_of_the_length(spy):
 )
 def test_a_slow_number_of_rows_gets_one_more(spy, groups, nodes, dtype, rows):
     query, key, value = tensors(2, 2, groups, nodes, 50, 16, dtype)
-    out, lse = TORCH_BACKEND.prefix_attention(query, key, value, torch.tensor([50, 50]), scaling=1.0)
+    out, lse = TORCH_BACKEND.prefix_attention(query, key, value, SeqLens([50, 50]), scaling=1.0)
     assert spy.queries == [(4, 1, rows, 16)]
     assert (out.shape, lse.shape) == (query.shape, query.shape[:3])

@@ -1,7 +1,9 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from hf_longspec.bench.machine import command, environment, git_commit, step_bytes
@@ -15,12 +17,25 @@ def test_environment_is_complete_and_fit_for_json():
     assert found["threads"] == torch.get_num_threads()
 
 
-def test_command_shows_no_absolute_paths(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("script", "module", "expected"),
+    [
+        ("{here}/run.py", None, "python run.py"),
+        (
+            "{here}/x.py",
+            "benchmarks.engine",
+            "python -m benchmarks.engine",
+        ),
+        ("/opt/bin/hf-longspec", None, "hf-longspec"),
+        ("/a/b/cli/app.py", "hf_longspec.cli.app", "hf-longspec"),
+    ],
+)
+def test_commands_lose_their_folders(script, module, expected, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    arguments = [str(tmp_path / "run.py"), "--data", str(tmp_path.parent / "a b"), "--tokens", "4"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as if it were no `python -m`
-    assert command() == "python run.py --data '../a b' --tokens 4"
+    given = ["--data", "/x/y/a b", "--output", str(tmp_path / "sub" / "f"), "--set=a=/q/r", "org/model"]
+    monkeypatch.setattr(sys, "argv", [script.format(here=tmp_path), *given])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and SimpleNamespace(name=module))
+    assert command() == f"{expected} --data 'a b' --output sub/f --set=a=r org/model"
 
 
 def test_commit_marks_changed_files_but_not_results(tmp_path):

@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
@@ -16,8 +15,6 @@ from hf_longspec.bench.prompts import (
     LAYOUTS,
     Document,
     DocumentPrompts,
-    cut_windows,
-    num_disjoint,
     read_source,
     window_starts,
 )
@@ -72,63 +69,52 @@ def test_every_layout_is_known_by_its_keys(name, tmp_path):
     assert [(d.name, d.body, d.tail) for d in documents] == [("d.jsonl:1", body, tail), ("d.jsonl:2", body, tail)]
 
 
-def test_an_array_is_read_too(tmp_path):
+def test_arrays_and_lines_with_separators_inside_are_read(tmp_path):
     (tmp_path / "test.json").write_text(json.dumps([LINES["CodeElo"][0]]), encoding="utf-8")
-    (tmp_path / "lines.json").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "b"}), encoding="utf-8")
     assert read_source(str(tmp_path / "test.json"))[1] == "CodeElo"
-    assert [d.body for d in read_source(str(tmp_path / "lines.json"))[0]] == ["a", "b"]
+    texts = ["one\u2028two\x85three\x0bfour", "b"]
+    for name in ("lines.json", "d.jsonl"):
+        found, _ = read_source(write(tmp_path / name, *({"text": each} for each in texts)))
+        assert [document.body for document in found] == texts
 
 
-def test_line_separators_inside_a_text_do_not_cut_it(tmp_path):
-    text = "one\u2028two\x85three\x0bfour"
-    documents, _ = read_source(write(tmp_path / "d.jsonl", {"text": text}))
-    assert [document.body for document in documents] == [text]
+REFUSED = {
+    "unknown keys": ('{"prompt": "x", "label": 1}', "line 1: its keys are prompt, label; expected LongBench-v2 "),
+    "another layout": (
+        '{"text": "x"}\n{"turns": ["x"]}',
+        r"line 2: its keys are turns; expected texts, such as PG-19 \(text\)",
+    ),
+    "no turn": (
+        '{"turns": ["x"]}\n{"turns": []}',
+        "line 2: its keys are those of Spec-Bench .* what they hold",
+    ),
+    "no speaker": (
+        '{"meeting_transcripts": ["Hello."]}',
+        "line 1: its keys are those of QMSum .* what they hold",
+    ),
+    "no object": ("[1]", "line 1: its keys are none, it is a list"),
+    "no JSON": ('{"text": "x"}\n{"text"\n', "line 2: no JSON object"),
+    "nothing": ("\n", "is empty"),
+    "no UTF-8": (b"\xff\xfe\x00", "d.jsonl is not UTF-8 text"),
+}
 
 
-def test_unknown_keys_are_refused_with_the_layouts_and_the_keys(tmp_path):
-    path = write(tmp_path / "d.jsonl", {"prompt": "x", "label": 1})
-    with pytest.raises(ValueError, match="line 1: its keys are prompt, label; expected LongBench-v2 ") as error:
-        read_source(path)
-    assert all(layout.name in str(error.value) for layout in LAYOUTS)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_read_is_refused_with_its_line(kind, tmp_path):
+    content, message = REFUSED[kind]
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=message) as error:
+        read_source(str(path))
+    assert kind != "unknown keys" or all(layout.name in str(error.value) for layout in LAYOUTS)
 
 
-def test_a_line_of_another_layout_is_refused(tmp_path):
-    path = write(tmp_path / "d.jsonl", {"text": "x"}, {"turns": ["x"]})
-    with pytest.raises(ValueError, match=r"line 2: its keys are turns; expected texts, such as PG-19 \(text\)"):
-        read_source(path)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"turns": []},
-        {"meeting_transcripts": ["Hello."]},
-        {"meeting_transcripts": [], "general_query_list": [{"answer": "x"}]},
-        {"context": ["a.py"], "import_statement": "import a", "code": "f("},
-    ],
-    ids=lambda record: next(iter(record)),
-)
-def test_values_of_another_form_are_refused_with_their_line(record, tmp_path):
-    sound = next(line for line, _, _ in LINES.values() if record.keys() <= line.keys())
-    with pytest.raises(ValueError, match=r"line 2: its keys are those of .*, and what they hold is not"):
-        read_source(write(tmp_path / "d.jsonl", sound, record))
-
-
-def test_files_that_are_no_text_are_refused(tmp_path):
-    (tmp_path / "d.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"d.jsonl is not UTF-8 text"):
-        read_source(str(tmp_path / "d.jsonl"))
-
-
-def test_broken_lines_and_missing_files_are_refused(tmp_path):
-    (tmp_path / "d.jsonl").write_text('{"text": "x"}\n{"text"\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 2: no JSON object"):
-        read_source(str(tmp_path / "d.jsonl"))
+def test_missing_files_and_tables_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no such file or folder"):
         read_source(str(tmp_path / "absent.jsonl"))
-    (tmp_path / "empty.jsonl").write_text("\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="is empty"):
-        read_source(str(tmp_path / "empty.jsonl"))
+    (tmp_path / "d.parquet").write_bytes(b"no table")
+    with pytest.raises(ValueError, match="cannot be read as parquet"):
+        read_source(str(tmp_path / "d.parquet"))
 
 
 def test_folders_hold_texts_or_else_json_lines(tmp_path):
@@ -156,25 +142,19 @@ def text(ids):
     return "".join(map(chr, ids.tolist()))
 
 
-def test_prompts_end_with_the_tail():
-    prompts = DocumentPrompts(tokenizer, [Document("d", "abcdefghijklmnop", "??")])
-    assert [text(prompt) for prompt in prompts.windows(10, 2)] == ["abcdefgh??", "ijklmnop??"]
-
-
-def test_a_long_tail_keeps_its_end_and_a_quarter_of_the_prompt():
-    prompts = DocumentPrompts(tokenizer, [Document("d", "abcdefghijklmnop", "0123456789")])
-    assert [text(prompt) for prompt in prompts.windows(8, 2)] == ["abcdef89", "klmnop89"]
+@pytest.mark.parametrize(
+    ("tail", "length", "expected"),
+    [("??", 10, ["abcdefgh??", "ijklmnop??"]), ("0123456789", 8, ["abcdef89", "klmnop89"]), ("?", 3, ["abc", "nop"])],
+)
+def test_prompts_end_with_at_most_a_quarter_of_the_tail(tail, length, expected):
+    prompts = DocumentPrompts(tokenizer, [Document("d", "abcdefghijklmnop", tail)])
+    assert [text(prompt) for prompt in prompts.windows(length, 2)] == expected
 
 
 def test_documents_take_turns_and_short_ones_are_left_out():
-    documents = [Document("a", "a" * 40), Document("b", "b" * 40), Document("c", "c" * 5)]
-    found = {text(prompt)[0] for prompt in DocumentPrompts(tokenizer, documents).windows(10, 4)}
-    assert found == {"a", "b"}
-
-
-def test_too_short_documents_are_refused():
-    with pytest.raises(ValueError, match="no document has 10 tokens"):
-        DocumentPrompts(tokenizer, [Document("c", "c" * 5)]).windows(10, 1)
+    documents = [Document("a", "a" * 40), Document("b", "b" * 38), Document("c", "c" * 5)]
+    found = DocumentPrompts(tokenizer, documents).windows(10, 2)
+    assert sorted(text(prompt)[0] for prompt in found) == ["a", "b"]
 
 
 def test_own_lengths_are_whole_documents_that_fit_from_the_beginning_again():
@@ -185,10 +165,9 @@ def test_own_lengths_are_whole_documents_that_fit_from_the_beginning_again():
         prompts.own(1, limit=1)
 
 
-def test_disjoint_windows_are_counted():
+def test_disjoint_windows_are_counted_per_document():
     prompts = DocumentPrompts(tokenizer, [Document("a", "a" * 25), Document("b", "b" * 9, "?")])
     assert prompts.describe([10, 0]) == {"documents": 2, "tokens": 35, "disjoint_windows": {"10": 3}}
-    assert isinstance(prompts.bodies[0], torch.Tensor)
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_tiny_target.py"
@@ -205,8 +184,9 @@ def test_standard_library_gives_held_out_modules_only():
     assert {"argparse.py", "typing.py"} <= names <= {f"{name}.py" for name in HELD_OUT}
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 24])
-@pytest.mark.parametrize("lengths", [[1000], [1000, 300, 100], [500, 480, 99]], ids=str)
+@pytest.mark.parametrize(
+    ("lengths", "count"), [([1000], 1), ([1000], 24), ([1000, 300, 100], 7), ([500, 480, 99], 2), ([500, 480, 99], 24)]
+)
 def test_windows_lie_inside_and_are_disjoint_while_there_is_room(lengths, count):
     starts = window_starts(lengths, 100, count)
     assert len(starts) == len(set(starts)) == count
@@ -217,23 +197,9 @@ def test_windows_lie_inside_and_are_disjoint_while_there_is_room(lengths, count)
             assert all(b - a >= 100 for a, b in pairwise(offsets))
 
 
-def test_windows_come_from_every_document_first():
-    assert {document for document, _ in window_starts([400, 380, 390], 100, 3)} == {0, 1, 2}
-
-
 def test_too_short_texts_are_refused_with_their_length():
     with pytest.raises(ValueError, match=r"no document has 100 tokens, the longest has 99\. .*--data"):
         window_starts([99, 5], 100, 1)
-
-
-def test_cut_windows_are_pieces_of_the_documents():
-    cut = cut_windows([torch.arange(50), torch.arange(100, 140)], 10, 4)
-    assert cut.shape == (4, 10)
-    assert bool((cut.diff(dim=1) == 1).all())
-
-
-def test_disjoint_windows_are_counted_per_document():
-    assert num_disjoint([99, 100, 250], 100) == 3
 
 
 def test_sources_take_turns(tmp_path, monkeypatch):
@@ -256,16 +222,8 @@ def test_tables_are_read_by_their_keys_or_by_a_column(suffix, tmp_path):
     assert (layout, [d.body for d in documents]) == ("AIME", ["Find x.", "Find y."])
     documents, layout = read_source(path, "notes")
     assert (layout, [d.body for d in documents]) == ("column notes", ["a", "b"])
+    assert [d.body for d in read_source(write(tmp_path / "d.jsonl", {"text": "x", "story": "once"}), "story")[0]] == [
+        "once"
+    ]
     with pytest.raises(ValueError, match=r"line 1: its keys are problem, answer, notes; expected column body"):
         read_source(path, "body")
-
-
-def test_a_column_takes_the_place_of_the_layout(tmp_path):
-    path = write(tmp_path / "d.jsonl", {"text": "x", "story": "once"})
-    assert [d.body for d in read_source(path, "story")[0]] == ["once"]
-
-
-def test_tables_that_cannot_be_read_are_refused(tmp_path):
-    (tmp_path / "d.parquet").write_bytes(b"no table")
-    with pytest.raises(ValueError, match="cannot be read as parquet"):
-        read_source(str(tmp_path / "d.parquet"))

@@ -36,15 +36,10 @@ def test_unknown_keys_are_refused_with_those_that_exist():
         split_axes({"sparse_rate": ["1"]}, {"a": {"selection": "x"}, "b": LONGSPEC})
 
 
-@pytest.mark.parametrize("text", ["sparse_ratio", "=1,2", "a=", "a=1,,2", "a=1,1"])
-def test_malformed_sweeps_are_refused(text):
+@pytest.mark.parametrize("texts", [["sparse_ratio"], ["=1,2"], ["a="], ["a=1,,2"], ["a=1,1"], ["a=1", "a=2"]])
+def test_malformed_sweeps_are_refused(texts):
     with pytest.raises(ValueError, match="--sweep"):
-        parse_sweeps([text])
-
-
-def test_a_key_is_given_once():
-    with pytest.raises(ValueError, match="given twice"):
-        parse_sweeps(["a=1", "a=2"])
+        parse_sweeps(texts)
 
 
 def test_values_take_the_type_of_the_default():
@@ -57,10 +52,11 @@ def test_values_take_the_type_of_the_default():
 
 
 def test_ways_to_choose_tokens_are_checked():
-    assert Decoding.read({"temperature": 0.0}).options() == {"do_sample": False}
-    assert Decoding.read({"penalty": 1.2, "window": 64}).to_dict() == {"penalty": 1.2, "window": 64}
+    assert Decoding(temperature=0.0).options() == {"do_sample": False}
+    assert Decoding(penalty=1.2, window=64).to_dict() == {"penalty": 1.2, "window": 64}
+    assert Decoding(penalty=1.2).to_dict() == {"penalty": 1.2, "window": 1024}
     with pytest.raises(ValueError, match="window=64 without a penalty"):
-        Decoding.read({"window": 64})
+        Decoding(window=64)
     for values in ({"temperature": -1.0}, {"top_p": 0.0}, {"penalty": 0.0}):
         with pytest.raises(ValueError, match="expected"):
-            Decoding.read(values)
+            Decoding(**values)

@@ -4,8 +4,8 @@ import torch
 import hf_longspec
 from benchmarks.acceptance import AcceptanceBenchmark, RowSteps, Setting, acceptance_report
 from benchmarks.ngram import ngram_report
+from benchmarks.parts import Decoder
 from hf_longspec.bench.calls import HfMethod, changed
-from hf_longspec.bench.prefill import Decoder
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
 

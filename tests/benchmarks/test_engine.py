@@ -2,9 +2,9 @@ import pytest
 
 import hf_longspec
 from benchmarks.engine import EngineBenchmark, engine_report, order_of_cells
+from benchmarks.parts import Decoder
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
 from hf_longspec.bench.matrix import Cell
-from hf_longspec.bench.prefill import Decoder
 from hf_longspec.bench.progress import Progress
 from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
 from hf_longspec.testing import tiny_target

@@ -10,6 +10,7 @@ from benchmarks.gpu_device import poisoned_outputs
 from benchmarks.gpu_report import gpu_report
 from benchmarks.gpu_run import TINY
 from benchmarks.random_inputs import random_attention
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.benchmarks.gpu_runs import CPU, PLAN, of, registered_backends, runs_in
 
@@ -72,8 +73,7 @@ def test_a_backend_that_leaves_places_unwritten_is_wrong(make_run, registered):
 
 def test_a_backend_that_reads_after_the_nodes_is_wrong(make_run, registered):
     def greedy(query, key, value, lengths, **options):
-        everything = torch.full_like(lengths, key.shape[2])
-        options["host_lengths"] = (key.shape[2],) * len(lengths)
+        everything = SeqLens.equal(key.shape[2], len(key))
         return TORCH_BACKEND.prefix_attention(query, key, value, everything, **options)
 
     registered("greedy", prefix_attention=greedy)
@@ -85,7 +85,7 @@ def test_a_backend_that_reads_after_the_nodes_is_wrong(make_run, registered):
 def test_a_backend_that_is_wrong_on_the_timed_inputs_only_is_not_timed(make_run, registered):
     def breaks(query, key, value, lengths, **options):
         out, lse = TORCH_BACKEND.prefix_attention(query, key, value, lengths, **options)
-        return (out if int(lengths.max()) < 48 else out.flip(-1)), lse
+        return (out if lengths.longest < 48 else out.flip(-1)), lse
 
     registered("breaks", prefix_attention=breaks)
     run = make_run(["breaks"], plan=dataclasses.replace(PLAN, lengths=(1, 17)))

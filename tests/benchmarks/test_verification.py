@@ -102,7 +102,7 @@ def test_the_model_keeps_its_attention_and_the_cache_its_prefix(model):
     case.ours()
     case.hf()
     assert model.config._attn_implementation == "sdpa"
-    assert case.cache.host_lengths == (PREFIX,)
+    assert case.cache.lengths.host == (PREFIX,)
 
 
 def test_benchmark_writes_every_cell_and_refuses_wrong_results(tmp_path, monkeypatch):

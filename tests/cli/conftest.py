@@ -11,14 +11,15 @@ from hf_longspec.cli.app import app
 HUB_CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
 
 
+def run_command(*arguments, **options):
+    """The result of one run of the application, in this process; `options` are those of invoke."""
+    return CliRunner().invoke(app, list(map(str, arguments)), **options)
+
+
 @pytest.fixture
 def command():
     """`command(*arguments, **options of invoke)`: the result of one run of the application."""
-
-    def run(*arguments, **options):
-        return CliRunner().invoke(app, list(map(str, arguments)), **options)
-
-    return run
+    return run_command
 
 
 @pytest.fixture(scope="session")

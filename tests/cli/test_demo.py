@@ -12,7 +12,7 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 from hf_longspec import SpecAttnDraftModel
-from hf_longspec.bench import calls
+from hf_longspec.bench import calls, prompts
 from hf_longspec.bench.calls import PLAIN, Call
 from hf_longspec.cli import CommandError, demo, session
 from hf_longspec.cli.app import app
@@ -83,15 +83,6 @@ def test_the_default_document_is_continued_inside_a_sentence(run):
     assert "bfloat16" not in out
 
 
-def test_a_file_of_ones_own(run, tmp_path):
-    file = tmp_path / "notes.txt"
-    file.write_text("The lighthouse keeper wrote every evening into a book. " * 4, encoding="utf-8")
-    status, out, _ = run("--file", file, "--max-new-tokens", 8, "--dtypes", "float32")
-    assert status == 0
-    assert "notes.txt" in out
-    assert f"first {len(file.read_text())} tokens" in out.replace("\n", " ")
-
-
 def test_quick_fits_a_small_model(run, monkeypatch):
     """Neither the default nor the quick context exceeds the positions of the model."""
     lengths = []
@@ -106,21 +97,24 @@ def test_quick_fits_a_small_model(run, monkeypatch):
     assert lengths == [MAX_POSITIONS - demo.QUICK_NEW_TOKENS]
 
 
-def test_a_published_draft(run, target, tmp_path):
+def test_a_published_draft_and_a_file_of_ones_own(run, target, tmp_path):
     model = session.load_target(str(target), torch.float32)
     SpecAttnDraftModel.from_target(model, num_assistant_tokens=2).save_pretrained(tmp_path)
-    status, out, _ = run(*SMALL, "--draft", tmp_path, "--dtypes", "float32")
+    file = tmp_path / "notes.txt"
+    file.write_text("The lighthouse keeper wrote every evening into a book. " * 4, encoding="utf-8")
+    status, out, _ = run("--max-new-tokens", 8, "--draft", tmp_path, "--file", file, "--dtypes", "float32")
     assert status == 0
     assert float(rows(out)["SpecAttn"][0][2]) <= 3
+    assert f"first {len(file.read_text())} tokens of notes.txt" in out.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
     ("native", "options", "contexts"),
-    [(False, (), [64, 24]), (True, (), [64, 64]), (None, (), [64, 64]), (False, ("--context", "64"), [64, 64])],
+    [(False, (), [64, 24]), (None, (), [64, 64]), (False, ("--context", "64"), [64, 64])],
 )
 def test_emulated_bfloat16_gets_a_shorter_prompt(run, monkeypatch, native, options, contexts):
     """Unless a length was asked for; every method of a group gets the same prompt."""
-    monkeypatch.setattr(session, "has_native_bfloat16", lambda device: native)
+    monkeypatch.setattr(demo, "native_bfloat16", lambda device: native)
     monkeypatch.setattr(demo, "EMULATED_CONTEXT", 24)
     monkeypatch.setattr(demo, "CONTEXT", 64)
     monkeypatch.setattr(demo, "WARM_UP_PROMPT", 1)
@@ -139,21 +133,15 @@ def test_emulated_bfloat16_gets_a_shorter_prompt(run, monkeypatch, native, optio
     assert f"bfloat16, after {contexts[1]} tokens" in out
 
 
-def test_another_text_in_float32_is_status_1(run, monkeypatch):
+@pytest.mark.parametrize(("dtype", "status", "check"), [("float32", 1, "no"), ("bfloat16", 0, "NOT lossless")])
+def test_another_text_is_named_and_in_float32_status_1(dtype, status, check, run, monkeypatch):
     """And the report says where it parts, and that this is no near-tie."""
-    monkeypatch.setattr(demo, "run_call", tampering(demo.run_call, dtype=torch.float32))
-    status, out, _ = run(*SMALL)
-    assert status == 1
-    assert [cells[0][-1] for cells in rows(out).values()] == ["reference", "yes", "yes", "no"]
-    assert "SpecAttn in float32: NOT lossless: " in out.replace("\n", " ")
-    assert "it must not" in out
-
-
-def test_another_text_in_bfloat16_is_named(run, monkeypatch):
-    monkeypatch.setattr(demo, "run_call", tampering(demo.run_call, dtype=torch.bfloat16))
-    status, out, _ = run(*SMALL)
-    assert status == 0
-    assert rows(out)["SpecAttn"][1][-1] == "NOT lossless"
+    monkeypatch.setattr(demo, "run_call", tampering(demo.run_call, getattr(torch, dtype)))
+    found, out, _ = run(*SMALL, "--dtypes", dtype)
+    assert found == status
+    assert [cells[0][-1] == check for cells in rows(out).values()] == [False, False, False, True]
+    assert f"SpecAttn in {dtype}: NOT lossless: " in out.replace("\n", " ")
+    assert ("it must not" in out) == (dtype == "float32")
 
 
 def tampering(run_call, dtype):
@@ -187,60 +175,51 @@ def test_a_target_from_the_hub_cache(target, tmp_path):
     assert rows(result.stdout)["SpecAttn"][0][-1] == "yes"
 
 
-def failing(run, *arguments, **options):
-    """The error line of a run that must fail with one."""
-    status, _, err = run(*arguments, **options)
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--target", "/no/such/folder"], "cannot load the tokenizer of '/no/such/folder'"),
+        (["--target", "{t5}"], "cannot load the model"),
+        (["--file", "/no/such.txt"], "cannot read --file /no/such.txt: No such file"),
+        (["--file", "{bytes}"], "not UTF-8 text"),
+        (["--file", "{short}"], "pass a longer --file"),
+        (["--context", "500"], f"use at most --context {MAX_POSITIONS - 16}"),
+        (["--max-new-tokens", "512"], "512 positions"),
+        (["--draft", "{other}"], "vocab_size=128"),
+        (["--draft", "{target}"], "not a draft"),
+        (["--dtypes", "int8"], "--dtypes int8"),
+    ],
+)
+def test_one_line_with_a_remedy_and_status_2(arguments, line, run, target, folders):
+    status, _, err = run(*SMALL, *(part.format(target=target, **folders) for part in arguments))
     assert status == 2
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err
+    assert line in err
+    assert err.startswith("error: ") and err.count("\n") == 1
 
 
-class TestErrorLines:
-    """One line with a remedy, and exit status 2."""
+@pytest.fixture(scope="module")
+def folders(target, tmp_path_factory):
+    """Inputs that are refused."""
+    made = {name: tmp_path_factory.mktemp(name) for name in ("t5", "other", "files")}
+    PreTrainedTokenizerFast.from_pretrained(target).save_pretrained(made["t5"])
+    T5Config().save_pretrained(made["t5"])
+    SpecAttnDraftModel.from_target(tiny_target("llama")).save_pretrained(made["other"])
+    made |= {"bytes": made["files"] / "x.bin", "short": made["files"] / "x.txt"}
+    made["bytes"].write_bytes(b"\xff\xfe\x00")
+    made["short"].write_text("short")
+    return made
 
-    def test_no_such_target(self, run):
-        assert "cannot load the tokenizer of '/no/such/folder'" in failing(run, target="/no/such/folder")
 
-    def test_no_tiny_target(self, monkeypatch):
-        monkeypatch.setattr(session, "TINY_TARGET", Path("/no/such/folder"))
-        result = CliRunner().invoke(app, ["demo"])
-        assert result.exit_code == 2 and "pass --target" in result.stderr
+def test_without_the_tiny_target_there_must_be_another(monkeypatch):
+    monkeypatch.setattr(session, "TINY_TARGET", Path("/no/such/folder"))
+    result = CliRunner().invoke(app, ["demo"])
+    assert result.exit_code == 2 and "pass --target" in result.stderr
 
-    def test_another_kind_of_model(self, run, target, tmp_path):
-        PreTrainedTokenizerFast.from_pretrained(target).save_pretrained(tmp_path)
-        T5Config().save_pretrained(tmp_path)
-        assert "cannot load the model" in failing(run, target=tmp_path)
 
-    def test_no_such_file(self, run):
-        assert "cannot read --file /no/such.txt: No such file" in failing(run, "--file", "/no/such.txt")
-
-    def test_a_file_that_is_no_text(self, run, tmp_path):
-        (tmp_path / "x.bin").write_bytes(b"\xff\xfe\x00")
-        assert "not UTF-8 text" in failing(run, "--file", tmp_path / "x.bin")
-
-    def test_a_file_that_is_too_short(self, run, tmp_path):
-        (tmp_path / "x.txt").write_text("short")
-        assert "pass a longer --file" in failing(run, "--file", tmp_path / "x.txt")
-
-    def test_a_context_that_does_not_fit(self, run):
-        room = MAX_POSITIONS - demo.NEW_TOKENS
-        assert f"use at most --context {room}" in failing(run, "--context", 500)
-
-    def test_more_new_tokens_than_positions(self, run):
-        assert "512 positions" in failing(run, "--max-new-tokens", MAX_POSITIONS)
-
-    def test_a_draft_for_another_target(self, run, tmp_path):
-        SpecAttnDraftModel.from_target(tiny_target("llama")).save_pretrained(tmp_path)
-        assert "vocab_size=128" in failing(run, *SMALL, "--draft", tmp_path)
-
-    def test_a_draft_that_is_none(self, run, target):
-        assert "not a draft" in failing(run, *SMALL, "--draft", target)
-
-    @pytest.mark.parametrize("arguments", [["--dtypes", "int8"], ["--context", 0], ["--max-new-tokens", "many"]])
-    def test_impossible_options(self, run, arguments):
-        status, _, err = run(*arguments)
-        assert status == 2 and arguments[0] in err
+@pytest.mark.parametrize("arguments", [["--context", 0], ["--max-new-tokens", "many"]])
+def test_impossible_options(arguments, run):
+    status, _, err = run(*arguments)
+    assert status == 2 and arguments[0] in err
 
 
 def test_control_c_ends_with_a_line(run, monkeypatch):
@@ -285,62 +264,59 @@ def test_a_prompt_ends_after_a_word():
 
 
 def test_modules_without_sources_are_skipped(monkeypatch):
-    monkeypatch.setattr(demo, "DEFAULT_MODULES", ("sys", "no_such_module", "tarfile"))
+    monkeypatch.setattr(prompts, "HELD_OUT", ("sys", "no_such_module", "tarfile"))
     assert demo.read_document(None)[0] == "tarfile.py of the standard library"
-    monkeypatch.setattr(demo, "DEFAULT_MODULES", ("sys",))
+    monkeypatch.setattr(prompts, "HELD_OUT", ("sys",))
     with pytest.raises(CommandError, match="--file"):
         demo.read_document(None)
 
 
-class TestRemarks:
-    """The sentences follow from the numbers."""
+def group(speeds, dtype="float32", name="SpecAttn", tokens=tuple(range(101)), context=8000):
+    """100 tokens after the first; the draft has 50 accepted of 100."""
+    decoded, text = len(tokens) - 1, torch.tensor([tokens])
+    timed = [Call(1.0, decoded / speed, decoded, decoded, [], [], text) for speed in speeds]
+    timed[2] = Call(1.0, decoded / speeds[2], decoded, decoded // 2, [], [], text, drafted=decoded)
+    return demo.Group(dtype, dict(zip((demo.HF, PLAIN, name), timed, strict=True)), context)
 
-    def group(self, speeds, dtype="float32", name="SpecAttn", tokens=tuple(range(101)), context=8000):
-        """100 tokens after the first; the draft has 50 accepted of 100."""
-        decoded, text = len(tokens) - 1, torch.tensor([tokens])
-        names = demo.HF, PLAIN, name
-        timed = [Call(1.0, decoded / speed, decoded, decoded, [], [], text) for speed in speeds]
-        timed[2] = Call(1.0, decoded / speeds[2], decoded, decoded // 2, [], [], text, drafted=decoded)
-        return demo.Group(dtype, dict(zip(names, timed, strict=True)), context)
 
-    def test_a_slower_draft(self):
-        said = " ".join(demo.remarks([self.group((50, 100, 40))], True))
-        assert "plain loop ran at 2.00x the speed of HF generate" in said
-        assert "SpecAttn at 0.40x that of the plain loop (50% of its drafts accepted)" in said
-        assert "SpecAttn is slower than decoding without a draft here: it rereads all weights" in said
-        assert "with this model at 8000 tokens" in said
+FASTER, SLOWER = (50, 100, 150), (50, 100, 40)
 
-    def test_a_draft_of_the_same_speed(self):
-        assert "no faster than" in " ".join(demo.remarks([self.group((50, 100, 102))], True))
 
-    def test_a_faster_draft(self):
-        said = demo.remarks([self.group((50, 100, 150))], True)
-        assert len(said) == 1
-        assert "SpecAttn at 1.50x" in said[0]
+@pytest.mark.parametrize(
+    ("groups", "native", "last", "said"),
+    [
+        (
+            [group(SLOWER)],
+            True,
+            "In float32 SpecAttn is slower than decoding without a draft here: it rereads all weights",
+            "2.00x the speed of HF generate, SpecAttn at 0.40x that of the plain loop (50% of its drafts accepted)",
+        ),
+        ([group((50, 100, 102))], True, "In float32 SpecAttn is no faster than", "at 1.02x"),
+        ([group(FASTER)], True, "float32: the plain loop ran at", "SpecAttn at 1.50x"),
+        ([group(FASTER), group(SLOWER, dtype="bfloat16")], None, "In bfloat16 SpecAttn is slower than", "at 0.40x"),
+        ([group(SLOWER, name="LongSpec")], True, "In float32 LongSpec is slower", "drafting cost as much as it saved"),
+        (
+            [group((100, 100, 150)), group((25, 100, 150), dtype="bfloat16")],
+            False,
+            "This machine has no bfloat16 instructions",
+            "decoded at 0.25x its float32 speed",
+        ),
+        ([group(FASTER, dtype="bfloat16")], False, "This machine has no bfloat16", "for those of other machines"),
+        (
+            [group((100, 100, 40)), group((25, 100, 40), dtype="bfloat16", context=2048)],
+            False,
+            "This machine has no bfloat16 instructions, so PyTorch emulates them: do not compare the speeds",
+            "with this model at 8000 and 2048 tokens",
+        ),
+        ([group(FASTER, tokens=(1, 2, 3) * 30)], True, "97% of the 4-token sequences", "it repeats itself"),
+    ],
+)
+def test_the_sentences_follow_from_the_numbers(groups, native, last, said):
+    found = demo.remarks(groups, native)
+    assert found[-1].startswith(last)
+    assert said in " ".join(found)
+    assert ("weights" in " ".join(found)) == any("SpecAttn is" in line for line in found)
 
-    def test_only_the_types_in_which_it_does_not_pay(self):
-        groups = [self.group((50, 100, 150)), self.group((50, 100, 40), dtype="bfloat16")]
-        assert demo.remarks(groups, None)[-1].startswith("In bfloat16 SpecAttn is slower than")
 
-    def test_another_draft_rereads_no_weights(self):
-        said = " ".join(demo.remarks([self.group((50, 100, 40), name="LongSpec")], True))
-        assert "LongSpec is slower" in said
-        assert "weights" not in said
-
-    def test_emulated_bfloat16(self):
-        groups = [self.group((100, 100, 150)), self.group((25, 100, 150), dtype="bfloat16")]
-        assert "decoded at 0.25x its float32 speed" in demo.remarks(groups, False)[-1]
-        assert len(demo.remarks(groups, True)) == len(demo.remarks(groups, None)) == 2
-
-    def test_emulated_bfloat16_after_a_shorter_prompt(self):
-        groups = [self.group((100, 100, 40)), self.group((25, 100, 40), dtype="bfloat16", context=2048)]
-        said = demo.remarks(groups, False)
-        assert "do not compare the speeds of the two groups" in said[-1]
-        assert "with this model at 8000 and 2048 tokens" in " ".join(said)
-
-    def test_a_text_that_loops(self):
-        said = demo.remarks([self.group((50, 100, 150), tokens=(1, 2, 3) * 30)], True)
-        assert "it repeats itself" in said[-1]
-
-    def test_too_short_to_be_timed(self):
-        assert demo.remarks([self.group((50, 100, 150), tokens=(1,))], True) == []
+def test_too_short_to_be_timed():
+    assert demo.remarks([group(FASTER, tokens=(1,))], True) == []

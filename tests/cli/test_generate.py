@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import NgramDraftModel, SpeculationStats
+from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, StepText, html_page
+from tests.cli.conftest import run_command
 
 NEW = 20
-DRAFTS = ["specattn", "vegas", "ngram", "plain", "longspec", "tokenswift"]
 
 
 @pytest.fixture(scope="module")
@@ -35,28 +37,33 @@ def expected(target, tiny):
     return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_every_draft_streams_the_text_of_plain_generate(command, tiny, expected, draft):
-    result = command("generate", tiny.notes, "--target", tiny.target, "--draft", getattr(tiny, draft, draft),
-                     "--max-new-tokens", NEW)  # fmt: skip
-    assert result.exit_code == 0, result.output
-    assert result.stdout == expected + "\n"
+@pytest.fixture(scope="module")
+def shown(tiny, tmp_path_factory):
+    """One text with LongSpec: as JSON with its steps, piped, and its page."""
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", NEW]
+    arguments += ["--set", "gate=false"]  # every step drafts
+    page = tmp_path_factory.mktemp("page") / "page.html"
+    piped = run_command(*arguments, "--show-drafts", "--html", page)
+    record = run_command(*arguments, "--show-drafts", "--json")
+    html = page.read_text(encoding="utf-8")
+    return SimpleNamespace(arguments=arguments, piped=piped, html=html, record=json.loads(record.stdout))
+
+
+@pytest.mark.parametrize(
+    ("draft", "way"),
+    [("specattn", "file"), ("vegas", "stdin"), ("ngram", "prompt"), ("plain", "file"), ("tokenswift", "stdin")],
+)
+def test_the_text_is_that_of_plain_generate(command, tiny, expected, draft, way):
+    text = tiny.notes.read_text()
+    arguments = {"file": [tiny.notes], "stdin": ["-"], "prompt": ["--prompt", text]}[way]
+    arguments += ["--target", tiny.target, "--draft", getattr(tiny, draft, draft), "--max-new-tokens", NEW]
+    result = command("generate", *arguments, input=text if way == "stdin" else None)
+    assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
     assert "tau" in result.stderr and "drafted tokens accepted" in result.stderr
 
 
-@pytest.mark.parametrize("way", ["file", "stdin", "prompt"])
-def test_three_ways_to_pass_a_text(command, tiny, expected, way):
-    text = tiny.notes.read_text()
-    arguments = {"file": [tiny.notes], "stdin": ["-"], "prompt": ["--prompt", text]}[way]
-    result = command("generate", *arguments, "--target", tiny.target, "--draft", "ngram", "--max-new-tokens", NEW,
-                     input=text if way == "stdin" else None)  # fmt: skip
-    assert result.stdout == expected + "\n", result.output
-
-
-def test_json_is_one_object_with_text_statistics_and_steps(command, tiny, expected):
-    result = command("generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", NEW,
-                     "--json", "--show-drafts")  # fmt: skip
-    found = json.loads(result.stdout)
+def test_json_is_one_object_with_text_statistics_and_steps(shown, expected):
+    found = shown.record
     assert found["text"] == expected
     assert found["new_tokens"] == NEW and found["seed"] is None and found["dtype"] == "float32"
     statistics = found["statistics"]
@@ -87,15 +94,15 @@ def test_sampling_follows_its_seed_and_its_options(command, tiny, target):
     assert punished == tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) != greedy
 
 
-def test_a_terminal_gets_drafted_tokens_underlined(command, tiny, expected):
-    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", NEW]
-    result = command(*arguments, "--show-drafts", env={"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": None})
-    steps = json.loads(command(*arguments, "--show-drafts", "--json").stdout)["steps"]
+def test_a_terminal_gets_drafted_tokens_underlined(command, shown, expected):
+    terminal = {"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": None}
+    result = command(*shown.arguments, "--show-drafts", env=terminal)
     marked = re.findall(r"\x1b\[4;94m(.*?)\x1b\[0m", result.stdout, re.DOTALL)
-    assert "".join(marked) == "".join(step["drafted"] for step in steps) != ""
+    assert "".join(marked) == "".join(step["drafted"] for step in shown.record["steps"]) != ""
     assert re.sub(r"\x1b\[[0-9;]*m", "", result.stdout) == expected + "\n"
-    piped = command(*arguments, "--show-drafts")
-    assert piped.stdout == expected + "\n"  # no escapes where nobody sees them
+    assert shown.piped.stdout == expected + "\n"  # no bars and no escapes where nobody sees them
+    hint, statistics = shown.piped.stderr.splitlines()
+    assert hint.endswith("--html FILE writes a page that shows them.") and "\x1b" not in hint + statistics
 
 
 class Page(HTMLParser):
@@ -122,20 +129,14 @@ class Page(HTMLParser):
             self.texts.append((self.classes[-1], data))
 
 
-def test_the_page_shows_the_text_and_needs_nothing_else(command, tiny, expected, tmp_path):
-    page = tmp_path / "page.html"
-    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", NEW]
-    result = command(*arguments, "--html", page)
-    assert result.stdout == expected + "\n", result.output
-    steps = json.loads(command(*arguments, "--show-drafts", "--json").stdout)["steps"]
-    content = page.read_text(encoding="utf-8")
-    parsed = Page()
-    parsed.feed(content)
+def test_the_page_shows_the_text_and_needs_nothing_else(tiny, shown, expected):
+    steps, parsed = shown.record["steps"], Page()
+    parsed.feed(shown.html)
     assert "".join(text for kind, text in parsed.texts if kind != "prompt") == expected
     assert "".join(text for kind, text in parsed.texts if kind == "d") == "".join(step["drafted"] for step in steps)
-    assert not parsed.fetched and "http" not in content and "@import" not in content and "url(" not in content
+    assert not parsed.fetched and not re.search(r"http|@import|url\(", shown.html)
     assert parsed.bars.count("accepted") == sum(step["num_drafted"] > 0 for step in steps)
-    assert str(tiny.target.parent) not in content  # a page is passed on; paths are nobody's business
+    assert str(tiny.target.parent) not in shown.html  # a page is passed on; paths are nobody's business
 
 
 def test_a_page_escapes_text_and_bounds_its_chart():
@@ -216,21 +217,23 @@ def test_chat_applies_the_template(command, tiny, tmp_path):
     assert chat["text"] == same["text"] and chat["prompt_tokens"] == same["prompt_tokens"]
 
 
-def test_a_real_process_without_a_terminal(tiny, expected):
-    """Standard output holds the text and nothing else: no bars, no escapes."""
-    arguments = ["generate", "-", "--target", tiny.target, "--draft", "ngram", "--max-new-tokens", NEW, "--show-drafts"]
-    result = subprocess.run(
-        [sys.executable, "-m", "hf_longspec.cli.app", *map(str, arguments)],
-        input=tiny.notes.read_text(),
-        capture_output=True,
-        text=True,
-        cwd=tiny.notes.parent,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(tiny.target.parents[1])},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == expected + "\n"
-    assert "\x1b" not in result.stderr and "Traceback" not in result.stderr
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupted_text_stays(command, tiny, expected, monkeypatch, as_json):
+    """Ctrl-C at the sixth token: the text so far, one line, status 130."""
+    put = TokenClock.put
+
+    def put_six(self, value):
+        put(self, value)
+        if self.total == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TokenClock, "put", put_six)
+    arguments = ["--draft", "plain", "--max-new-tokens", NEW, *["--json"] * as_json]
+    result = command("generate", tiny.notes, "--target", tiny.target, *arguments)
+    text = json.loads(result.stdout)["text"] if as_json else result.stdout.removesuffix("\n")
+    assert result.exit_code == 130 and text and expected.startswith(text)
+    (line,) = result.stderr.splitlines()
+    assert "nterrupted" in line and "speculation" not in line and "partial" not in line
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT for a single process")

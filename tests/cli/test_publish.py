@@ -1,19 +1,19 @@
 """The command that publishes, through the typer application: dry runs, uploads to a stand-in, one-line errors."""
 
 import json
+import shutil
 import socket
 import sys
 from types import SimpleNamespace
 
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
-from typer.testing import CliRunner
 
 from hf_longspec import LongSpecDraftModel
-from hf_longspec.cli.app import app
 from hf_longspec.hub import repository
 from hf_longspec.testing import tiny_target
 from tests.acceptance_lines import measured, write_lines
+from tests.cli.conftest import run_command
 
 # The client of huggingface_hub: httpx or httpx2.
 CLIENT = sys.modules[HfHubHTTPError.__bases__[0].__module__.split(".")[0]]
@@ -21,14 +21,20 @@ FORBIDDEN = CLIENT.Response(403, request=CLIENT.Request("POST", "https://hugging
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["publish", *map(str, arguments)])
+    return run_command("publish", *arguments)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    LongSpecDraftModel.from_target(tiny_target("llama")).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(saved, tmp_path):
     """A saved draft."""
-    LongSpecDraftModel.from_target(tiny_target("llama")).save_pretrained(tmp_path / "draft")
-    return tmp_path / "draft"
+    return shutil.copytree(saved, tmp_path / "draft")
 
 
 @pytest.fixture
@@ -120,42 +126,41 @@ class TestDryRun:
             (["--dry-run", "--repo", "a/b/c"], "expected owner/name"),
             (["--repo", "org/x", "--output", "out"], "goes with --dry-run"),
             (["--dry-run", "--base-model", "org/t", "--results", "none.jsonl"], "none.jsonl"),
+            (["--dry-run", "--output", "config.json/out"], "config.json is a file. Pass another folder."),
         ],
     )
-    def test_errors_take_one_line(self, folder, arguments, complaint):
-        result = run(folder, *arguments)
-        assert result.exit_code == 2 and len(result.output.splitlines()) == 1
-        assert result.output.startswith("error: ") and complaint in result.output
+    def test_errors_take_one_line(self, folder, monkeypatch, arguments, complaint):
+        monkeypatch.chdir(folder)
+        assert_refused(folder, arguments, complaint)
         assert [path.name for path in folder.parent.iterdir()] == ["draft"]
 
-    @pytest.mark.parametrize("text", ["[1]\n", "a text\nof two lines\n"])
-    def test_results_that_are_none(self, folder, tmp_path, text):
-        results = tmp_path / "results.jsonl"
-        results.write_text(text)
-        result = run(folder, "--dry-run", "--base-model", "org/t", "--results", results)
-        assert result.exit_code == 2 and len(result.output.splitlines()) == 1
-        assert f"{results}, line 1: no JSON object" in result.output
+    @pytest.mark.parametrize(
+        ("file", "text", "complaint"),
+        [
+            ("results.jsonl", "[1]\n", "results.jsonl, line 1: no JSON object"),
+            ("results.jsonl", "a text\nof two lines\n", "results.jsonl, line 1: no JSON object"),
+            ("card.json", "{", "is not JSON"),
+            ("card.json", "[]", "holds a list"),
+            ("card.json", '{"x": 1}', "a card has no x"),
+            ("card.json", '{"limits": 3}', "limits=3 on a card: expected a text"),
+        ],
+    )
+    def test_files_that_cannot_be_used(self, folder, file, text, complaint):
+        (folder / file).write_text(text)
+        results = ["--results", folder / file] if file == "results.jsonl" else []
+        assert_refused(folder, ["--dry-run", "--base-model", "org/t", *results], complaint)
 
-    def test_what_is_no_draft(self, folder, tmp_path):
+    def test_what_is_no_draft(self, tmp_path):
         tiny_target("llama").save_pretrained(tmp_path / "target")
         (tmp_path / "empty").mkdir()
         for name, complaint in {"target": "is no draft of hf_longspec", "empty": "has no config.json"}.items():
-            result = run(tmp_path / name, "--dry-run", "--base-model", "org/t")
-            assert result.exit_code == 2 and len(result.output.splitlines()) == 1 and complaint in result.output
+            assert_refused(tmp_path / name, ["--dry-run", "--base-model", "org/t"], complaint)
 
-    @pytest.mark.parametrize(
-        ("text", "complaint"),
-        [
-            ("{", "is not JSON"),
-            ("[]", "holds a list"),
-            ('{"x": 1}', "a card has no x"),
-            ('{"limits": 3}', "limits=3 on a card: expected a text"),
-        ],
-    )
-    def test_facts_that_are_none(self, folder, text, complaint):
-        (folder / "card.json").write_text(text)
-        result = run(folder, "--dry-run", "--base-model", "org/t")
-        assert result.exit_code == 2 and len(result.output.splitlines()) == 1 and complaint in result.output
+
+def assert_refused(folder, arguments, complaint):
+    result = run(folder, *arguments)
+    assert result.exit_code == 2 and result.output.startswith("error: ") and complaint in result.output
+    assert len(result.output.splitlines()) == 1
 
 
 class TestUpload:

@@ -9,13 +9,13 @@ import json
 import pytest
 import torch
 
-from hf_longspec.cli import recipes
+from hf_longspec.cli import train
 from hf_longspec.testing import tiny_target
-from tests.cli.test_train import EXAMPLES, typer_testing
+from tests.cli.conftest import run_command
+from tests.cli.test_train import EXAMPLES
 from tests.tiny_tokenizers import byte_tokenizer
 
-app = pytest.importorskip("hf_longspec.cli.app")
-
+pytest.importorskip("datasets")
 # Architecture and positions of the target, kind of the rows, and what else is changed: eight rows of 32K tokens for a
 # step would take many minutes. 9,000 are two pieces of `target_chunk_size`.
 RECIPES = {
@@ -64,7 +64,7 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
         if not name.startswith(family):
             continue
         file = EXAMPLES / f"{name}.yaml"
-        recipe = recipes.read_recipe(file, {})
+        recipe = train.read_recipe(file, {})
         (tmp_path / name).mkdir()
         target, rows = save_tiny(tmp_path / name, architecture, positions), save_rows(tmp_path, kind)
         data = f"dataset.data_files={{{recipe.dataset['split']}: {rows}}}"
@@ -72,7 +72,7 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
         arguments = ["--set", "dataset.path=json", "--set", data, "--max-steps", "2", "--target", str(target)]
         for setting, value in settings.items():
             arguments += ["--set", f"{setting}={value}"]
-        done = typer_testing.CliRunner().invoke(app.app, ["train", "--config", str(file), *arguments])
+        done = run_command("train", "--config", file, *arguments)
         assert done.exit_code == 0, done.output
         folder = tmp_path / recipe.training["output_dir"]
         assert f"Saved in {recipe.training['output_dir']} after 2 steps." in done.output

@@ -1,7 +1,6 @@
 """`hf-longspec train`: every recipe of examples/, shrunk to a tiny target, and what is said when it cannot run."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,13 +10,12 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
-from hf_longspec.cli import CommandError, recipes
+from hf_longspec.cli import options, train
 from hf_longspec.testing import tiny_prompts
+from tests.cli.conftest import run_command
 from tests.tiny_tokenizers import save_byte_target
 
 pytest.importorskip("datasets")
-typer_testing = pytest.importorskip("typer.testing")
-app = pytest.importorskip("hf_longspec.cli.app")
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXAMPLES = PROJECT / "examples"
@@ -58,7 +56,7 @@ def run(target, monkeypatch):
     monkeypatch.chdir(PROJECT)
 
     def call(*arguments, target=target):
-        result = typer_testing.CliRunner().invoke(app.app, [*map(str, arguments), "--target", str(target)])
+        result = run_command(*arguments, "--target", target)
         return result.exit_code, result.output
 
     return call
@@ -116,7 +114,7 @@ def test_what_was_trained_is_noted_for_the_card(run, data, tmp_path, monkeypatch
     assert facts["license"] == "mit" and facts["base_model"] == "org/t" and "datasets" not in facts
     assert facts["command"] == "hf-longspec train --config examples/x.yaml"
     assert facts["training"].startswith("2 steps") and len(facts["commit"].rstrip("+")) == 12
-    result = typer_testing.CliRunner().invoke(app.app, ["publish", str(folder), "--dry-run"])
+    result = run_command("publish", folder, "--dry-run")
     assert result.exit_code == 0, result.output
     text = (tmp_path / "draft-hub" / "README.md").read_text()
     assert facts["command"] in text and facts["commit"] in text and "2 steps" in text
@@ -128,7 +126,7 @@ def test_longspecs_recipes_have_the_papers_positions_and_batches():
     Stage 2 has the rows per step of the authors' configuration.
     """
     stages = [
-        recipes.read_recipe(EXAMPLES / f"longspec_{stage}.yaml", {}).training for stage in ("pretrain", "long", "sft")
+        train.read_recipe(EXAMPLES / f"longspec_{stage}.yaml", {}).training for stage in ("pretrain", "long", "sft")
     ]
     assert [stage["max_offset"] for stage in stages] == [30_000, 0, 0]
     assert stages[0]["anchors"] == 4
@@ -140,7 +138,7 @@ def test_longspecs_recipes_have_the_papers_positions_and_batches():
 @pytest.mark.parametrize(("name", "learning_rate"), [("tokenswift", 5e-3), ("tokenswift_14b", 1e-3)])
 def test_heads_are_trained_by_the_papers_recipes(run, data, tmp_path, name, learning_rate):
     config = EXAMPLES / f"{name}.yaml"
-    training = recipes.read_recipe(config, {}).training
+    training = train.read_recipe(config, {}).training
     rows = 4 * training["per_device_train_batch_size"] * training["gradient_accumulation_steps"]
     assert rows * training["max_steps"] == 24_000 and training["learning_rate"] == learning_rate
     folder = str(tmp_path / "heads")
@@ -212,7 +210,11 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--set", "dataset=null"], "has no dataset: a recipe needs target, training, dataset"),
         (["--set", "training=3"], "training: 3 is no mapping"),
         (["--set", "training.loss=mse"], "loss='mse': expected one of kl, ce"),
-        (["--set", "seed"], "expected key=value"),
+        (["--set", "seed"], "--set 'seed': expected key=value, such as training.seed=1."),
+        (["--output-dir", "README.md/run"], "README.md is a file. Pass another folder."),
+        (["--set", "dataset={path: json, data_files: DATA, split: train}", "--set", "training.text_column=body"],
+         "the dataset has the columns ['text']"),
+        (["--set", "dataset={path: json, data_files: DATA}"], "has the splits train: add split"),
         (["--set", "pack.size=3"], "pack is 25 in the recipe, not a mapping"),
         (["--set", "pack=null"], "set pack to the number of tokens"),
         (["--set", "pack=601"], "fewer than one row of length=601"),
@@ -226,27 +228,13 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--resume"], "has no complete checkpoint to resume from"),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_said_in_one_line(run, recipe, arguments, complaint):
+def test_what_cannot_run_is_named_in_one_line(run, recipe, data, arguments, complaint):
+    arguments = [argument.replace("DATA", f"{data}/text.jsonl") for argument in arguments]
     config = [] if "--config" in arguments else ["--config", recipe]
     status, output = run("train", *config, *arguments)
     lines = [line for line in output.splitlines() if line.startswith("error: ")]
     assert status == 2
     assert len(lines) == 1 and complaint in lines[0]
-
-
-def test_a_wrong_column_and_a_missing_split_are_said_in_one_line(run, recipe, data):
-    status, output = run(
-        "train", "--config", recipe, "--set", json_lines(data, "text"), "--set", "training.text_column=body"
-    )
-    assert status == 2 and "the dataset has the columns ['text']" in output
-    status, output = run("train", "--config", recipe, "--set", f"dataset={{path: json, data_files: {data}/text.jsonl}}")
-    assert status == 2 and "has the splits train: add split" in output
-
-
-def test_debug_shows_where_an_error_came_from(target, recipe):
-    arguments = ["train", "--config", str(recipe), "--target", str(target), "--set", "pack=601", "--debug"]
-    result = typer_testing.CliRunner().invoke(app.app, arguments)
-    assert isinstance(result.exception, CommandError)
 
 
 def test_a_diverged_run_has_its_own_exit_status(run, recipe, target, tmp_path):
@@ -259,18 +247,11 @@ def test_a_diverged_run_has_its_own_exit_status(run, recipe, target, tmp_path):
     assert "error: the loss at step 1 is nan" in output
 
 
-def test_the_command_runs_as_a_module():
-    command = [sys.executable, "-m", "hf_longspec.cli.app", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PROJECT)
-    assert result.returncode == 0
-    assert "train" in result.stdout and "demo" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("text", "number"), [("5e-4", 5e-4), ("-1.5E3", -1500.0), ("3", 3), ("2.5", 2.5), ("e4", "e4")]
 )
 def test_numbers_are_read_as_python_reads_them(text, number):
-    value = recipes.parse_setting(f"key={text}")[1]
+    value = options.read_settings([f"key={text}"])["key"]
     assert value == number and type(value) is type(number)
 
 

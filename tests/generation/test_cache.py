@@ -14,8 +14,9 @@ from hf_longspec import SpeculativeCache
 from hf_longspec.generation import user_cache
 from hf_longspec.testing import WINDOW, tiny_prompts, tiny_target
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 HEADS, KEY_SIZE, VALUE_SIZE, LAYERS = 2, 3, 5, 3  # keys and values of different width, as in MLA
-KINDS = pytest.mark.parametrize("kind", ["tree", "chain", "specattn"])
 
 
 def make_cache(batch_size=2, max_length=12, tree_slots=5):
@@ -87,7 +88,7 @@ def test_commit_keeps_the_path_directly_after_the_prefix(lengths, path, kept):
         nodes = range(5) if path is None else path[row]
         ledger.rows[row] += [staged[row][node] for node in list(nodes)[:count]]
     ledger.cache.commit(None if path is None else torch.tensor(path), kept)
-    assert ledger.cache.host_lengths == tuple(map(len, ledger.rows))
+    assert ledger.cache.lengths.host == tuple(map(len, ledger.rows))
     ledger.check()
     if len(set(map(len, ledger.rows))) == 1:  # rows of one length can go on plainly
         for numbers, new in zip(ledger.rows, ledger.write(2), strict=True):
@@ -129,8 +130,8 @@ def test_crop_reset_reorder_and_copy():
     other = copy.deepcopy(ledger.cache)
     ledger.cache.crop(-3)
     ledger.rows = [row[:4] for row in ledger.rows]
-    assert ledger.cache.host_lengths == (4, 4) and ledger.cache.get_seq_length() == 4
-    assert other.host_lengths == (7, 7) and other.layers[0].rows is other.layers[1].rows is other.rows
+    assert ledger.cache.lengths.host == (4, 4) and ledger.cache.get_seq_length() == 4
+    assert other.lengths.host == (7, 7) and other.layers[0].rows is other.layers[1].rows is other.rows
     ledger.cache.reorder_cache(torch.tensor([1, 0]))
     ledger.rows.reverse()
     ledger.check()
@@ -211,8 +212,7 @@ class Watch(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-@KINDS
-@pytest.mark.parametrize("lengths", [(21,), (33, 3, 13)], ids=["one", "ragged"])
+@pytest.mark.parametrize(("kind", "lengths"), [("chain", (21,)), ("tree", (33, 3, 13)), ("specattn", (33, 3, 13))])
 def test_buffers_are_allocated_once_per_call(plain_run, kind, lengths):
     run = plain_run("gemma3", lengths, max_new_tokens=12, eos_token_id=1)
     cache = SpeculativeCache(run.model.config, len(lengths), 64)
@@ -240,53 +240,58 @@ def test_beam_search_with_our_cache(target):
     assert out.tolist() == model.generate(input_ids, **options).tolist()
 
 
+def conversation(plain_run, model, lengths, turns, new, cache, check):
+    """Turns of plain generation and of drafts on one cache: the whole text so far is passed again.
+
+    Every turn is compared with plain generation from scratch; `check(text)` looks at the cache after it.
+    """
+    run = plain_run(model, lengths, max_new_tokens=new, eos_token_id=1)
+    text = run.inputs["input_ids"]
+    for turn, speaker in enumerate(turns):
+        # without a mask, transformers would take an emitted token 0 for padding
+        options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": 1}
+        options |= {"attention_mask": torch.ones_like(text)}
+        expected = run.model.generate(text, **options)
+        if speaker != "plain":
+            draft = run.draft(speaker)
+            draft.hints = expected[:, text.shape[1] :].tolist()
+            options |= {"assistant_model": draft}
+        out = run.model.generate(text, **options, past_key_values=cache, return_dict_in_generate=True)
+        assert out.sequences.tolist() == expected.tolist()
+        assert out.past_key_values is cache
+        # the last token has not been through the model
+        assert cache.get_seq_length() == out.sequences.shape[1] - 1
+        check(out.sequences)
+        said, _ = tiny_prompts(128, [5 + turn] * len(lengths), seed=turn + 1)
+        text = torch.cat([out.sequences, said], dim=1)
+    return text
+
+
 class TestSecondTurn:
-    """A conversation: the whole text so far is passed again, with the cache that holds the beginning of it."""
+    """A cache that holds the beginning of the text."""
 
-    NEW = 5
+    @pytest.mark.parametrize(
+        ("name", "lengths", "turns"),
+        [
+            ("llama", (14, 14), ("tree", "tree")),
+            ("gemma3", (14,), ("specattn", "specattn")),
+            ("gemma3", (14, 14), ("plain", "tree", "plain", "tree")),
+            ("llama", (14,), ("plain", "specattn", "plain", "specattn")),
+        ],
+        ids=str,
+    )
+    def test_turns(self, plain_run, target, name, lengths, turns):
+        """The cache has room for the first turns, and grows."""
+        model = target(name)
+        cache = SpeculativeCache(model.config, len(lengths), 30)
+        conversation(plain_run, model, lengths, turns, 5, cache, lambda _: None)
+        assert cache.max_length > 30 or len(turns) == 2
 
-    @pytest.fixture(params=["llama", "gemma3"])
-    def model(self, request, target):
-        return target(request.param)
-
-    @pytest.fixture(params=[(14,), (14, 14)], ids=["one", "two"])
-    def lengths(self, request):
-        return request.param
-
-    def talk(self, plain_run, model, lengths, speakers):
-        """Turns of `speakers` on one cache; every turn's text is compared with plain generation from scratch."""
-        run = plain_run(model, lengths, max_new_tokens=self.NEW, eos_token_id=1)
-        cache = SpeculativeCache(model.config, len(lengths), 80)
-        text = run.inputs["input_ids"]
-        for turn, speaker in enumerate(speakers):
-            # without a mask, transformers would take an emitted token 0 for padding
-            options = {"do_sample": False, "max_new_tokens": self.NEW, "eos_token_id": 1}
-            options |= {"attention_mask": torch.ones_like(text)}
-            expected = model.generate(text, **options)
-            if speaker != "plain":
-                draft = run.draft(speaker)
-                draft.hints = expected[:, text.shape[1] :].tolist()
-                options |= {"assistant_model": draft}
-            out = model.generate(text, **options, past_key_values=cache, return_dict_in_generate=True)
-            assert out.sequences.tolist() == expected.tolist()
-            assert out.past_key_values is cache
-            # the last token has not been through the model
-            assert cache.get_seq_length() == out.sequences.shape[1] - 1
-            said, _ = tiny_prompts(128, [5 + turn] * len(lengths), seed=turn + 1)
-            text = torch.cat([out.sequences, said], dim=1)
-
-    @pytest.mark.parametrize("kind", ["tree", "specattn"])
-    def test_speculative_turns(self, plain_run, model, lengths, kind):
-        self.talk(plain_run, model, lengths, [kind, kind])
-
-    @pytest.mark.parametrize("kind", ["tree", "specattn"])
-    def test_mixed_turns(self, plain_run, model, lengths, kind):
-        self.talk(plain_run, model, lengths, ["plain", kind, "plain", kind])
-
-    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, monkeypatch):
+    @pytest.mark.parametrize("of_transformers", [False, True])
+    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, monkeypatch, of_transformers):
         model = target("llama")
-        run = plain_run(model, (40,), max_new_tokens=5)
-        cache = SpeculativeCache(model.config, 1, 80)
+        run = plain_run(model, (40,), max_new_tokens=5, eos_token_id=1)
+        cache = DynamicCache() if of_transformers else SpeculativeCache(model.config, 1, 80)
         out = run.again(run.draft("tree"), past_key_values=cache)
         widths, forward = [], type(model).forward
 
@@ -296,9 +301,8 @@ class TestSecondTurn:
 
         monkeypatch.setattr(model, "forward", spy.__get__(model))
         text = torch.cat([out, torch.tensor([[9, 8, 7]])], dim=1)
-        model.generate(
-            text, do_sample=False, max_new_tokens=4, past_key_values=cache, assistant_model=run.draft("tree")
-        )
+        options = {"do_sample": False, "max_new_tokens": 4, "past_key_values": cache}
+        model.generate(text, assistant_model=run.draft("tree"), **options)
         assert max(widths) <= 7  # a tree; the prompt had 40
 
     @pytest.mark.parametrize("how", ["lengths", "padding"])
@@ -327,25 +331,13 @@ class TestSecondTurn:
 class TestGrowth:
     """A cache that was made for one call serves longer ones."""
 
-    @pytest.mark.parametrize("later", ["plain", "tree", "specattn"])
-    @pytest.mark.parametrize("lengths", [(14,), (14, 14)], ids=["one", "two"])
-    def test_the_cache_of_the_first_call(self, plain_run, lengths, later):
-        """The program of a chat: `past_key_values` of one call goes into the next one, with a draft or without."""
-        run = plain_run("gemma3", lengths, max_new_tokens=5, eos_token_id=1)
-        out = run.again(run.draft("tree"), return_dict_in_generate=True)
-        cache, room = out.past_key_values, out.past_key_values.max_length
-        for turn in range(3):
-            said, _ = tiny_prompts(128, [11] * len(lengths), seed=turn + 1)
-            text = torch.cat([out.sequences, said], dim=1)
-            options = {"do_sample": False, "max_new_tokens": 7, "eos_token_id": 1}
-            options |= {"attention_mask": torch.ones_like(text)}
-            expected = run.model.generate(text, **options)
-            draft = None if later == "plain" else run.draft(later)
-            out = run.model.generate(
-                text, assistant_model=draft, past_key_values=cache, return_dict_in_generate=True, **options
-            )
-            assert out.sequences.tolist() == expected.tolist()
-            assert out.past_key_values is cache and cache.get_seq_length() == expected.shape[1] - 1
+    def test_the_cache_of_the_first_call(self, plain_run):
+        """The program of a chat: `past_key_values` of one call goes into the next one."""
+        run = plain_run("gemma3", (14, 14), max_new_tokens=5, eos_token_id=1)
+        cache = run.again(run.draft("tree"), return_dict_in_generate=True).past_key_values
+        room = cache.max_length
+        cache.crop(-5)  # a token of the prompt is run again
+        conversation(plain_run, "gemma3", (14, 14), ("tree", "plain", "specattn"), 7, cache, lambda _: None)
         assert cache.max_length > room
 
     def test_what_is_stored_moves_along(self):
@@ -386,8 +378,6 @@ class TestGrowth:
 class TestCachesOfTransformers:
     """A `DynamicCache` of the user's: taken over, and at the end what stock `generate` would have left in it."""
 
-    NEW = 6
-
     def entries(self, cache):
         return [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None]
 
@@ -408,47 +398,18 @@ class TestCachesOfTransformers:
         ("name", "kind", "with_config"),
         [
             ("llama", "specattn", True),
-            ("gemma3", "tree", True),
             ("gemma3", "specattn", True),
             ("gemma3", "tree", False),
             ("deepseek_v3", "tree", True),
         ],
     )
-    def test_turns_of_all_kinds(self, plain_run, name, kind, with_config):
+    def test_turns_of_all_kinds(self, plain_run, target, name, kind, with_config):
         """Past the windows of gemma3, of which the layers then keep the last tokens."""
-        run = plain_run(name, (14, 14), max_new_tokens=self.NEW, eos_token_id=1)
-        cache = DynamicCache(config=run.model.config) if with_config else DynamicCache()
-        text = run.inputs["input_ids"]
-        for turn in range(5):
-            options = {"do_sample": False, "max_new_tokens": self.NEW, "eos_token_id": 1}
-            options |= {"attention_mask": torch.ones_like(text)}
-            expected = run.model.generate(text, **options)
-            draft = run.draft(kind) if turn % 3 != 1 else None
-            out = run.model.generate(
-                text, assistant_model=draft, past_key_values=cache, return_dict_in_generate=True, **options
-            )
-            assert out.sequences.tolist() == expected.tolist()
-            assert out.past_key_values is cache
-            self.check(run.model, cache, out.sequences)
-            said, _ = tiny_prompts(128, (5 + turn,) * 2, seed=turn + 1)
-            text = torch.cat([out.sequences, said], dim=1)
+        model = target(name)
+        cache = DynamicCache(config=model.config) if with_config else DynamicCache()
+        turns = (kind, "plain", kind, kind)
+        text = conversation(plain_run, model, (14, 14), turns, 6, cache, lambda text: self.check(model, cache, text))
         assert text.shape[1] > 2 * WINDOW
-
-    def test_the_second_turn_runs_its_new_tokens_only(self, plain_run, target, monkeypatch):
-        model = target("llama")
-        run, cache = plain_run(model, (40,), max_new_tokens=5, eos_token_id=1), DynamicCache()
-        out = run.again(run.draft("tree"), past_key_values=cache)
-        widths, forward = [], type(model).forward
-
-        def spy(self, input_ids=None, **kwargs):
-            widths.append(input_ids.shape[1])
-            return forward(self, input_ids=input_ids, **kwargs)
-
-        monkeypatch.setattr(model, "forward", spy.__get__(model))
-        text = torch.cat([out, torch.tensor([[9, 8, 7]])], dim=1)
-        options = {"do_sample": False, "max_new_tokens": 4, "past_key_values": cache}
-        model.generate(text, assistant_model=run.draft("tree"), **options)
-        assert max(widths) <= 7  # a tree; the prompt had 40
 
     def test_rows_that_end_at_different_places(self, plain_run):
         """It holds as much as the shortest row; the next call computes the rest, as of any input."""
@@ -507,11 +468,11 @@ def has_config(cache):
 class TestRefusedCaches:
     def refused(self, run, cache, match, **options):
         before = run.model.config._attn_implementation, run.model.generation_config.to_dict()
-        lengths = getattr(cache, "host_lengths", None)
+        lengths = getattr(cache, "lengths", None)
         with pytest.raises(ValueError, match=match):
             run.again(run.draft("tree"), past_key_values=cache, **options)
         assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
-        assert getattr(cache, "host_lengths", None) == lengths
+        assert getattr(cache, "lengths", None) == lengths
 
     def test_wrong_batch_size(self, plain_run):
         run = plain_run("llama", (21, 4), max_new_tokens=5)

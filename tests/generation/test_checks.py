@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     GenerationMixin,
     PreTrainedConfig,
@@ -22,45 +21,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.testing import random_tokenswift_draft, tiny_prompts, tiny_target
-
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-INDEXED = {
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "moe_intermediate_size": 48,
-    "first_k_dense_replace": 1,
-    "num_nextn_predict_layers": 0,
-    "index_topk": 4,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-}
+from tests.generation.tiny_models import SIZES
+from tests.robustness.enumeration import build
 
 
 class Prompt(BaseStreamer):
@@ -103,48 +65,30 @@ def llama(target):
     return target("llama")
 
 
-def build(name, **settings):
-    config = AutoConfig.for_model(name, **(SIZES | settings))
-    return AutoModelForCausalLM.from_config(config).eval()
-
-
 class TestTargets:
     @pytest.mark.parametrize(
-        ("name", "settings", "reason"),
+        ("name", "reason"),
         [
             # in these two, transformers itself refuses: its stateful models know no assisted generation
-            ("qwen3_5_text", LINEAR, "not supported with stateful models"),
-            ("mamba", {"state_size": 8}, "not supported with stateful models"),
-            (
-                "minimax",
-                {"num_local_experts": 2, "num_experts_per_tok": 1},
-                "linear_attention layers, whose state cannot",
-            ),
-            ("lfm2", {"layer_types": ["conv", "full_attention"] * 2}, "it has conv layers, whose state cannot branch"),
-            (
-                "llama4_text",
-                {"num_local_experts": 2, "intermediate_size_mlp": 64, "attention_chunk_size": 16},
-                "it has chunked attention",
-            ),
-            ("deepseek_v32", INDEXED, r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
-            (
-                "gptj",
-                {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8},
-                "does not go through transformers' Att",
-            ),
+            ("qwen3_5_text", "not supported with stateful models"),
+            ("mamba", "not supported with stateful models"),
+            ("minimax", "linear_attention layers, whose state cannot"),
+            ("lfm2_moe", "it has conv layers, whose state cannot branch"),
+            ("llama4_text", "it has chunked attention"),
+            ("deepseek_v32", r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
+            ("gptj", "does not go through transformers' Att"),
         ],
-        ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
     )
-    def test_architectures(self, name, settings, reason):
-        model = build(name, **settings)
+    def test_architectures(self, name, reason):
+        model = build(name)
         message = refused(model, PlainDraftModel.from_target(model), reason)
         if "stateful models" not in message:
             assert type(model).__name__ in message and "Call generate() without assistant_model" in message
 
     @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
     def test_stateful_models_by_the_route_without_the_patch(self, name):
-        """`custom_generate` passes transformers' own check by."""
-        model = build(name, **(LINEAR if name == "qwen3_5_text" else {"state_size": 8}))
+        """`custom_generate` passes transformers' own check by. Every reason is named."""
+        model = build(name)
         draft = PlainDraftModel.from_target(model)
         with pytest.raises(ValueError, match=r"linear_attention layers, whose state.*; it is stateful") as caught:
             model.generate(tiny_prompts(128, (9,))[0], max_new_tokens=3, custom_generate=draft.custom_generate)
@@ -177,12 +121,6 @@ class TestTargets:
         model = peft.get_peft_model(bare, config).eval()
         refused(model, draft, "a prompt-learning PEFT adapter is active.*merge or drop it")
 
-    def test_every_reason_is_named(self):
-        model = build("qwen3_5_text", **LINEAR)
-        draft = PlainDraftModel.from_target(model)
-        with pytest.raises(ValueError, match=r"cannot branch into a tree or roll back; it is stateful"):
-            model.generate(tiny_prompts(128, (9,))[0], max_new_tokens=3, custom_generate=draft.custom_generate)
-
 
 class OldConfig(PreTrainedConfig):
     model_type = "old_remote_code"
@@ -207,24 +145,51 @@ class OldModel(PreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(logits=self.head(hidden.cumsum(1)), past_key_values=past_key_values)
 
 
-class TestProcessors:
-    def test_classifier_free_guidance(self, llama):
-        draft = PlainDraftModel.from_target(llama)
-        name = "UnbatchedClassifierFreeGuidanceLogitsProcessor"
-        message = refused(llama, draft, f"{name} keeps state from call to call", guidance_scale=1.5)
-        assert "without the setting that adds it" in message
-
-    @pytest.mark.parametrize(
-        ("config", "name"),
-        [
-            (WatermarkingConfig(), "WatermarkLogitsProcessor"),
-            (SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3), "SynthIDTextWatermarkLogitsProcessor"),
-        ],
-        ids=["watermark", "synthid"],
-    )
-    def test_watermarks(self, llama, config, name):
-        draft = PlainDraftModel.from_target(llama)
-        refused(llama, draft, f"{name} keeps state", watermarking_config=config, do_sample=True)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"guidance_scale": 1.5},
+            "UnbatchedClassifierFreeGuidanceLogitsProcessor keeps state from call to call.*without the setting that",
+        ),
+        ({"watermarking_config": WatermarkingConfig(), "do_sample": True}, "WatermarkLogitsProcessor keeps state"),
+        (
+            {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3), "do_sample": True},
+            "SynthIDTextWatermarkLogitsProcessor keeps state",
+        ),
+        ({"use_cache": False}, "use_cache=False: speculative decoding needs the cache. Drop"),
+        *(
+            (
+                {name: True, "return_dict_in_generate": True},
+                f"{name}=True is not supported with a draft.*Run the model once on out.sequences",
+            )
+            for name in ("output_attentions", "output_hidden_states")
+        ),
+        *(
+            ({"position_ids": torch.tensor([list(positions)])}, r"position_ids of shape \(1, 9\)")
+            for positions in (range(0, 27, 3), range(5, 14))
+        ),
+        *(
+            ({name: value}, f"{name}={value!r} would have no effect.*draft.generation_config")
+            for name, value in {
+                "num_assistant_tokens": 2,
+                "num_assistant_tokens_schedule": "heuristic",
+                "assistant_confidence_threshold": 0.2,
+                "prompt_lookup_num_tokens": 3,
+                "assistant_early_exit": 1,
+            }.items()
+        ),
+        # these never reach our code; a change in transformers shall be noticed
+        (
+            {"num_return_sequences": 2, "do_sample": True},
+            "num_return_sequences has to be 1 when doing assisted generate, but is 2",
+        ),
+        ({"tree": object()}, r"model_kwargs.*not used by the model: \['tree'\]"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options(llama, options, message):
+    refused(llama, PlainDraftModel.from_target(llama), message, **options)
 
 
 class TestInputs:
@@ -260,13 +225,6 @@ class TestInputs:
                 assistant_model=draft,
             )
 
-    @pytest.mark.parametrize("positions", [range(0, 27, 3), range(5, 14)], ids=["spread", "shifted"])
-    def test_positions_of_ones_own(self, llama, positions):
-        positions = torch.tensor([list(positions)])
-        plain = llama.generate(tiny_prompts(128, (9,))[0], position_ids=positions, max_new_tokens=6, do_sample=False)
-        assert plain.shape[1] == 15  # transformers takes them
-        refused(llama, PlainDraftModel.from_target(llama), r"position_ids of shape \(1, 9\)", position_ids=positions)
-
     def test_ordinary_positions_are_taken(self, plain_run):
         run = plain_run("llama", (9, 4), max_new_tokens=5)
         positions = (run.inputs["attention_mask"].cumsum(1) - 1).clamp_min(0)
@@ -288,17 +246,6 @@ class TestInputs:
             attention_mask=mask,
             past_key_values=cache,
         )
-
-    def test_without_a_cache(self, llama):
-        draft = PlainDraftModel.from_target(llama)
-        refused(llama, draft, "use_cache=False: speculative decoding needs the cache. Drop", use_cache=False)
-
-    @pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
-    def test_outputs_that_a_tree_does_not_have(self, llama, name):
-        draft = PlainDraftModel.from_target(llama)
-        options = {name: True, "return_dict_in_generate": True}
-        message = refused(llama, draft, f"{name}=True is not supported with a draft", **options)
-        assert "Run the model once on out.sequences" in message
 
     @pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
     def test_without_a_dictionary_plain_generate_ignores_them_and_so_do_we(self, plain_run, name):
@@ -401,34 +348,20 @@ class TestDrafts:
         draft = PlainDraftModel.from_target(target("qwen2"))
         refused(llama, draft, "made for a target with model_type=qwen2, and this target has model_type=llama")
 
-    def test_unknown_setting(self, llama):
+    @pytest.mark.parametrize(
+        ("name", "value", "message"),
+        [
+            ("sparse_raito", 0.2, r"unknown settings \['sparse_raito'\]; SpecAttnDraftModel has .*'sparse_ratio'"),
+            ("sparse_ratio", 1.5, r"sparse_ratio=1.5: expected a number in \(0, 1\]"),
+        ],
+    )
+    def test_settings(self, llama, name, value, message):
         draft = SpecAttnDraftModel.from_target(llama)
-        draft.generation_config.sparse_raito = 0.2
-        refused(llama, draft, r"unknown settings \['sparse_raito'\]; SpecAttnDraftModel has .*'sparse_ratio'")
-
-    def test_impossible_setting(self, llama):
-        draft = SpecAttnDraftModel.from_target(llama)
-        draft.generation_config.sparse_ratio = 1.5
-        refused(llama, draft, r"sparse_ratio=1.5: expected a number in \(0, 1\]")
+        setattr(draft.generation_config, name, value)
+        refused(llama, draft, message)
 
 
 class TestWhatWouldHaveNoEffect:
-    @pytest.mark.parametrize(
-        "setting",
-        [
-            {"num_assistant_tokens": 2},
-            {"num_assistant_tokens_schedule": "heuristic"},
-            {"assistant_confidence_threshold": 0.2},
-            {"prompt_lookup_num_tokens": 3},
-            {"assistant_early_exit": 1},
-        ],
-        ids=lambda setting: next(iter(setting)),
-    )
-    def test_settings_of_other_assistants(self, llama, setting):
-        [(name, value)] = setting.items()
-        draft = PlainDraftModel.from_target(llama)
-        refused(llama, draft, f"{name}={value!r} would have no effect.*draft.generation_config", **setting)
-
     def test_what_the_model_came_with_is_no_wish(self, plain_run):
         model = tiny_target("llama")
         model.generation_config.num_assistant_tokens = 7
@@ -463,22 +396,11 @@ class TestWhatWouldHaveNoEffect:
         assert model.generate(inputs, assistant_model=plain, **options).tolist() == expected
 
 
-class TestWhatTransformersDecides:
-    """These never reach our code; a change in transformers shall be noticed."""
-
-    def test_several_return_sequences_are_refused(self, llama):
-        draft = PlainDraftModel.from_target(llama)
-        message = "num_return_sequences has to be 1 when doing assisted generate, but is 2"
-        refused(llama, draft, message, num_return_sequences=2, do_sample=True)
-
-    def test_beam_search_runs_without_the_draft(self, llama):
-        draft = PlainDraftModel.from_target(llama)
-        input_ids, attention_mask = tiny_prompts(128, (9, 5))
-        options = {"attention_mask": attention_mask, "num_beams": 3, "do_sample": False, "max_new_tokens": 6}
-        out = llama.generate(input_ids, **options, assistant_model=draft)
-        assert out.tolist() == llama.generate(input_ids, **options).tolist()
-        assert draft.last_speculation is None
-
-    def test_unknown_arguments_are_refused(self, llama):
-        draft = PlainDraftModel.from_target(llama)
-        refused(llama, draft, r"model_kwargs.*not used by the model: \['tree'\]", tree=object())
+def test_beam_search_runs_without_the_draft(llama):
+    """Transformers decides so; a change shall be noticed."""
+    draft = PlainDraftModel.from_target(llama)
+    input_ids, attention_mask = tiny_prompts(128, (9, 5))
+    options = {"attention_mask": attention_mask, "num_beams": 3, "do_sample": False, "max_new_tokens": 6}
+    out = llama.generate(input_ids, **options, assistant_model=draft)
+    assert out.tolist() == llama.generate(input_ids, **options).tolist()
+    assert draft.last_speculation is None

@@ -8,8 +8,8 @@ import torch
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.attention_backends import torch_backend
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation import compiled_steps as compiled
-from hf_longspec.generation.cache import RowLengths
 from hf_longspec.generation.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import Binding, Verification
@@ -32,6 +32,10 @@ def no_masks(monkeypatch):
         raise AssertionError("a mask over the whole prefix")
 
     monkeypatch.setattr(torch_backend, "prefix_mask", refuse)
+
+
+def small(name):
+    return tiny_target(name, **({"num_hidden_layers": 2} if name in ("llama", "mistral") else {}))
 
 
 def filled_cache(model, rows):
@@ -68,30 +72,26 @@ def compare_verifications(model, sequence, nodes):
 @pytest.mark.parametrize(
     ("name", "nodes"),
     [
-        *[("llama", 1), ("llama", 4), ("mistral", 4)],
-        *(
-            pytest.param(*case, marks=pytest.mark.soak)
-            for case in [("gemma2", 1), ("gemma2", 4), ("gemma3", 1), ("gemma3", 4), ("mistral", 1)]
-        ),
+        *[("llama", 1), ("mistral", 4)],
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("gemma2", 4), ("gemma3", 1), ("gemma3", 4)]),
     ],
 )
 def test_rows_of_any_lengths_share_one_graph(name, nodes, graphs, no_masks):
     """Covers full attention, softcaps, and windows shorter and longer than the rows."""
-    model = tiny_target(name)
+    model = small(name)
     compare_verifications(model, RAGGED, nodes)
     assert graphs.frame_count == 1
     shuffled = random.Random(0)
-    more = [(*shuffled.choices(range(2, 60), k=2), shuffled.randint(60, 62)) for _ in range(50)]
+    more = [(*shuffled.choices(range(2, 60), k=2), shuffled.randint(60, 62)) for _ in range(20)]
     with torch._dynamo.config.patch(error_on_recompile=True):
         compare_verifications(model, more, nodes)
     assert graphs.frame_count == 1
 
 
 def test_rows_of_equal_and_different_lengths_in_turn(graphs, no_masks):
-    model = tiny_target("llama")
+    model = small("llama")
     turns = cycle(RAGGED)
-    sequence = [lengths for equal in EQUAL * 13 for lengths in (next(turns), equal)]
-    assert len(sequence) > 50
+    sequence = [lengths for equal in EQUAL * 5 for lengths in (next(turns), equal)]
     with torch._dynamo.config.patch(error_on_recompile=True):
         compare_verifications(model, sequence, 4)
     assert graphs.frame_count == 2
@@ -100,14 +100,14 @@ def test_rows_of_equal_and_different_lengths_in_turn(graphs, no_masks):
 @pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3", marks=pytest.mark.soak)])
 def test_a_sliding_window_over_rows_of_equal_length(name, graphs):
     """A lone root and a chain, with lengths on both sides of the window's edge."""
-    model = tiny_target(name)
+    model = small(name)
     for nodes in (1, 4):
         compare_verifications(model, [(length,) for length in (3, 9, 15, 16, 17, 40)], nodes)
     assert graphs.frame_count >= 2
 
 
 def test_large_batches_and_empty_rows_use_the_mask(graphs):
-    model = tiny_target("llama")
+    model = small("llama")
     many = [tuple(range(first, first + MOST_ROWS + 1)) for first in (3, 20, 41)]
     compare_verifications(model, many, 3)
     assert graphs.frame_count == 1
@@ -118,24 +118,22 @@ def test_large_batches_and_empty_rows_use_the_mask(graphs):
 def test_number_of_lengths_passed_as_sizes():
     runner, known = CompiledRunner(), {}
     for lengths in [(5,), (5, 5), (5, 7), (5, 1), (9,) * MOST_ROWS + (10,), (9,) * (MOST_ROWS - 1) + (10,)]:
-        rows = RowLengths(len(lengths))
-        rows.set(lengths)
-        known[lengths] = runner.knows(rows)
-        sizes = [len(size) for size in runner.sizes(rows, 3, CAPACITY)]
+        known[lengths] = runner.knows(SeqLens(lengths))
+        sizes = [len(size) for size in runner.sizes(SeqLens(lengths), 3, CAPACITY)]
         assert sizes == (list(lengths) if known[lengths] > 1 else [max(lengths)])
     assert list(known.values()) == [1, 1, 2, 0, 0, MOST_ROWS]
 
 
 @torch.no_grad()
 def test_longspec_drafts_over_rows_of_any_lengths_share_one_graph(graphs, no_masks):
-    model = tiny_target("llama")
+    model = small("llama")
     cache = filled_cache(model, 3)
     drafters = []
     for runner in (None, CompiledRunner()):
         draft = random_longspec_draft(model, window=8, tree_widths=[3, 2])
         drafters.append(draft.make_drafter(Binding(TargetView(model, runner), cache, None, CAPACITY)))
     generator = torch.Generator().manual_seed(2)
-    for count, lengths in ((1, RAGGED * 7), (2, EQUAL + RAGGED + EQUAL)):
+    for count, lengths in ((1, RAGGED * 2), (2, EQUAL + RAGGED + EQUAL)):
         for row_lengths in lengths:
             cache.set_lengths(row_lengths)
             text = [torch.randint(3, 128, (length,), generator=generator) for length in row_lengths]
@@ -147,5 +145,5 @@ def test_longspec_drafts_over_rows_of_any_lengths_share_one_graph(graphs, no_mas
 
 
 def propose(drafter, texts, root):
-    drafter.start(texts, Verification(torch.zeros(3, 1, dtype=torch.long), [1] * 3, (0,) * 3))
+    drafter.start(texts, Verification(torch.zeros(3, 1, dtype=torch.long), [1] * 3, SeqLens((0,) * 3)))
     return drafter.propose(root)

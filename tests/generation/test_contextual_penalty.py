@@ -1,19 +1,16 @@
 """Repetition penalty over a window: against a loop over tokens, against transformers' own, and through `generate`."""
 
-import runpy
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts
+from tests.pairwise import pairwise
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 ONE, RAGGED = (21,), (33, 3, 13)
-BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
-KINDS = ["tree", "chain", "specattn", "longspec"]
 NEVER = 1  # an end token that no greedy text of these targets holds
 VOCAB = 11
 
@@ -26,9 +23,7 @@ def by_hand(row, scores, penalty, window, exempt=None):
     return scores
 
 
-@pytest.mark.parametrize("penalty", [1.2, 0.7, 1])
-@pytest.mark.parametrize("window", [1, 3, 8, 9, 100])
-@pytest.mark.parametrize("exempt", [None, 4])
+@pytest.mark.parametrize(("window", "penalty", "exempt"), pairwise((1, 3, 8, 9, 100), (1.2, 0.7, 1), (None, 4)))
 def test_equals_a_loop_over_the_window(penalty, window, exempt):
     generator = torch.Generator().manual_seed(window)
     ids = torch.randint(VOCAB, (3, 9), generator=generator)
@@ -80,23 +75,22 @@ def test_bad_values_are_refused(arguments, message):
         ContextualPenaltyLogitsProcessor(*arguments)
 
 
-def test_the_snippet_of_its_page_runs(monkeypatch, tmp_path, capsys):
-    text = (ROOT / "docs" / "contextual_penalty.md").read_text(encoding="utf-8")
-    (tmp_path / "snippet.py").write_text(text.split("```python\n")[1].split("```")[0].replace("64", "9"))
-    monkeypatch.chdir(ROOT)
-    runpy.run_path(str(tmp_path / "snippet.py"))
-    assert capsys.readouterr().out.startswith("It was a dark and stormy night")
-
-
 def drafted(run, kind):
     if kind == "longspec":
         return random_longspec_draft(run.model, window=8, tree_widths=[40, 40])
     return run.draft(kind, **({"sparse_ratio": 0.8} if kind == "specattn" else {"num_nodes": 9, "luck": 0.6}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@BATCHES
-@pytest.mark.parametrize(("window", "penalty"), [(1, 0.4), (5, 1.5), (1000, 1.2)])
+@pytest.mark.parametrize(
+    ("kind", "lengths", "window", "penalty"),
+    [
+        ("tree", RAGGED, 1, 0.4),
+        ("chain", ONE, 5, 1.5),
+        ("specattn", RAGGED, 1000, 1.2),
+        ("longspec", RAGGED, 5, 1.5),
+        ("tree", ONE, 1000, 1.2),
+    ],
+)
 def test_greedy_text_is_that_of_plain_generate(plain_run, kind, lengths, window, penalty):
     options = {"max_new_tokens": 18, "eos_token_id": NEVER}
     free = plain_run("llama", lengths, **options)
@@ -107,7 +101,7 @@ def test_greedy_text_is_that_of_plain_generate(plain_run, kind, lengths, window,
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "specattn"])
+@pytest.mark.parametrize("kind", ["tree", "chain", "longspec"])
 def test_same_seed_same_text_as_the_plain_loop(target, kind):
     model = target("llama")
     ids, mask = tiny_prompts(128, RAGGED)

@@ -15,6 +15,8 @@ from hf_longspec.generation.sequences import Sequences
 from hf_longspec.generation.verification import draw_noise, exponential_race
 from hf_longspec.testing import random_longspec_draft, random_tokenswift_draft, tiny_prompts
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 VOCAB, PROMPT = 11, 6
 NEVER = 999  # no token of the tiny targets
 WARPERS = [TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.05)]
@@ -23,7 +25,7 @@ WARPERS = [TemperatureLogitsWarper(0.7), MinPLogitsWarper(0.05)]
 def make_rule(processors, do_sample, emitted=((4,), (5, 9, 2))):
     """Return a token rule of two rows that have emitted different numbers of tokens."""
     prompts = torch.randint(VOCAB, (2, PROMPT), generator=torch.Generator().manual_seed(1))
-    sequences = Sequences(prompts, StoppingCriteriaList(), pad_token_id=0, max_length=40, reach=20)
+    sequences = Sequences(prompts, StoppingCriteriaList(), pad_token_id=0, max_length=40)
     sequences.append([list(row) for row in emitted])
     torch.manual_seed(3)
     noise = NoiseRows(2, VOCAB, torch.device("cpu")) if do_sample else None
@@ -137,7 +139,6 @@ def test_a_draft_with_the_target_distribution_is_always_right(target, options):
     """The target drafts one token over its whole cache, and all are accepted, though no token is likely."""
     model = target("llama")
     draft = random_tokenswift_draft(model, self_draft="partial_kv", tree_branching=[1], partial_kv_policy="full")
-    draft.generation_config.gate = False
     input_ids, attention_mask = tiny_prompts(model.config.vocab_size, (33, 3, 13))
     torch.manual_seed(0)
     inputs = {"attention_mask": attention_mask, "max_new_tokens": 24, "eos_token_id": NEVER}
@@ -180,7 +181,6 @@ def test_a_processor_that_fails_after_forbidden_tokens(target, do_sample):
     """Levels are wider than the number of allowed tokens, so some nodes hold forbidden tokens."""
     model = target("llama")
     draft = random_longspec_draft(model, window=8, tree_widths=[3, 5, 4])
-    draft.generation_config.gate = False
     input_ids, _ = tiny_prompts(model.config.vocab_size, (21,))
     options = {"max_new_tokens": 20, "eos_token_id": NEVER, "do_sample": do_sample}
     torch.manual_seed(0)

@@ -8,8 +8,7 @@ from transformers import LlamaForCausalLM
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.contexts import TreeContext
-from hf_longspec.generation import forward_check, target
-from hf_longspec.generation.decoding import Session
+from hf_longspec.generation import decoding, forward_check, target
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.trial import LayerTraits
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
@@ -202,24 +201,24 @@ def test_there_is_room_for_it(lengths, new):
 @LENGTHS
 def test_the_cache_is_left_as_it_was(lengths, monkeypatch):
     seen = []
-    check = Session.check_target
+    check = decoding.check_target
 
-    def compared(self):
+    def compared(target, cache, *others):
         def stored():
-            rows = enumerate(self.cache.host_lengths)
+            rows = enumerate(cache.lengths.host)
             return [
                 [(layer.keys[row, :, :n].clone(), layer.values[row, :, :n].clone()) for row, n in rows]
-                for layer in self.cache.layers
+                for layer in cache.layers
             ]
 
-        before, lengths = [stored()], self.cache.host_lengths
-        check(self)
-        assert self.cache.host_lengths == lengths and not self.cache.rows.staged
+        before, lengths = [stored()], cache.lengths.host
+        check(target, cache, *others)
+        assert cache.lengths.host == lengths and not cache.rows.staged
         for old, new in zip(before[0], stored(), strict=True):
             assert all(torch.equal(a, b) for pair in zip(old, new, strict=True) for a, b in zip(*pair, strict=True))
         seen.append(len(forward_check._checked))
 
-    monkeypatch.setattr(Session, "check_target", compared)
+    monkeypatch.setattr(decoding, "check_target", compared)
     generate(tiny_target("gemma3"), lengths)
     assert seen == [1]
 

@@ -16,8 +16,7 @@ def longest_run(choices, choice):
 
 
 class TestUselessDraft:
-    @pytest.mark.parametrize("depth", [4, 8])
-    @pytest.mark.parametrize("cost", [1.02, 1.1, 1.5, 3.0, 6.0, 10.0])
+    @pytest.mark.parametrize(("cost", "depth"), [(1.02, 4), (1.1, 8), (1.5, 4), (3.0, 8), (10.0, 4)])
     def test_a_thousand_tokens_take_at_most_three_percent_longer_than_plain(self, cost, depth):
         machine = Machine(always(cost), always(1), depth).run(1000)
         assert machine.now <= 1.03 * machine.emitted
@@ -51,8 +50,7 @@ class TestUselessDraft:
 
 
 class TestGoodDraft:
-    @pytest.mark.parametrize(("cost", "tokens"), [(1.5, 3), (1.2, 2), (1.1, 4), (1.5, 5)])
-    @pytest.mark.parametrize("prompt", [16, 1024])
+    @pytest.mark.parametrize(("cost", "tokens", "prompt"), [(1.5, 3, 16), (1.2, 2, 1024), (1.1, 4, 16), (1.5, 5, 1024)])
     def test_a_thousand_tokens_lose_at_most_two_percent(self, cost, tokens, prompt):
         machine = Machine(always(cost), always(tokens), prompt=prompt).run(1000)
         assert machine.now <= 1.02 * machine.emitted * cost / tokens
@@ -60,8 +58,8 @@ class TestGoodDraft:
         assert PLAIN in machine.choices
 
     def test_noise_does_not_shut_the_gate(self):
-        """Speculation is 1.3 times as fast as plain steps, with outliers, in 20 texts."""
-        for seed in range(20):
+        """Speculation is 1.3 times as fast as plain steps, with outliers, in 8 texts."""
+        for seed in range(8):
             machine = Machine(always(1.6), geometric(0.6), noise=0.3, seed=seed).run(3000)
             assert [decision.choice for decision in machine.decisions] == [DRAFT]
             assert machine.choices.count(PLAIN) < 0.03 * len(machine.choices)
@@ -78,11 +76,6 @@ class TestGoodDraft:
         machine = Machine(cost, always(3)).run(300)
         assert [decision.choice for decision in machine.decisions] == [DRAFT]
         assert machine.decisions[0].draft_tokens_per_second == pytest.approx(2.0)
-        measured = Machine(cost, always(3))
-        seen.clear()
-        for _ in range(12):  # four plain, one that updates the drafter, the slow one, six that count
-            measured.step()
-        assert list(measured.gate.tuner.steps._seconds) == [1.5] * 6
 
 
 class TestCostsThatChange:

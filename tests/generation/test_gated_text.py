@@ -54,7 +54,13 @@ DRAFTS = {
     "n-grams, trees": lambda model: NgramDraftModel.from_target(model, tree_choices=[[3, 1], [9, 3]]),
     "random trees": RandomTreeDraftModel.from_target,
 }
-EVERY_DRAFT = pytest.mark.parametrize("kind", DRAFTS)
+FAMILIES = ("longspec, n-grams", "specattn, trees", "tokenswift, partial", "n-grams", "random trees")
+# Every draft greedy on one architecture and sampled on the next.
+CASES = [
+    (kind, ("llama", "gemma3", "gpt_oss")[(place + sampled) % 3], sampled)
+    for place, kind in enumerate(DRAFTS)
+    for sampled in (False, True)
+]
 
 
 @pytest.fixture
@@ -77,19 +83,18 @@ def generate(model, draft, lengths=LENGTHS, **options):
     return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options).tolist()
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-@EVERY_DRAFT
+@pytest.mark.parametrize(("kind", "name", "sampled"), CASES)
 def test_the_text_does_not_depend_on_the_gate(target, flipping, kind, name, sampled):
     model = target(name)
-    expected = generate(model, PlainDraftModel.from_target(model), do_sample=sampled)
+    options = {"max_new_tokens": 25, "do_sample": sampled}
+    expected = generate(model, PlainDraftModel.from_target(model), **options)
     draft = DRAFTS[kind](model)
-    assert generate(model, draft, do_sample=sampled) == expected
+    assert generate(model, draft, **options) == expected
     stats = draft.last_speculation
-    assert flipping[-1].turns >= 8
-    assert stats.num_plain_steps >= NEW / 4 and stats.num_spec_steps >= NEW / 8
+    assert flipping[-1].turns >= 5
+    assert stats.num_plain_steps >= 6 and stats.num_spec_steps >= 4
     # every token but a row's first was emitted by one kind of step or the other
-    assert stats.num_plain_steps + stats.num_emitted_tokens == len(LENGTHS) * (NEW - 1)
+    assert stats.num_plain_steps + stats.num_emitted_tokens == len(LENGTHS) * 24
 
 
 def test_rows_that_end_at_different_times(target, flipping):
@@ -97,8 +102,8 @@ def test_rows_that_end_at_different_times(target, flipping):
     free = generate(model, None)
     ends = sorted({row[-30 + 9 * index] for index, row in enumerate(free)})
     expected = generate(model, None, eos_token_id=ends)
-    for make in DRAFTS.values():
-        assert generate(model, make(model), eos_token_id=ends) == expected
+    for kind in FAMILIES:
+        assert generate(model, DRAFTS[kind](model), eos_token_id=ends) == expected
     assert any(0 in row[-NEW:] for row in expected)  # some row ended before the others
 
 
@@ -106,24 +111,18 @@ def test_processors_that_read_the_text(target, flipping):
     model = target("qwen3")
     options = {"do_sample": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     expected = generate(model, PlainDraftModel.from_target(model), **options)
-    for kind in ("longspec", "specattn", "tokenswift", "n-grams"):
+    for kind in FAMILIES[:-1]:
         assert generate(model, DRAFTS[kind](model), **options) == expected
 
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "n-grams",
-        *(
-            pytest.param(kind, marks=pytest.mark.soak)
-            for kind in ["longspec", "longspec, trees", "specattn", "specattn, trees"]
-        ),
-    ],
+    ["n-grams", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("longspec, trees", "specattn, trees"))],
 )
-def test_compiled_steps(target, flipping, monkeypatch, kind):
+def test_compiled_steps(flipping, monkeypatch, kind):
     torch._dynamo.reset()
     monkeypatch.setattr(compiled, "BACKEND", "eager")
-    model = tiny_target("llama")
+    model = tiny_target("llama", num_hidden_layers=1)
     expected = generate(model, PlainDraftModel.from_target(model))
     draft = DRAFTS[kind](model)
     draft.generation_config.compile = "compile"
@@ -162,7 +161,7 @@ class Recorded:
 
             def recording_propose(root):
                 tree = propose(root)
-                self.trees.append((binding.cache.host_lengths, tree))
+                self.trees.append((binding.cache.lengths.host, tree))
                 self.first_ngram_nodes.append(drafter.first_ngram_node)
                 return tree
 
@@ -187,7 +186,7 @@ class RestingGate(FlippingGate):
 # SpecAttn selects by the queries of the last verification, which differ here, and a partial cache depends on the step
 # that it was built in. Both have their own tests.
 @pytest.mark.parametrize("kind", ["longspec", "longspec, n-grams", "tokenswift", "n-grams"])
-@pytest.mark.parametrize("pause", [1, 5, 19])
+@pytest.mark.parametrize("pause", [1, 19])
 def test_after_plain_steps_the_tree_matches_a_fresh_drafter(target, monkeypatch, kind, pause):
     model = target("llama")
     draft = DRAFTS[kind](model)
@@ -248,7 +247,7 @@ class Script:
     def __call__(self):
         self.calls += 1
         if self.calls % 2 == 0:  # the end of a step
-            plain = 1.0 if self.calls < 120 else 100.0
+            plain = 1.0 if self.calls < 80 else 100.0
             self.now += 6.0 if self.gate.choice == DRAFT else plain
         return self.now
 
@@ -265,7 +264,7 @@ def gated_by_scripts(monkeypatch):
 
 
 def test_decisions_are_reported_and_the_first_warns_once(plain_run, monkeypatch, caplog):
-    run = plain_run("llama", (21,), max_new_tokens=400, eos_token_id=None)
+    run = plain_run("llama", (21,), max_new_tokens=250, eos_token_id=None)
     draft = run.draft("tree", num_nodes=5, luck=0.5)
     gated_by_scripts(monkeypatch)
     monkeypatch.setattr(logging.getLogger("hf_longspec"), "propagate", True)
@@ -283,8 +282,8 @@ def test_decisions_are_reported_and_the_first_warns_once(plain_run, monkeypatch,
     assert f"{first.tau:.2f} tokens per verification, against 1 tokens/s without" in warned[0]
     assert "gate = False" in warned[0]
     assert [decision.choice for decision in others] == [DRAFT]
-    assert 21 < first.length < others[0].length <= 421
-    assert stats.num_emitted_tokens + stats.num_plain_steps == 399
+    assert 21 < first.length < others[0].length <= 271
+    assert stats.num_emitted_tokens + stats.num_plain_steps == 249
     assert sum(stats.acceptance_histogram) == stats.num_spec_steps
     assert stats.num_forwards == stats.num_spec_steps + stats.num_plain_steps
     assert stats.mean_acceptance_length == stats.num_emitted_tokens / stats.num_spec_steps > 1

@@ -3,11 +3,18 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import distributed
 
 from hf_longspec.generation.checks import check_flags
 from hf_longspec.generation.drafter import Drafter
 from hf_longspec.generation.gate import SharedGate, SpeculationGate, gate_of, warning_of
+from hf_longspec.generation.parallel import Ranks
 from hf_longspec.generation.stats import GateDecision
+
+
+class Chain(Drafter):
+    num_nodes, max_depth = 5, 4
 
 
 class TestSetting:
@@ -17,9 +24,6 @@ class TestSetting:
             check_flags({"gate": value, "check_target": True}.get)
 
     def test_a_drafter_of_the_root_alone_has_no_gate(self):
-        class Chain(Drafter):
-            num_nodes, max_depth = 5, 4
-
         chain = Chain(None)
         gate = gate_of(True, chain, None)
         assert type(gate) is SpeculationGate and gate.tuner.arms[0].most_tokens == 5
@@ -27,6 +31,18 @@ class TestSetting:
         assert gate.shadow is None
         chain.can_shadow = True
         assert gate_of(True, chain, None).shadow is not None
+
+
+def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 2)
+    pair = Ranks("pair", torch.device("cpu"))
+    assert type(gate_of(True, Chain(None), None)) is SpeculationGate
+    assert type(gate_of(True, Chain(None), pair)) is SharedGate
+    # two groups of two ranks
+    monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 4 if group is None else 2)
+    assert gate_of(True, Chain(None), pair) is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])

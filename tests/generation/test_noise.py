@@ -35,8 +35,7 @@ def test_the_noise_of_a_position_does_not_depend_on_steps(steps):
         emitted = [start + more for start, more in zip(emitted, accepted, strict=True)]
 
 
-@pytest.mark.parametrize("vocab_size", [5, 48, 1001])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("batch_size", "vocab_size"), [(1, 48), (3, 5), (3, 1001)])
 def test_rows_are_single_draws_of_a_generator_per_batch_row(batch_size, vocab_size):
     """A seed gives the same numbers as in the first release."""
     torch.manual_seed(7)
@@ -62,7 +61,7 @@ class DrawSizes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("batch_size", [1, 2])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_no_draw_spans_two_rows_and_none_is_repeated(batch_size):
     """On a GPU the numbers depend on the size of the draw, so it must not depend on the step."""
     noise = seeded(batch_size)

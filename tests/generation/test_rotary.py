@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.rotary import FORGETS, RECOMPUTES, FrequencyChange, RotaryLimit, cache_at
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
+from tests.pairwise import pairwise
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head
@@ -112,15 +113,20 @@ def test_every_rope_type_is_here():
     assert set(SETTINGS) == set(ROPE_INIT_FUNCTIONS) | {"default"}
 
 
-@pytest.mark.parametrize("lengths", [BELOW, RAGGED], ids=["below", "ragged"])
 @pytest.mark.parametrize("kind", sorted(set(SETTINGS) - {"longrope", "dynamic"}))
-def test_types_that_look_at_nothing_but_the_position(kind, lengths):
-    spent = check("llama", kind, "tree", lengths)
+def test_types_that_look_at_nothing_but_the_position(kind):
+    spent = check("llama", kind, "tree", RAGGED)
     assert spent.num_spec_steps > 0 == spent.num_plain_steps
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize(("name", "kind"), CHANGING)
+@pytest.mark.parametrize(
+    ("name", "kind", "lengths"),
+    [
+        *(("llama", "longrope", lengths) for lengths in LENGTHS.values()),
+        *((*change, lengths) for change in CHANGING[1:] for lengths in (BELOW, (LIMIT,), RAGGED, (20, LIMIT + 4, 41))),
+    ],
+    ids=str,
+)
 def test_random_trees(name, kind, lengths):
     spent = check(name, kind, "tree", lengths)
     if spent is None:
@@ -132,10 +138,11 @@ def test_random_trees(name, kind, lengths):
         assert spent.num_spec_steps == 0  # every position has its own frequencies
 
 
-@pytest.mark.parametrize("draft", ["longspec", "specattn"])
-@pytest.mark.parametrize("lengths", [BELOW, RAGGED], ids=["below", "ragged"])
-@pytest.mark.parametrize(("name", "kind"), CHANGING)
-def test_drafts_that_use_the_rotary_embedding(name, kind, lengths, draft):
+@pytest.mark.parametrize(
+    ("change", "lengths", "draft"), pairwise(CHANGING, (BELOW, RAGGED), ("longspec", "specattn")), ids=str
+)
+def test_drafts_that_use_the_rotary_embedding(change, lengths, draft):
+    name, kind = change
     spent = check(name, kind, draft, lengths)
     assert spent is None or spent.num_draft_tokens > 0
 
@@ -227,10 +234,10 @@ class TestRefused:
         model = build("phi3", "longrope")
         kept = SpeculativeCache(model.config, 1, 80)
         generate(model, BELOW, make("tree", model), past_key_values=kept, max_new_tokens=4)
-        before = kept.host_lengths
+        before = kept.lengths.host
         with pytest.raises(ValueError, match=r"holds 33 tokens and the prompt has 45.*Start a new cache"):
             generate(model, (45,), make("tree", model), past_key_values=kept)
-        assert kept.host_lengths == before == (33,)
+        assert kept.lengths.host == before == (33,)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -272,7 +279,7 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty():
         own = drafter.propose
 
         def fail(root):
-            if binding.cache.host_lengths[0] > LIMIT:
+            if binding.cache.lengths.host[0] > LIMIT:
                 raise RuntimeError("on purpose")
             return own(root)
 
@@ -282,7 +289,7 @@ def test_an_error_after_the_cache_was_computed_anew_leaves_it_empty():
     draft.make_drafter = failing
     with pytest.raises(RuntimeError, match="on purpose"):
         generate(model, (36,), draft, past_key_values=kept)
-    assert kept.host_lengths == (0,)
+    assert kept.lengths.host == (0,)
 
 
 def test_what_stock_generate_does_is_found_by_asking():

@@ -16,9 +16,11 @@ from transformers.generation.streamers import BaseStreamer
 from hf_longspec.generation.sequences import Sequences
 from hf_longspec.testing import PAD_TOKEN_ID, tiny_prompts, tiny_target
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 ONE, RAGGED = (21,), (33, 3, 13)
-BATCHES = pytest.mark.parametrize("lengths", [ONE, RAGGED], ids=["one", "ragged"])
-KINDS = pytest.mark.parametrize("kind", ["tree", "chain", "specattn"])
+# Every kind of draft, and both batches.
+CALLS = pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("chain", ONE), ("specattn", RAGGED)])
 
 
 class Recorder(BaseStreamer):
@@ -46,9 +48,9 @@ class Recall(StoppingCriteria):
         return torch.tensor([self.rule(row) for row in input_ids.tolist()])
 
 
-def sequences(criteria=(), batch_size=2, max_length=9, reach=4, streamer=None):
+def sequences(criteria=(), batch_size=2, max_length=9, streamer=None):
     input_ids, _ = tiny_prompts(50, [4] * batch_size)
-    return Sequences(input_ids, StoppingCriteriaList(criteria), PAD_TOKEN_ID, max_length, reach, streamer)
+    return Sequences(input_ids, StoppingCriteriaList(criteria), PAD_TOKEN_ID, max_length, streamer)
 
 
 class TestAlone:
@@ -93,14 +95,6 @@ class TestAlone:
             [[*first, 11, 30, PAD_TOKEN_ID], [*second, 13, 14, 15]],
             [[*first, 11, 30, PAD_TOKEN_ID, PAD_TOKEN_ID], [*second, 13, 14, 15, 16]],
         ]
-
-    def test_candidates_are_not_shown_to_criteria(self):
-        criterion = Recall(lambda row: False)
-        rows = sequences([criterion])
-        rows.try_out(0, torch.tensor([40, 41]))
-        rows.try_out(1, torch.tensor([42, 43]))
-        rows.append([[11, 12], [13]])
-        assert criterion.batches[1][1][4:] == [13, PAD_TOKEN_ID]
 
     def test_criteria_get_the_scores_of_the_step_so_far(self):
         given = []
@@ -148,15 +142,6 @@ class TestAlone:
         rows = sequences([Stop()])
         assert rows.append([[11, 12], [13]]) == [1, 1] and rows.finished
 
-    def test_tokens_that_are_tried_out_are_not_emitted(self):
-        rows = sequences()
-        rows.append([[11], [12, 13]])
-        rows.try_out(0, torch.tensor([40, 41]))
-        rows.try_out(1, torch.tensor([42, 43]))
-        assert rows.tokens[0, 4:7].tolist() == [11, 40, 42] and rows.tokens[1, 4:8].tolist() == [12, 13, 41, 43]
-        assert rows.lengths == [5, 6]
-        assert rows.output()[:, 4:].tolist() == [[11, PAD_TOKEN_ID], [12, 13]]
-
     def test_a_criterion_ends_all_rows_by_stop_iteration(self):
         class Enough(StoppingCriteria):
             def __call__(self, input_ids, scores, **kwargs):
@@ -200,8 +185,7 @@ class TestAlone:
         assert streamer.ends == 1
 
 
-@KINDS
-@BATCHES
+@CALLS
 def test_a_custom_criterion_is_exact_to_the_token(plain_run, kind, lengths):
     """It depends on the whole row, answers with a tensor, and fires in the middle of what one step accepted."""
     plain_criterion, ours = (Recall(lambda row: sum(row) % 7 == 0 and len(row) > max(lengths) + 2) for _ in range(2))
@@ -220,8 +204,7 @@ def test_a_custom_criterion_is_exact_to_the_token(plain_run, kind, lengths):
     assert len(lengths) > 1 or shown == passed
 
 
-@KINDS
-@pytest.mark.parametrize("ends", [True, False], ids=["eos", "no-eos"])
+@pytest.mark.parametrize(("kind", "ends"), [("tree", True), ("chain", False), ("specattn", False)])
 def test_a_criterion_with_an_answer_for_each_place_in_the_batch(plain_run, kind, ends):
     """Rows stop at tokens of their own. Without an end token, stock `generate` lets stopped rows grow on."""
     free = plain_run("llama", RAGGED, max_new_tokens=20, eos_token_id=None)
@@ -242,8 +225,7 @@ def test_a_criterion_with_an_answer_for_each_place_in_the_batch(plain_run, kind,
     assert len(out.scores) == len(run.generated[0])
 
 
-@KINDS
-def test_a_custom_criterion_gets_the_scores_of_its_token(plain_run, kind):
+def test_a_custom_criterion_gets_the_scores_of_its_token(plain_run):
     """As in plain generation, if scores are asked for; the last one belongs to the last token."""
     given = []
 
@@ -254,13 +236,12 @@ def test_a_custom_criterion_gets_the_scores_of_its_token(plain_run, kind):
 
     run = plain_run("llama", ONE, max_new_tokens=9)
     options = {"output_scores": True, "return_dict_in_generate": True}
-    run.again(run.draft(kind), stopping_criteria=StoppingCriteriaList([Keep()]), **options)
+    run.again(run.draft("tree"), stopping_criteria=StoppingCriteriaList([Keep()]), **options)
     assert len(given) == 8  # the ninth token ends the text by its length
     assert all(token == best for token, best in given)
 
 
-@KINDS
-@BATCHES
+@CALLS
 def test_stop_strings(plain_run, tokenizer, kind, lengths):
     model = tiny_target("llama", vocab_size=len(tokenizer))
     free = plain_run(model, lengths, max_new_tokens=16, eos_token_id=1)
@@ -275,8 +256,7 @@ def test_stop_strings(plain_run, tokenizer, kind, lengths):
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
-@KINDS
-@BATCHES
+@CALLS
 def test_a_streamer_gets_what_plain_generate_gives_it(plain_run, kind, lengths):
     """Batch 3 too: transformers' own streamers refuse it, others need not. Rows end at different places."""
     free = plain_run("llama", lengths, max_new_tokens=14)
@@ -287,23 +267,21 @@ def test_a_streamer_gets_what_plain_generate_gives_it(plain_run, kind, lengths):
     assert ours.ends == plain.ends == 1
 
 
-@KINDS
-def test_text_streamer(plain_run, tokenizer, capsys, kind):
+def test_text_streamer(plain_run, tokenizer, capsys):
     model = tiny_target("llama", vocab_size=len(tokenizer))
     run = plain_run(model, (9,), max_new_tokens=14, streamer=TextStreamer(tokenizer, skip_prompt=True))
     expected = capsys.readouterr().out
     assert len(expected.strip()) >= 8
-    run.again(run.draft(kind), streamer=TextStreamer(tokenizer, skip_prompt=True))
+    run.again(run.draft("tree"), streamer=TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out == expected
 
 
-@KINDS
-def test_text_iterator_streamer_in_a_thread(plain_run, tokenizer, kind):
+def test_text_iterator_streamer_in_a_thread(plain_run, tokenizer):
     model = tiny_target("llama", vocab_size=len(tokenizer))
     run = plain_run(model, (9,), max_new_tokens=14)
     # its queue raises after this many seconds instead of waiting for an end that never comes
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    worker = threading.Thread(target=run.again, args=(run.draft(kind),), kwargs={"streamer": streamer})
+    worker = threading.Thread(target=run.again, args=(run.draft("specattn"),), kwargs={"streamer": streamer})
     worker.start()
     pieces = list(streamer)
     worker.join()

@@ -118,8 +118,7 @@ class TestSuggestion:
 
 
 class TestGate:
-    @pytest.mark.parametrize("cost", [1.5, 3.3])
-    @pytest.mark.parametrize("late", [100, 300, 600])
+    @pytest.mark.parametrize(("late", "cost"), [(100, 3.3), (300, 1.5), (600, 3.3)])
     def test_a_draft_that_becomes_good_late_is_found_at_once(self, cost, late):
         """Takes at most 1.12 times as long as an ideal gate; without shadow drafts it is 1.14 to 2.5 times."""
         accepted = lambda machine: 5 if machine.emitted >= late else 1  # noqa: E731
@@ -131,14 +130,13 @@ class TestGate:
         assert [decision.choice for decision in machine.decisions] == [PLAIN, DRAFT]
         assert machine.decisions[1].length <= LATE + late + 180
 
-    @pytest.mark.parametrize("cost", [1.1, 1.5, 3.0, 6.0])
+    @pytest.mark.parametrize("cost", [1.1, 3.0])
     def test_a_useless_draft_still_costs_at_most_three_percent(self, cost):
         machine = Machine(always(cost), always(1), proposal=PROPOSAL).run(1000)
         assert machine.now <= 1.03 * machine.emitted
         assert machine.proposals > 50
 
-    @pytest.mark.parametrize("cost", [2.0, 3.3])
-    @pytest.mark.parametrize("period", [30, 60, 100, 200])
+    @pytest.mark.parametrize(("period", "cost"), [(30, 2.0), (60, 3.3), (100, 2.0), (200, 3.3)])
     def test_a_draft_that_alternates_between_good_and_bad_costs_little(self, cost, period):
         """Suggestions fail again and again. The worst of these cases loses seven per cent."""
         accepted = lambda machine: 5 if machine.emitted // period % 2 else 1  # noqa: E731
@@ -147,7 +145,7 @@ class TestGate:
 
     @pytest.mark.parametrize(("rate", "cost"), [(0.3, 2.0), (0.5, 2.0), (0.7, 3.0)])
     def test_a_draft_that_is_never_quite_good_enough(self, rate, cost):
-        for seed in range(5):
+        for seed in range(2):
             machine = Machine(always(cost), geometric(rate), proposal=PROPOSAL, prompt=LATE, seed=seed).run(4000)
             assert machine.now <= 1.05 * machine.emitted
 
@@ -206,22 +204,19 @@ class TestCalls:
 
 
 class Recorded(ShadowDraft):
-    """Record every tree, the number of tokens that its drafter had read, and the counted tokens."""
+    """Record every tree that was counted, the number of tokens that its drafter had read, and the counted tokens."""
 
     def __init__(self, drafter):
         super().__init__()
-        self.recorded = []
-        self._drafter = drafter
+        self.recorded, self.drafter = [], drafter
 
     def begin(self, tree, seconds):
         super().begin(tree, seconds)
-        self._tree, self._known = tree, len(self._drafter.indexes[0].text)
+        self.followed = tree, len(self.drafter.indexes[0].text)
 
-    def follow(self, emitted):
-        ran = any(self._rows)
-        super().follow(emitted)
-        if ran and not any(self._rows):
-            self.recorded.append((self._tree, self._known, *self._results))
+    def count(self, tokens):
+        super().count(tokens)
+        self.recorded.append((*self.followed, tokens))
 
 
 def slow_drafts(gate):

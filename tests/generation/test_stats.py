@@ -7,7 +7,7 @@ import torch
 
 from hf_longspec import SpeculationStats
 
-KINDS = pytest.mark.parametrize("kind", ["tree", "chain", "specattn", "plain"])
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 
 def test_definitions():
@@ -30,8 +30,9 @@ def test_nothing_recorded_is_zero_not_an_error():
     assert "tau 0.00" in str(stats)
 
 
-@KINDS
-@pytest.mark.parametrize("lengths", [(21,), (33, 3, 13)], ids=["one", "ragged"])
+@pytest.mark.parametrize(
+    ("kind", "lengths"), [("tree", (33, 3, 13)), ("chain", (21,)), ("specattn", (33, 3, 13)), ("plain", (21,))]
+)
 def test_counts_agree_with_the_text(plain_run, kind, lengths):
     """Rows end at different places: an end token that one row emits early."""
     free = plain_run("llama", lengths, max_new_tokens=14)
@@ -81,7 +82,7 @@ def test_one_token_needs_no_verification(plain_run):
     assert stats.mean_acceptance_length == 0.0
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["tree", "specattn", "plain"])
 def test_single_steps_make_up_each_row_and_the_sums(plain_run, kind):
     """Three rows, of which one ends at its first token and another early; the sums of the steps are the statistics."""
     lengths = (33, 3, 13)

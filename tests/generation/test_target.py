@@ -10,6 +10,7 @@ import torch
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
@@ -103,7 +104,7 @@ class TwoSteps:
             cache.commit(path, [len(path) for path in self.paths])
             second = target.verify(self.trees[1], cache)
         assert first.context.calls.total == second.context.calls.total == model.config.num_hidden_layers
-        assert cache.host_lengths == tuple(map(len, self.kept))
+        assert cache.lengths.host == tuple(map(len, self.kept))
         return [error(step.logits, expected) for step, expected in zip((first, second), self.expected, strict=True)]
 
 
@@ -151,8 +152,7 @@ class TestTheCheckIsSharp:
         assert min(case.run("hf_longspec")) > BROKEN
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 16, 1000])
-@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(("name", "chunk_size"), [("gemma3", 1), ("gemma3", 16), ("deepseek_v3", 5), ("gpt_oss", 1000)])
 def test_prefill_in_chunks(name, chunk_size):
     implementation = "hf_longspec" if chunk_size != 5 else "eager"
     assert max(two_steps(name, RAGGED).run(implementation, chunk_size)) < TOLERANCE
@@ -175,14 +175,14 @@ def test_positions_stay_below_the_limit():
 
 @pytest.mark.parametrize("context", ["tree", "sparse"])
 def test_contexts_move_like_tensors(context):
-    lengths, mask = torch.tensor([3, 5]), torch.ones(2, 1, 1, dtype=torch.bool)
+    lengths, positions, mask = SeqLens([3, 5]), torch.tensor([[3], [5]]), torch.ones(2, 1, 1, dtype=torch.bool)
     if context == "tree":
-        made = TreeContext(lengths, (3, 5), lengths[:, None], mask)
+        made = TreeContext(lengths, positions, mask)
     else:
-        made = SparseContext(lengths, (3, 5), lengths[:, None], lengths, (3, 5))
+        made = SparseContext(lengths, positions, lengths)
     assert made.to(None) is made and made.to("cpu") is made and made.to(torch.device("cpu")) is made
     elsewhere = made.to("meta")
-    assert elsewhere.lengths.device.type == "meta" and elsewhere.host_lengths == (3, 5)
+    assert elsewhere.positions.device.type == "meta" and elsewhere.lengths.host == (3, 5)
     assert elsewhere.calls is made.calls and made.to("meta") is elsewhere
 
 

@@ -5,6 +5,7 @@ import pytest
 from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE
 from hf_longspec.generation.tree_tuner import GROWTH
 from tests.generation.made_up_machine import Machine, Tree, always, geometric
+from tests.pairwise import pairwise
 
 BIG, SMALL, WIDE = "[4, 4, 4, 3]", "[1, 1]", "[8, 8]"
 
@@ -24,9 +25,7 @@ def share(machine, name, last):
 
 
 class TestUselessDraft:
-    @pytest.mark.parametrize("depth", [4, 8])
-    @pytest.mark.parametrize("others", [0.5, 1.0, 2.0])
-    @pytest.mark.parametrize("cost", [1.02, 1.1, 1.5, 3.0, 6.0, 10.0])
+    @pytest.mark.parametrize(("cost", "others", "depth"), pairwise((1.02, 1.5, 3.0, 10.0), (0.5, 1.0, 2.0), (4, 8)))
     def test_a_thousand_tokens_take_at_most_three_percent_longer_than_plain(self, cost, others, depth):
         """Over a plain step, the other trees cost half as much more, as much more, or twice as much more."""
         over = 1 + (cost - 1) * others
@@ -45,7 +44,7 @@ class TestUselessDraft:
 
 
 class TestGoodDraft:
-    @pytest.mark.parametrize(("cost", "tokens"), [(1.5, 3), (1.2, 2), (1.1, 4), (1.5, 5)])
+    @pytest.mark.parametrize(("cost", "tokens"), [(1.2, 2), (1.5, 5)])
     @pytest.mark.parametrize(("others", "accepted"), [(2.0, 1), (1.0, 1), (1.0, 0.5), (1.1, 1.0), (4.0, 1.2)])
     def test_a_thousand_tokens_lose_at_most_two_percent(self, cost, tokens, others, accepted):
         """Other trees cost `others` times as much and emit `accepted` times as many tokens, but at least 1."""
@@ -56,8 +55,8 @@ class TestGoodDraft:
         assert machine.decisions[0].choice == BIG and len(machine.decisions) == 1
 
     def test_noise_does_not_replace_the_best_tree(self):
-        """Trees that emit fewer tokens at the same cost are not taken, in 20 texts."""
-        for seed in range(20):
+        """Trees that emit fewer tokens at the same cost are not taken, in 8 texts."""
+        for seed in range(8):
             worse = trees((1.6, geometric(0.6), 4, 16, BIG), (1.6, geometric(0.45), 4, 16, SMALL))
             machine = Machine(trees=worse, noise=0.3, seed=seed).run(5000)
             assert [decision.choice for decision in machine.decisions] == [BIG]
@@ -82,11 +81,11 @@ class TestBetterTree:
 
     def test_noise_does_not_hide_it(self):
         found = 0
-        for seed in range(20):
+        for seed in range(8):
             better = trees((1.6, geometric(0.45), 4, 16, BIG), (1.6, geometric(0.7), 4, 16, WIDE))
             machine = Machine(trees=better, noise=0.3, seed=seed).run(5000)
             found += share(machine, WIDE, 300) > 0.4
-        assert found == 20
+        assert found == 8
 
     def test_the_best_of_three_trees_is_found(self):
         three = trees((1.6, 2, 4, 16, BIG), (1.3, 1.8, 2, 3, SMALL), (1.7, 3, 2, 17, WIDE))

@@ -94,7 +94,7 @@ def test_rejected_drafts_are_rolled_back(target, kind):
     cache = SpeculativeCache(model.config, 1, 64, tree_slots=draft.num_tree_nodes(TargetView(model)))
     first = generate(model, draft, (21,), past_key_values=cache)
     check_drafted(draft, model)
-    (length,) = cache.host_lengths
+    (length,) = cache.lengths.host
     assert length == first.shape[1] - 1
     plain = DynamicCache()
     with torch.no_grad():

@@ -4,8 +4,8 @@ from typing import Any
 
 from hf_longspec.testing import WINDOW
 
-# Inside of the texts: prompts of 9 to 40 tokens, 14 more.
-LIMIT = 44
+# Inside of the texts: prompts of 9 to 40 tokens, 14 more. After the limit of dynamic NTK nothing is drafted.
+LIMIT, LIMIT_OF_DYNAMIC = 44, 51
 
 _HALF = 8  # frequencies of a head
 _ROPE = {"rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": LIMIT}
@@ -15,7 +15,10 @@ _LONG = {"short_factor": [1.0] * _HALF, "long_factor": [1.0 + i for i in range(_
 
 def _rope(kind: str, **others: Any) -> dict[str, Any]:
     parameters = _ROPE | {"rope_type": kind} | others
-    return {"rope_parameters": parameters, "max_position_embeddings": LIMIT if kind == "dynamic" else 2 * LIMIT}
+    return {
+        "rope_parameters": parameters,
+        "max_position_embeddings": LIMIT_OF_DYNAMIC if kind == "dynamic" else 2 * LIMIT,
+    }
 
 
 # Label: model type and the fields that differ from the shrunk default.

@@ -86,7 +86,7 @@ class Case:
         if self.kind != "tree":
             return make_draft(self.kind, model, **self.settings)
         draft = RandomTreeDraftModel.from_target(model)
-        draft.hints = hints
+        draft.hints, draft.generation_config.gate = hints, False
         for name, value in self.settings.items():
             setattr(draft, name, value)
         return draft

@@ -4,6 +4,7 @@ Run by torchrun: `tensor_parallel_worker.py <folder of the target> <folder of re
 """
 
 import json
+import random
 import sys
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria
 
+from hf_longspec.generation import gate
+from hf_longspec.generation.drafter import Drafter, TreeShape
+from hf_longspec.generation.gate import SpeculationGate
+from hf_longspec.generation.parallel import Ranks
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import tiny_prompts
 from tests.robustness.drafts import KINDS, make_draft
@@ -36,6 +41,41 @@ def watch_selections(seen):
         return chosen
 
     SpecAttnDrafter._select = noting
+
+
+class Chain(Drafter):
+    num_nodes, max_depth = 5, 4
+
+
+def choices(gate):
+    """Return the decisions of a gate with the costs of its process's clock."""
+    found = []
+    for _ in range(120):
+        found.append([gate.speculates(), gate.tree])
+        gate.record(2, 1, 100)
+    return found
+
+
+def noisy_gate(seed):
+    """Return a gate with a clock of random steps, so that other seeds give other decisions."""
+    numbers = random.Random(seed)
+    now = 0.0
+
+    def clock():
+        nonlocal now
+        now += numbers.expovariate(1.0)
+        return now
+
+    return SpeculationGate([TreeShape(str(depth), depth + 1, depth) for depth in (4, 2)], clock=clock)
+
+
+def shared_choices(rank):
+    """Return the decisions of the gate that both ranks share, whose clock is another one in every rank."""
+    gate.SpeculationGate = lambda *_: noisy_gate(rank)
+    try:
+        return choices(gate.gate_of(True, Chain(None), Ranks(None, torch.device("cpu"))))
+    finally:
+        gate.SpeculationGate = SpeculationGate
 
 
 def main(target, results):
@@ -68,6 +108,7 @@ def main(target, results):
         run(draft, 0, do_sample=False)
     except ValueError as error:
         seen["refused"] = str(error)
+    seen["gate"] = shared_choices(rank)
     Path(results, f"{rank}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()
 

@@ -4,7 +4,6 @@ A type that fails here for the first time belongs into `FAILED_ONCE`. `make soak
 on those types and on a tenth of the others, which changes every day: ARCHITECTURE_ROTATION=<number> chooses it.
 """
 
-import datetime
 import functools
 import os
 import re
@@ -26,14 +25,15 @@ from tests.robustness.enumeration import (
 )
 
 # Types on which a draft once wrote another text, or failed without a reason.
-FAILED_ONCE = """
-    bart beam bigbird_pegasus blenderbot blenderbot-small doge dots3_note_text fuyu gemma3 gemma3_text
-    gemma3n_text gemma4 gemma4_text gemma4_unified_text git gpt_neox gpt_neox_japanese granitemoehybrid hrm_text
-    jetmoe kolibri1 llama4 llama4_text marian mbart mimo_v2_flash mllama moshi nemotron pegasus persimmon phi
-    phi3 plbart qwen3_5_moe qwen3_5_moe_text qwen4_exp_text solar_open stablelm whisper zaya
-""".split()
+FAILED_ONCE = [
+    "bart", "beam", "bigbird_pegasus", "blenderbot", "blenderbot-small", "doge", "dots3_note_text", "fuyu", "gemma3",
+    "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified_text", "git", "gpt_neox",
+    "gpt_neox_japanese", "granitemoehybrid", "hrm_text", "jetmoe", "kolibri1", "llama4", "llama4_text", "marian",
+    "mbart", "mimo_v2_flash", "mllama", "moshi", "nemotron", "pegasus", "persimmon", "phi", "phi3", "plbart",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp_text", "solar_open", "stablelm", "whisper", "zaya",
+]  # fmt: skip
 SHARE = 10
-ROTATION = int(os.environ.get("ARCHITECTURE_ROTATION", datetime.datetime.now(datetime.UTC).date().toordinal()))
+ROTATION = int(os.environ["ARCHITECTURE_ROTATION"])  # set by tests/conftest.py
 OTHERS = [name for name in TYPES if name not in FAILED_ONCE][ROTATION % SHARE :: SHARE]
 
 SAMPLE = [name for name in FAILED_ONCE if name in TYPES] + OTHERS

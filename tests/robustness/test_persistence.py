@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from itertools import cycle
 
 import pytest
 import torch
@@ -38,8 +39,9 @@ def run():
     return generate
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "way"), list(zip(KINDS, cycle(WAYS.values()))), ids=lambda value: value if isinstance(value, str) else ""
+)
 class TestEveryKind:
     def test_draft(self, run, kind, way):
         draft = make_draft(kind, run.model)

@@ -13,7 +13,7 @@ from hf_longspec import SpecAttnDraftModel
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import KINDS, SPECATTN, make_draft
-from tests.robustness.tensor_parallel_worker import LENGTHS, NEVER, NEW
+from tests.robustness.tensor_parallel_worker import LENGTHS, NEVER, NEW, choices, noisy_gate
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
@@ -54,25 +54,19 @@ def test_the_target_is_divided(ranks):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-class TestEveryDraft:
-    def test_greedy(self, ranks, whole, kind):
-        expected = whole(None, do_sample=False)
-        for seen in ranks:
-            assert seen["greedy"]["none"] == expected
-            assert seen["greedy"][kind] == expected
-
-    def test_drafts_as_well_as_in_one_process(self, ranks, whole, kind):
-        """The same numbers of accepted tokens: no rank drafts from its own heads alone."""
-        draft = make_draft(kind, whole.model)
-        whole(draft, do_sample=False)
-        histogram = draft.last_speculation.acceptance_histogram
-        assert [seen["histograms"][kind] for seen in ranks] == [histogram] * RANKS
-        assert kind in ("plain", "ngram") or sum(histogram[1:]) > 0
-
-    def test_sampling(self, ranks, whole, kind):
-        """With the first rank's seed, although every rank has its own."""
-        expected = whole(make_draft(kind, whole.model), do_sample=True, temperature=1.3, top_k=0)
-        assert [seen["sampled"][kind] for seen in ranks] == [expected] * RANKS
+def test_every_draft(ranks, whole, kind):
+    """Greedy and sampled text, and the same numbers of accepted tokens: no rank drafts from its own heads alone."""
+    draft = make_draft(kind, whole.model)
+    expected = whole(draft, do_sample=False)
+    histogram = draft.last_speculation.acceptance_histogram
+    assert expected == whole(None, do_sample=False)
+    # with the first rank's seed, although every rank has its own
+    sampled = whole(make_draft(kind, whole.model), do_sample=True, temperature=1.3, top_k=0)
+    for seen in ranks:
+        assert seen["greedy"]["none"] == seen["greedy"][kind] == expected
+        assert seen["sampled"][kind] == sampled
+        assert seen["histograms"][kind] == histogram
+    assert kind in ("plain", "ngram") or sum(histogram[1:]) > 0
 
 
 def test_selections_are_those_of_all_heads(ranks, whole, monkeypatch):
@@ -98,6 +92,12 @@ def test_ranks_stop_together(ranks, whole):
     width = max(LENGTHS) + 5
     expected = [row[:width] for row in whole(None, do_sample=False)]
     assert [seen["stopped"] for seen in ranks] == [expected] * RANKS
+
+
+def test_ranks_follow_the_gate_of_the_first(ranks):
+    """Their clocks differ, and so would their decisions."""
+    assert [seen["gate"] for seen in ranks] == [choices(noisy_gate(0))] * RANKS
+    assert choices(noisy_gate(1)) != choices(noisy_gate(0))
 
 
 def test_compiled_steps_are_refused(ranks):

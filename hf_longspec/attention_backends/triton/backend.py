@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..lengths import SeqLens
 from ..masks import WINDOW_WITHOUT_POSITIONS
 from ..merge import AttentionState
 from ..registry import AttentionBackend, AttentionCall, register_backend
@@ -22,16 +23,15 @@ def prefix_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: torch.Tensor,
+    lengths: SeqLens,
     *,
     scaling: float,
     positions: torch.Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    host_lengths: tuple[int, ...] | None = None,
 ) -> AttentionState:
-    """Attend N queries to the committed prefix; see reference.py. `host_lengths` is only checked."""
-    _check_capacity(key, host_lengths, 0)
+    """Attend N queries to the committed prefix; see reference.py. Lengths are read on the device."""
+    _check_capacity(key, lengths, 0)
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     return _attend(query, key, value, lengths, positions, **options)[:2]
 
@@ -40,19 +40,18 @@ def hybrid_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    lengths: SeqLens,
     mask: torch.Tensor,
     positions: torch.Tensor,
     *,
-    lengths: torch.Tensor,
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    host_lengths: tuple[int, ...] | None = None,
     memo: dict[Any, Any] | None = None,
 ) -> AttentionState:
-    """Attend N staged nodes to the prefix and each other; see torch_fused.py. `host_lengths` is only checked."""
-    _check_capacity(key, host_lengths, mask.shape[-1])
+    """Attend N staged nodes to the prefix and each other; see torch_fused.py. Lengths are read on the device."""
+    _check_capacity(key, lengths, mask.shape[-1])
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
     return _attend(query, key, value, lengths, positions, mask, sinks, **options)[:2]
 
@@ -61,7 +60,7 @@ def scored_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: torch.Tensor,
+    lengths: SeqLens,
     last_node: torch.Tensor,
     *,
     scaling: float,
@@ -70,7 +69,6 @@ def scored_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    host_lengths: tuple[int, ...] | None = None,
     per_row: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Attend as above, and write the scores that SpecAttn selects by, in the same pass over the keys.
@@ -90,7 +88,7 @@ def scored_attention(
         None if a group has more than 32 heads (16 with vectors above 128, 8 in float32), because both nodes have to fit
         in one program.
     """
-    _check_capacity(key, host_lengths, 0 if mask is None else mask.shape[-1])
+    _check_capacity(key, lengths, 0 if mask is None else mask.shape[-1])
     groups = query.shape[1] // key.shape[1]
     if 2 * groups > largest_rows(query.shape[3], value.shape[3], query.element_size()):
         return None
@@ -144,7 +142,7 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: torch.Tensor,
+    lengths: SeqLens,
     positions: torch.Tensor | None,
     mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
@@ -162,7 +160,7 @@ def _attend(
     else:
         positions = positions.contiguous()
     query, key, value = (_with_unit_stride(x) for x in (query, key, value))
-    tensors = (lengths.contiguous(), positions, mask, sinks, last_node)
+    tensors = (lengths.on(query.device).contiguous(), positions, mask, sinks, last_node)
     return hybrid_op(query, key, value, *tensors, scaling, sliding_window, softcap, per_row)
 
 
@@ -171,11 +169,11 @@ def _with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(3) == 1 else tensor.contiguous()
 
 
-def _check_capacity(key: torch.Tensor, host_lengths: tuple[int, ...] | None, nodes: int) -> None:
+def _check_capacity(key: torch.Tensor, lengths: SeqLens, nodes: int) -> None:
     """Refuse a buffer that is too short. Kernels stop at its end, which would be a wrong result without an error."""
-    if host_lengths and max(host_lengths) + nodes > key.shape[2]:
+    if lengths.longest is not None and lengths.longest + nodes > key.shape[2]:
         raise ValueError(
-            f"slots 0 to {max(host_lengths) + nodes} were asked for, but the buffer has {key.shape[2]}. "
+            f"slots 0 to {lengths.longest + nodes} were asked for, but the buffer has {key.shape[2]}. "
             "Pass the whole buffer of the cache."
         )
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select
 from ...generation.beam import Beam, as_tree
-from ...generation.cache import end_of_prefixes, known_lengths
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
 from ...generation.sampling import Coupling
@@ -110,38 +110,17 @@ class Prefix:
     Args:
         keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys of the target's cache.
         values (`torch.Tensor` of shape `(B, K, capacity, D)`): Values of the target's cache.
-        lengths (`torch.LongTensor` of shape `(B,)`): Number of committed tokens per row.
-        host_lengths (`tuple[int, ...]`, *optional*): `lengths` on the host. `None` inside graphs that must not depend
-            on them.
-        end (`int`, *optional*): End of the longest row in the buffer; `None` for the whole buffer.
+        lengths ([`SeqLens`]): Number of committed tokens per row.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    lengths: torch.Tensor
-    host_lengths: tuple[int, ...] | None
-    end: int | None
+    lengths: SeqLens
 
     def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the whole prefix."""
-        used = self.keys[:, :, : self.end], self.values[:, :, : self.end]
-        where = {"host_lengths": self.host_lengths}
-        return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling, **where)[0]
-
-
-def prefix_in_graph(
-    keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, known: int, sizes: list[torch.Tensor]
-) -> Prefix:
-    """Return the prefix inside a compiled or captured function.
-
-    Args:
-        keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys of the target's cache.
-        values (`torch.Tensor` of shape `(B, K, capacity, D)`): Values of the target's cache.
-        lengths (`torch.LongTensor` of shape `(B,)`): Number of committed tokens per row.
-        known (`int`): Result of the runner's `knows`.
-        sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
-    """
-    return Prefix(keys, values, lengths, known_lengths(sizes, known, len(lengths)), end_of_prefixes(sizes, known))
+        used = (states[:, :, : self.lengths.longest] for states in (self.keys, self.values))
+        return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling)[0]
 
 
 logger = logging.get_logger(__name__)
@@ -224,15 +203,14 @@ class LongSpecDrafter(Drafter):
         self.root = root
         cache = self.binding.cache
         layer = cache.layers[self.parts.kv_layer]
-        rows = cache.rows
-        target = Prefix(layer.keys, layer.values, rows.on(self.device), cache.host_lengths, rows.longest)
+        target = Prefix(layer.keys, layer.values, cache.lengths)
         runner = self.binding.target.runner
-        runner = runner if runner is not None and runner.takes(rows) else None
+        runner = runner if runner is not None and runner.takes(cache.lengths) else None
         inputs, known = (root, self.last_token), self.coupling.known(len(self.widths))
         if runner is None or not self.coupling.fits_graphs:
             fields = self.grow(*inputs, target, known, runner)
         else:
-            changing = *inputs, target.lengths, *known
+            changing = *inputs, cache.lengths.on(self.device), *known
             fields = self._run_by(runner, _grow, changing, target) or self.grow(*inputs, target, known)
         tree = as_tree(fields, len(self.widths))
         self.tokens = tree.tokens
@@ -258,14 +236,14 @@ class LongSpecDrafter(Drafter):
             runner (*optional*): Runs the block level by level, compiled or captured. Candidates are ranked in between.
         """
         # one column per depth, and one for the last committed token, whose keys may be missing, see observe
-        positions = target.lengths[:, None] + torch.arange(-1, len(self.widths), device=self.device)
+        positions = target.lengths.on(self.device)[:, None] + torch.arange(-1, len(self.widths), device=self.device)
         rotary = self.parts.rotary(positions, self.ring.keys)
         beam = Beam(root)
         for depth, width in enumerate(self.widths):
             changing = beam.tokens, beam.reach, last_token, positions, *rotary
             logits = None
             if runner is not None:
-                inputs = *changing, target.lengths
+                inputs = *changing, target.lengths.on(self.device)
                 logits = self._run_by(runner, _level, inputs, target, depth)
             if logits is None:
                 logits = self.level(changing, depth, target)
@@ -274,9 +252,8 @@ class LongSpecDrafter(Drafter):
 
     def _run_by(self, runner: Any, function: Any, changing: Sequence[torch.Tensor], target: Prefix, *depth: int) -> Any:
         """Return the result of a function of these inputs, compiled or captured; `None` if that is not possible."""
-        rows = self.binding.cache.rows
-        known = runner.knows(rows)
-        sizes = runner.sizes(rows, 0, target.keys.shape[2])
+        known = runner.knows(target.lengths)
+        sizes = runner.sizes(target.lengths, 0, target.keys.shape[2])
         fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *depth
         shape = len(self.root), tuple(self.widths), known, self.coupling.key, *depth
         return runner(function, shape, changing, fixed, self._owner, self)
@@ -285,10 +262,10 @@ class LongSpecDrafter(Drafter):
         """Keep the keys of the accepted nodes. Nodes of the deepest level have none until the next draft."""
         if self.foreign_depth:
             return self._observe_tokens(verification)
-        numbers = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
+        counts = torch.tensor(verification.num_nodes, device=self.device)
         path = verification.path.to(self.device)
-        self.ring.keep(path, numbers[0], numbers[1])
-        last = verification.path.gather(1, (numbers[0] - 1).clamp_min(0)[:, None].to(verification.path.device))
+        self.ring.keep(path, counts, verification.prefix_lengths.on(self.device))
+        last = verification.path.gather(1, (counts - 1).clamp_min(0)[:, None].to(verification.path.device))
         self.last_token = self.tokens.gather(1, last).squeeze(1)
 
     def _observe_tokens(self, verification: Verification) -> None:
@@ -297,7 +274,8 @@ class LongSpecDrafter(Drafter):
         rows = [[*row[:-1], *[0] * (width - len(row))][: width - 1] for row in verification.tokens]
         drafted = torch.tensor(rows, device=self.root.device, dtype=torch.long)
         tokens = torch.cat([self.root[:, None], drafted], dim=1)
-        counts, lengths = torch.tensor([verification.num_nodes, verification.prefix_lengths], device=self.device)
+        counts = torch.tensor(verification.num_nodes, device=self.device)
+        lengths = verification.prefix_lengths.on(self.device)
         places = torch.arange(width, device=self.device)
         # a path may be longer than the window, which then keeps its last tokens
         kept = (places < counts[:, None]) & (places >= counts[:, None] - self.config.window)
@@ -365,10 +343,11 @@ class LongSpecDrafter(Drafter):
 def _grow(changing, drafter, known, sizes, keys, values):
     """Run [`LongSpecDrafter.grow`] inside a graph."""
     root, last_token, lengths, *decides = changing
-    return drafter.grow(root, last_token, prefix_in_graph(keys, values, lengths, known, sizes), decides)
+    target = Prefix(keys, values, SeqLens.in_graph(lengths, sizes, known))
+    return drafter.grow(root, last_token, target, decides)
 
 
 def _level(changing, drafter, known, sizes, keys, values, depth):
     """Run [`LongSpecDrafter.level`] inside a graph."""
     *inputs, lengths = changing
-    return drafter.level(tuple(inputs), depth, prefix_in_graph(keys, values, lengths, known, sizes))
+    return drafter.level(tuple(inputs), depth, Prefix(keys, values, SeqLens.in_graph(lengths, sizes, known)))

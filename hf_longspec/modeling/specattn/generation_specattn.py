@@ -127,7 +127,7 @@ class SpecAttnDrafter(Drafter):
 
     def speedup_bound(self) -> float:
         """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
-        lengths = self.binding.cache.host_lengths
+        lengths = self.binding.cache.lengths.host
         selected = [budget(length, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for length in lengths]
         share = sum(selected) / max(1, sum(lengths))
         layers = [self.binding.cache.layers[index] for index in self.selected.sparse_layers]
@@ -176,8 +176,8 @@ class SpecAttnDrafter(Drafter):
 
     def observe(self, verification: Verification) -> None:
         """Select the entries of the next phase: the best ones of the scored prefix, and all tokens committed since."""
-        prefix = verification.prefix_lengths
-        counts = [budget(p, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for p in prefix]
+        prefix, settings = verification.prefix_lengths.host, self.settings
+        counts = [budget(length, settings.sparse_ratio, settings.sparse_min_tokens) for length in prefix]
         self.selected.begin(counts, verification.num_nodes)
         for layer_idx in self.selected.sparse_layers:
             chosen = self._select(layer_idx, verification, counts)
@@ -186,7 +186,7 @@ class SpecAttnDrafter(Drafter):
     def _select(self, layer_idx: int, verification: Verification, counts: list[int]) -> torch.Tensor:
         capture = verification.capture
         device = verification.path.device if capture is None else capture.scores[layer_idx].device
-        prefix = torch.tensor(verification.prefix_lengths, device=device)
+        prefix = verification.prefix_lengths.on(device)
         if capture is None:
             return select_window(prefix, torch.tensor(counts, device=device), max(counts))
         scores = capture.scores.pop(layer_idx)
@@ -213,5 +213,5 @@ class SpecAttnDrafter(Drafter):
         else:  # greedy, or coupled: sampled with the noise row that the target will use at this position
             token = rule.choose(scores, depth)
         if not rule.history_free:
-            rule.sequences.try_out(depth, token)
+            rule.try_out(depth, token)
         return token, distribution

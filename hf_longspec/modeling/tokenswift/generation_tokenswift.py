@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 
+from ...attention_backends.lengths import SeqLens
 from ...attention_backends.scores import QueryCapture, ScoreCapture
 from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache, gather_entries
@@ -115,7 +116,7 @@ class PartialCache(CompactCache):
         """Return the rows that need a build before `count` more tokens are committed."""
         if len(self.dense_layers) == len(self.layers):
             return []
-        lengths = self.cache.host_lengths
+        lengths = self.cache.lengths.host
         return [row for row, built in enumerate(self.built) if self.policy.is_due(built, lengths[row] + count)]
 
     def build(self, row: int, length: int, scores_of: Callable[[int], torch.Tensor]) -> None:
@@ -142,11 +143,11 @@ class PartialCache(CompactCache):
     def catch_up(self) -> None:
         """Copy the entries that were committed since the last call. Every row must have been built."""
         self.share_dense()
-        lengths = self.cache.host_lengths
+        lengths = self.cache.lengths.host
         if not self.sparse_layers:
             return
         built = [length or 0 for length in self.built]
-        self.used.set([self.policy.used(*row) for row in zip(built, lengths, strict=True)])
+        self.used.lengths = SeqLens([self.policy.used(*row) for row in zip(built, lengths, strict=True)])
         if self.policy.dynamic and self.held != list(lengths):
             self._copy_new(built, lengths)
         self.held = list(lengths)
@@ -305,7 +306,7 @@ class TokenSwiftDrafter(Drafter):
         self.partial.catch_up()
 
     def _build(self, row: int, node: torch.Tensor, verification: Verification) -> None:
-        length, capture = verification.prefix_lengths[row], verification.capture
+        length, capture = verification.prefix_lengths.host[row], verification.capture
 
         def scores_of(layer_idx: int) -> torch.Tensor:
             scores: torch.Tensor = capture.of_node(layer_idx, row, node, length)

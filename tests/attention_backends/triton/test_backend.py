@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import registry
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton import backend, config
@@ -28,7 +29,7 @@ def test_opcheck_hybrid(kernel_device, small_tiles, with_tree, with_scores):
     context, query, key, value = arguments(kernel_device)
     sinks = torch.linspace(-2, 3, 6, device=kernel_device)
     last = torch.tensor([4, 2], device=kernel_device) if with_scores else None
-    place = (context.lengths, context.positions, context.mask if with_tree else None, sinks, last)
+    place = (context.lengths.on(kernel_device), context.positions, context.mask if with_tree else None, sinks, last)
     torch.library.opcheck(hybrid_op, (query, key, value, *place, 0.3, 50, 3.0, with_tree))
 
 
@@ -43,11 +44,11 @@ def test_compiles_whole(kernel_device, small_tiles, compiler):
     """One graph for every length: lengths are data."""
     graphs = []
 
-    def attend(query, key, value, mask, positions, lengths):
-        options = {"lengths": lengths, "scaling": SCALING, "sliding_window": 60}
+    def attend(query, key, value, lengths, mask, positions):
+        lengths, options = SeqLens(None, lengths), {"scaling": SCALING, "sliding_window": 60}
         if compiler == "inductor":  # the operator alone: nothing that a C++ compiler would take 20 s for
-            return hybrid_attention(query, key, value, mask, positions, **options)
-        out, lse = hybrid_attention(query * 2.0, key, value, mask, positions, **options)
+            return hybrid_attention(query, key, value, lengths, mask, positions, **options)
+        out, lse = hybrid_attention(query * 2.0, key, value, lengths, mask, positions, **options)
         return out + 1.0, lse
 
     def counting(graph, inputs):
@@ -58,7 +59,7 @@ def test_compiles_whole(kernel_device, small_tiles, compiler):
     for lengths in ((40, 70), (3, 66)):
         context, query, key, value = arguments(kernel_device, lengths)
         key, value = (torch.nn.functional.pad(x, (0, 0, 0, 90 - x.shape[2])) for x in (key, value))
-        inputs = (query, key, value, context.mask, context.positions, context.lengths)
+        inputs = (query, key, value, context.lengths.on(kernel_device), context.mask, context.positions)
         for part, expected in zip(compiled(*inputs), attend(*inputs), strict=True):
             torch.testing.assert_close(part, expected, rtol=0, atol=1e-6)
     assert len(graphs) == 1

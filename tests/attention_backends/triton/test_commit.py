@@ -145,9 +145,9 @@ class Caches:
             cache.commit(torch.tensor(path, device=DEVICE), counts)
 
     def check(self):
-        assert self.ours.host_lengths == self.torch.host_lengths
+        assert self.ours.lengths.host == self.torch.lengths.host
         for ours, theirs in zip(self.ours.layers, self.torch.layers, strict=True):
-            for row, length in enumerate(self.ours.host_lengths):
+            for row, length in enumerate(self.ours.lengths.host):
                 assert same_bits(ours.keys[row, :, :length], theirs.keys[row, :, :length])
                 assert same_bits(ours.values[row, :, :length], theirs.values[row, :, :length])
 

@@ -85,12 +85,12 @@ def second_pass(monkeypatch):
 
     def both(context, backend, layer_idx, query, key, value, sinks, options):
         out = attend(context, backend, layer_idx, query, key, value, sinks, options)
-        if out is not None and context.host_lengths is not None:
+        if out is not None and context.lengths.host:
             _, lse = context._attend(TORCH_BACKEND, query, key, value, sinks, options)
             own = ScoreCapture(**{**vars(context.capture), "scores": {}})
-            where = {"lengths": context.lengths, "host_lengths": context.host_lengths}
-            collect(own, layer_idx, query, key, lse, scaling=options["scaling"], softcap=options["softcap"], **where)
-            rows = [own.scores[layer_idx][row, :, :length] for row, length in enumerate(context.host_lengths)]
+            where = {"lengths": context.lengths, "scaling": options["scaling"], "softcap": options["softcap"]}
+            collect(own, layer_idx, query, key, lse, **where)
+            rows = [own.scores[layer_idx][row, :, :length] for row, length in enumerate(context.lengths.host)]
             expected.setdefault(layer_idx, []).append(rows)
         return out
 

@@ -3,12 +3,11 @@
 Interpreted on a CPU, compiled on a GPU.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, sparse_attention
@@ -34,11 +33,11 @@ pytestmark = pytest.mark.usefixtures("kernel_device", "small_tiles", "poisoned_m
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def run(device, query, key, value, lengths, options, form="buffer", **more):
+def run(device, query, key, value, lengths, options, form="buffer"):
     """The state of the prefix kernel, on the CPU."""
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    inputs = on(device, query, layout(key, form), layout(value, form), lengths)
-    return on("cpu", *TRITON_BACKEND.prefix_attention(*inputs, **options, **more))
+    inputs = on(device, query, layout(key, form), layout(value, form))
+    return on("cpu", *TRITON_BACKEND.prefix_attention(*inputs, lengths, **options))
 
 
 def run_sparse(inputs, options):
@@ -60,7 +59,8 @@ def test_int32_lengths_and_a_capacity_far_beyond_them(kernel_device):
     query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (70, 3), None, torch.float32)
     room = key.new_full((2, 2, 500, 16), torch.nan)
     key, value = torch.cat([key, room], 2), torch.cat([value, room], 2)
-    assert_within_budget(run(kernel_device, query, key, value, lengths.int(), options), exact, plain)
+    lengths = SeqLens(None, lengths.on("cpu").int())
+    assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
 
 
 def test_the_result_does_not_depend_on_the_capacity(kernel_device):
@@ -68,7 +68,7 @@ def test_the_result_does_not_depend_on_the_capacity(kernel_device):
     query, key, value, lengths, options, _, _ = prefix_case(3, 2, 16, (200, 70), None, torch.float32)
     options = {"scaling": options["scaling"]}
     both = run(kernel_device, query, key, value, lengths, options)
-    alone = run(kernel_device, query[1:], key[1:, :, :70], value[1:, :, :70], lengths[1:], options)
+    alone = run(kernel_device, query[1:], key[1:, :, :70], value[1:, :, :70], SeqLens(lengths.host[1:]), options)
     for one, other in zip(both, alone, strict=True):
         assert torch.equal(one[1:], other)
 
@@ -83,7 +83,7 @@ def test_the_shipped_tiles(kernel_device, monkeypatch):
 def test_rows_without_a_window_see_the_whole_prefix(kernel_device, monkeypatch):
     """Proof that the comparisons above can fail: a kernel that stops one slot early is off by far."""
     query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (65,), None, torch.float32)
-    state = run(kernel_device, query, key, value, lengths - 1, options)
+    state = run(kernel_device, query, key, value, lengths.plus(-1), options)
     with pytest.raises(AssertionError):
         assert_within_budget(state, exact, plain)
 
@@ -129,7 +129,8 @@ def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, monkeypatch):
     exact, plain = expected_tree(context, query, key, value, None, None, None)
     calls, op = [], backend.hybrid_op
     monkeypatch.setattr(backend, "hybrid_op", lambda *args: calls.append(1) or op(*args))
-    context = replace(context.to(kernel_device), host_lengths=(1, 1))
+    context = context.to(kernel_device)
+    context.lengths = SeqLens([1, 1], context.lengths.on(kernel_device))
     inputs = on(kernel_device, query, key, value)
     for name in ("item", "tolist", "__bool__", "__int__", "__index__"):
         read = getattr(torch.Tensor, name)
@@ -148,10 +149,10 @@ def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, monkeypatch):
 
 def test_no_room_for_the_nodes(kernel_device):
     context, query, key, value = tree_case((70,), 5)
-    mask, positions, lengths = on(kernel_device, context.mask, context.positions, context.lengths)
+    mask, positions = on(kernel_device, context.mask, context.positions)
     inputs = on(kernel_device, query, key[:, :, :74], value[:, :, :74])
     with pytest.raises(ValueError, match="slots 0 to 75 were asked for, but the buffer has 74"):
-        hybrid_attention(*inputs, mask, positions, lengths=lengths, scaling=1.0, host_lengths=(70,))
+        hybrid_attention(*inputs, context.lengths, mask, positions, scaling=1.0)
 
 
 def test_offsets_beyond_32_bits(kernel_device):

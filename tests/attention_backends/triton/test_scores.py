@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, scored_attention
@@ -34,14 +35,15 @@ def test_scores_against_a_double_loop(kernel_device, nodes, groups, last, window
     case = prefix_case(nodes, groups, size, lengths, window, dtype, softcap)
     query, key, value, lengths, options, exact, plain = case
     options = {name: x.to(kernel_device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    inputs = on(kernel_device, query, layout(key, "buffer"), layout(value, "buffer"), lengths, torch.tensor(last))
+    inputs = on(kernel_device, query, layout(key, "buffer"), layout(value, "buffer"))
+    inputs = (*inputs, lengths, torch.tensor(last))
     *state, summed = on("cpu", *scored_attention(*inputs, **options))
     assert_within_budget(state, exact, plain)
     *state, rows = on("cpu", *scored_attention(*inputs, **options, per_row=True))
     assert_within_budget(state, exact, plain)
     assert (summed.shape, rows.shape) == ((2, 2, key.shape[2]), (2, 2, 2, groups, key.shape[2]))
     q, k = query.double(), key.double()
-    for b, length in enumerate(lengths.tolist()):
+    for b, length in enumerate(lengths.host):
         for head in range(2):
             for slot in range(length):
                 dots = [
@@ -57,11 +59,11 @@ def test_scores_against_a_double_loop(kernel_device, nodes, groups, last, window
 @pytest.mark.parametrize("score", ["logits", "weights"])
 def test_scores_are_those_of_specattn(kernel_device, score):
     query, key, value = tensors(2, 2, 3, 5, 80, 16, torch.float32)
-    lengths, last = torch.tensor([80, 80]), torch.tensor([4, 2])
+    lengths, last = SeqLens([80, 80]), torch.tensor([4, 2])
     capture = ScoreCapture(last, score=score, granularity="kv_head")
     lse = reference.prefix_attention(query, key, value, lengths, scaling=0.3)[1]
-    capture.collect(0, query, key, lse, lengths=lengths, host_lengths=(80, 80), scaling=0.3)
-    inputs = on(kernel_device, query, key, value, lengths, last)
+    capture.collect(0, query, key, lse, lengths=lengths, scaling=0.3)
+    inputs = (*on(kernel_device, query, key, value), lengths, last)
     _, lse, scores = on("cpu", *scored_attention(*inputs, scaling=0.3, per_row=score == "weights"))
     if score == "weights":
         of_rows = torch.stack([lse[:, :, 0], lse[torch.arange(2), :, last]], 1).unflatten(2, (2, 3)).transpose(1, 2)
@@ -71,7 +73,7 @@ def test_scores_are_those_of_specattn(kernel_device, score):
 
 def test_scores_of_too_many_heads(kernel_device):
     query, key, value = tensors(1, 1, 9, 2, 20, 16, torch.float32)
-    inputs = on(kernel_device, query, key, value, torch.tensor([20]), torch.tensor([1]))
+    inputs = (*on(kernel_device, query, key, value), SeqLens([20]), torch.tensor([1]))
     assert scored_attention(*inputs, scaling=1.0) is None
     eight = on(kernel_device, *tensors(1, 1, 8, 2, 20, 16, torch.float32))
     assert scored_attention(*eight, *inputs[3:], scaling=1.0) is not None
@@ -79,9 +81,9 @@ def test_scores_of_too_many_heads(kernel_device):
 
 def test_scores_of_a_buffer_that_is_too_short(kernel_device):
     query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
-    inputs = on(kernel_device, query, key, value, torch.tensor([60]), torch.tensor([0]))
+    inputs = (*on(kernel_device, query, key, value), SeqLens([60]), torch.tensor([0]))
     with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
-        scored_attention(*inputs, scaling=1.0, host_lengths=(60,))
+        scored_attention(*inputs, scaling=1.0)
 
 
 # nodes, groups, prefix lengths, last nodes, window, softcap, sinks

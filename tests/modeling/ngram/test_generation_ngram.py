@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from hf_longspec import NgramDraftModel
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.drafter import Verification
 from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
 from hf_longspec.modeling.ngram.settings_ngram import NgramSettings
@@ -25,7 +26,7 @@ def drafter_of(batch_size, **settings):
 def begin(drafter, texts):
     """Texts whose last token is the root."""
     committed = [torch.tensor(text[:-1]) for text in texts]
-    drafter.start(committed, Verification(torch.zeros(1, 1), [1], (0,), tokens=[text[-1:] for text in texts]))
+    drafter.start(committed, Verification(torch.zeros(1, 1), [1], SeqLens((0,)), tokens=[text[-1:] for text in texts]))
     return drafter.propose(torch.tensor([text[-1] for text in texts]))
 
 
@@ -62,7 +63,7 @@ class TestProposals:
     def test_without_preload_the_prompt_is_not_proposed(self):
         drafter = drafter_of(1, preload=False)
         assert paths(begin(drafter, [self.TEXT])) == []
-        drafter.observe(Verification(torch.zeros(1, 1), [5], (20,), tokens=[[4, 8, 9, 9, 2]]))
+        drafter.observe(Verification(torch.zeros(1, 1), [5], SeqLens((20,)), tokens=[[4, 8, 9, 9, 2]]))
         # the root's own continuation, which was generated; (9, 2) and (9, 9, 2) were not seen before
         assert paths(drafter.propose(torch.tensor([2]))) == [[4, 8, 9]]
 
@@ -76,7 +77,7 @@ class TestProposals:
             alone = begin(drafter_of(1), [text])
             for name in ("tokens", "parents", "valid"):
                 assert torch.equal(getattr(together, name)[row], getattr(alone, name)[0])
-        drafter.observe(Verification(torch.zeros(3, 1), [2, 0, 1], (20, 1, 4), tokens=[[9, 4], [], [6]]))
+        drafter.observe(Verification(torch.zeros(3, 1), [2, 0, 1], SeqLens((20, 1, 4)), tokens=[[9, 4], [], [6]]))
         assert [len(index.text) for index in drafter.indexes] == [23, 2, 6]
 
     def test_starting_again_reads_only_what_is_new(self):

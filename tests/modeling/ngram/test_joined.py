@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.drafter import Binding, Verification
@@ -116,7 +117,7 @@ def ring_of(draft, model, texts):
     cache = SpeculativeCache(model.config, len(texts), 200)
     binding = Binding(TargetView(model), cache, None, 200)
     fresh = draft.make_drafter(binding)
-    fresh.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), [1], (0,)))
+    fresh.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), [1], SeqLens((0,))))
     return fresh.ring
 
 
@@ -170,12 +171,12 @@ def test_a_path_longer_than_longspecs_window(target):
     cache = SpeculativeCache(model.config, 3, 100)
     drafter = draft.make_drafter(Binding(TargetView(model), cache, None, 100))
     drafter.foreign_depth = 9
-    drafter.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), [1] * 3, (0,) * 3))
+    drafter.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), [1] * 3, SeqLens((0,) * 3)))
     drafter.root = torch.tensor(roots)
     written, fill = [], drafter.ring.fill
     drafter.ring.fill = lambda keys, values, positions: written.append(positions) or fill(keys, values, positions)
     path = torch.full((3, 12), 50)
-    drafter.observe(Verification(path, [9, 2, 0], (4, 3, 3), tokens=emitted))
+    drafter.observe(Verification(path, [9, 2, 0], SeqLens((4, 3, 3)), tokens=emitted))
     whole = [[*text, *([root, *tokens[:-1]] if tokens else [])] for text, root, tokens in
              zip(texts, roots, emitted, strict=True)]  # fmt: skip
     assert_same_ring(drafter.ring, ring_of(draft, model, whole), range(3))

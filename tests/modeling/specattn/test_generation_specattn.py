@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_longspec import SpecAttnDraftModel
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification
@@ -54,7 +55,7 @@ def seeded_drafter(model, lengths=LENGTHS, **settings):
     target.prefill(torch.nn.utils.rnn.pad_sequence(heads, batch_first=True), cache, None)
     cache.set_lengths([len(head) for head in heads])
     tree, sizes = chain_of_last_tokens(prompts, drafter.seed_tokens)
-    before, capture = cache.host_lengths, drafter.capture(tree)
+    before, capture = cache.lengths, drafter.capture(tree)
     with target.attention():
         target.verify(tree, cache, capture)
     cache.commit(None, sizes)
@@ -75,7 +76,7 @@ def test_compact_buffers_hold_budget_and_tail(selection):
         prefix = max(0, length - drafter.seed_tokens)
         count = min(prefix, max(floor, math.ceil(ratio * prefix)))
         tail = length - prefix
-        assert selected.used.host[row] == count + tail
+        assert selected.used.lengths.host[row] == count + tail
         for source, compact in zip(cache.layers, selected.layers, strict=True):
             kept = compact.keys[row, 0, : count + tail]
             # every entry is one of the row's own, none twice
@@ -99,7 +100,7 @@ def test_selection_takes_the_entries_with_the_highest_scores(monkeypatch):
     invented = torch.randn(1, 1, 57, generator=generator)
     capture = drafter.capture(chain_of_last_tokens([torch.arange(5)], 5)[0])
     capture.scores = {index: invented.clone() for index in range(len(cache.layers))}
-    drafter.observe(Verification(torch.zeros(1, 1, dtype=torch.long), [0], (57,), capture))
+    drafter.observe(Verification(torch.zeros(1, 1, dtype=torch.long), [0], SeqLens((57,)), capture))
     best = set(invented[0, 0, SINK_TOKENS:].argsort(descending=True)[: 12 - SINK_TOKENS].add(SINK_TOKENS).tolist())
     expected = best | set(range(SINK_TOKENS))
     for source, compact in zip(cache.layers, drafter.selected.layers, strict=True):
@@ -113,7 +114,7 @@ def test_drafting_leaves_the_committed_cache_alone(name):
     """Sliding layers read the buffers of the target themselves; only full-attention layers get compact copies."""
     drafter, root = seeded_drafter(tiny_target(name), sparse_min_tokens=8)
     cache = drafter.binding.cache
-    lengths = cache.host_lengths
+    lengths = cache.lengths.host
 
     def committed():
         return [t[row, :, :length].clone() for layer in cache.layers for t in (layer.keys, layer.values)
@@ -122,7 +123,7 @@ def test_drafting_leaves_the_committed_cache_alone(name):
     before = committed()
     with drafter.binding.target.attention():
         drafter.propose(root)
-    assert cache.host_lengths == lengths and all(map(torch.equal, committed(), before))
+    assert cache.lengths.host == lengths and all(map(torch.equal, committed(), before))
     for index, (own, target) in enumerate(zip(drafter.selected.layers, cache.layers, strict=True)):
         assert (own.keys.data_ptr() == target.keys.data_ptr()) == (index not in drafter.selected.sparse_layers)
     assert name != "gemma3" or drafter.selected.sparse_layers == [2]

@@ -227,18 +227,18 @@ def test_proposing_reads_nothing_back_and_leaves_the_cache_alone(plain_run, monk
             part[row, :, :length].clone()
             for layer in cache.layers
             for part in (layer.keys, layer.values)
-            for row, length in enumerate(cache.host_lengths)
+            for row, length in enumerate(cache.lengths.host)
         ]
 
     proposals, propose = [], TokenSwiftDrafter.propose
 
     def counting(self, root):
         cache = self.binding.cache
-        before, lengths = committed(cache), cache.host_lengths
+        before, lengths = committed(cache), cache.lengths.host
         with HostReads() as reads:
             tree = propose(self, root)
         proposals.append(reads.count)
-        assert cache.host_lengths == lengths
+        assert cache.lengths.host == lengths
         assert all(map(torch.equal, before, committed(cache)))
         return tree
 

@@ -72,7 +72,7 @@ def held(drafter):
     found, cache = {}, drafter.binding.cache
     for index in drafter.partial.sparse_layers:
         full, own = cache.layers[index], drafter.partial.layers[index]
-        for row, (length, used) in enumerate(zip(cache.host_lengths, drafter.partial.used.host, strict=True)):
+        for row, (length, used) in enumerate(zip(cache.lengths.host, drafter.partial.used.lengths.host, strict=True)):
             for head in range(full.keys.shape[1]):
                 match = (own.keys[row, head, :used, None] == full.keys[row, head, None, :length]).all(-1)
                 match &= (own.values[row, head, :used, None] == full.values[row, head, None, :length]).all(-1)
@@ -113,7 +113,7 @@ def test_buffers_hold_what_a_list_per_row_layer_and_head_holds(plain_run, watch,
         verification = record["verification"]
         due = []
         for row, text in enumerate(texts):
-            prefix, kept = verification.prefix_lengths[row], verification.num_nodes[row]
+            prefix, kept = verification.prefix_lengths.host[row], verification.num_nodes[row]
             places = [place for place in record["held"] if place[0] == row]
             if any(place not in slots or slots[place].room < REACH for place in places):
                 due.append(row)
@@ -140,7 +140,7 @@ def test_a_period_is_the_budget_without_the_sinks(plain_run, watch):
     """A row is built when the tokens that one more step may emit would not fit."""
     generate(plain_run, "llama", (57,), 70, partial_kv_policy="dynamic", tree_branching=[1])
     # the tree has 2 nodes: at most 2 tokens per step
-    lengths = [record["verification"].prefix_lengths[0] for record in watch if record["due"]]
+    lengths = [record["verification"].prefix_lengths.host[0] for record in watch if record["due"]]
     gaps = [later - earlier for earlier, later in pairwise(lengths)]
     assert len(gaps) >= 3
     assert all(BUDGET - 4 - 2 < gap <= BUDGET - 4 for gap in gaps)
@@ -223,7 +223,7 @@ def test_with_room_for_everything_drafting_computes_the_logits_of_the_target(pla
 
     def recording(self, *args, **options):
         logits, hidden = step(self, *args, **options)
-        computed.append((self.cache.host_lengths, logits))
+        computed.append((self.cache.lengths.host, logits))
         return logits, hidden
 
     monkeypatch.setattr(PartialCache, "step", recording)

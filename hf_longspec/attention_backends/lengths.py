@@ -1,0 +1,93 @@
+"""The number of used slots of every row: on the host for code that slices, on devices for kernels and graphs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class SeqLens:
+    """Lengths of the rows of a batch. They do not change: a longer prefix has another `SeqLens`.
+
+    Args:
+        host (`Sequence[int]`, *optional*): Lengths. `None` where they are known on a device only.
+        tensor (`torch.LongTensor` of shape `(B,)`, *optional*): The same numbers on a device, if they exist.
+
+    Attributes:
+        host (`tuple[int, ...]`): Lengths; empty where the host does not know them, as in a captured graph.
+        longest (`int`, *optional*): Length of the longest row; in a graph that serves several lengths an upper bound of
+            it, or `None`.
+        shared (`int`, *optional*): Length of all rows; `None` if they differ or may differ.
+
+    >>> lengths = SeqLens([5, 7])
+    >>> lengths.longest, lengths.shared, lengths.plus(1).host, lengths.on("cpu").tolist()
+    (7, None, (6, 8), [5, 7])
+    """
+
+    def __init__(self, host: Sequence[int] | None, tensor: torch.Tensor | None = None):
+        self.host: tuple[int, ...] = () if host is None else tuple(host)
+        self.longest: Any = max(self.host) if self.host else None
+        self.shared: int | None = self.longest if self.host and min(self.host) == self.longest else None
+        self._tensors = [] if tensor is None else [tensor]
+        self._slots: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @classmethod
+    def equal(cls, length: int, batch_size: int) -> "SeqLens":
+        """Return the lengths of rows that all have the same length, which may be symbolic."""
+        lengths = cls(None)
+        lengths.host, lengths.longest, lengths.shared = (length,) * batch_size, length, length
+        return lengths
+
+    @classmethod
+    def in_graph(cls, tensor: torch.Tensor, sizes: Sequence[torch.Tensor], known: int) -> "SeqLens":
+        """Return lengths inside a compiled or captured function, which must not compare them with each other.
+
+        Args:
+            tensor (`torch.LongTensor` of shape `(B,)`): Lengths.
+            sizes (`list[torch.Tensor]`): Result of the runner's `sizes`.
+            known (`int`): Result of the runner's `knows`.
+        """
+        lengths = cls(None, tensor)
+        if known > 1:
+            lengths.host = tuple(size.shape[0] for size in sizes)
+        else:
+            lengths.longest = sizes[0].shape[0]
+        if known == 1:
+            lengths.shared, lengths.host = lengths.longest, (sizes[0].shape[0],) * len(tensor)
+        return lengths
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether rows differ, or may differ, in length."""
+        return self.shared is None
+
+    def on(self, device: torch.device | str) -> torch.Tensor:
+        """Return the lengths as a tensor of shape `(B,)` on a device, which is made once."""
+        device = torch.device(device)
+        for tensor in self._tensors:
+            if tensor.device == device:
+                return tensor
+        if self.host:
+            tensor = torch.tensor(self.host, dtype=torch.long, device=device)
+        else:
+            tensor = self._tensors[0].to(device)
+        self._tensors.append(tensor)
+        return tensor
+
+    def plus(self, count: int) -> "SeqLens":
+        """Return every length plus `count`, on the devices that have the lengths already."""
+        lengths = SeqLens(None)
+        lengths.host = tuple(length + count for length in self.host)
+        lengths.longest = None if self.longest is None else self.longest + count
+        lengths.shared = None if self.shared is None else self.shared + count
+        lengths._tensors = [tensor + count for tensor in self._tensors]
+        return lengths
+
+    def slots(self, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return row index `(B, 1)` and slot index `(B, count)` of the first `count` slots after every row."""
+        key = (count, device)
+        if key not in self._slots:
+            start = self.on(device)[:, None]
+            row = torch.arange(len(start), device=device)[:, None]
+            self._slots[key] = row, start + torch.arange(count, device=device)
+        return self._slots[key]

@@ -1,0 +1,131 @@
+"""Rows, tables and plots from the records of one measured matrix."""
+
+import statistics
+
+import pytest
+from matplotlib.figure import Figure
+
+from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.plots import plot_all
+from hf_longspec.bench.report import BRIEF, by_depth, matrix_report, rows_of
+from hf_longspec.bench.results import of_kind
+
+PNG = b"\x89PNG\r\n\x1a\n"
+TWO_ROWS, WINDOW = "specattn, selection=two_rows", "specattn, selection=window"
+
+
+def calls_of(records, row):
+    """The calls of a row, by turn, found without it."""
+    own = of_kind(records, "run", method=row["method"], context=row["context"])
+    return sorted(own, key=lambda run: run["turn"])
+
+
+def speeds_of(records, row):
+    return [run["tokens"] / run["decode_seconds"] for run in calls_of(records, row)]
+
+
+def test_rows_are_medians_over_turns_and_ratios_within_them(records):
+    for number, record in enumerate(of_kind(records, "run")):
+        record["decode_seconds"] = 1.0 + number % 7  # turns of different speed
+    rows = rows_of(records)
+    assert [row["method"] for row in rows][:2] == [HF, PLAIN] and len(rows) == 9
+    assert {row["text"] for row in rows} == {"reference", "identical"}
+    for row in rows:
+        own, speeds = calls_of(records, row), speeds_of(records, row)
+        assert row["tokens_per_second"]["median"] == pytest.approx(statistics.median(speeds), rel=1e-3)
+        assert row["tau"] == pytest.approx(sum(r["tokens"] for r in own) / sum(r["steps"] for r in own), rel=1e-3)
+        base = next(r for r in rows if r["method"] == PLAIN and r["context"] == row["context"])
+        ratios = [a / b for a, b in zip(speeds, speeds_of(records, base), strict=True)]
+        found = row["ratio_to_plain"]
+        assert (found["low"], found["high"]) == (
+            pytest.approx(min(ratios), rel=1e-3),
+            pytest.approx(max(ratios), rel=1e-3),
+        )
+
+
+def test_settings_are_rows_with_differences_turn_by_turn(records):
+    rows = {row["method"]: row for row in rows_of(records) if row["context"] == 40}
+    pairs = zip(calls_of(records, rows[TWO_ROWS]), calls_of(records, rows[WINDOW]), strict=True)
+    gaps = [b["tokens"] / b["steps"] - a["tokens"] / a["steps"] for a, b in pairs]
+    assert rows[WINDOW]["tau_difference"]["mean"] == pytest.approx(statistics.fmean(gaps), abs=1e-3)
+    assert rows[TWO_ROWS]["tau_difference"] is None and "tau_difference" not in rows[PLAIN]
+    assert "## Settings: 40 tokens, batch 1, float32, greedy" in matrix_report(records)
+
+
+def spread(records, steps):
+    """Give the calls of one draft these numbers of steps, and acceptance histograms to match."""
+    for run, count in zip(of_kind(records, "run", method=WINDOW, context=40), steps, strict=False):
+        run["steps"], run["accepted"] = count, [count - 1, 1] if count < run["tokens"] else [0, count]
+
+
+def test_intervals_stay_inside_their_bounds(records):
+    """Student's interval of these taus begins below 1, that of the shares ends above 1."""
+    spread(records, [7, 7, 3])
+    row = next(row for row in rows_of(records) if row["method"] == WINDOW and row["context"] == 40)
+    taus = [1.0, 1.0, 7 / 3]
+    assert statistics.fmean(taus) - 4.303 * statistics.stdev(taus) / 3**0.5 < 1
+    assert 1 < row["tau_interval"]["low"] < statistics.fmean(taus) < row["tau_interval"]["high"]
+    (shares,) = row["acceptance_intervals"]
+    assert shares["mean"] == pytest.approx((1 + 1 + 1 / 3) / 3, rel=1e-3)
+    assert 0 < shares["low"] < shares["high"] < 1
+
+
+def test_two_turns_have_no_interval(records, tmp_path, monkeypatch):
+    spread(records, [7, 7, 3])
+    two = [record for record in records if record.get("turn") != 2]
+    rows = rows_of(two)
+    assert all(row["tau_interval"] is None and set(row["acceptance_intervals"]) <= {None} for row in rows)
+    assert "[" not in matrix_report(two, brief=True, not_run=False).partition("## 40 tokens")[2]
+    assert "[1." in matrix_report(records, brief=True).partition("## 40 tokens")[2]
+    bars = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: bars.append(lengths_of_bars(self)))
+    plot_all(two, tmp_path / "b")
+    plot_all(records, tmp_path / "b")
+    _, tau, depth, _, tau_of_three, depth_of_three = bars
+    assert max(tau) == max(depth) == 0 < min(max(tau_of_three), max(depth_of_three))
+
+
+def lengths_of_bars(figure):
+    panels = [panel for panel in figure.axes if panel.containers]
+    segments = [part for panel in panels for line in panel.containers for part in line[2][0].get_segments()]
+    return [segment[1][1] - segment[0][1] for segment in segments]
+
+
+def test_the_terminal_gets_eight_columns_and_no_list_of_what_is_not_run(records):
+    brief, full = matrix_report(records, brief=True, not_run=False), matrix_report(records)
+    widest = max(line.count("|") - 1 for line in brief.splitlines() if line.startswith("|"))
+    assert widest == len(BRIEF) == 8
+    assert "accepted at depth" in full and "accepted at depth 1" not in brief
+    assert "## Not run" not in brief
+    for name in ("Token Recycling", "EAGLE", "TriForce"):
+        assert f"- {name}" in full.partition("## Not run")[2]
+
+
+def test_acceptance_by_depth_is_conditional():
+    assert by_depth([4, 3, 2, 1]) == [6 / 10, 3 / 6, 1 / 3]
+    assert by_depth([0, 0, 5]) == [1.0, 1.0]
+    assert by_depth([5]) == by_depth([]) == []
+
+
+LONG_NAME = "specattn, selection=last_accepted, num_assistant_tokens=6, sparse_ratio=0.15"
+
+
+@pytest.mark.parametrize("label", [WINDOW, LONG_NAME])
+def test_plots_are_pictures_with_labels_inside(label, records, tmp_path, monkeypatch):
+    for record in records:
+        if record.get("method") == WINDOW:
+            record["method"] = label
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k)))
+    paths = plot_all(records, tmp_path / "b")
+    assert [path.name for path in paths] == ["b-speed.png", "b-tau.png", "b-depth.png"]
+    assert all(path.read_bytes().startswith(PNG) and path.stat().st_size > 10_000 for path in paths)
+    for figure in figures:
+        box, legend = figure.bbox, figure.legends[0].get_window_extent()
+        assert box.x0 <= legend.x0 and legend.x1 <= box.x1 and box.y0 <= legend.y0
+        axes = figure.axes[0]
+        assert axes.get_xlabel() and axes.get_ylabel() and axes.get_title()
+        assert legend.y1 < axes.xaxis.label.get_window_extent().y0
+        names = {text.get_text() for text in figure.legends[0].get_texts()}
+        assert names == {name for panel in figure.axes for name in panel.get_legend_handles_labels()[1]}
+    assert plot_all(records[:1], tmp_path / "none") == []

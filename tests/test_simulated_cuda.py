@@ -1,0 +1,148 @@
+"""The simulated device fails where CUDA fails, and counts what CUDA waits for."""
+
+import pytest
+import torch
+
+from tests.simulated_cuda import DeviceTensor, NotCapturable, RacingCopy, SimulatedCuda, WrongDevice, why_not
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture
+def cuda():
+    with torch.no_grad(), SimulatedCuda() as device:
+        yield device
+
+
+def test_results_are_those_of_the_cpu(cuda):
+    host = torch.randn(3, 5)
+    x = cuda.place(host)
+    assert x.device == torch.device("cuda:0") and x.is_cuda and isinstance(x, DeviceTensor)
+    y = torch.softmax(x @ x.T, -1)[:, 1:].contiguous()
+    assert torch.equal(cuda.fetch(y), torch.softmax(host @ host.T, -1)[:, 1:])
+    assert sorted(cuda.launches) == ["_softmax", "clone", "mm"]  # views launch nothing
+    layer = torch.nn.Linear(5, 2)
+    expected = layer(host)
+    assert torch.equal(cuda.fetch(cuda.place(layer)(x)), expected) and layer.weight.device.type == "cuda"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x + torch.ones(3),
+        lambda x: torch.cat([x, torch.ones(3)]),
+        lambda x: x.index_copy_(0, torch.tensor([1]), x[:1]),
+        lambda x: torch.randn(3, device="cuda", generator=torch.Generator()),
+    ],
+)
+def test_both_devices_in_one_operation(wrong, cuda):
+    with pytest.raises(WrongDevice):
+        wrong(cuda.place(torch.zeros(3)))
+
+
+def test_a_number_of_the_cpu_is_an_argument(cuda):
+    x = cuda.place(torch.zeros(3))
+    x = torch.where(x > 1, x, torch.tensor(2.0)) + torch.tensor(1.0)
+    x[1:2] = 7
+    assert x.host.tolist() == [3.0, 7.0, 3.0] and not cuda.transfers
+
+
+@pytest.mark.parametrize(
+    ("kind", "transfer"),
+    [
+        ("read", lambda x: x[0].item()),
+        ("read", lambda x: x.tolist()),
+        ("read", lambda x: bool((x > 1).any())),
+        ("read", lambda x: x.cpu()),
+        ("read", lambda x: x[x > 1]),
+        ("read", lambda x: torch.cuda.synchronize()),
+        ("read", lambda x: torch.zeros(3).copy_(x)),
+        ("write", lambda x: torch.tensor([1, 2], device="cuda")),
+        ("write", lambda x: torch.ones(3).to("cuda")),
+        ("write", lambda x: x.copy_(torch.ones(3))),
+        ("write", lambda x: x[[0, 2]]),
+        ("write", lambda x: x.__setitem__(1, 7)),  # to a slice it would be an argument
+        ("write", lambda x: x.new_tensor([1])),
+        ("pinned", lambda x: x.copy_(torch.ones(3).pin_memory(), non_blocking=True)),
+    ],
+)
+def test_transfers_are_counted_and_cannot_be_captured(kind, transfer, cuda):
+    x = cuda.place(torch.tensor([1.0, 5.0, 2.0]))
+    transfer(x)
+    assert [found.kind for found in cuda.transfers] == [kind]
+    assert "test_simulated_cuda.py" in str(cuda.transfers[0])
+    if kind != "pinned":
+        with pytest.raises(NotCapturable, match=kind), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            transfer(x)
+
+
+def test_the_source_of_a_pinned_copy_stays_until_the_next_read(cuda):
+    source, x = torch.zeros(3).pin_memory(), cuda.place(torch.zeros(3))
+    x.copy_(source, non_blocking=True)
+    x.sum().item()
+    source.fill_(1)
+    x.copy_(source, non_blocking=True)
+    source.fill_(2)
+    with pytest.raises(RacingCopy):
+        x.sum().item()
+
+
+def test_a_graph_repeats_launches_on_the_same_memory(cuda):
+    x, total = cuda.place(torch.tensor([1.0, 2.0])), cuda.place(torch.zeros(1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x * 3
+        total.add_(y.sum())
+    assert y.host.isnan().all() and total.host.item() == 0 and not cuda.launches
+    graph.replay()
+    assert y.host.tolist() == [3.0, 6.0] and total.host.item() == 9
+    x.copy_(cuda.place(torch.tensor([0.0, 1.0])))
+    graph.replay()
+    assert y.host.tolist() == [0.0, 3.0] and total.host.item() == 12 and cuda.replays == 2
+    assert cuda.launches == {"copy_": 1}
+
+
+def test_generators_belong_to_a_graph(cuda):
+    generator, graph = torch.Generator("cuda").manual_seed(0), torch.cuda.CUDAGraph()
+    with pytest.raises(NotCapturable, match="generator"), torch.cuda.graph(graph):
+        torch.rand(2, device="cuda", generator=generator)
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        drawn = torch.rand(2, device="cuda", generator=generator)
+    graph.replay()
+    assert not drawn.host.isnan().any()
+
+
+def test_the_current_device(cuda):
+    cuda.device = torch.device("cuda", 1)
+    with pytest.raises(WrongDevice, match="cuda:0"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pass
+    with torch.cuda.device(1), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pass
+    assert torch.cuda.current_device() == 0
+
+
+def test_kernels_are_launches(cuda):
+    triton = pytest.importorskip("triton")
+    if not hasattr(triton.runtime, "interpreter"):
+        pytest.skip("without Triton's interpreter")
+    from hf_longspec.attention_backends.triton.commit import move_nodes
+
+    buffer = torch.arange(10).view(1, 1, 5, 2)
+    numbers = cuda.place((torch.tensor([[0, 2, 3]]), torch.tensor([1]), torch.tensor([3])))
+    moved = cuda.place(buffer)
+    move_nodes([moved], *numbers)
+    assert moved.host.flatten().tolist() == [0, 1, 2, 3, 6, 7, 8, 9, 8, 9]
+    assert cuda.launches == {"_move_kernel": 1}
+
+
+def test_torch_is_as_before():
+    names = ("is_available", "Stream", "graph", "CUDAGraph", "device")
+
+    def found():
+        return [getattr(torch.cuda, name) for name in names], torch.tensor, torch.Generator, torch.Tensor.pin_memory
+
+    before = found()
+    with SimulatedCuda():
+        assert torch.cuda.is_available()
+    assert found() == before
