@@ -52,7 +52,9 @@ PREFIX = [
     *pairwise(["torch"], (1, 3, 17, 69), GROUPS, SIZES, LENGTHS, WINDOWS, LAYOUTS, SOFTCAPS, (FLOAT32, BFLOAT16)),
     *pairwise(["torch_unfused"], (1, 7), (1, 2), SIZES[:2], LENGTHS[3:5], (5, 20), LAYOUTS[:1], SOFTCAPS, (FLOAT32,)),
     *pairwise(["flash2", "flash3"], (1, 3, 17), GROUPS, SIZES[:3], LENGTHS[1:6], WINDOWS, LAYOUTS, SOFTCAPS, HALVES),
-    *pairwise(["triton"], (1, 2, 7, 17), GROUPS, SIZES, LENGTHS, WINDOWS, LAYOUTS, SOFTCAPS, (FLOAT32, *HALVES)),
+    *pairwise(["triton"], (1, 2, 7), GROUPS, SIZES[1:6], LENGTHS[2:], WINDOWS, LAYOUTS, SOFTCAPS, (FLOAT32, *HALVES)),
+    ("triton", 17, 4, (80,), (0, 1, 31), 5, "buffer", None, FLOAT16),
+    ("triton", 17, 7, (16,), (100, 63), None, "transposed", 3.0, FLOAT32),
     ("torch", 3, 2, (16,), (20, 7), 9, "buffer", None, FLOAT16),
     ("torch", 3, 2, (16,), (20, 7), 9, "buffer", None, torch.float64),
     ("torch", 5, 3, (256,), (90, 0, 33), 37, "buffer", None, BFLOAT16),
@@ -149,7 +151,7 @@ def test_sparse_with_softcap_and_several_tiles_of_queries(prepared, dtype, integ
     assert_within_budget(attend(prepared, "triton", "sparse_attention", inputs, options, "buffer"), exact, plain)
 
 
-HYBRID_LENGTHS = ((0,), (90,), (50, 50), (0, 90, 33), (64, 63), (300,))
+HYBRID_LENGTHS = ((0,), (90,), (50, 50), (0, 90, 33), (64, 130))
 # Window, softcap, and whether there are sinks.
 HYBRID_OPTIONS = ((None, None, False), (4, None, True), (92, None, False), (40, 3.0, True), (400, 3.0, False))
 

@@ -115,8 +115,8 @@ def assert_best_entries(selected, expected):
 @pytest.mark.parametrize(
     ("score", "granularity"),
     [
-        ("weights", "layer"),
         ("logits", "kv_head"),
+        pytest.param("weights", "layer", marks=pytest.mark.soak),  # the defaults, as in the next test
         pytest.param("weights", "kv_head", marks=pytest.mark.soak),
         pytest.param("logits", "layer", marks=pytest.mark.soak),
     ],

@@ -80,14 +80,6 @@ def test_the_shipped_tiles(kernel_device, monkeypatch):
     assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
 
 
-def test_rows_without_a_window_see_the_whole_prefix(kernel_device, monkeypatch):
-    """Proof that the comparisons above can fail: a kernel that stops one slot early is off by far."""
-    query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (65,), None, torch.float32)
-    state = run(kernel_device, query, key, value, lengths.plus(-1), options)
-    with pytest.raises(AssertionError):
-        assert_within_budget(state, exact, plain)
-
-
 def test_the_number_of_splits_follows_the_capacity(kernel_device):
     query, key, value = tensors(1, 2, 2, 1, 129, 16, torch.float32)
     assert number_of_splits(query, key, value) == 3

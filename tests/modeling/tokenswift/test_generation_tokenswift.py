@@ -141,61 +141,35 @@ TIE = 1e-4
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [("llama", "full"), ("gemma2", "verify_hidden"), ("cohere2", "full"), ("deepseek_v3", "verify_hidden")],
+    ("name", "mode", "sequential"),
+    [
+        ("llama", "full", False),
+        ("cohere2", "verify_hidden", False),
+        ("deepseek_v3", "full", False),
+        ("llama", "verify_hidden", True),
+        ("gemma2", "full", True),
+        ("granite", "verify_hidden", True),
+    ],
 )
-def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_run, watch, name, mode):
-    """Against one forward over the whole text without a cache, whose final norm is hooked here.
+def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_run, watch, name, mode, sequential):
+    """Every node's children, against one forward over the whole text without a cache, whose final norm is hooked here,
+    and heads restated in float64, which see the tokens that lead to the node if they are sequential.
 
     The last token the heads know of is the root under `full`, and the one before it under `verify_hidden`.
     """
-    branching = [2, 3, 1, 2]
     run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
-    draft = draft_for(run.model, mode, tree_branching=branching)
-    made, make = [], draft.make_drafter
-    draft.make_drafter = lambda binding: made.append(make(binding)) or made[0]
+    draft = draft_for(run.model, mode, tree_branching=[2, 3, 1, 2], sequential=sequential)
     assert run.again(draft).tolist() == run.sequences.tolist()
-    (drafter,) = made
+    ends, own = TargetEnds(run.model), int(mode == "full")
     caught = []
     handle = run.model.model.norm.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
-    for record in watch[:4]:
-        for row, prompt in enumerate(run.inputs["input_ids"]):
-            text = [*prompt[run.inputs["attention_mask"][row].bool()].tolist(), *record["generated"][row]]
-            with torch.no_grad():
-                caught.clear()
-                logits = run.model(torch.tensor([text]), use_cache=False).logits[0, -1]
-                last = -1 if mode == "full" else -2
-                ranked = [head[0] for head in drafter.ends.head(drafter.heads(caught[0][:, last:][:, :1]))[:, 0]]
-            ranked = [logits, *ranked] if mode == "full" else ranked
-            widths = branching if mode == "full" else branching[1:]
-            tree, parent = record["tree"], 0
-            for scores, width in zip(ranked, widths, strict=True):
-                children = (tree.parents[row] == parent).nonzero().flatten()
-                found = scores[tree.tokens[row, children]]
-                torch.testing.assert_close(found, scores.topk(width).values, atol=TIE, rtol=TIE)
-                parent = int(children[-1])
-    handle.remove()
-
-
-@pytest.mark.parametrize(("name", "mode"), [("llama", "verify_hidden"), ("gemma2", "full"), ("granite", "full")])
-def test_sequential_heads_see_the_tokens_that_lead_to_a_node(plain_run, watch, name, mode):
-    """Every node's children, against heads restated in float64 that are walked down to it one after the other."""
-    branching = [2, 3, 1, 2]
-    run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
-    draft = draft_for(run.model, mode, tree_branching=branching, sequential=True)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    norm, ends, own = run.model.model.norm, TargetEnds(run.model), int(mode == "full")
-    caught = []
-    handle = norm.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
 
     def logits_after(hidden, path):
         """Of the last head that has seen all tokens of a path, whose first is the root."""
-        states, embedded = hidden[None], torch.cat([hidden[None], ends.embed(torch.tensor([path]))[0]])
-        heads = restated_heads(
-            draft.state_dict(), "heads.layers.", embedded.new_zeros(len(path) + 1, 64) + states, len(path),
-            draft.config.rms_norm_eps, True, embedded,
-        )[-1, 0]  # fmt: skip
-        return ends.head(heads.float())
+        embedded = torch.cat([hidden[None], ends.embed(torch.tensor([path]))[0]]) if sequential else None
+        sizes = len(path), draft.config.rms_norm_eps, draft.config.chained
+        states = restated_heads(draft.state_dict(), "heads.layers.", hidden.expand(len(path) + 1, -1), *sizes, embedded)
+        return ends.head(states[-1, 0].float())
 
     checked = 0
     for record in watch[:3]:
@@ -210,8 +184,7 @@ def test_sequential_heads_see_the_tokens_that_lead_to_a_node(plain_run, watch, n
                     children = (tree.parents[row] == node).nonzero().flatten()
                     if not len(children):
                         continue
-                    path = tree.tokens[row][tree.mask[row, node]].tolist()  # in level order, so from the root down
-                    path = path[own:]
+                    path = tree.tokens[row][tree.mask[row, node]].tolist()[own:]  # in level order, from the root down
                     scores = logits_after(hidden, path) if path else own_logits
                     found = scores[tree.tokens[row, children]]
                     torch.testing.assert_close(found, scores.topk(len(children)).values, atol=TIE, rtol=TIE)
