@@ -36,8 +36,8 @@ KINDS = pytest.mark.parametrize("kind", DRAFTS)
 KEY_TOLERANCE = 1e-4
 
 
-def draft_of(kind, model):
-    draft = DRAFTS[kind].model.from_target(model, **SETTINGS.get(kind, {}))
+def draft_of(kind, model, **settings):
+    draft = DRAFTS[kind].model.from_target(model, **(SETTINGS.get(kind, {}) | settings))
     randomize(draft)
     return draft
 
@@ -145,11 +145,16 @@ def test_saving_and_loading(target, kind, tmp_path):
     assert loaded.last_speculation.acceptance_histogram == drafted
 
 
-@KINDS
-def test_inside_transformers_own_assisted_decoding(target, kind, monkeypatch):
+NGRAMS = {"ngram_candidates": 3, "ngram_num_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [*((kind, {}) for kind in DRAFTS), ("longspec", NGRAMS), ("specattn", NGRAMS)], ids=str
+)
+def test_inside_transformers_own_assisted_decoding(target, kind, settings, monkeypatch):
     """The stock loop takes the candidates of `get_candidates` and emits what plain `generate` emits, in fewer steps."""
     model = target("llama", **FEW_TOKENS)
-    draft, view = draft_of(kind, model), TargetView(model)
+    draft, view = draft_of(kind, model, **settings), TargetView(model)
     cache = SpeculativeCache(model.config, 1, 64, tree_slots=draft.num_tree_nodes(view))
     drafter = draft.drafter(Binding(view, cache, None, 64))
     offered, get_candidates = [], drafter.get_candidates

@@ -5,7 +5,6 @@ import torch
 
 from hf_longspec.attention_backends.triton import commit
 from hf_longspec.generation import cache as cache_module
-from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.attention_backends.triton.machine import DEVICE
 
@@ -119,51 +118,6 @@ def test_custom_op():
     compiled = torch.compile(move_and_sum, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(buffers, *inputs), move_and_sum(expected, *inputs))
     assert all(map(same_bits, buffers, expected))
-
-
-class Caches:
-    """Two caches with the same contents, one of which commits by Triton, in layers of different shapes."""
-
-    def __init__(self, batch, patch):
-        config = tiny_target("llama", num_hidden_layers=len(LAYERS)).config
-        self.patch = patch
-        self.ours, self.torch = (SpeculativeCache(config, batch, 200, tree_slots=80) for _ in range(2))
-        self.generator = torch.Generator().manual_seed(1)
-
-    def write(self, count):
-        for layer, shapes in enumerate(LAYERS):
-            states = [
-                torch.randn(self.ours.batch_size, heads, count, size, generator=self.generator).to(DEVICE)
-                for heads, size in shapes
-            ]
-            for cache in (self.ours, self.torch):
-                cache.update(*states, layer)
-
-    def commit(self, path, counts):
-        for cache, triton in ((self.ours, True), (self.torch, False)):
-            self.patch.setattr(cache_module, "can_move", lambda device, triton=triton: triton)
-            cache.commit(torch.tensor(path, device=DEVICE), counts)
-
-    def check(self):
-        assert self.ours.lengths.host == self.torch.lengths.host
-        for ours, theirs in zip(self.ours.layers, self.torch.layers, strict=True):
-            for row, length in enumerate(self.ours.lengths.host):
-                assert same_bits(ours.keys[row, :, :length], theirs.keys[row, :, :length])
-                assert same_bits(ours.values[row, :, :length], theirs.values[row, :, :length])
-
-
-@pytest.mark.parametrize(("lengths", "path", "counts"), [PATHS[name] for name in ("overlapping", "long")])
-def test_the_cache_commits_as_with_torch(lengths, path, counts, monkeypatch):
-    caches = Caches(len(lengths), monkeypatch)
-    caches.write(30)
-    for cache in (caches.ours, caches.torch):
-        cache.set_lengths(lengths)
-    for _ in range(2):  # the second step stages after the nodes that the first has moved
-        for cache in (caches.ours, caches.torch):
-            cache.stage(80)
-        caches.write(80)
-        caches.commit(path, counts)
-        caches.check()
 
 
 def test_generate(monkeypatch):
