@@ -94,7 +94,7 @@ def test_logits_of_a_prompt_in_chunks(name, models):
             torch.testing.assert_close(actual, expected[:, start:stop], rtol=0.0, atol=LOGIT_ERROR)
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(MODELS))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)))
 def test_generate(number, name, models):
     model, cache = models[name], ("dynamic", "static")[number % 2]
     input_ids, mask = tiny_prompts(128, LENGTHS)
