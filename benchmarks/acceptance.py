@@ -9,8 +9,8 @@ other work may go on beside it. Every result is written as soon as it is known, 
 
 import argparse
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -20,25 +20,11 @@ import torch
 from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
-from benchmarks.harness import (
-    add_prompts,
-    integers,
-    load_prompts,
-    load_target,
-    parser,
-    prefilled,
-    set_threads,
-    show,
-)
-from benchmarks.parts import Decoder, PrefilledPrompts, report_page
-from hf_longspec.bench.calls import MODES, Call, HfMethod, changed, watched_drafters
-from hf_longspec.bench.markdown import ACCEPTANCE_NOTE, acceptance_table
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import Record, ResultFile, TimeGuard
+from benchmarks.harness import Run, add_prompts, integers, load_prompts, load_target, parser, prefilled, start
+from benchmarks.prefilled import Decoder, PrefilledPrompts
+from hf_longspec.bench.calls import MODES, Call, HfMethod, changed
 from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
-
-HEADLINE = "Tokens per verification (tau)"
 
 
 @dataclass(frozen=True)
@@ -63,29 +49,7 @@ class Setting:
 Planned = tuple[str | None, Setting, int]
 
 
-class RowSteps:
-    """Count the verifications of every row of a batch while a draft is used; the loop's statistics sum over rows."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    @contextmanager
-    def of(self, draft: Any) -> Iterator["RowSteps"]:
-        """Count while the context is open: drafters note which rows still grow when they propose."""
-        with watched_drafters(draft, self._watch):
-            yield self
-
-    def _watch(self, drafter: Any, binding: Any) -> None:
-        propose, sequences = drafter.propose, binding.rule.sequences
-        self.counts = [0] * sequences.batch_size
-
-        def counting_propose(root: torch.Tensor) -> Any:
-            self.counts = [n + (not done) for n, done in zip(self.counts, sequences.done, strict=True)]
-            return propose(root)
-
-        drafter.propose = counting_propose
-
-
+@dataclass
 class AcceptanceBenchmark:
     """Measure settings of one or several drafts on the same prompts with the same random numbers.
 
@@ -98,28 +62,24 @@ class AcceptanceBenchmark:
         batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        drafts: Mapping[str | None, Any],
-        prompts: PrefilledPrompts,
-        tokens: int,
-        batch: int,
-    ):
-        self.drafts = drafts
-        self.prompts = prompts
-        self.batch = batch
-        self.decoder = Decoder(model, prompts, tokens)
+    model: PreTrainedModel
+    drafts: Mapping[str | None, Any]
+    prompts: PrefilledPrompts
+    tokens: int
+    batch: int
+
+    def __post_init__(self) -> None:
+        self.decoder = Decoder(self.model, self.prompts, self.tokens)
         self._first: dict[tuple[str, str, int], list[float]] = {}
         self._greedy_text: dict[int, torch.Tensor] = {}
 
-    def run(self, plan: Sequence[Planned], results: ResultFile, progress: Progress) -> None:
+    def run(self, plan: Sequence[Planned], results: Run) -> None:
         """Run all planned settings, in the given order, until the time is over."""
         longest = 0.0
         for name, setting, length in plan:
             options = ({} if name is None else {"draft": name}) | dict(setting.options)
             what = {"mode": setting.mode, "options": options, "length": length}
-            if not results.guard.fits(longest):
+            if longest > results.left:
                 results.skip("no time left", **what)
                 continue
             started = time.perf_counter()
@@ -128,8 +88,7 @@ class AcceptanceBenchmark:
             longest = max(longest, seconds)
             results.write("acceptance", **what, **record, seconds=round(seconds, 1))
             shown = label(setting) if name is None else f"{name}, {label(setting)}"
-            progress.say(f"{shown} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
-            progress.step()
+            results.say(f"{shown} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
 
     def measure(self, name: str | None, setting: Setting, length: int) -> dict[str, Any]:
         """tau of one setting at one length: mean over prompts with interval, and difference to what came first."""
@@ -161,11 +120,10 @@ class AcceptanceBenchmark:
 
     def _run(self, method: Any, rows: slice, length: int, mode: str) -> tuple[Call, list[int]]:
         """One call and the verifications of each of its rows; transformers' methods verify all rows equally often."""
+        run = self.decoder.run(method, rows, length, mode, seed=rows.start)
         if isinstance(method, HfMethod):
-            run = self.decoder.run(method, rows, length, mode, seed=rows.start)
             return run, [run.steps // len(run.text)] * len(run.text)
-        with RowSteps().of(method) as steps:
-            return self.decoder.run(method, rows, length, mode, seed=rows.start), steps.counts
+        return run, [len(steps) for steps in method.last_speculation.emitted_per_step]
 
 
 def label(setting: Setting) -> str:
@@ -176,11 +134,6 @@ def label(setting: Setting) -> str:
     """
     shown = [str(value) if name == "selection" else f"{name}={value}" for name, value in setting.options]
     return ", ".join([setting.mode, *shown])
-
-
-def acceptance_report(records: Sequence[Record]) -> str:
-    """The table with its environment."""
-    return report_page("Tokens per verification", ACCEPTANCE_NOTE, [acceptance_table(records)], records)
 
 
 DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"
@@ -228,20 +181,16 @@ OF_TRAINED: dict[str, list[dict[str, Any]]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    set_threads(args.threads)
     model = load_target(args.target, torch.float32)
     drafts = make_drafts(model, args.draft)
     tokens, origin = load_prompts(args.target, args.data, max(args.lengths), args.prompts)
-    guard = TimeGuard(args.minutes)
     runs = plan(list(drafts), next(iter(drafts.values())).config.model_type, args.lengths)
-    progress = Progress(len(runs), lines=True, quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = hf_longspec.SpecAttnDraftModel.settings | {"gate": False}
-    with ResultFile(args.output, "acceptance", acceptance_report, guard, settings) as results:
-        prompts = prefilled(model, tokens, progress)
-        AcceptanceBenchmark(model, drafts, prompts, args.tokens, args.batch).run(runs, results, progress)
-    show(results, progress)
+    with start(args, "acceptance", settings) as results:
+        prompts = prefilled(model, tokens, results)
+        AcceptanceBenchmark(model, drafts, prompts, args.tokens, args.batch).run(runs, results)
 
 
 def plan(names: Sequence[str | None], kind: str, lengths: Sequence[int]) -> list[Planned]:

@@ -13,6 +13,7 @@ With `--assistant`, an ordinary small model of the same vocabulary drafts in tra
 import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_longspec
 from benchmarks.harness import (
+    Run,
     add_prompts,
     add_repeats,
     integers,
@@ -29,41 +31,23 @@ from benchmarks.harness import (
     names,
     parser,
     prefilled,
-    set_threads,
-    show,
+    ratios,
+    start,
     trees,
 )
-from benchmarks.parts import Decoder, PrefilledPrompts, ratios, report_page, row_windows
+from benchmarks.pages import COMPILED
+from benchmarks.prefilled import Decoder, PrefilledPrompts, row_windows
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.machine import read_gb_per_second, step_bytes
-from hf_longspec.bench.markdown import markdown_table, range_of
 from hf_longspec.bench.matrix import Cell
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import in_turns, significant, summarize
 
-HEADLINE = "Decoding speed"
-TITLES = {"sample": "Sampling at temperature 1", "greedy": "Greedy"}
-NOTE = (
-    "Tokens per second of all rows together, from the first token to the last, on a cache that was prefilled "
-    "before; median of interleaved repeats, lowest and highest in brackets, ratios taken within a repeat. `hf "
-    "generate` is plain `model.generate` (DynamicCache, sdpa); plain loop is ours without a draft. Ratios (x) "
-    "are to `generate`, unless marked plain (the plain loop, compiled where the method is) or eager (the same "
-    "method, not compiled). tau: tokens per verification, the target's own included. Floor: reading weights and "
-    "cache once from memory; a model that fits into the processor's cache can be below it."
-)
-
-
-# Suffix of the name of a method with compiled steps.
-COMPILED = ", compiled"
 WARM_UP_TOKENS = 8
 # A loop without a draft takes equally long for every token: a part of the tokens is enough.
 SHORTER = 3
 
-# Makes drafts for a target, by name.
-MakeDrafts = Callable[[PreTrainedModel], Mapping[str, Any]]
 
-
+@dataclass(kw_only=True)
 class EngineBenchmark:
     """Measure cells one after another.
 
@@ -77,48 +61,36 @@ class EngineBenchmark:
         bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the share of the floor.
     """
 
-    def __init__(
-        self,
-        models: Mapping[str, PreTrainedModel],
-        make_drafts: MakeDrafts,
-        prompts: PrefilledPrompts,
-        *,
-        tokens: int,
-        repeats: int,
-        bandwidth: float,
-    ):
-        self.models = models
-        self.prompts = prompts
-        self.repeats = repeats
-        self.bandwidth = bandwidth
+    models: Mapping[str, PreTrainedModel]
+    make_drafts: Callable[[PreTrainedModel], Mapping[str, Any]]
+    prompts: PrefilledPrompts
+    tokens: int
+    repeats: int
+    bandwidth: float
+
+    def __post_init__(self) -> None:
         self.decoders = {
-            name: Decoder(model, prompts.to(getattr(torch, name)), tokens) for name, model in models.items()
+            name: Decoder(model, self.prompts.to(getattr(torch, name)), self.tokens)
+            for name, model in self.models.items()
         }
-        self.methods: dict[str, dict[str, Any]] = {
-            name: {HF: HfMethod(), **make_drafts(model)} for name, model in models.items()
-        }
+        self.methods = {name: {HF: HfMethod(), **self.make_drafts(model)} for name, model in self.models.items()}
         self._checked: dict[tuple[int, int], str | None] = {}
 
-    def measure(self, cell: Cell, results: ResultFile, progress: Progress) -> None:
+    def measure(self, cell: Cell, results: Run) -> None:
         """Check, then time, then write one record per mode and method, or the reason for leaving the cell out."""
         what = {"context": cell.context, "batch": cell.batch, "dtype": cell.dtype}
-        if not results.guard.left:
-            results.skip("no time left", **what)
+        if not results.has_time(**what):
             return
         windows = row_windows(len(self.prompts.tokens), cell.batch, self.repeats)
-        progress.say(f"{cell.place}: comparing the float32 greedy text of all methods")
-        differing = self.differing_text(cell, windows[0])
-        if differing is not None:
+        results.say(f"{cell.place}: comparing the float32 greedy text of all methods")
+        if (differing := self.differing_text(cell, windows[0])) is not None:
             results.skip(f"not timed: {differing}", **what)
-            progress.say(f"{cell.place}: NOT TIMED, {differing}")
             return
-        self.compile_steps(cell, windows, progress)
+        self.compile_steps(cell, windows, results)
         expected = self.expected_seconds(cell, windows[0])
-        if not results.guard.fits(expected):
-            results.skip(f"it would take {expected:.0f} s and {results.guard.left:.0f} s are left", **what)
-            progress.say(f"{cell.place}: left out, it would take {expected:.0f} s")
+        if not results.has_time(expected, **what):
             return
-        progress.say(f"{cell.place}: timing, about {expected:.0f} s")
+        results.say(f"{cell.place}: timing, about {expected:.0f} s")
         runs = {mode: self.timed_runs(cell, windows, mode) for mode in MODES}
         if cell.dtype == "float32" and (differing := _first_difference(runs["greedy"])) is not None:
             results.skip(f"times dropped: {differing}", **what)
@@ -136,11 +108,11 @@ class EngineBenchmark:
             self._checked[key] = _first_difference(runs)
         return self._checked[key]
 
-    def compile_steps(self, cell: Cell, windows: Sequence[slice], progress: Progress) -> None:
+    def compile_steps(self, cell: Cell, windows: Sequence[slice], results: Run) -> None:
         """Run what will be timed once, where it compiles: after every prompt, as rows grow apart differently."""
         for name, method in self._methods(cell.dtype, cell.batch).items():
             if name.endswith(COMPILED):
-                progress.say(f"{cell.place}: compiling {name.removesuffix(COMPILED)}")
+                results.say(f"{cell.place}: compiling {name.removesuffix(COMPILED)}")
                 for mode, rows in ((mode, rows) for mode in MODES for rows in windows[:2]):
                     self.decoders[cell.dtype].run(method, rows, cell.context, mode, 0, self._tokens(name))
 
@@ -167,8 +139,7 @@ class EngineBenchmark:
         return {name: self.methods[dtype][name] for name, limit in most.items() if limit is None or batch <= limit}
 
     def _tokens(self, name: str) -> int:
-        tokens = self.decoders["float32"].tokens
-        return max(2, tokens // SHORTER) if name in (HF, PLAIN, PLAIN + COMPILED) else tokens
+        return max(2, self.tokens // SHORTER) if name in (HF, PLAIN, PLAIN + COMPILED) else self.tokens
 
     def summaries(self, cell: Cell, runs: Mapping[str, Sequence[Call]]) -> dict[str, dict[str, Any]]:
         """Speed, ratios to both baselines, tau and the share of the bandwidth floor of every method."""
@@ -223,92 +194,6 @@ def order_of_cells(contexts: Sequence[int], batches: Sequence[int], dtypes: Sequ
     ]
 
 
-Place = tuple[str, int, int, str]
-
-
-def kind_of(method: str) -> str:
-    """The name of a method without its settings.
-
-    >>> kind_of("LongSpec, 1+1, compiled")
-    'LongSpec, compiled'
-    """
-    return method.split(",")[0] + (COMPILED if method.endswith(COMPILED) else "")
-
-
-def kinds_of(records: Sequence[Record]) -> list[str]:
-    """Every kind but plain `generate`, in the order of the file."""
-    return list(dict.fromkeys(kind_of(row["method"]) for row in of_kind(records, "decoding") if row["method"] != HF))
-
-
-def best_of_cells(records: Sequence[Record]) -> dict[Place, dict[str, Record]]:
-    """For each (dtype, context, batch, mode) the fastest record of every kind, plain `generate` included.
-
-    The fastest record has the largest ratio to the plain loop, taken within a repeat.
-    """
-    cells: dict[Place, dict[str, Record]] = {}
-    for row in of_kind(records, "decoding"):
-        best = cells.setdefault((row["dtype"], row["context"], row["batch"], row["mode"]), {})
-        kind = kind_of(row["method"])
-        if kind not in best or row["ratio_to_plain"]["median"] > best[kind]["ratio_to_plain"]["median"]:
-            best[kind] = row
-    return cells
-
-
-def engine_headline(records: Sequence[Record]) -> str:
-    """One row per cell and mode: speed of plain `generate`, ratios of the others, each kind of draft at its best."""
-    kinds = kinds_of(records)
-    lines = []
-    for cell, best in best_of_cells(records).items():
-        speed = f"{best[HF]['tokens_per_second']['median']:.1f}" if HF in best else ""
-        lines.append([*map(str, cell), speed, *(_ratios(best.get(kind)) for kind in kinds)])
-    return markdown_table(["dtype", "context", "batch", "mode", "`generate`, tokens/s", *kinds], lines)
-
-
-def _ratios(row: Record | None) -> str:
-    if row is None:
-        return ""
-    name = row["method"].removesuffix(COMPILED)
-    to_hf = f"{row['ratio_to_hf']['median']:.2f}x"
-    eager = f", {row['ratio_to_eager']['median']:.2f}x eager" if "ratio_to_eager" in row else ""
-    if name == PLAIN:
-        return to_hf + eager
-    setting = f" ({name.split(', ', 1)[1]})" if ", " in name else ""
-    return f"{to_hf}; {row['ratio_to_plain']['median']:.2f}x plain, tau {row['tau']:.2f}{setting}"
-
-
-def engine_report(records: Sequence[Record]) -> str:
-    """Everything that was measured, one table per mode."""
-    return report_page("Decoding speed", NOTE, speed_tables(records), records)
-
-
-def speed_tables(records: Sequence[Record]) -> list[str]:
-    parts: list[str] = []
-    header = ["dtype", "context", "batch", "method", "tokens/s", "x `generate`", "x plain loop", "tau"]
-    header += ["drafting / verifying / rest", "draft state", "share of floor", "x eager"]
-    for mode, title in TITLES.items():
-        rows = [
-            [
-                row["dtype"],
-                str(row["context"]),
-                str(row["batch"]),
-                row["method"],
-                range_of(row["tokens_per_second"], 1),
-                range_of(row["ratio_to_hf"]),
-                range_of(row["ratio_to_plain"]),
-                f"{row['tau']:.2f}",
-                " / ".join(f"{share:.0%}" for share in row["shares"].values()),
-                f"{row['draft_state_bytes'] / 1024:.0f} KiB" if row["draft_state_bytes"] else "",
-                f"{row['share_of_floor']:.0%}",
-                range_of(row["ratio_to_eager"]) if "ratio_to_eager" in row else "",
-            ]
-            for row in of_kind(records, "decoding")
-            if row["mode"] == mode
-        ]
-        if rows:
-            parts += [f"## {title}", markdown_table(header, rows)]
-    return parts
-
-
 COMPILED_HELP = (
     "drafts to measure with compiled steps too, and the plain loop with them: 'SpecAttn, gamma 4; LongSpec, 1+1'"
 )
@@ -317,29 +202,23 @@ TREES_HELP = "nodes per level of LongSpec's trees (default: 1+1+1,4+4+4+3,4+16+1
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    set_threads(args.threads)
-    cells = order_of_cells(args.contexts, args.batches, args.dtypes)
     tokens, origin = load_prompts(args.target, args.data, max(args.contexts), max(args.batches))
-    guard = TimeGuard(args.minutes)
-    progress = Progress(len(cells), lines=True, quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
-    with ResultFile(args.output, "engine", engine_report, guard, settings) as results:
+    with start(args, "engine", settings) as results:
         bandwidth = read_gb_per_second()
         results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
         models = {name: load_target(args.target, getattr(torch, name)) for name in {"float32", *args.dtypes}}
-        prompts = prefilled(models["float32"], tokens, progress)
+        prompts = prefilled(models["float32"], tokens, results)
         benchmark = EngineBenchmark(
-            models,
-            lambda model: make_methods(model, args),
-            prompts,
+            models=models,
+            make_drafts=lambda model: make_methods(model, args),
+            prompts=prompts,
             tokens=args.tokens,
             repeats=args.repeats,
             bandwidth=bandwidth,
         )
-        for cell in cells:
-            benchmark.measure(cell, results, progress)
-            progress.step()
-    show(results, progress)
+        for cell in order_of_cells(args.contexts, args.batches, args.dtypes):
+            benchmark.measure(cell, results)
 
 
 def make_methods(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:

@@ -118,41 +118,27 @@ class TargetShape:
         return sum(context if window is None else min(window, context) for window in windows)
 
 
-def dense_shape(name: str, *, qk_norm: bool = False, tied: bool = False, **sizes: Any) -> TargetShape:
-    """A Llama-like model from its sizes: projections without biases, two norms per layer and one at the end."""
-    query, kv = sizes["heads"] * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
-    hidden = sizes["hidden"]
-    attention = 2 * hidden * query + 2 * hidden * kv + (2 * sizes["head_dim"] if qk_norm else 0)
-    layer = attention + 3 * hidden * sizes["intermediate"] + 2 * hidden
-    table = sizes["vocab"] * hidden
-    read = sizes["layers"] * layer + hidden + table
-    return TargetShape(name, **sizes, read_weights=read, stored_weights=read + (0 if tied else table))
-
-
-SHAPES = {
-    "Llama-3.1-8B": dense_shape(
-        "Llama-3.1-8B", layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
-    ),
-    "Qwen3-8B": dense_shape(
-        "Qwen3-8B", qk_norm=True, layers=36, hidden=4096, intermediate=12288, heads=32, kv_heads=8, head_dim=128,
-        vocab=151936,
-    ),
-}  # fmt: skip
+# Configurations that need no download, by name.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-8B": {"model_type": "llama", "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256},
+    "Qwen3-8B": {"model_type": "qwen3", "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936},
+}
+ALIKE = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 
 
 def shape_of(target: str) -> TargetShape:
-    """The built-in shape of this name, or that of a configuration in a folder or on the Hub.
+    """The shape of a built-in configuration, or that of one in a folder or on the Hub.
 
     Raises:
         ValueError: If there is no such model, or its cache is not one of keys and values.
     """
-    if target in SHAPES:
-        return SHAPES[target]
+    if target in CONFIGS:
+        return shape_from_config(AutoConfig.for_model(**CONFIGS[target], **ALIKE, tie_word_embeddings=False), target)
     try:
         config = AutoConfig.from_pretrained(target)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no configuration in {target!r}: pass a folder, a Hub id, or one of {', '.join(SHAPES)}. ({error})"
+            f"no configuration in {target!r}: pass a folder, a Hub id, or one of {', '.join(CONFIGS)}. ({error})"
         ) from error
     return shape_from_config(config, target)
 

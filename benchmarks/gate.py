@@ -17,7 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 import hf_longspec
 from benchmarks.harness import (
     HUB_CARDS,
+    Run,
     add_prompts,
     add_repeats,
     integers,
@@ -34,29 +35,15 @@ from benchmarks.harness import (
     load_target,
     parser,
     prefilled,
-    set_threads,
-    show,
+    start,
 )
-from benchmarks.parts import PrefilledPrompts, report_page
+from benchmarks.pages import GATED, UNGATED
+from benchmarks.prefilled import PrefilledPrompts
 from hf_longspec.bench.calls import MODES, PLAIN
-from hf_longspec.bench.markdown import markdown_table
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.target import TargetView
-
-NOTE = (
-    "All ways to decode advance in turns of a few tokens through the same texts, and every step is timed. Time "
-    "over plain loop: of all steps, mean over texts with its 95 % interval; CPU time: the same in CPU time of the "
-    "process. Accounted: exact counts of steps times the median cost of each kind, measured in plain steps of "
-    "the same turn. Over the faster one: time over that of the plain loop or of the draft without a gate, "
-    "whichever is faster. Same text: number of texts that equal those of the plain loop. Steps: of each kind per "
-    "text; a catch-up is a plain step that a drafter observes after a pause. Decisions and tau (of steps that "
-    "speculate) are those of the last text."
-)
-
 
 # Tokens of a turn: enough that a cold cache at its beginning costs little, and few enough for a fraction of a second.
 TURN = 32
@@ -197,10 +184,10 @@ def accounted(
     return total / (sum(map(len, base)) / len(base)), kinds
 
 
-GATED, UNGATED = ", gated", ", ungated"
 WARM_UP_TOKENS = 24
 
 
+@dataclass(kw_only=True)
 class GateBenchmark:
     """Measure contexts one after another, one prompt at a time.
 
@@ -217,33 +204,25 @@ class GateBenchmark:
             methods that take one of them.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        methods: Mapping[str, Any],
-        prompts: PrefilledPrompts,
-        *,
-        tokens: int,
-        repeats: int,
-        mode: str,
-        gated_only: Collection[str] = (),
-        ungated_only: Collection[str] = (),
-        choices: Mapping[str, Sequence[str]] | None = None,
-    ):
-        self.model = model
-        self.prompts = prompts
-        self.tokens = tokens
-        self.repeats = repeats
-        self.mode = mode
-        self.choices = choices or {}
-        self.ways = {PLAIN: (methods[PLAIN], False)}
-        for name, draft in methods.items():
-            if name != PLAIN and name not in ungated_only:
+    model: PreTrainedModel
+    methods: Mapping[str, Any]
+    prompts: PrefilledPrompts
+    tokens: int
+    repeats: int
+    mode: str
+    gated_only: Collection[str] = ()
+    ungated_only: Collection[str] = ()
+    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.ways = {PLAIN: (self.methods[PLAIN], False)}
+        for name, draft in self.methods.items():
+            if name != PLAIN and name not in self.ungated_only:
                 self.ways[name + GATED] = draft, True
-            if name != PLAIN and name not in gated_only:
+            if name != PLAIN and name not in self.gated_only:
                 self.ways[name + UNGATED] = draft, False
 
-    def measure(self, context: int, results: ResultFile) -> None:
+    def measure(self, context: int, results: Run) -> None:
         """One record per way to decode."""
         self._repeat(0, context, WARM_UP_TOKENS)
         repeats = [self._repeat(repeat, context, self.tokens) for repeat in range(self.repeats)]
@@ -308,87 +287,48 @@ def _over(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     return mean_interval([a / b for a, b in zip(times, base, strict=True)])
 
 
-def gate_report(records: Sequence[Record]) -> str:
-    """The table with its environment."""
-    rows = [
-        [
-            str(row["context"]),
-            row["method"],
-            f"{row['tokens_per_second']:.1f}",
-            _percent(row["time_over_plain"]),
-            _percent(row["cpu_over_plain"]),
-            f"{row['accounted_over_plain'] - 1:+.1%}",
-            f"{_percent(row['time_over_faster'])} over {row['faster']}" if row["method"].endswith(GATED) else "",
-            f"{row['same_texts']}/{row['texts']}",
-            f"{row['tau']:.2f}",
-            ", ".join(f"{kind['steps']:.0f} {name} at {kind['cost']:.2f}" for name, kind in row["kinds"].items()),
-            ", ".join(f"{decision['choice']} at {decision['length']}" for decision in row["decisions"]),
-        ]
-        for row in of_kind(records, "gate")
-    ]
-    header = ["context", "method", "tokens/s", "time over plain loop", "CPU time", "accounted", "over the faster one"]
-    header += ["same text", "tau", "steps, cost in plain steps", "decisions"]
-    return report_page("The gate", NOTE, [markdown_table(header, rows)], records)
-
-
-def _percent(interval: dict[str, Any]) -> str:
-    """A ratio as a difference in per cent, with half of its interval."""
-    return f"{interval['mean'] - 1:+.1%} ± {(interval['high'] - interval['low']) / 2:.1%}"
-
-
 WIDE, CHOOSING = "trained draft, wide", "trained draft, choosing"
 WIDE_TREE = [4, 4, 4, 3]
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    set_threads(args.threads)
     model = load_target(args.target, torch.float32)
     tokens, origin = load_prompts(args.target, args.data, max(args.contexts), args.prompts)
     torch.manual_seed(0)  # of the random weights
-    methods = {
+    trees = {"trained draft": args.tree_widths, WIDE: WIDE_TREE, CHOOSING: WIDE_TREE}
+    methods: dict[str, Any] = {
         PLAIN: hf_longspec.PlainDraftModel.from_target(model),
         "random draft": hf_longspec.LongSpecDraftModel.from_target(model),
-        "trained draft": hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype),
+        "trained draft": None,
         "n-grams": hf_longspec.NgramDraftModel.from_target(model),
     }
-    methods["trained draft"].generation_config.tree_widths = args.tree_widths
-    for name in (WIDE, CHOOSING):
+    for name, widths in trees.items():
         methods[name] = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype)
-        methods[name].generation_config.tree_widths = WIDE_TREE
+        methods[name].generation_config.tree_widths = widths
     methods[CHOOSING].generation_config.tree_choices = [args.tree_widths]
-    guard, progress = TimeGuard(args.minutes), Progress(len(args.contexts), lines=True, quiet=args.quiet)
-    settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
-    settings |= origin
-    settings["drafts"] = {
-        "random draft": {"tree_widths": methods["random draft"].setting("tree_widths")},
-        "trained draft": {"name": Path(args.draft).name, "tree_widths": args.tree_widths},
-        WIDE: {"tree_widths": WIDE_TREE},
-        CHOOSING: {"tree_widths": WIDE_TREE, "tree_choices": [args.tree_widths]},
-    }
+    how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
+    settings: dict[str, Any] = {"target": Path(args.target).name, **how, **origin}
+    settings["drafts"] = {name: {"tree_widths": widths} for name, widths in trees.items()}
+    settings["drafts"]["random draft"] = {"tree_widths": methods["random draft"].setting("tree_widths")}
+    settings["drafts"]["trained draft"]["name"] = Path(args.draft).name
+    settings["drafts"][CHOOSING]["tree_choices"] = [args.tree_widths]
     methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
+    how |= {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
+    how |= {"choices": {CHOOSING: ["trained draft", WIDE]}}
     longest = 0.0
-    with ResultFile(args.output, "gate", gate_report, guard, settings) as results:
-        prompts = prefilled(model, tokens, progress)
-        how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
-        how |= {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
-        how["choices"] = {CHOOSING: ["trained draft", WIDE]}
-        benchmark = GateBenchmark(model, methods, prompts, **how)
+    with start(args, "gate", settings) as results:
+        benchmark = GateBenchmark(model=model, methods=methods, prompts=prefilled(model, tokens, results), **how)
         for context in sorted(args.contexts):
-            if not guard.fits(longest):
-                results.skip("no time left", context=context)
-                continue
-            before = guard.elapsed
-            benchmark.measure(context, results)
-            longest = max(longest, guard.elapsed - before)
-            progress.step()
-    show(results, progress)
+            if results.has_time(longest, context=context):
+                before = results.elapsed
+                benchmark.measure(context, results)
+                longest = max(longest, results.elapsed - before)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser(__doc__, "gate", minutes=20)
-    add_repeats(made)
-    made.set_defaults(repeats=6)
+    add_repeats(made, default=6)
     add_prompts(made)
     made.add_argument("--draft", default=str(HUB_CARDS / "tiny-longspec"), help="folder or Hub id")
     made.add_argument("--only", action="append", help="a kind of draft, such as 'n-grams'; repeatable")

@@ -1,94 +1,85 @@
-"""All measurements on a GPU, in one command that ends within nine minutes.
+"""All measurements on a GPU, in one command that ends within nine minutes and needs torch, triton and transformers.
 
 A random target of the sizes of Llama-3.1-8B is drawn on the device, after random keys and values: nothing is
-downloaded and nothing is prefilled. Measured ceilings, correctness against float64, kernels and baselines, whole
-forwards eager and captured, iterations of every drafter, larger batches, FP8, 128K tokens. Each line is written as soon
-as it is known. A wrong result is not timed; a measurement that is missing or does not fit is a line with the reason.
+downloaded, nothing is prefilled, and the package need not be installed. The most telling rows come first: iterations of
+`generate` without a draft, with SpecAttn and with LongSpec after 8K, 32K and 128K tokens; then kernels, other ways to
+compute the same attention, whole forwards, the other drafts, larger batches, FP8. Each line is written as soon as it is
+known. A wrong result is not timed; a measurement that is missing or does not fit is a line with the reason.
 
-    python -m benchmarks.gpu
-    python -m benchmarks.gpu --device cpu --shape tiny --output runs/gpu.jsonl   # every path in seconds; the numbers
-    mean nothing
+    python benchmarks/gpu.py
+    python -m benchmarks.gpu --sections kernels,baselines --seconds 300
+    python -m benchmarks.gpu --smoke --output runs/gpu.jsonl   # every path on a CPU; the numbers mean nothing
 """
 
+import time
+
+STARTED = time.perf_counter()  # imports take seconds of the time limit, too
+
 import argparse
-from collections.abc import Callable
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+if not __package__:  # run as a file: the root of the checkout takes the place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
 import hf_longspec
-from benchmarks.floors import Machine
-from benchmarks.gpu_attention import AttentionSections, BaselineSection
-from benchmarks.gpu_device import Device, gpu_environment
-from benchmarks.gpu_forward import ForwardSections, VariantSections
-from benchmarks.gpu_iterations import IterationSection, TimedDraft
-from benchmarks.gpu_report import PREDICTIONS, gpu_report
-from benchmarks.gpu_run import PLANS, GpuRun, Plan
-from benchmarks.harness import names, parser, set_threads, show
-from hf_longspec.bench.calls import PLAIN
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import ResultFile, TimeGuard
+from benchmarks.floors import Iteration, Machine, Roofline
+from benchmarks.gpu_attention import baselines, correctness, kernels
+from benchmarks.gpu_forward import batches, forwards, profile, quantised
+from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Plan, Stop, gpu_facts
+from benchmarks.harness import RESULTS, Skip, Timing, integers, names, set_threads
+from benchmarks.predictions import PREDICTIONS
+from hf_longspec.bench.calls import PLAIN, TokenClock
 from hf_longspec.bench.summaries import significant
+from hf_longspec.generation import compiled_steps
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.target import TargetView
+
+BACKENDS = ["hf_longspec_triton", "hf_longspec_torch", "hf_longspec_fa"]
+RESERVE = 5.0  # seconds before the limit at which the run stops whatever it does, and writes its last lines
+CALLS = 2  # timed calls of `generate` per row
+WARM_UP_TOKENS, FEWEST_TOKENS = 16, 8  # tokens of the call before them, and of each of them at least
+ROW_SECONDS = 6.0  # that the timed calls of a row may take together
 
 
-class GpuBenchmark:
-    """All sections in their order.
+@dataclass(frozen=True)
+class TimedDraft:
+    """A draft on the device.
 
     Args:
-        run ([`GpuRun`]): Device, plan, result file.
-        make_drafts (`Callable`): Takes the target and the plan; gives [`TimedDraft`]s by name.
+        draft (`DraftModel`): With random weights, or none.
+        kind (`str`): "plain", "longspec", "specattn", "tokenswift" or "ngram".
+        tau (`float`, *optional*): Tokens per iteration that its paper reports.
+        source (`str`): Place in the paper that reports it.
     """
 
-    def __init__(self, run: GpuRun, make_drafts: Callable[..., Any]):
-        self.run = run
-        self.attention = AttentionSections(run)
-        self.baselines = BaselineSection(run, self.attention)
-        self.forwards = ForwardSections(run)
-        self.iterations = IterationSection(run, self.forwards, make_drafts)
-        self.variants = VariantSections(run, self.forwards)
+    draft: Any
+    kind: str
+    tau: float | None = None
+    source: str = ""
 
-    def sections(self) -> dict[str, Callable[[], None]]:
-        """The sections in their order. FP8 changes the target, so it comes last."""
-        plan = self.run.plan
-        return {
-            "ceilings": self.ceilings,
-            "correctness": self.attention.correctness,
-            "kernels": partial(self.attention.kernels, plan.points),
-            "baselines": partial(self.baselines.all, plan.points),
-            "forwards": partial(self.forwards.all, plan.contexts),
-            "iterations": partial(self.iterations.all, plan.contexts),
-            "profile": self.forwards.profile,
-            "batches": self.variants.batches,
-            "long": self.long,
-            "quantised": self.variants.quantised,
-        }
 
-    def execute(self) -> None:
-        """Predict, measure, judge."""
-        results = self.run.results
-        for prediction in PREDICTIONS:
-            results.write("prediction", name=prediction.name, text=prediction.text)
-        for name, function in self.sections().items():
-            self.run.section(name, function)
-        for prediction in PREDICTIONS:
-            results.write("outcome", **prediction.outcome(results.records))
-
-    def ceilings(self) -> None:
-        """Rates of the device, which every floor divides by."""
-        run = self.run
-        found = run.device.ceilings(min(run.left, 4.0), run.plan.matrix)
-        run.machine = Machine("measured", found["tb_per_second"], found["tflops"])
-        rounded = {name: significant(value) for name, value in found.items()}
-        run.results.write("gpu_ceilings", **rounded, **gpu_environment(run.device.device))
-        run.progress.say(f"ceilings: {rounded}")
-
-    def long(self) -> None:
-        """The longest context, for whatever time is left."""
-        context = self.run.plan.long_context
-        self.attention.kernels(((1, context),))
-        self.forwards.all((context,))
-        self.iterations.all((context,))
+def ceilings(run: GpuRun) -> None:
+    """Best rates of a copy and of a bfloat16 matrix product, on random data. Every floor divides by them."""
+    size = run.plan.matrix
+    matrix, other = (torch.randn(size, size, device=run.device).bfloat16() for _ in range(2))
+    source = torch.randn(8 * size * size // 4, device=run.device)
+    copy = torch.empty_like(source)
+    copies = min(run.time(lambda: copy.copy_(source)).milliseconds)
+    products = min(run.time(lambda: matrix @ other).milliseconds)
+    found = {"tb_per_second": 2 * source.nbytes / copies / 1e9, "tflops": 2 * size**3 / products / 1e9}
+    run.machine = Machine("measured", **found)
+    run.write("gpu_ceilings", **{name: significant(value) for name, value in found.items()}, **gpu_facts(run.device))
+    run.say(f"ceilings: {found}")
 
 
 # Tokens per iteration that a paper reports for the very setting: SpecAttn's gamma, LongSpec's tree, TokenSwift's mode.
@@ -97,51 +88,315 @@ PAPERS: dict[Any, tuple[float, str]] = {
     (4, 16, 16, 16, 16): (3.25, "Llama-3.1-8B on GovReport, greedy, table 1: https://huggingface.co/papers/2502.17421"),
     "partial_kv": (3.28, "0.82 of 4, with n-grams, 100K tokens, figure 3: https://huggingface.co/papers/2502.18890"),
 }
-BACKENDS = ["hf_longspec_triton", "hf_longspec_torch", "hf_longspec_fa"]
 
 
-def main(arguments: list[str] | None = None) -> None:
-    made = argument_parser()
-    args = made.parse_args(arguments)
-    if args.device == "cuda" and not torch.cuda.is_available():
-        made.error("there is no CUDA device. --device cpu --shape tiny exercises every path on a processor.")
-    set_threads(args.threads)
-    plan, guard = PLANS[args.shape], TimeGuard(args.minutes)
-    settings = {"shape": args.shape, "dtype": args.dtype, "backends": args.backends, "device": args.device}
-    with ResultFile(args.output, "gpu", gpu_report, guard, settings) as results:
-        device = Device(torch.device(args.device), plan.repeats)
-        progress = Progress(len(plan.seconds), lines=True, quiet=args.quiet)
-        run = GpuRun(plan, device, getattr(torch, args.dtype), args.backends, results, progress)
-        torch.manual_seed(0)
-        GpuBenchmark(run, make_drafts).execute()
-    show(results, progress)
-
-
-def make_drafts(target: torch.nn.Module, plan: Plan) -> dict[str, TimedDraft]:
-    """Every drafter with random weights; plain decoding first, which the others are compared with."""
-    drafts = {PLAIN: TimedDraft(hf_longspec.PlainDraftModel.from_target(target), "plain")}
+def first_drafts(target: Any, plan: Plan) -> dict[str, TimedDraft]:
+    """No draft, with which the others are compared, SpecAttn and LongSpec; with random weights."""
     specattn = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=plan.gamma)
-    drafts[f"SpecAttn, gamma {plan.gamma}"] = TimedDraft(specattn, "specattn", *PAPERS.get(plan.gamma, ()))
-    for widths in plan.trees:
-        longspec = hf_longspec.LongSpecDraftModel.from_target(target)
-        longspec.generation_config.tree_widths = list(widths)
-        drafts[f"LongSpec, {'+'.join(map(str, widths))}"] = TimedDraft(longspec, "longspec", *PAPERS.get(widths, ()))
+    return {
+        PLAIN: TimedDraft(hf_longspec.PlainDraftModel.from_target(target), "plain"),
+        f"SpecAttn, gamma {plan.gamma}": TimedDraft(specattn, "specattn", *PAPERS.get(plan.gamma, ())),
+        **_longspec(target, plan.trees[:1]),
+    }
+
+
+def other_drafts(target: Any, plan: Plan) -> dict[str, TimedDraft]:
+    """No draft, further trees of LongSpec, TokenSwift and n-grams."""
+    drafts = {PLAIN: TimedDraft(hf_longspec.PlainDraftModel.from_target(target), "plain")}
+    drafts |= _longspec(target, plan.trees[1:])
     for self_draft in ("verify_hidden", "partial_kv"):
         heads = hf_longspec.TokenSwiftDraftModel.from_target(target)
         heads.generation_config.self_draft = self_draft
         drafts[f"TokenSwift, {self_draft}"] = TimedDraft(heads, "tokenswift", *PAPERS.get(self_draft, ()))
-    drafts["n-grams"] = TimedDraft(hf_longspec.NgramDraftModel.from_target(target), "ngram")
+    return drafts | {"n-grams": TimedDraft(hf_longspec.NgramDraftModel.from_target(target), "ngram")}
+
+
+def _longspec(target: Any, trees: Sequence[tuple[int, ...]]) -> dict[str, TimedDraft]:
+    drafts = {}
+    for widths in trees:
+        draft = hf_longspec.LongSpecDraftModel.from_target(target)
+        draft.generation_config.tree_widths = list(widths)
+        drafts[f"LongSpec, {'+'.join(map(str, widths))}"] = TimedDraft(draft, "longspec", *PAPERS.get(widths, ()))
     return drafts
 
 
+def iterations(run: GpuRun, make_drafts: Callable[[Any, Plan], dict[str, TimedDraft]]) -> None:
+    """Whole iterations through `generate`: drafting, verification, acceptance, commit and what is between.
+
+    Random weights give no information about acceptance. c is the time of a step without a draft over that of an
+    iteration; its product with the tau of a paper is the speed-up that this tau would give.
+    """
+    drafts = make_drafts(run.model, run.plan)
+    for context in run.plan.contexts:
+        run.attempt(partial(_iterations_after, run, drafts, context), context=context)
+
+
+def _iterations_after(run: GpuRun, drafts: dict[str, TimedDraft], context: int) -> None:
+    most = max(timed.draft.num_tree_nodes(TargetView(run.model)) for timed in drafts.values())
+    cache = run.cache(1, context, slots=most, room=run.plan.tokens + most + 1)
+    stored = context - most  # the same for all, so that they continue the same keys and values
+    plain: dict[bool, tuple[float, list[int]]] = {}  # median and text of the loop without a draft, which comes first
+    for name, timed in drafts.items():
+        for compiled in (False, True):
+            what = {"draft": name, "compiled": compiled, "batch": 1, "context": context}
+            run.attempt(partial(_time_draft, run, timed, cache, stored, plain, what), **what)
+
+
+def _time_draft(
+    run: GpuRun, timed: TimedDraft, cache: SpeculativeCache, stored: int, plain: dict[bool, Any], what: dict[str, Any]
+) -> None:
+    """One row: calls of the same shapes, after one that compiles kernels and captures what later calls can reuse."""
+    draft, compiled = timed.draft, what["compiled"]
+    with step_mode(draft, compiled, run.is_cuda):
+        call = partial(generate, run, draft, cache, what["context"], stored)
+        first = call(min(WARM_UP_TOKENS, run.plan.tokens))
+        per_token = sum(ms for ms, _ in first.iterations) / 1e3 / max(1, len(first.text) - 1)
+        per_token += sum(ms for _, ms in first.iterations[1:]) / 1e3 / max(1, len(first.text) - 1)  # captured each time
+        affordable = int(min(ROW_SECONDS, run.left_here) / CALLS / max(per_token, 1e-6))
+        if affordable < min(FEWEST_TOKENS, run.plan.tokens):
+            raise Skip(f"a token takes {per_token:.1f} s and {run.left_here:.0f} s are left")
+        if run.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        tokens = min(affordable, run.plan.tokens)
+        calls = [call(tokens) for _ in range(CALLS)]
+    every = [iteration for call in calls for iteration in call.iterations]
+    clean = [ms for ms, capture_ms in every if not capture_ms]
+    milliseconds = clean or [ms for ms, _ in every]
+    found = statistics.median(milliseconds)
+    if timed.kind == "plain":
+        plain[compiled] = found, calls[0].text
+    base, text = plain.get(compiled, (None, None))
+    at = run.roofline(1, what["context"])
+    floor, nodes = iteration_floor(timed, at), draft.num_tree_nodes(TargetView(run.model))
+    values: dict[str, Any] = {
+        "nodes": nodes,
+        "backend": run.backend().name,
+        "iterations": len(every),
+        "speculated": sum(call.speculated for call in calls),
+        "captures": sum(call.captures for call in calls),
+        "captured_iterations": len(every) - len(clean),
+        "capture_ms": sum(ms for _, ms in every),
+        "tau": sum(len(call.text) - 1 for call in calls) / len(every),
+        "same_tokens": None if text is None else _common(text, calls[0].text),
+        "c": None if base is None else base / found,
+        "c_floor": None if floor is None else floor.c,
+        "tau_of_paper": timed.tau,
+        "c_times_tau": None if base is None or timed.tau is None else base / found * timed.tau,
+        "source": timed.source,
+    }
+    if run.is_cuda:
+        values["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    floor_ms = at.ar_ms if timed.kind == "plain" else floor.iteration_ms if floor else at.verify_ms(nodes)
+    run.write_timing("iteration", Timing(milliseconds, "wall"), floor_ms, **what, **values)
+
+
+def _common(text: list[int], other: list[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
+
+
+@dataclass
+class TimedCall:
+    """The iterations of one call of `generate`.
+
+    Args:
+        iterations (`list[tuple[float, float]]`): See [`iteration_ms`].
+        text (`list[int]`): New tokens.
+        speculated (`int`): Iterations that verified drafted tokens.
+        captures (`int`): CUDA graphs that were captured, for the first token too.
+    """
+
+    iterations: list[tuple[float, float]]
+    text: list[int]
+    speculated: int
+    captures: int
+
+
+def generate(run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, stored: int, tokens: int) -> TimedCall:
+    """One greedy call after `context` random tokens, the first `stored` of which the cache holds."""
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(run.plan.shape.vocab, (1, context), generator=generator).to(run.device)
+    cache.rollback()
+    cache.set_lengths([stored])
+    draft.generation_config.gate = False  # speculation itself is measured
+    arrivals: list[float] = []
+    with watched_captures() as captures:
+        output = run.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            assistant_model=draft,
+            past_key_values=cache,
+            max_new_tokens=tokens,
+            do_sample=False,
+            streamer=TokenClock(on_arrival=lambda _: arrivals.append(time.perf_counter())),
+        )
+    stats = draft.last_speculation
+    emitted = list(stats.emitted_per_step[0]) if stats.emitted_per_step else []
+    if not emitted:
+        raise Skip("the call ended without an iteration")
+    speculated = sum(drafted > 0 for drafted in stats.drafted_per_step[0])
+    return TimedCall(iteration_ms(arrivals, emitted, captures), output[0, context:].tolist(), speculated, len(captures))
+
+
+def iteration_ms(
+    arrivals: Sequence[float], emitted: Sequence[int], captures: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """Milliseconds from the tokens of one iteration to those of the next, without captures, and those of its captures.
+
+    Args:
+        arrivals (`Sequence[float]`): Times at which tokens reached the host; the first comes from the prompt.
+        emitted (`Sequence[int]`): Tokens of every iteration.
+        captures (`Sequence[tuple[float, float]]`): Begin and end of every capture.
+
+    >>> iteration_ms([0.0, 1.0, 1.0, 3.0, 7.0], [2, 1, 1], [(3.5, 6.0)])
+    [(1000.0, 0), (2000.0, 0), (1500.0, 2500.0)]
+    """
+    found, begin, place = [], arrivals[0], 1
+    for tokens in emitted:
+        end = arrivals[place]
+        captured = sum(1e3 * (done - began) for began, done in captures if begin <= began < end)
+        found.append((1e3 * (end - begin) - captured, captured))
+        begin, place = end, place + tokens
+    return found
+
+
+@contextmanager
+def watched_captures() -> Iterator[list[tuple[float, float]]]:
+    """Yield a list that gets begin and end of every capture of a CUDA graph while the context is open."""
+    capture, found = compiled_steps.capture, []
+
+    def watched(function: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        try:
+            result = capture(function)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # its warm-up calls are part of it
+            return result
+        finally:
+            found.append((began, time.perf_counter()))
+
+    compiled_steps.capture = watched
+    try:
+        yield found
+    finally:
+        compiled_steps.capture = capture
+
+
+@contextmanager
+def step_mode(draft: Any, compiled: bool, is_cuda: bool) -> Iterator[None]:
+    """The draft with captured steps, or with steps as they are.
+
+    Raises:
+        Skip: If the draft has no such setting, or there is no GPU.
+    """
+    if compiled and not is_cuda:
+        raise Skip("steps are captured as CUDA graphs, and there is no CUDA device")
+    if "compile" not in draft.settings:
+        if compiled:
+            raise Skip(f"{type(draft).__name__} has no setting `compile`")
+        yield
+        return
+    before = draft.setting("compile")
+    draft.generation_config.compile = "graph" if compiled else "off"
+    try:
+        yield
+    finally:
+        draft.generation_config.compile = before
+
+
+def iteration_floor(timed: TimedDraft, at: Roofline) -> Iteration | None:
+    """The floor of a draft with its present settings, for kinds that have one."""
+    setting = timed.draft.setting
+    if timed.kind == "longspec":
+        return at.longspec(list(setting("tree_widths")), timed.draft.config.window)
+    if timed.kind == "specattn":
+        share = min(1.0, max(setting("sparse_ratio"), setting("sparse_min_tokens") / max(at.context, 1)))
+        return at.specattn(setting("num_assistant_tokens"), share)
+    if timed.kind == "tokenswift":
+        budget = setting("partial_kv_budget") if setting("self_draft") == "partial_kv" else None
+        return at.tokenswift(list(setting("tree_branching")), budget=budget)
+    return None
+
+
+# In their order, with the seconds of each. A section may also use the time that those before it left. FP8 changes the
+# target, so it comes last.
+SECTIONS: dict[str, tuple[float, Callable[[GpuRun], None]]] = {
+    "ceilings": (15.0, ceilings),  # with the imports
+    "iterations": (170.0, partial(iterations, make_drafts=first_drafts)),
+    "correctness": (40.0, correctness),
+    "kernels": (90.0, kernels),
+    "baselines": (60.0, baselines),
+    "forwards": (65.0, forwards),
+    "drafts": (45.0, partial(iterations, make_drafts=other_drafts)),
+    "profile": (10.0, profile),
+    "batches": (25.0, batches),
+    "quantised": (15.0, quantised),
+}
+
+
+def execute(run: GpuRun, sections: Sequence[str]) -> None:
+    """Predict, measure, judge; say what was left out if the time ends or the device is lost."""
+    for prediction in PREDICTIONS:
+        run.write("prediction", name=prediction.name, text=prediction.text)
+    chosen = [name for name in SECTIONS if name in sections]
+    share = run.seconds / sum(SECTIONS[name][0] for name in chosen)
+    until = 0.0
+    try:
+        while chosen:
+            seconds, function = SECTIONS[chosen[0]]
+            until += seconds * share
+            run.section(chosen[0], function, until)
+            chosen.pop(0)
+    except Stop as reason:
+        run.skip(f"{reason}: the rest of it, and what follows", part=" ".join(chosen))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    for prediction in PREDICTIONS:
+        run.write("outcome", **prediction.outcome(run.records))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    started = STARTED if arguments is None else time.perf_counter()
+    made = argument_parser()
+    args = made.parse_args(arguments)
+    if args.device == "cuda" and not args.smoke and not torch.cuda.is_available():
+        made.error("there is no CUDA device. --smoke exercises every path on a processor.")
+    if unknown := sorted(set(args.sections) - set(SECTIONS)):
+        made.error(f"--sections {','.join(unknown)}: expected some of {', '.join(SECTIONS)}.")
+    set_threads(args.threads)
+    plan, device = (SMOKE, torch.device("cpu")) if args.smoke else (LLAMA_8B, torch.device(args.device))
+    if args.contexts:
+        plan = replace(plan, contexts=tuple(args.contexts))
+    sections = args.sections if "ceilings" in args.sections else ["ceilings", *args.sections]  # floors need them
+    settings = {"shape": vars(plan.shape), "contexts": plan.contexts, "dtype": args.dtype, "sections": sections}
+    settings |= {"backends": args.backends, "device": device.type, "seconds": args.seconds}
+    torch.manual_seed(0)
+    how = {"plan": plan, "device": device, "dtype": getattr(torch, args.dtype), "backends": args.backends}
+    options = {"quiet": args.quiet, "facts": gpu_facts(device), "started": started}
+    with GpuRun(args.output, "gpu", args.seconds, settings, **how, **options) as run:
+        signal.signal(signal.SIGALRM, _time_is_over)
+        signal.setitimer(signal.ITIMER_REAL, max(0.1, run.left - RESERVE))
+        execute(run, sections)
+
+
+def _time_is_over(*_: object) -> None:
+    raise Stop("no time left")
+
+
 def argument_parser() -> argparse.ArgumentParser:
-    made = parser(__doc__, "gpu", minutes=9)
-    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
-    made.add_argument("--shape", choices=list(PLANS), default="llama-3.1-8b", help="default: %(default)s")
-    made.add_argument(
-        "--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: bfloat16"
-    )
-    made.add_argument("--backends", type=names, default=BACKENDS, help=f"default: {','.join(BACKENDS)}")
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("--seconds", type=float, default=540.0, help="time limit, imports included (default: %(default)s)")
+    add("--sections", type=names, default=list(SECTIONS), help=f"default: {','.join(SECTIONS)}")
+    add("--contexts", type=integers, help="of iterations and forwards (default: 8192,32768,131072)")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="default: bfloat16")
+    add("--backends", type=names, default=BACKENDS, help=f"default: {','.join(BACKENDS)}")
+    add("--smoke", action="store_true", help="every path on a tiny target on the CPU; the numbers mean nothing")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
+    add("--output", type=Path, default=RESULTS / "gpu.jsonl", help="a .jsonl file (default: %(default)s)")
+    add("--threads", type=int, help="of the CPU (default: one per core)")
+    add("--quiet", action="store_true", help="no progress")
     return made
 
 

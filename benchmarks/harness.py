@@ -1,25 +1,248 @@
-"""Arguments, targets, prompts and timing that the benchmarks share."""
+"""The run that every benchmark writes to, its clock, and the arguments, targets and prompts that benchmarks share.
+
+Nothing here imports an optional package before it is needed: `gpu.py` runs with torch, triton and transformers alone.
+"""
 
 import argparse
+import json
+import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.parts import PrefilledPrompts, prefill
-from hf_longspec.bench.calls import endless
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
-from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.summaries import in_turns
+from hf_longspec.bench.machine import environment
+from hf_longspec.bench.summaries import in_turns, summarize
 
-RESULTS = Path(__file__).resolve().parent / "results"
-HUB_CARDS = RESULTS.parents[1] / "hub_cards"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+HUB_CARDS = ROOT / "hub_cards"
 STDLIB = "stdlib"
 MIN_REPEATS = 5
+
+Record = dict[str, Any]
+
+
+class Run:
+    """One run of a benchmark: its result lines, its time limit and its progress. A context manager.
+
+    A line is in the file as soon as it is known. The first has `kind` "environment"; the last has `kind` "end" and is
+    missing from a run that was interrupted. The report is written beside the file at the end, also after an
+    interruption, unless a package that it needs is missing.
+
+    Args:
+        path (`Path`): A .jsonl file, which is replaced.
+        benchmark (`str`): Name of the benchmark in `benchmarks/tables.py`.
+        seconds (`float`): Time limit.
+        settings (`dict`): Settings of the benchmark, JSON values only.
+        quiet (`bool`, *optional*): Show no progress on standard error.
+        facts (`Mapping[str, Any]`, *optional*): Further facts about the environment.
+        now (`Callable`, *optional*): Clock in seconds.
+        started (`float`, *optional*): Time of that clock from which the limit counts.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        benchmark: str,
+        seconds: float,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        quiet: bool = False,
+        facts: Mapping[str, Any] | None = None,
+        now: Callable[[], float] = time.perf_counter,
+        started: float | None = None,
+    ):
+        self.path, self.benchmark, self.seconds, self.quiet = path, benchmark, seconds, quiet
+        self.records: list[Record] = []
+        self._now = now
+        self._started = now() if started is None else started
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        here = environment() | dict(facts or {})
+        here["commit"] = here["commit"] or "unknown"
+        self.write("environment", benchmark=benchmark, **here, settings=dict(settings or {}))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._now() - self._started
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain, 0 at least."""
+        return max(0.0, self.seconds - self.elapsed)
+
+    def write(self, kind: str, **values: Any) -> Record:
+        """Add a line."""
+        record = {"kind": kind, **values}
+        self.records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        return record
+
+    def skip(self, reason: str, **what: Any) -> None:
+        """Add a line about a measurement that was left out."""
+        self.write("skipped", reason=reason, **what)
+        self.say(f"left out, {reason}: {', '.join(map(str, what.values()))}")
+
+    def has_time(self, expected: float = 0.0, **what: Any) -> bool:
+        """Return whether `expected` seconds are left; if not, add a line with the reason."""
+        if self.left > 0 and expected <= self.left:
+            return True
+        needed = f"it would take {expected:.0f} s and {self.left:.0f} s are left"
+        self.skip(needed if self.left else "no time left", **what)
+        return False
+
+    def say(self, text: str) -> None:
+        """Show the present task, with the time since the start."""
+        if not self.quiet:
+            minutes, seconds = divmod(int(self.elapsed), 60)
+            print(f"[{minutes:3d}:{seconds:02d}] {text}", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.write("end", seconds=round(self.elapsed, 1))
+        self._file.close()
+        try:
+            from benchmarks.pages import write_report
+
+            report = write_report(self.path)
+        except ImportError as error:
+            print(f"{self.path} has all lines, no report: {error}. Elsewhere: python -m benchmarks.tables --reports")
+        else:
+            if report and kind is None:
+                print(report)
+
+
+def time_in_turns(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Call functions in turns, each repeat beginning with another one; a list of seconds for each.
+
+    A function that returns a number has timed itself.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _, name in in_turns(list(functions), repeats):
+        seconds[name].append(seconds_of(functions[name]))
+    return seconds
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Summary of the ratios of values that were measured side by side.
+
+    >>> ratios([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])["median"]
+    2.0
+    """
+    return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Time one call, unless it returns the seconds that it has taken."""
+    started = time.perf_counter()
+    result = function()
+    return result if isinstance(result, float) else time.perf_counter() - started
+
+
+class Skip(Exception):
+    """The reason for leaving a measurement out; becomes a `skipped` line."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The time of a call that does the same work every time.
+
+    Args:
+        milliseconds (`list[float]`): One entry per repeat.
+        how (`str`): "graph" (replay of a CUDA graph), "events" (calls between CUDA events, launches included), or
+            "wall" (the clock of the host).
+        note (`str`, *optional*): Why it is not "graph".
+    """
+
+    milliseconds: list[float]
+    how: str
+    note: str | None = None
+
+    @property
+    def median(self) -> float:
+        """Milliseconds."""
+        return statistics.median(self.milliseconds)
+
+    def scaled(self, count: int) -> "Timing":
+        """One of `count` equal parts of the call."""
+        return Timing([value / count for value in self.milliseconds], self.how, self.note)
+
+    def to_dict(self) -> Record:
+        """For JSON."""
+        found: Record = {"ms": summarize(self.milliseconds), "how": self.how}
+        return found if self.note is None else found | {"note": self.note}
+
+
+# Calls that a timing makes at least, the warm-up included.
+FEWEST_CALLS = 12
+
+
+def time_call(
+    function: Callable[[], object], device: torch.device, *, graph: bool = True, ms: float = 100.0, limit: float = 6.0
+) -> Timing:
+    """Time a function: on a GPU by `triton.testing`, on a processor by `torch.utils.benchmark`.
+
+    Args:
+        function (`Callable`): Reads nothing back from the device if it is to be captured.
+        graph (`bool`, *optional*, defaults to `True`): Replay it from a CUDA graph where that can be done.
+        ms (`float`, *optional*, defaults to 100): Milliseconds that the repeats take together.
+        limit (`float`, *optional*, defaults to 6): Seconds that the whole measurement may take.
+
+    Raises:
+        Skip: If one call takes so long that the measurement would not end in time.
+    """
+    once = min(_seconds_until_done(function, device) for _ in range(2))  # the first may compile
+    if once * FEWEST_CALLS > limit:
+        raise Skip(f"one call takes {once * 1e3:.0f} ms, and {FEWEST_CALLS} do not fit into {limit:.1f} s")
+    if device.type != "cuda":
+        from torch.utils.benchmark import Timer
+
+        timer = Timer("function()", globals={"function": function}, num_threads=torch.get_num_threads())
+        return Timing([seconds * 1e3 for seconds in timer.blocked_autorange(min_run_time=ms / 1e3).times], "wall")
+    from triton.testing import do_bench, do_bench_cudagraph
+
+    note = None
+    if graph:
+        torch.cuda.empty_cache()  # a graph has memory of its own
+        try:
+            return Timing(do_bench_cudagraph(function, rep=ms / 5, return_mode="all"), "graph")
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # such as a function that reads from the device
+            torch.cuda.synchronize()
+            note = f"not captured: {str(error).splitlines()[0]}"
+    return Timing(do_bench(function, rep=ms, return_mode="all"), "events", note)
+
+
+def _seconds_until_done(function: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Versions of packages; `None` for one that is not installed."""
+    found: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def parser(description: str | None, name: str, minutes: float) -> argparse.ArgumentParser:
@@ -39,9 +262,21 @@ def parser(description: str | None, name: str, minutes: float) -> argparse.Argum
     return made
 
 
-def add_repeats(made: argparse.ArgumentParser) -> None:
+def start(args: argparse.Namespace, benchmark: str, settings: Mapping[str, Any]) -> Run:
+    """Apply `--threads` and begin the run."""
+    set_threads(args.threads)
+    return Run(args.output, benchmark, args.minutes * 60, settings, quiet=args.quiet)
+
+
+def set_threads(threads: int | None) -> None:
+    """Apply `--threads`."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def add_repeats(made: argparse.ArgumentParser, default: int = MIN_REPEATS) -> None:
     """Add `--repeats`, for benchmarks that time something."""
-    made.add_argument("--repeats", type=_repeats, default=MIN_REPEATS, help="turns, at least 5 (default: %(default)s)")
+    made.add_argument("--repeats", type=_repeats, default=default, help="turns, at least 5 (default: %(default)s)")
 
 
 def add_prompts(made: argparse.ArgumentParser) -> None:
@@ -82,18 +317,14 @@ def trees(text: str) -> list[list[int]]:
     return [[int(width) for width in tree.split("+")] for tree in text.split(",")]
 
 
-def set_threads(threads: int | None) -> None:
-    """Apply `--threads`."""
-    if threads:
-        torch.set_num_threads(threads)
-
-
 def load_target(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """A target without an end-of-text token, under transformers' `sdpa` attention.
 
     Raises:
         ValueError: If there is no such model.
     """
+    from hf_longspec.bench.calls import endless
+
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
     except OSError as error:
@@ -113,6 +344,8 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     Raises:
         ValueError: If no source has one.
     """
+    from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
+
     tokenizer = AutoTokenizer.from_pretrained(target)
     found, described = [], []
     for source in sources or [STDLIB]:
@@ -130,28 +363,8 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     return turns, {"sources": described, "prompts": count, "window": window}
 
 
-def prefilled(model: PreTrainedModel, tokens: torch.Tensor, progress: Progress) -> PrefilledPrompts:
+def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> Any:
     """Prefill prompts, with a line of progress for each."""
-    return prefill(model, tokens, lambda index: progress.say(f"prefilled prompt {index + 1} of {len(tokens)}"))
+    from benchmarks.prefilled import prefill
 
-
-def show(results: ResultFile, progress: Progress | None = None) -> None:
-    """Print the report of a finished run."""
-    if progress is not None:
-        progress.stop()
-    print(results.path.with_suffix(".md").read_text(encoding="utf-8"))
-
-
-def time_in_turns(functions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Call functions that return seconds in turns; a list of seconds for each, one entry per repeat."""
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _, name in in_turns(list(functions), repeats):
-        seconds[name].append(functions[name]())
-    return seconds
-
-
-def seconds_of(function: Callable[[], Any]) -> float:
-    """Time one call."""
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
+    return prefill(model, tokens, lambda index: run.say(f"prefilled prompt {index + 1} of {len(tokens)}"))

@@ -11,45 +11,22 @@ also run for a few hundred tokens after every mark, on the keys and values of a 
 import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModel, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import hf_longspec
-from benchmarks.harness import (
-    HUB_CARDS,
-    add_prompts,
-    integers,
-    load_prompts,
-    load_target,
-    parser,
-    set_threads,
-    show,
-)
-from benchmarks.parts import report_page
+from benchmarks.harness import HUB_CARDS, Run, add_prompts, integers, load_prompts, load_target, parser, start
+from benchmarks.hf_side import dynamic_cache
 from examples.distinct_ngrams import ORDERS, distinct
 from hf_longspec.bench.calls import HF, MODES, PLAIN, HfMethod, TokenClock
-from hf_longspec.bench.markdown import markdown_table
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.stats import SpeculationStats
 from hf_longspec.generation.target import TargetView
-
-HEADLINE = "Long generation"
-NOTE = (
-    "One run per row, decoding only. tokens/s: from the first token to the mark, x plain: over that of the plain "
-    "loop, as in the paper. Near: over the 1,000 tokens before the mark, compared with the plain loop and with "
-    "plain `model.generate` (DynamicCache, sdpa), both continued after it. tau: tokens per verification; alpha and "
-    "beta: accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
-    "the paper, whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over "
-    "windows of 1,000 tokens / whole text."
-)
-
 
 # Tokens before a mark over which the speed at the mark is taken.
 NEAR = 1000
@@ -78,6 +55,7 @@ class LongRow:
     penalised: bool = True
 
 
+@dataclass
 class Marks:
     """Note, at each of some numbers of tokens, the time and the statistics so far; see `on_arrival` of [`TokenClock`].
 
@@ -87,29 +65,24 @@ class Marks:
         now (`Callable[[], float]`, *optional*): Clock in seconds.
     """
 
-    def __init__(
-        self,
-        marks: Sequence[int],
-        counts: Callable[[], SpeculationStats],
-        now: Callable[[], float] = time.perf_counter,
-    ):
-        self.times: dict[int, float] = {}
-        self.stats: dict[int, SpeculationStats] = {}
-        self._pending = list(marks)
-        self._counts = counts
-        self._now = now
+    marks: Sequence[int]
+    counts: Callable[[], SpeculationStats]
+    now: Callable[[], float] = time.perf_counter
+    times: dict[int, float] = field(default_factory=dict, init=False)
+    stats: dict[int, SpeculationStats] = field(default_factory=dict, init=False)
 
     def __call__(self, tokens: int) -> None:
         """Check whether `tokens` tokens reach the next mark."""
-        if self._pending and tokens >= self._pending[0]:
-            mark = self._pending.pop(0)
-            self.times[mark], self.stats[mark] = self._now(), replace(self._counts())
+        mark = next((mark for mark in self.marks if mark not in self.times), tokens + 1)
+        if tokens >= mark:
+            self.times[mark], self.stats[mark] = self.now(), replace(self.counts())
 
     def speed(self, first: int, last: int) -> float:
         """Tokens per second from one mark to another."""
         return significant((last - first) / (self.times[last] - self.times[first]))
 
 
+@dataclass
 class LongBenchmark:
     """Run methods one after another after one prompt, and plain `generate` for a while at every mark.
 
@@ -122,27 +95,18 @@ class LongBenchmark:
         levels (`int`): Rows of logits that a TokenSwift draft has, for alpha and beta (Eqs. 4 and 6 of the paper).
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        prompt: torch.Tensor,
-        marks: Sequence[int],
-        sampling: dict[str, Any],
-        processors: Sequence[LogitsProcessor],
-        levels: int,
-    ):
-        self.model = model
-        self.prompt = prompt
-        self.marks = marks
-        self.sampling = sampling
-        self.processors = processors
-        self.levels = levels
-        self._longest = 0.0
+    model: PreTrainedModel
+    prompt: torch.Tensor
+    marks: Sequence[int]
+    sampling: dict[str, Any]
+    processors: Sequence[LogitsProcessor]
+    levels: int
+    _longest: float = field(default=0.0, init=False)
 
-    def measure(self, row: LongRow, baselines: Mapping[str, Any], tokens: int, results: ResultFile) -> None:
+    def measure(self, row: LongRow, baselines: Mapping[str, Any], tokens: int, results: Run) -> None:
         """One row, and some tokens of each baseline at its marks; left out if there is no time for it."""
-        before = results.guard.elapsed
-        if not results.guard.fits(self._longest):
+        before = results.elapsed
+        if self._longest > results.left:
             results.skip("no time left", method=row.method, mode=row.mode, penalised=row.penalised)
             return
         for method in (row.draft, *baselines.values()):
@@ -154,9 +118,9 @@ class LongBenchmark:
                 speed = self.speed_at(mark, method, row, text, cache, tokens)
                 what = {"mode": row.mode, "penalised": row.penalised, "mark": mark}
                 results.write("baseline", method=name, **what, tokens=tokens, tokens_per_second=speed)
-        self._longest = max(self._longest, results.guard.elapsed - before)
+        self._longest = max(self._longest, results.elapsed - before)
 
-    def run(self, row: LongRow, results: ResultFile) -> tuple[torch.Tensor, SpeculativeCache]:
+    def run(self, row: LongRow, results: Run) -> tuple[torch.Tensor, SpeculativeCache]:
         """Decode one row, write a record per mark; returns the text, prompt included, and the cache."""
         marks = [mark for mark in self.marks if mark <= row.tokens]
         reached = Marks(
@@ -224,54 +188,6 @@ class LongBenchmark:
         }
 
 
-def dynamic_cache(cache: SpeculativeCache, length: int) -> DynamicCache:
-    """The first `length` tokens of a cache of ours as transformers' own."""
-    made = DynamicCache()
-    for index, layer in enumerate(cache.layers):
-        made.update(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone(), index)
-    return made
-
-
-def long_headline(records: Sequence[Record]) -> str:
-    """One row per method and mark."""
-    rows = of_kind(records, "long")
-    plain = {_run_of(row): row["tokens_per_second"] for row in rows if row["method"] == PLAIN}
-    near: dict[str, dict[Any, float]] = {HF: {}, PLAIN: {}}
-    for row in of_kind(records, "baseline"):
-        near[row["method"]][_run_of(row)] = row["tokens_per_second"]
-    header = ["mode", "penalty", "method", "tokens", "tokens/s", "x plain", "tokens/s near", "x plain near"]
-    header += ["x `generate` near", "tau", "alpha", "beta"]
-    lines = [
-        [
-            row["mode"],
-            "yes" if row["penalised"] else "no",
-            row["method"],
-            str(row["mark"]),
-            f"{row['tokens_per_second']:.1f}",
-            _times(row["tokens_per_second"], plain.get(_run_of(row))),
-            f"{row['tokens_per_second_near']:.1f}",
-            *(_times(row["tokens_per_second_near"], near[name].get(_run_of(row))) for name in (PLAIN, HF)),
-            *(f"{row[name]:.2f}" for name in ("tau", "alpha", "beta")),
-            *(f"{windowed:.2f} / {whole:.2f}" for windowed, whole in row["distinct"]),
-        ]
-        for row in rows
-    ]
-    return markdown_table([*header, *(f"Distinct-{n}" for n in (1, 2, 3, 4))], lines)
-
-
-def _run_of(row: Record) -> tuple[str, bool, int]:
-    return row["mode"], row["penalised"], row["mark"]
-
-
-def _times(speed: float, base: float | None) -> str:
-    return f"{speed / base:.2f}" if base else ""
-
-
-def long_report(records: Sequence[Record]) -> str:
-    """The table with its environment."""
-    return report_page(HEADLINE, NOTE, [long_headline(records)], records)
-
-
 NGRAMS = {"ngram_candidates": 1, "ngram_num_tokens": 4}
 # Settings in addition to the draft's own, the most important first.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -287,12 +203,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    set_threads(args.threads)
     model = load_target(args.target, getattr(torch, args.dtype))
     tokens, origin = load_prompts(args.target, args.data, args.prompt, 1)
     rows = [row for row in make_rows(model, args) if row.mode in args.modes]
     rows = [row for row in rows if not args.only or row.method in args.only]
-    guard, progress = TimeGuard(args.minutes), Progress(len(rows), lines=True, quiet=args.quiet)
     names = ("compile", "tokens", "dtype", "prompt", "min_p", "penalty", "penalty_window", "near")
     settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}
     penalty = hf_longspec.ContextualPenaltyLogitsProcessor(args.penalty, args.penalty_window)
@@ -302,12 +216,10 @@ def main(arguments: list[str] | None = None) -> None:
         for method in (baselines[PLAIN], *(row.draft for row in rows)):
             method.generation_config.compile = "compile"
     benchmark = LongBenchmark(model, tokens, marks, {"min_p": args.min_p}, [penalty], levels=args.levels)
-    with ResultFile(args.output, "long", long_report, guard, settings) as results:
+    with start(args, "long", settings) as results:
         for row in rows:
-            progress.say(f"{row.method}, {row.mode}{', penalty' if row.penalised else ''}: {row.tokens} tokens")
+            results.say(f"{row.method}, {row.mode}{', penalty' if row.penalised else ''}: {row.tokens} tokens")
             benchmark.measure(row, baselines if row is rows[0] or row.method == PLAIN else {}, args.near, results)
-            progress.step()
-    show(results, progress)
 
 
 def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]:

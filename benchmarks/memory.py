@@ -27,26 +27,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import DynamicCache, LlamaForCausalLM
 
 import hf_longspec
-from benchmarks.harness import integers, parser, set_threads, show
-from benchmarks.parts import report_page
+from benchmarks.harness import Run, integers, parser, start
+from benchmarks.hf_side import dynamic_cache
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.markdown import markdown_table
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView
-
-HEADLINE = "Extra memory"
-NOTE = (
-    "Peak of a call of `generate` beyond weights, keys and values, and its share of the keys and values: tensors "
-    "and scratch buffers as torch's allocator reports them, numpy's buffers and Python's objects as tracemalloc "
-    "does. Decoding: three tokens after a full cache. Prefill: the last chunk of a prompt, `hf generate` with the "
-    "same chunks. Bounds: the memory of the method at the smallest context, plus an allowance per token of text; for "
-    "SpecAttn the memory of the loop without a draft, its selected entries and 0.8 % of the cache for scores; for "
-    "the prefill the memory of `hf generate`, plus the allowance per token of text."
-)
-
 
 MEASURED = "hf_longspec: measured"
 
@@ -168,6 +154,7 @@ class MeasuredDraft:
         return int(entries * (1 + 1 / layers) * kv_bytes / context + SCORE_SHARE * kv_bytes)
 
 
+@dataclass
 class MemoryBenchmark:
     """Measure every draft at every context, then the prefill.
 
@@ -176,26 +163,16 @@ class MemoryBenchmark:
         shape ([`Shape`]): Its sizes.
         drafts (`Mapping[str, MeasuredDraft]`): By name; one of them is `PLAIN`.
         chunk (`int`): Tokens per forward of the prefill.
-        results ([`ResultFile`]): Where the lines go.
-        progress ([`Progress`]): Shows what is being done.
+        results ([`Run`]): Where the lines go.
     """
 
-    def __init__(
-        self,
-        model: LlamaForCausalLM,
-        shape: Shape,
-        drafts: Mapping[str, MeasuredDraft],
-        *,
-        chunk: int,
-        results: ResultFile,
-        progress: Progress,
-    ):
-        self.model = model
-        self.shape = shape
-        self.drafts = drafts
-        self.chunk = chunk
-        self.results = results
-        self.progress = progress
+    model: LlamaForCausalLM
+    shape: Shape
+    drafts: Mapping[str, MeasuredDraft]
+    chunk: int
+    results: Run
+
+    def __post_init__(self) -> None:
         self._prefill_of_hf = 0
         self._smallest: dict[str, tuple[int, int]] = {}  # its smallest context, and what it took there
 
@@ -208,13 +185,9 @@ class MemoryBenchmark:
                 self._guarded(name, context, "prefill", self.prefilling)
 
     def _guarded(self, name: str, context: int, part: str, measure: Callable[[str, int], None]) -> None:
-        what = {"part": part, "method": name, "context": context}
-        if not self.results.guard.left:
-            self.results.skip("no time left", **what)
-        else:
-            self.progress.say(f"{part}, {name}, {context} tokens")
+        if self.results.has_time(part=part, method=name, context=context):
+            self.results.say(f"{part}, {name}, {context} tokens")
             measure(name, context)
-        self.progress.step()
 
     def decoding(self, name: str, context: int) -> None:
         """Decode after a full cache, and compare with what the method may take."""
@@ -280,10 +253,7 @@ class MemoryBenchmark:
         self.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options)
 
     def _dynamic_cache(self, stored: int) -> DynamicCache:
-        size, cache = (1, self.shape.kv_heads, stored, self.shape.head_dim), DynamicCache()
-        for layer in range(self.shape.layers):
-            cache.update(torch.randn(size, dtype=self.model.dtype), torch.randn(size, dtype=self.model.dtype), layer)
-        return cache
+        return dynamic_cache(full_cache(self.model, 1, stored, 1, 1), stored)
 
     def _prompt(self, context: int) -> torch.Tensor:
         return torch.randint(self.shape.vocab, (1, context), generator=torch.Generator().manual_seed(0))
@@ -297,66 +267,13 @@ class MemoryBenchmark:
         self.results.write("memory", part=part, method=name, context=context, **record)
 
 
-TITLES = {"decode": "Decoding after a full cache", "prefill": "The last chunk of a prompt"}
-
-
-def memory_headline(records: Sequence[Record]) -> str:
-    """One row per method of either part, one column per context."""
-    rows = of_kind(records, "memory")
-    contexts = sorted({row["context"] for row in rows})
-    found = {(row["part"], row["method"], row["context"]): row for row in rows}
-    lines = [
-        [part, method, *(_cell(found.get((part, method, context))) for context in contexts)]
-        for part, method in dict.fromkeys((row["part"], row["method"]) for row in rows)
-    ]
-    return markdown_table(["part", "method", *(f"{context} tokens" for context in contexts)], lines)
-
-
-def memory_report(records: Sequence[Record]) -> str:
-    """Everything, with the bounds."""
-    parts = [memory_headline(records)]
-    header = ["method", "context", "extra, MiB", "of it torch", "bound, MiB", "within", "keys and values, MiB"]
-    for part, title in TITLES.items():
-        rows = [
-            [
-                row["method"],
-                str(row["context"]),
-                *(_mib(row.get(name)) for name in ("extra_bytes", "torch_bytes", "bound_bytes")),
-                {True: "yes", False: "NO", None: ""}[row.get("within")],
-                _mib(row["kv_bytes"]),
-            ]
-            for row in of_kind(records, "memory")
-            if row["part"] == part
-        ]
-        if rows:
-            parts += [f"## {title}", markdown_table(header, rows)]
-    return report_page(HEADLINE, NOTE, parts, records)
-
-
-def _cell(row: Record | None) -> str:
-    if row is None:
-        return ""
-    return f"{_mib(row['extra_bytes'])} MiB, {row['extra_bytes'] / row['kv_bytes']:.2%}"
-
-
-def _mib(value: int | None) -> str:
-    return "" if value is None else f"{value / 2**20:.2f}"
-
-
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    set_threads(args.threads)
     torch.manual_seed(0)
-    guard = TimeGuard(args.minutes)
-    dtype = getattr(torch, args.dtype)
     settings = {"shape": vars(SHAPE), "dtype": args.dtype, "chunk": args.chunk, "budget": args.budget}
-    with ResultFile(args.output, "memory", memory_report, guard, settings) as results:
-        model = random_target(SHAPE, max(args.contexts) + 64, torch.device("cpu"), dtype)
-        drafts = make_drafts(model, args)
-        progress = Progress(len(args.contexts) * (len(drafts) + 3), lines=True, quiet=args.quiet)
-        benchmark = MemoryBenchmark(model, SHAPE, drafts, chunk=args.chunk, results=results, progress=progress)
-        benchmark.run(args.contexts)
-    show(results, progress)
+    with start(args, "memory", settings) as results:
+        model = random_target(SHAPE, max(args.contexts) + 64, torch.device("cpu"), getattr(torch, args.dtype))
+        MemoryBenchmark(model, SHAPE, make_drafts(model, args), chunk=args.chunk, results=results).run(args.contexts)
 
 
 def make_drafts(model: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, MeasuredDraft]:

@@ -8,7 +8,6 @@ beside it.
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,9 @@ from transformers import PreTrainedModel
 
 import hf_longspec
 from benchmarks.acceptance import AcceptanceBenchmark, Setting
-from benchmarks.engine import EngineBenchmark, engine_headline, order_of_cells, speed_tables
+from benchmarks.engine import EngineBenchmark, order_of_cells
 from benchmarks.harness import (
+    Run,
     add_prompts,
     add_repeats,
     integers,
@@ -27,38 +27,11 @@ from benchmarks.harness import (
     names,
     parser,
     prefilled,
-    set_threads,
-    show,
+    start,
 )
-from benchmarks.parts import PrefilledPrompts, report_page
+from benchmarks.prefilled import PrefilledPrompts
 from hf_longspec.bench.calls import MODES, PLAIN, HfMethod
 from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.markdown import acceptance_table
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
-
-HEADLINE = "N-grams and prompt lookup"
-NOTE = (
-    "Drafts from the text itself, one row at a time. tau: tokens emitted per verification, the target's own "
-    "included; mean over prompts with its 95 % interval, in brackets the difference to transformers' prompt "
-    "lookup with its default settings, prompt by prompt. Sampled texts differ between transformers and us, as "
-    "they draw otherwise. Speeds: tokens per second from the first token to the last, median of interleaved "
-    "repeats, lowest and highest in brackets; reading the prompt once is outside of it, transformers' search "
-    "through the whole text in every step is inside."
-)
-
-
-def ngram_headline(records: Sequence[Record]) -> str:
-    """Tokens per verification, then speed, as far as either was measured."""
-    parts = {"acceptance": acceptance_table, "decoding": engine_headline}
-    return "\n\n".join(table(records) for kind, table in parts.items() if of_kind(records, kind))
-
-
-def ngram_report(records: Sequence[Record]) -> str:
-    """Tokens per verification, then one table of speeds per mode."""
-    tau = ["## Tokens per verification", acceptance_table(records)] if of_kind(records, "acceptance") else []
-    return report_page("N-grams and prompt lookup", NOTE, [*tau, *speed_tables(records)], records)
-
 
 # Differences are taken to the first: transformers' defaults. The second has the lengths of our defaults.
 LOOKUPS: dict[str, dict[str, Any]] = {
@@ -80,43 +53,33 @@ NGRAMS: dict[str, dict[str, Any]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    set_threads(args.threads)
     model = load_target(args.target, torch.float32)
     tokens, origin = load_prompts(args.target, args.data, max(args.lengths), args.prompts)
-    guard = TimeGuard(args.minutes)
-    sections = {"speed": 1, "tau": len(MODES) * len(LOOKUPS | NGRAMS)}
-    progress = Progress(sum(sections[part] for part in args.parts) * len(args.lengths), lines=True, quiet=args.quiet)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
     settings["defaults"] = hf_longspec.NgramDraftModel.settings | {"gate": False}
-    with ResultFile(args.output, "ngram", ngram_report, guard, settings) as results:
-        prompts = prefilled(model, tokens, progress)
+    with start(args, "ngram", settings) as results:
+        prompts = prefilled(model, tokens, results)
         if "speed" in args.parts:
-            measure_speed(model, prompts, args, results, progress)
+            measure_speed(model, prompts, args, results)
         if "tau" in args.parts:
-            measure_tau(model, prompts, args, results, progress)
-    show(results, progress)
+            measure_tau(model, prompts, args, results)
 
 
-def measure_speed(
-    model: PreTrainedModel, prompts: PrefilledPrompts, args: argparse.Namespace, results: ResultFile, progress: Progress
-) -> None:
+def measure_speed(model: PreTrainedModel, prompts: PrefilledPrompts, args: argparse.Namespace, results: Run) -> None:
     """tokens/s of every method in turns, one prompt at a time, as transformers' prompt lookup has it."""
     bandwidth = read_gb_per_second()
     results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
     sizes = {"tokens": args.tokens, "repeats": args.repeats, "bandwidth": bandwidth}
-    benchmark = EngineBenchmark({"float32": model}, make_methods, prompts, **sizes)
+    benchmark = EngineBenchmark(models={"float32": model}, make_drafts=make_methods, prompts=prompts, **sizes)
     for cell in order_of_cells(args.lengths, [1], ["float32"]):
-        benchmark.measure(cell, results, progress)
-        progress.step()
+        benchmark.measure(cell, results)
 
 
-def measure_tau(
-    model: PreTrainedModel, prompts: PrefilledPrompts, args: argparse.Namespace, results: ResultFile, progress: Progress
-) -> None:
+def measure_tau(model: PreTrainedModel, prompts: PrefilledPrompts, args: argparse.Namespace, results: Run) -> None:
     """tau of every method on every prompt."""
     methods = {name: method for name, method in make_methods(model).items() if name != PLAIN}
     plan = [(name, Setting.of(mode), length) for length in args.lengths for mode in MODES for name in methods]
-    AcceptanceBenchmark(model, methods, prompts, args.tokens, args.batch).run(plan, results, progress)
+    AcceptanceBenchmark(model, methods, prompts, args.tokens, args.batch).run(plan, results)
 
 
 def make_methods(model: PreTrainedModel) -> dict[str, Any]:

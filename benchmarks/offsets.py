@@ -7,67 +7,30 @@ at every offset, with and without anchored first positions, and compared with it
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.harness import add_prompts, integers, load_prompts, load_target, parser, set_threads, show
-from benchmarks.parts import report_page
-from hf_longspec.bench.markdown import markdown_table, plus_minus
-from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
+from benchmarks.harness import add_prompts, integers, load_prompts, load_target, parser, start
 from hf_longspec.bench.summaries import mean_interval
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
-
-HEADLINE = "The target under offsets"
-NOTE = (
-    "Cross-entropy in nats per token of held-out windows whose positions after the anchored ones are moved; mean "
-    "over windows with its 95 % interval, differences window by window."
-)
-
-
-def offsets_headline(records: Sequence[Record]) -> str:
-    """One row per offset and number of anchored positions."""
-    rows = [
-        [
-            str(row["offset"]),
-            str(row["anchors"]),
-            f"{row['loss']['mean']:.3f}{plus_minus(row['loss'])}",
-            f"{row['difference']['mean']:+.4f}{plus_minus(row['difference'], 4)}",
-        ]
-        for row in of_kind(records, "offsets")
-    ]
-    return markdown_table(["offset", "anchors", "target's loss", "difference to offset 0"], rows)
-
-
-def offsets_report(records: Sequence[Record]) -> str:
-    """The table with its environment."""
-    return report_page(HEADLINE, NOTE, [offsets_headline(records)], records)
-
 
 ANCHORS = 4
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    set_threads(args.threads)
     model = load_target(args.target, torch.float32)
     tokens, origin = load_prompts(args.target, args.data, args.length, args.windows)
     settings = {"target": Path(args.target).name, "length": args.length, **origin}
-    with ResultFile(args.output, "offsets", offsets_report, TimeGuard(args.minutes), settings) as results:
+    with start(args, "offsets", settings) as results:
         base = losses(model, tokens, 0, 0)
         for offset in args.offsets:
             for anchors in (ANCHORS, 0) if offset else (ANCHORS,):
                 moved = losses(model, tokens, offset, anchors)
-                results.write(
-                    "offsets",
-                    offset=offset,
-                    anchors=anchors,
-                    loss=mean_interval(moved.tolist()),
-                    difference=mean_interval((moved - base).tolist()),
-                )
-    show(results)
+                found = {"loss": mean_interval(moved.tolist()), "difference": mean_interval((moved - base).tolist())}
+                results.write("offsets", offset=offset, anchors=anchors, **found)
 
 
 @torch.no_grad()

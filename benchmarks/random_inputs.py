@@ -1,12 +1,12 @@
 """Random targets, caches, trees and attention cases for the verification, memory and GPU benchmarks.
 
 Nothing is prefilled and nothing is downloaded. The cost of a step does not depend on the values, as long as they are
-random: zeros draw less power and run faster. Weights, keys and values of the verification benchmark are bfloat16
-numbers, also in its float32 section, so that both sections compute the same thing.
+random: zeros draw less power and run faster.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,7 @@ from hf_longspec.generation.draft_tree import DraftTree
 # wrong tree mask shows in the output, which a few keys among thousands would not.
 NODE_KEY_GAIN = 6.0
 # Relative difference between the logits of the two forwards. In bfloat16 each is off by about 1e-2 by itself.
-LOGIT_BUDGET = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-# A prime, so that the rows of no matrix repeat each other.
-NOISE_POOL = 16_777_213
+LOGIT_BUDGET = {torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 
 Layer = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,57 +57,6 @@ class Shape:
         )
 
 
-def random_model(shape: Shape, max_length: int) -> LlamaForCausalLM:
-    """A random model in bfloat16: norms at 1, everything else normal with standard deviation 0.02."""
-    config = shape.config(max_length)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).eval()
-    cast(model, torch.bfloat16)
-    model.to_empty(device="cpu")
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer is not a parameter
-    # numbers from a pool: drawing a billion of them takes longer than the measurement
-    pool = torch.randn(NOISE_POOL, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
-    start = 0
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(1.0)
-            continue
-        start = (start + 12345) % NOISE_POOL  # two matrices of one size differ
-        _fill(parameter.data.view(-1), pool.roll(start))
-    return model
-
-
-def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
-    """Give all parameters a dtype, one after another. The rotary frequencies stay float32, as in a loaded model."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-
-
-def _fill(target: torch.Tensor, pool: torch.Tensor) -> None:
-    for begin in range(0, len(target), len(pool)):
-        part = target[begin : begin + len(pool)]
-        part.copy_(pool[: len(part)])
-
-
-def random_layers(shape: Shape, length: int) -> list[Layer]:
-    """Random keys and values of every layer in bfloat16, `(1, K, length, D)` each."""
-    generator = torch.Generator().manual_seed(1)
-    size = (1, shape.kv_heads, length, shape.head_dim)
-    return [
-        (torch.randn(size, generator=generator).bfloat16(), torch.randn(size, generator=generator).bfloat16())
-        for _ in range(shape.layers)
-    ]
-
-
-def random_tree(num_nodes: int, vocab: int, seed: int = 0) -> DraftTree:
-    """A tree in which every node hangs below a random earlier one."""
-    draw = random.Random(seed)
-    tokens = [draw.randrange(vocab) for _ in range(num_nodes)]
-    parents = [-1] + [draw.randrange(node) for node in range(1, num_nodes)]
-    valid = torch.ones(1, num_nodes, dtype=torch.bool)
-    return DraftTree(torch.tensor([tokens]), torch.tensor([parents]), valid)
-
-
 def random_target(shape: Shape, max_length: int, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
     """A random model, drawn on the device: norms at 1, everything else normal with standard deviation 0.02."""
     config = shape.config(max_length)
@@ -126,6 +73,12 @@ def random_target(shape: Shape, max_length: int, device: torch.device, dtype: to
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
+
+
+def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
+    """Give all parameters a dtype, one after another. The rotary frequencies stay float32, as in a loaded model."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def cache_bytes(shape: Shape, batch: int, length: int, dtype: torch.dtype) -> int:
@@ -153,11 +106,15 @@ def full_cache(model: LlamaForCausalLM, batch: int, context: int, room: int, slo
     return cache
 
 
-def device_tree(nodes: int, vocab: int, batch: int, device: torch.device) -> DraftTree:
-    """A random tree on a device, the same in every row."""
-    drawn = random_tree(nodes, vocab)
-    tokens, parents, valid = (part.to(device).expand(batch, -1) for part in (drawn.tokens, drawn.parents, drawn.valid))
-    return DraftTree(tokens, parents, valid)
+def random_tree(nodes: int, vocab: int, batch: int = 1, device: torch.device | str = "cpu", seed: int = 0) -> DraftTree:
+    """A tree in which every node hangs below a random earlier one, the same in every row. Its mask is made already."""
+    draw = random.Random(seed)
+    tokens = torch.tensor([[draw.randrange(vocab) for _ in range(nodes)]]).expand(batch, -1)
+    parents = torch.tensor([[-1] + [draw.randrange(node) for node in range(1, nodes)]]).expand(batch, -1)
+    valid = torch.ones(batch, nodes, dtype=torch.bool)
+    tree = DraftTree(tokens.to(device), parents.to(device), valid.to(device))
+    assert tree.mask.shape[-1] == tree.depths.shape[-1]
+    return tree
 
 
 @dataclass
@@ -195,6 +152,18 @@ class DeviceAttention:
         """Slots that the attention function is handed."""
         return max(self.lengths) + self.tree.num_nodes
 
+    def written(self, layer: Layer) -> Layer:
+        """Keys and values of prefix and nodes, of rows of one length."""
+        return layer[0][:, :, : self.end], layer[1][:, :, : self.end]
+
+    def prefix(self, layer: Layer) -> Layer:
+        """Keys and values of the prefix alone."""
+        return layer[0][:, :, : self.lengths[0]], layer[1][:, :, : self.lengths[0]]
+
+    def staged(self, layer: Layer) -> Layer:
+        """Keys and values of the nodes alone."""
+        return layer[0][:, :, self.lengths[0] : self.end], layer[1][:, :, self.lengths[0] : self.end]
+
     def context(self, capture: Any = None) -> TreeContext:
         """The context of one forward for a backend."""
         lengths = SeqLens(self.lengths)
@@ -203,8 +172,7 @@ class DeviceAttention:
 
     def attend(self, backend: AttentionBackend, layer: Layer, context: TreeContext, index: int = 0) -> torch.Tensor:
         """A backend's output, `(B, H, N, D)`."""
-        keys, values = (part[:, :, : self.end] for part in layer)
-        return context.attend(backend, index, self.query, keys, values, scaling=self.scaling)
+        return context.attend(backend, index, self.query, *self.written(layer), scaling=self.scaling)
 
     def state(self, backend: AttentionBackend, layer: Layer) -> AttentionState:
         """A backend's output and log-sum-exp."""
@@ -248,10 +216,25 @@ def random_attention(
         for part in parts:
             for row, length in enumerate(lengths):
                 part[row, :, length + nodes :] = torch.nan
-    tree = device_tree(nodes, shape.vocab, len(lengths), device)
+    tree = random_tree(nodes, shape.vocab, len(lengths), device)
     return DeviceAttention(lengths, [(keys, values) for keys, values in drawn], tree, shape.heads)
 
 
 def relative_error(actual: torch.Tensor, exact: torch.Tensor) -> float:
     """Relative L2 distance; NaN stays NaN, and fails every budget."""
     return ((actual.double() - exact).norm() / exact.norm()).item()
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Tensors that are made without values hold NaN in this context, so that a place nobody wrote to is seen."""
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.floors import MACHINES, SHAPES, Iteration, Machine, Roofline, TargetShape, shape_of
+from benchmarks.floors import CONFIGS, MACHINES, Iteration, Machine, Roofline, TargetShape, shape_of
 from benchmarks.harness import integers, trees
-from hf_longspec.bench.markdown import markdown_table
+from benchmarks.pages import Columns, fixed, table
 
 
 @dataclass(frozen=True)
@@ -93,51 +93,25 @@ def roofline_markdown(rows: Sequence[dict[str, Any]]) -> str:
         f"{first['kv_bytes_per_token'] / 1024:g} KiB per token. A verification in brackets repeats the keys and values "
         "of every group, as transformers does under a mask."
     )
-    return "\n\n".join([facts, _steps(rows), _drafters(rows)])
-
-
-def _steps(rows: Sequence[dict[str, Any]]) -> str:
-    header = ["batch", "context", "step, ms", *(f"verify {count}, ms" for count in rows[0]["verify_ms"])]
-    lines = [
-        [
-            *_place(row),
-            f"{row['ar_ms']:.2f}",
-            *(f"{ms:.2f} ({row['masked_verify_ms'][count]:.2f})" for count, ms in row["verify_ms"].items()),
-        ]
-        for row in rows
-    ]
-    return markdown_table(header, lines)
-
-
-def _drafters(rows: Sequence[dict[str, Any]]) -> str:
-    header = [
-        "batch",
-        "context",
-        "drafter",
-        "draft, ms",
-        "verify, ms",
-        "iteration, ms",
-        "c",
-        "break-even tau",
-        "at most",
-    ]
-    lines = [
-        [
-            *_place(row),
-            found["drafter"],
-            *(f"{found[name]:.2f}" for name in ("draft_ms", "verify_ms", "iteration_ms")),
-            f"{found['c']:.3f}",
-            f"{found['break_even_tau']:.2f}",
-            f"{found['max_speedup']:.2f}x (tau {found['max_tau']})",
-        ]
-        for row in rows
-        for found in row["iterations"]
-    ]
-    return markdown_table(header, lines)
-
-
-def _place(row: dict[str, Any]) -> list[str]:
-    return [str(row["batch"]), f"{row['context']}" + ("" if row["fits"] else " (does not fit)")]
+    place: dict[str, Any] = {
+        "batch": "batch",
+        "context": lambda row: f"{row['context']}" + ("" if row["fits"] else " (does not fit)"),
+    }
+    steps = place | {"step, ms": fixed("ar_ms", 2)}
+    for count in first["verify_ms"]:
+        steps[f"verify {count}, ms"] = lambda row, count=count: (
+            f"{row['verify_ms'][count]:.2f} ({row['masked_verify_ms'][count]:.2f})"
+        )
+    drafters: Columns = {
+        **place,
+        "drafter": "drafter",
+        **{f"{name}, ms": fixed(f"{name}_ms", 2) for name in ("draft", "verify", "iteration")},
+        "c": fixed("c", 3),
+        "break-even tau": fixed("break_even_tau", 2),
+        "at most": lambda row: f"{row['max_speedup']:.2f}x (tau {row['max_tau']})",
+    }
+    iterations = [row | iteration for row in rows for iteration in row["iterations"]]
+    return "\n\n".join([facts, table(rows, steps), table(iterations, drafters)])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -170,7 +144,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
 def argument_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, usual = made.add_argument, Drafting()
-    add("--target", default="Llama-3.1-8B", help=f"{', '.join(SHAPES)}, a folder or a Hub id (default: %(default)s)")
+    add("--target", default="Llama-3.1-8B", help=f"{', '.join(CONFIGS)}, a folder or a Hub id (default: %(default)s)")
     add("--gpu", choices=list(MACHINES), default="H200", help="default: %(default)s")
     add("--tbs", type=float, help="measured bandwidth, 10^12 bytes per second")
     add("--tflops", type=float, help="measured matrix products, 10^12 operations per second")

@@ -5,58 +5,15 @@ python -m benchmarks.tables benchmarks/results/engine.jsonl --summary README.md 
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import (
-    acceptance,
-    draft_state,
-    engine,
-    gate,
-    gpu_report,
-    long_generation,
-    memory,
-    ngram,
-    offsets,
-    verification,
-)
-from benchmarks.engine import COMPILED, best_of_cells, kinds_of
+from benchmarks.pages import COMPILED, PAGES, best_of_cells, kinds_of, table, write_report
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.markdown import (
-    ACCEPTANCE_NOTE,
-    acceptance_table,
-    environment_line,
-    markdown_table,
-    with_defaults,
-)
+from hf_longspec.bench.markdown import environment_line, with_defaults
 from hf_longspec.bench.results import Record, of_kind, read_records
 
-# The part of each benchmark that documents quote: title, table, note.
-HEADLINES: dict[str, tuple[str, Callable[[Sequence[Record]], str], str]] = {
-    "engine": (engine.HEADLINE, engine.engine_headline, engine.NOTE),
-    "verification": (verification.HEADLINE, verification.verification_headline, verification.NOTE),
-    "draft_state": (draft_state.HEADLINE, draft_state.draft_state_headline, draft_state.NOTE),
-    "offsets": (offsets.HEADLINE, offsets.offsets_headline, offsets.NOTE),
-    "long": (long_generation.HEADLINE, long_generation.long_headline, long_generation.NOTE),
-    "ngram": (ngram.HEADLINE, ngram.ngram_headline, ngram.NOTE),
-    "gpu": (gpu_report.HEADLINE, gpu_report.gpu_headline, gpu_report.NOTE),
-    "memory": (memory.HEADLINE, memory.memory_headline, memory.NOTE),
-    "acceptance": (acceptance.HEADLINE, acceptance_table, ACCEPTANCE_NOTE),
-}
-# The report beside the result file of each benchmark.
-REPORTS: dict[str, Callable[[Sequence[Record]], str]] = {
-    "engine": engine.engine_report,
-    "verification": verification.verification_report,
-    "draft_state": draft_state.draft_state_report,
-    "offsets": offsets.offsets_report,
-    "long": long_generation.long_report,
-    "ngram": ngram.ngram_report,
-    "gpu": gpu_report.gpu_report,
-    "memory": memory.memory_report,
-    "acceptance": acceptance.acceptance_report,
-    "gate": gate.gate_report,
-}
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
 
@@ -68,10 +25,10 @@ def section(records: Sequence[Record]) -> tuple[str, str]:
     """
     found = of_kind(records, "environment")
     name = found[0].get("benchmark") if found else None
-    if name not in HEADLINES:
-        raise ValueError(f"benchmark {name!r}: expected one of {', '.join(HEADLINES)}. Is this a result file?")
-    title, table, note = HEADLINES[name]
-    parts = [f"### {title}", table(records), with_defaults(note, records), environment_line(records)]
+    if name not in PAGES:
+        raise ValueError(f"benchmark {name!r}: expected one of {', '.join(PAGES)}. Is this a result file?")
+    page = PAGES[name]
+    parts = [f"### {page.title}", page.headline(records), with_defaults(page.note, records), environment_line(records)]
     return name, "\n\n".join(parts)
 
 
@@ -101,8 +58,8 @@ def write_between(page: Path, content: str) -> None:
 
 
 def write_tables(results: Sequence[Path], page: Path) -> list[str]:
-    """Put the tables of the result files into `page`, in the order of `HEADLINES`; returns what was written."""
-    order = list(HEADLINES)
+    """Put the tables of the result files into `page`, in the order of `PAGES`; returns what was written."""
+    order = list(PAGES)
     sections = sorted((section(read_records(path)) for path in results), key=lambda found: order.index(found[0]))
     write_between(page, "\n\n".join(text for _, text in sections))
     return [name for name, _ in sections]
@@ -131,19 +88,23 @@ COLOURS |= {"TokenSwift": "tab:green", "n-grams": "tab:purple"}
 
 def summary(records: Sequence[Record]) -> str:
     """Table of the longest contexts at the smallest batch, with its note."""
-    shown = _shown(records)
-    kinds = [kind for kind in kinds_of(records) if _family(kind) in OURS]
-    lines = []
-    for (dtype, context, _, mode), best in shown.items():
-        ratios = {kind: best[kind]["ratio_to_hf"]["median"] for kind in kinds if kind in best}
-        cells = [
-            ("**%.2fx**" if ratios[kind] == max(ratios.values()) else "%.2fx") % ratios[kind] if kind in ratios else ""
-            for kind in kinds
-        ]
-        speed = f"{best[HF]['tokens_per_second']['median']:.0f}" if HF in best else ""
-        lines.append([f"{context:,}", DTYPES.get(dtype, dtype), MODES[mode], speed, *cells])
-    header = ["prompt", "dtype", "text", "`generate`, tokens/s", *kinds]
-    return "\n\n".join([markdown_table(header, lines), _reading(records)])
+    kinds = [kind for kind in kinds_of(records) if kind.removesuffix(COMPILED) in OURS]
+    columns: dict[str, Any] = {
+        "prompt": lambda row: f"{row['at'][1]:,}",
+        "dtype": lambda row: DTYPES.get(row["at"][0], row["at"][0]),
+        "text": lambda row: MODES[row["at"][3]],
+        "`generate`, tokens/s": lambda row: f"{row[HF]['tokens_per_second']['median']:.0f}" if HF in row else "",
+    }
+    columns |= {kind: lambda row, kind=kind: _ratio(row, kind, kinds) for kind in kinds}
+    rows: list[Record] = [{"at": at, **best} for at, best in _shown(records).items()]
+    return "\n\n".join([table(rows, columns), _reading(records)])
+
+
+def _ratio(row: Record, kind: str, kinds: Sequence[str]) -> str:
+    """The ratio of a kind to `generate`; bold if it is the highest of the row."""
+    ratios = {name: row[name]["ratio_to_hf"]["median"] for name in kinds if name in row}
+    shown = f"{ratios[kind]:.2f}x" if kind in ratios else ""
+    return f"**{shown}**" if shown and ratios[kind] == max(ratios.values()) else shown
 
 
 def _reading(records: Sequence[Record]) -> str:
@@ -170,10 +131,6 @@ def _shown(records: Sequence[Record]) -> dict[Any, dict[str, Record]]:
 
 def _smallest_batch(records: Sequence[Record]) -> int:
     return min(row["batch"] for row in of_kind(records, "decoding"))
-
-
-def _family(kind: str) -> str:
-    return kind.removesuffix(COMPILED)
 
 
 def speed_figure(records: Sequence[Record], path: Path) -> None:
@@ -210,11 +167,11 @@ def speed_figure(records: Sequence[Record], path: Path) -> None:
 def _panel(panel: Any, by_context: dict[int, dict[str, Record]]) -> None:
     kinds = dict.fromkeys(kind for best in by_context.values() for kind in best)
     for kind in kinds:
-        if kind != HF and _family(kind) not in OURS:
+        if kind != HF and kind.removesuffix(COMPILED) not in OURS:
             continue
         places = sorted(context for context, best in by_context.items() if kind in best)
         speeds = [by_context[context][kind]["tokens_per_second"]["median"] for context in places]
-        colour = COLOURS[_family(kind)]
+        colour = COLOURS[kind.removesuffix(COMPILED)]
         compiled = kind.endswith(COMPILED)
         style = {"linestyle": "-" if compiled or kind == HF else "--", "marker": "o" if compiled else "s"}
         label = "generate" if kind == HF else kind
@@ -245,8 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("nothing to write. Pass --page, --summary, --figure or --reports.")
     try:
         for path in args.results if args.reports else ():
-            records = read_records(path)
-            path.with_suffix(".md").write_text(REPORTS[records[0]["benchmark"]](records), encoding="utf-8")
+            write_report(path)
         if args.page:
             print(f"{args.page}: {', '.join(write_tables(args.results, args.page))}")
         if args.summary:

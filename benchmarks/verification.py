@@ -7,50 +7,39 @@ single node is what plain decoding runs: there transformers needs no mask. Needs
 """
 
 import argparse
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import LlamaForCausalLM
 
-from benchmarks.harness import add_repeats, integers, names, parser, seconds_of, set_threads, show, time_in_turns
-from benchmarks.parts import ratios, report_page
+from benchmarks.harness import Run, add_repeats, integers, names, parser, ratios, seconds_of, start, time_in_turns
+from benchmarks.hf_side import HfForward, block_mask, hf_attention
 from benchmarks.random_inputs import (
     LOGIT_BUDGET,
-    NODE_KEY_GAIN,
-    Layer,
+    DeviceAttention,
     Shape,
     cast,
-    random_layers,
-    random_model,
+    full_cache,
+    random_target,
     random_tree,
     relative_error,
 )
-from hf_longspec.attention_backends.contexts import TreeContext
-from hf_longspec.attention_backends.interface import attention_forward
-from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.merge import merge_attention_states
-from hf_longspec.attention_backends.reference import prefix_attention, tree_attention
+from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.bench.machine import read_gb_per_second
-from hf_longspec.bench.markdown import markdown_table, range_of
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import Record, ResultFile, TimeGuard, of_kind
 from hf_longspec.bench.summaries import significant, summarize
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
 
-HEADLINE = "One verification after a long prefix"
-NOTE = (
-    "Milliseconds for one layer (attention) and for the whole model (forward), medians of interleaved repeats; "
-    "ratio: transformers' time over ours, lowest and highest in brackets. Transformers runs its sdpa attention "
-    "with a 4-D mask on a DynamicCache; for a single node, as in plain decoding, without a mask. Error: "
-    "attention against float64, logits of one forward against the other's."
-)
+# Relative error of the attention against float64: at most that of plain torch in the same dtype, times the factor.
+FLOAT32_FLOOR, FLOAT32_FACTOR, BFLOAT16_FACTOR = 2e-6, 1.5, 2.0
+CPU = torch.device("cpu")
 
 
+@dataclass(kw_only=True)
 class VerificationBenchmark:
     """Measure both parts in one dtype after another, so that only one copy of the weights exists.
 
@@ -60,207 +49,95 @@ class VerificationBenchmark:
         nodes (`Sequence[int]`): Tree sizes.
         repeats (`int`): Turns.
         bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the floor.
-        results ([`ResultFile`]): Where the records go.
-        progress ([`Progress`]): Shows what is being done.
+        results ([`Run`]): Where the records go.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        context: int,
-        nodes: Sequence[int],
-        *,
-        repeats: int,
-        bandwidth: float,
-        results: ResultFile,
-        progress: Progress,
-    ):
-        self.shape = shape
-        self.context = context
-        self.nodes = list(nodes)
-        self.repeats = repeats
-        self.bandwidth = bandwidth
-        self.results = results
-        self.progress = progress
+    shape: Shape
+    context: int
+    nodes: Sequence[int]
+    repeats: int
+    bandwidth: float
+    results: Run
 
     @torch.no_grad()
     def run(self, dtypes: Sequence[str]) -> None:
         """All cells, those of the whole forward after those of attention alone."""
-        self.progress.say("drawing random weights, keys and values")
-        model = random_model(self.shape, self.context + max(self.nodes))
-        drawn = random_layers(self.shape, self.context + max(self.nodes))
+        self.results.say("drawing random weights, keys and values")
+        model = random_target(self.shape, self.context + max(self.nodes), CPU, torch.bfloat16)
         for name in dtypes:
-            dtype = getattr(torch, name)
-            cast(model, dtype)  # from bfloat16 to float32 and back without loss
-            layers = [(keys.to(dtype), values.to(dtype)) for keys, values in drawn]
+            cast(model, getattr(torch, name))  # from bfloat16 to float32 and back without loss
+            cache = full_cache(model, 1, self.context, 1, max(self.nodes))
             for nodes in self.nodes:
-                self.measure_attention(name, nodes, model, layers)
-            cache = self._cache(model, layers)
-            del layers  # the cache holds a copy
+                self._measure({"part": "attention", "dtype": name, "nodes": nodes}, AttentionCase, model, cache)
             for nodes in self.nodes:
-                self.measure_forward(name, nodes, model, cache)
-            del cache
+                self._measure({"part": "forward", "dtype": name, "nodes": nodes}, ForwardCase, model, cache)
 
-    def measure_attention(self, dtype: str, nodes: int, model: LlamaForCausalLM, layers: list[Layer]) -> None:
-        """Check one attention case against float64, then time it."""
-        what = {"part": "attention", "dtype": dtype, "nodes": nodes, "context": self.context}
-        if not self.results.guard.left:
-            self.results.skip("no time left", **what)
+    def _measure(self, what: dict[str, Any], make: Any, model: LlamaForCausalLM, cache: SpeculativeCache) -> None:
+        """Check one case, then time both sides if it passed and there is time."""
+        results, what = self.results, {**what, "context": self.context}
+        if not results.has_time(**what):
             return
-        case = AttentionCase(
-            model.model.layers[0].self_attn, layers, random_tree(nodes, self.shape.vocab), self.context
-        )
-        ours, hf, budget = case.errors()
-        checked = {"error": significant(ours), "hf_error": significant(hf), "budget": significant(budget)}
-        checked["floor_ms"] = self._floor(layers[0])
-        sides = case.sides()
-        self._time(what, sides, sum(side() for side in sides.values()) * len(layers), checked)
-
-    def measure_forward(self, dtype: str, nodes: int, model: LlamaForCausalLM, cache: SpeculativeCache) -> None:
-        """Compare the logits of both forwards, then time them."""
-        what = {"part": "forward", "dtype": dtype, "nodes": nodes, "context": self.context}
-        if not self.results.guard.left:
-            self.results.skip("no time left", **what)
-            return
-        case = ForwardCase(model, cache, random_tree(nodes, self.shape.vocab))
-        difference, budget, seconds = case.errors()
-        checked = {"error": significant(difference), "budget": budget}
-        layers = [part for layer in cache.layers for part in (layer.keys, layer.values)]
-        checked["floor_ms"] = self._floor([*layers, *model.model.layers.parameters()])
-        self._time(what, case.sides(), seconds, checked)
-
-    def _time(
-        self, what: dict[str, Any], sides: dict[str, Callable[[], float]], once: float, checked: dict[str, float]
-    ) -> None:
-        """Time both sides, if they passed their check and `repeats` times `once` seconds are left."""
-        results, expected = self.results, once * self.repeats
-        label = f"{what['part']}, {what['dtype']}, {what['nodes']} nodes"
+        case = make(model, cache, random_tree(what["nodes"], self.shape.vocab))
+        error, budget, once, others = case.check()
+        checked = {"error": significant(error), "budget": significant(budget), **others}
+        checked["floor_ms"] = self._floor(case.read)
         if not checked["error"] <= checked["budget"]:
             results.skip("not timed: its error is over the budget", **what, **checked)
-            self.progress.say(f"{label}: NOT TIMED, error {checked['error']} over {checked['budget']}")
-        elif not results.guard.fits(expected):
-            results.skip(f"it would take {expected:.0f} s and {results.guard.left:.0f} s are left", **what)
-            self.progress.say(f"{label}: left out, it would take {expected:.0f} s")
-        else:
-            passed = f"error {checked['error']:.1e} within {checked['budget']:.1e}"
-            self.progress.say(f"{label}: {passed}, timing {expected:.0f} s")
-            seconds = time_in_turns(sides, self.repeats)
-            results.write("verification", **what, **self._summary(seconds), **checked)
-        self.progress.step()
+        elif results.has_time(once * self.repeats, **what):
+            results.say(f"{what}: error {error:.1e} within {budget:.1e}, timing {once * self.repeats:.0f} s")
+            seconds = time_in_turns(case.sides(), self.repeats)
+            sides = {f"{side}_ms": summarize([value * 1e3 for value in seconds[side]]) for side in ("hf", "ours")}
+            results.write("verification", **what, **sides, ratio=ratios(seconds["hf"], seconds["ours"]), **checked)
 
     def _floor(self, tensors: Iterable[torch.Tensor]) -> float:
         """Milliseconds that reading these tensors once takes at least."""
-        read = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return significant(read / self.bandwidth / 1e6)
-
-    @staticmethod
-    def _summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
-        milliseconds = {name: summarize([value * 1e3 for value in values]) for name, values in seconds.items()}
-        return {
-            "hf_ms": milliseconds["hf"],
-            "ours_ms": milliseconds["ours"],
-            "ratio": ratios(seconds["hf"], seconds["ours"]),
-        }
-
-    def _cache(self, model: LlamaForCausalLM, layers: list[Layer]) -> SpeculativeCache:
-        cache = SpeculativeCache(model.config, 1, self.context, tree_slots=max(self.nodes))
-        for layer, (keys, values) in zip(cache.layers, layers, strict=True):
-            layer.update(keys[:, :, : self.context], values[:, :, : self.context])
-        cache.set_lengths([self.context])
-        return cache
+        return significant(sum(tensor.nbytes for tensor in tensors) / self.bandwidth / 1e6)
 
 
-# Relative error of the attention against float64: at most that of plain torch in the same dtype, times the factor.
-FLOAT32_FLOOR, FLOAT32_FACTOR, BFLOAT16_FACTOR = 2e-6, 1.5, 2.0
-
-
-def block_mask(tree: DraftTree, prefix: int) -> torch.Tensor | None:
-    """The mask for transformers' `sdpa`: `(1, 1, N, prefix + N)`; none for a lone root, which sees everything."""
-    if tree.num_nodes == 1:
-        return None
-    seen = torch.ones(1, tree.num_nodes, prefix, dtype=torch.bool)
-    return torch.cat([seen, tree.mask], dim=2)[:, None]
-
-
-@dataclass
 class AttentionCase:
-    """Attention alone: N nodes after `prefix` entries, layer after layer so that no cache level holds what is read.
+    """Attention alone, layer after layer so that no cache level of the processor holds what is read.
 
     Args:
-        attention (`torch.nn.Module`): Attention layer of the model; both functions read their settings off it.
-        layers (`list`): Keys and values, `(1, K, at least prefix + N, D)`; the nodes' slots are overwritten.
+        model (`LlamaForCausalLM`): Of the cache.
+        cache ([`SpeculativeCache`]): Keys and values of one row; the nodes' slots are overwritten.
         tree ([`DraftTree`]): The nodes.
-        prefix (`int`): Entries before them.
     """
 
-    attention: Any
-    layers: list[Layer]
-    tree: DraftTree
-    prefix: int
-    query: torch.Tensor = field(init=False)
+    def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        self.case = DeviceAttention(cache.lengths.host, layers, tree, model.config.num_attention_heads)
+        size = self.case.query.shape[3]
+        self.backend = select(AttentionCall(CPU, self.case.query.dtype, size, size))
+        self.hf = hf_attention(self.case)
+        self.read = self.case.written(layers[0])
 
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(2)
-        keys, nodes = self.layers[0][0], self.tree.num_nodes
-        heads = keys.shape[1] * self.attention.num_key_value_groups
-        self.query = torch.randn(1, heads, nodes, keys.shape[3], generator=generator).to(keys.dtype)
-        self.mask = block_mask(self.tree, self.prefix)
-        for keys, _ in self.layers:
-            own = torch.randn(1, keys.shape[1], nodes, keys.shape[3], generator=generator)
-            keys[:, :, self.prefix : self.prefix + nodes] = NODE_KEY_GAIN * own
+    def ours(self) -> None:
+        """One pass through all layers."""
+        context = self.case.context()  # one per forward, as in a model
+        for index, layer in enumerate(self.case.layers):
+            self.case.attend(self.backend, layer, context, index)
 
-    def hf(self, layer: Layer) -> torch.Tensor:
-        """Transformers' `sdpa`, `(1, N, H, D)`."""
-        scaling = self.attention.scaling
-        return sdpa_attention_forward(self.attention, self.query, *self._written(layer), self.mask, scaling=scaling)[0]
-
-    def ours(self, layer: Layer, context: TreeContext | None = None) -> torch.Tensor:
-        """Our backend, `(1, N, H, D)`."""
-        context, scaling = context or self.context(), self.attention.scaling
-        return attention_forward(
-            self.attention, self.query, *self._written(layer), self.tree.mask[:, None], scaling=scaling, tree=context
-        )[0]
-
-    def exact(self, layer: Layer) -> torch.Tensor:
-        """The reference in float64, `(1, N, H, D)`."""
-        keys, values = (part.double() for part in self._written(layer))
-        query, lengths, scaling = self.query.double(), SeqLens([self.prefix]), self.attention.scaling
-        inside, staged = slice(0, self.prefix), slice(self.prefix, None)
-        parts = [
-            prefix_attention(query, keys[:, :, inside], values[:, :, inside], lengths, scaling=scaling),
-            tree_attention(query, keys[:, :, staged], values[:, :, staged], self.tree.mask, scaling=scaling),
-        ]
-        return merge_attention_states(parts)[0].transpose(1, 2)
-
-    def errors(self) -> tuple[float, float, float]:
-        """Relative errors of ours and of `sdpa` in the first layer, and the budget of ours."""
-        exact = self.exact(self.layers[0])
-        ours, hf = (relative_error(side(self.layers[0]), exact) for side in (self.ours, self.hf))
-        if self.query.dtype == torch.float32:
-            return ours, hf, max(FLOAT32_FLOOR, FLOAT32_FACTOR * hf)
-        return ours, hf, BFLOAT16_FACTOR * hf
+    def check(self) -> tuple[float, float, float, dict[str, float]]:
+        """Relative error of ours in the first layer, its budget, the seconds of both sides, and the error of `sdpa`."""
+        layer = self.case.layers[0]
+        exact = self.case.exact(layer)[0]
+        ours = relative_error(self.case.attend(self.backend, layer, self.case.context()), exact)
+        hf = relative_error(self.hf(layer), exact)
+        budget = BFLOAT16_FACTOR * hf
+        if self.case.query.dtype == torch.float32:
+            budget = max(FLOAT32_FLOOR, FLOAT32_FACTOR * hf)
+        once = sum(seconds_of(side) for side in self.sides().values()) * len(self.case.layers)
+        return ours, budget, once, {"hf_error": significant(hf)}
 
     def sides(self) -> dict[str, Callable[[], float]]:
         """Functions that return the seconds per layer of one pass over all layers."""
 
-        def ours() -> None:
-            context = self.context()  # one per forward, as in a model
-            for layer in self.layers:
-                self.ours(layer, context)
-
         def hf() -> None:
-            for layer in self.layers:
+            for layer in self.case.layers:
                 self.hf(layer)
 
-        return {"hf": lambda: seconds_of(hf) / len(self.layers), "ours": lambda: seconds_of(ours) / len(self.layers)}
-
-    def context(self) -> TreeContext:
-        """The context of one forward for our backend."""
-        return TreeContext(SeqLens([self.prefix]), self.prefix + self.tree.depths, self.tree.mask)
-
-    def _written(self, layer: Layer) -> Layer:
-        end = self.prefix + self.tree.num_nodes
-        return layer[0][:, :, :end], layer[1][:, :, :end]
+        count = len(self.case.layers)
+        return {"hf": lambda: seconds_of(hf) / count, "ours": lambda: seconds_of(self.ours) / count}
 
 
 class ForwardCase:
@@ -273,90 +150,47 @@ class ForwardCase:
     """
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):
-        self.model = model
-        self.cache = cache
-        self.tree = tree
-        self.prefix = cache.lengths.host[0]
-        self.mask = block_mask(tree, self.prefix)
+        self.model, self.cache, self.tree = model, cache, tree
+        self.mask = block_mask(tree, cache.lengths.host[0])
+        self.forward = HfForward(model, cache)
+        self.read = [part for layer in cache.layers for part in (layer.keys, layer.values)]
+        self.read += model.model.layers.parameters()
 
     def hf(self) -> tuple[float, torch.Tensor]:
         """Seconds and logits of transformers' forward. The growing cache copies itself, as it does in `generate`."""
-        past = DynamicCache()
-        for index, layer in enumerate(self.cache.layers):
-            past.update(layer.keys[:, :, : self.prefix], layer.values[:, :, : self.prefix], index)
-        positions = self.prefix + self.tree.depths
-        logits: list[torch.Tensor] = []
-
-        def forward() -> None:
-            output = self.model(
-                input_ids=self.tree.tokens, position_ids=positions, past_key_values=past, attention_mask=self.mask
-            )
-            logits.append(output.logits)
-
-        return seconds_of(forward), logits[0]
+        started = time.perf_counter()
+        logits = self.forward(self.tree, self.mask)
+        return time.perf_counter() - started, logits
 
     def ours(self) -> tuple[float, torch.Tensor]:
         """Seconds and logits of our verification; choosing the attention implementation is not in it."""
-        target, logits = TargetView(self.model), []
+        target = TargetView(self.model)
         with target.attention():
-            seconds = seconds_of(lambda: logits.append(target.verify(self.tree, self.cache).logits))
+            started = time.perf_counter()
+            logits = target.verify(self.tree, self.cache).logits
+            seconds = time.perf_counter() - started
         self.cache.rollback()
-        return seconds, logits[0]
+        return seconds, logits
 
-    def errors(self) -> tuple[float, float, float]:
-        """Relative difference of the logits, its budget, and the seconds that both sides took."""
+    def check(self) -> tuple[float, float, float, dict[str, float]]:
+        """Relative difference of the logits, its budget, the seconds that both sides took, and nothing else."""
         (ours_seconds, ours), (hf_seconds, hf) = self.ours(), self.hf()
-        return relative_error(ours, hf.double()), LOGIT_BUDGET[self.model.dtype], ours_seconds + hf_seconds
+        return relative_error(ours, hf.double()), LOGIT_BUDGET[self.model.dtype], ours_seconds + hf_seconds, {}
 
     def sides(self) -> dict[str, Callable[[], float]]:
         """Functions that return seconds."""
         return {"hf": lambda: self.hf()[0], "ours": lambda: self.ours()[0]}
 
 
-def verification_headline(records: Sequence[Record]) -> str:
-    """One row per case: both times and their ratio."""
-    header = ["part", "dtype", "nodes", "transformers, ms", "ours, ms", "ratio", "bandwidth floor, ms", "error"]
-    rows = [
-        [
-            row["part"],
-            row["dtype"],
-            str(row["nodes"]),
-            f"{row['hf_ms']['median']:.1f}",
-            f"{row['ours_ms']['median']:.1f}",
-            range_of(row["ratio"]),
-            f"{row['floor_ms']:.1f}",
-            f"{row['error']:.0e}",
-        ]
-        for row in of_kind(records, "verification")
-    ]
-    return markdown_table(header, rows)
-
-
-def verification_report(records: Sequence[Record]) -> str:
-    """The table with its environment."""
-    return report_page("One verification", NOTE, [verification_headline(records)], records)
-
-
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    set_threads(args.threads)
-    guard = TimeGuard(args.minutes)
-    progress = Progress(2 * len(args.nodes) * len(args.dtypes), lines=True, quiet=args.quiet)
+    torch.manual_seed(0)
     settings = {"shape": vars(args.shape), "context": args.context, "repeats": args.repeats}
-    with ResultFile(args.output, "verification", verification_report, guard, settings) as results:
+    with start(args, "verification", settings) as results:
         bandwidth = read_gb_per_second()
         results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
-        benchmark = VerificationBenchmark(
-            args.shape,
-            args.context,
-            args.nodes,
-            repeats=args.repeats,
-            bandwidth=bandwidth,
-            results=results,
-            progress=progress,
-        )
-        benchmark.run(args.dtypes)
-    show(results, progress)
+        how = {"repeats": args.repeats, "bandwidth": bandwidth, "results": results}
+        VerificationBenchmark(shape=args.shape, context=args.context, nodes=args.nodes, **how).run(args.dtypes)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

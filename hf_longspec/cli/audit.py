@@ -74,10 +74,8 @@ def record(name: str, compared: Comparison, tau: float) -> dict[str, Any]:
         "identical": compared.first_difference is None,
         "first_difference": compared.first_difference,
         "tau": tau,
-        "teacher_forced": {
-            "verdict": report.verdict,
-            "num_tokens": report.num_tokens,
-            "num_argmax": report.num_argmax,
+        "teacher_forced": vars(report)
+        | {
             "first_divergence": report.first_divergence and report.first_divergence[1] - prompt,
             "first_failure": report.first_failure and report.first_failure[1] - prompt,
             "max_gap": _finite(report.max_gap),

@@ -95,14 +95,12 @@ def read_document(file: Path | None) -> tuple[str, str]:
         CommandError: If there is no such text.
     """
     if file is not None:
-        try:
-            return file.name, file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise CommandError(f"cannot read --file {file}: {reason}. Pass a text file.") from error
-    for module in read_source(BUILTIN)[0]:  # a distribution may leave the source of a module out
-        return f"{module.name} of the standard library", module.body
-    raise CommandError("this Python comes without the sources of its library: pass a text of your own with --file.")
+        name, text = options.read_text(file, None)
+        return Path(name).name, text
+    modules, _ = read_source(BUILTIN)
+    if not modules:  # a distribution may leave sources out
+        raise CommandError("this Python comes without the sources of its library: pass a text of your own with --file.")
+    return f"{modules[0].name} of the standard library", modules[0].body
 
 
 def make_prompt(tokenizer: Any, name: str, text: str, max_tokens: int) -> tuple[str, torch.Tensor]:

@@ -37,13 +37,14 @@ def system_report() -> dict[str, Any]:
     machine = ("cpu", "cores", "usable_cores", "threads", "simd", "native_bfloat16", "memory_gib")
     return {
         "hf_longspec": __version__,
-        "commit": found["commit"] if _is_checkout() else None,
+        # not that of somebody else's repository, which this environment may lie in
+        "commit": found["commit"] if (Path(__file__).resolve().parents[2] / ".git").exists() else None,
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": found["python"],
         "torch": found["torch"],
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "machine": {name: found[name] for name in machine} | {"interop_threads": torch.get_num_interop_threads()},
-        "cuda": {"built": torch.version.cuda, "hip": torch.version.hip, "cudnn": _cudnn()},
+        "cuda": {"built": torch.version.cuda, "hip": torch.version.hip, "cudnn": torch.backends.cudnn.version()},
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
         "backends": _backends(),
         "generate_patched": is_installed(),
@@ -77,20 +78,11 @@ def _shown(value: Any) -> str:
     return str(value) if value not in (None, [], {}) else "none"
 
 
-def _is_checkout() -> bool:
-    """Whether this package lies in its own repository, and not in an environment inside somebody else's."""
-    return (Path(__file__).resolve().parents[2] / ".git").exists()
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cudnn() -> int | None:
-    return torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
 
 
 def _gpu(index: int) -> dict[str, Any]:

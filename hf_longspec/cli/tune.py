@@ -72,6 +72,7 @@ class Trial:
 
 # Decodes with every candidate in turns: the step, the candidates, and possibly how often, to one trial per candidate.
 Measure = Callable[..., list[Trial]]
+Plan = Callable[[Any, TargetView, int, Measure], Settings]
 
 
 def fastest(trials: Sequence[Trial]) -> Settings:
@@ -153,7 +154,7 @@ def _fastest_tree(name: str, trees: Sequence[list[int]], draft: Any, target: Tar
     return fastest(measure("speed by tree", [{name: tree} for tree in [present, *others]]))
 
 
-def plan_for(draft: Any) -> Callable[[Any, TargetView, int, Measure], Settings]:
+def plan_for(draft: Any) -> Plan:
     """Return the function that tunes this kind of draft.
 
     Raises:
@@ -162,8 +163,7 @@ def plan_for(draft: Any) -> Callable[[Any, TargetView, int, Measure], Settings]:
     kind, tuned = draft.config.model_type, [kind for kind, row in DRAFTS.items() if row.tune is not None]
     if kind not in tuned:
         raise CommandError(f"a draft of type {kind} is not tuned: pass one of type {' or '.join(tuned)}.")
-    plan: Callable[[Any, TargetView, int, Measure], Settings] = DRAFTS[kind].load("tune")
-    return plan
+    return DRAFTS[kind].load("tune")
 
 
 def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
@@ -177,20 +177,15 @@ def update_settings(folder: Path, settings: dict[str, Any]) -> Path:
     """
     path = folder / SETTINGS_FILE
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    handle, name = tempfile.mkstemp(prefix=f".{SETTINGS_FILE}.", dir=folder)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
+    with tempfile.TemporaryDirectory(prefix=f".{SETTINGS_FILE}.", dir=folder) as beside:
+        new = Path(beside) / SETTINGS_FILE
+        with new.open("w", encoding="utf-8") as file:
             file.write(json.dumps(content | settings, indent=2, sort_keys=True) + "\n")
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
-            shutil.copymode(path, name)
-        else:
-            os.chmod(name, 0o644)  # a temporary file is its owner's alone
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+            shutil.copymode(path, new)
+        os.replace(new, path)
     return path
 
 

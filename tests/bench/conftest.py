@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.parts import prefill
+from benchmarks.prefilled import prefill
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
 from hf_longspec.bench.matrix import Cell, Matrix, Method
 from hf_longspec.bench.prompts import Document, DocumentPrompts
@@ -39,7 +39,8 @@ def documents(target):
 
 @pytest.fixture(scope="session")
 def methods(target):
-    draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8)
+    # without the gate, as `hf-longspec bench` loads drafts
+    draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8, gate=False)
     return [
         Method(HF, HfMethod()),
         Method(PLAIN, hf_longspec.PlainDraftModel.from_target(target)),

@@ -10,6 +10,8 @@ from hf_longspec.bench.machine import PeakMemory
 from hf_longspec.bench.prompts import left_padded
 from hf_longspec.testing import tiny_prompts
 
+# Steps and acceptance are counted.
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
 PROMPT_SECONDS, STEP_SECONDS = 100.0, 1.0
 

@@ -15,6 +15,9 @@ from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.testing import tiny_target
 from tests.bench.conftest import CELL, LOOKUP, REPEATS, Quiet, measure, opened
 
+# Steps and acceptance are counted.
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 
 def runs(records):
     return of_kind(records, "run")

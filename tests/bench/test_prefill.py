@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.parts import Decoder, prefill
+from benchmarks.prefilled import Decoder, prefill
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
 from hf_longspec.testing import tiny_target
 

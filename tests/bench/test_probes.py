@@ -13,6 +13,8 @@ from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import walk
 from hf_longspec.testing import tiny_prompts
 
+# Steps and acceptance are counted.
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 # Two attention kernels in float32; the probabilities are at most 1.
 KERNEL_ERROR = 1e-5
 

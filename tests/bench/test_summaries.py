@@ -6,8 +6,7 @@ import statistics
 
 import pytest
 
-from benchmarks.harness import time_in_turns
-from benchmarks.parts import ratios
+from benchmarks.harness import ratios, time_in_turns
 from hf_longspec.bench.results import TimeGuard
 from hf_longspec.bench.summaries import in_turns, mean_interval, significant, summarize
 

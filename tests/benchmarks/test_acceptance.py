@@ -2,12 +2,11 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.acceptance import AcceptanceBenchmark, RowSteps, Setting, acceptance_report
-from benchmarks.ngram import ngram_report
-from benchmarks.parts import Decoder
+from benchmarks.acceptance import AcceptanceBenchmark, Setting
+from benchmarks.harness import Run
+from benchmarks.prefilled import Decoder
 from hf_longspec.bench.calls import HfMethod, changed
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+from hf_longspec.bench.results import read_records
 
 
 @pytest.fixture
@@ -16,37 +15,24 @@ def draft(target):
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
-def test_steps_per_row_add_up_to_the_statistics(target, prompts, draft, mode):
-    decoder = Decoder(target, prompts, tokens=12)
-    with RowSteps().of(draft) as steps:
-        run = decoder.run(draft, slice(0, 3), 50, mode, seed=0)
-    assert sum(steps.counts) == run.steps == draft.last_speculation.num_spec_steps
-    assert "drafter" not in vars(draft)
+def test_rows_of_a_batch_have_the_tau_that_their_steps_give(target, prompts, draft, mode):
+    """Steps are counted row by row: greedily they are those of a call with that row alone."""
+    benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=12, batch=3)
+    run, steps = benchmark._run(draft, slice(0, 3), 50, mode)
+    assert len(steps) == 3 and sum(steps) == run.steps
+    if mode == "greedy":
+        decoder = Decoder(target, prompts, tokens=12)
+        assert steps == [decoder.run(draft, slice(row, row + 1), 50, "greedy", seed=0).steps for row in range(3)]
 
 
-def test_greedy_rows_of_a_batch_take_the_steps_they_take_alone(target, prompts, draft):
-    decoder = Decoder(target, prompts, tokens=12)
-    with RowSteps().of(draft) as together:
-        decoder.run(draft, slice(0, 3), 50, "greedy", seed=0)
-    alone = [decoder.run(draft, slice(row, row + 1), 50, "greedy", seed=0).steps for row in range(3)]
-    assert together.counts == alone
-
-
-def test_settings_are_put_back(draft):
+def test_settings_are_put_back_also_those_that_the_configuration_lacks(draft):
     with changed(draft, {"selection": "window", "num_assistant_tokens": 2}):
-        assert draft.setting("selection") == "window"
-    assert draft.setting("selection") == "two_rows"
-    assert draft.setting("num_assistant_tokens") == 3
-
-
-def test_settings_that_the_configuration_lacks_are_changed_too(draft):
+        assert draft.setting("selection") == "window" and draft.setting("num_assistant_tokens") == 2
+    assert draft.setting("selection") == "two_rows" and draft.setting("num_assistant_tokens") == 3
     del draft.generation_config.selection
     with changed(draft, {"selection": "window"}):
         assert draft.setting("selection") == "window"
     assert draft.setting("selection") == "two_rows"
-
-
-def test_unknown_settings_are_refused(draft):
     with pytest.raises(ValueError, match=r"has no settings \['selecton'\]"), changed(draft, {"selecton": "window"}):
         pass
 
@@ -58,8 +44,8 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
         Setting.of("greedy", selection="two_rows", num_assistant_tokens=1),
     ]
     benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=9, batch=2)
-    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, TimeGuard(1), {}) as results:
-        benchmark.run([(None, s, n) for s in settings for n in (40, 60)], results, Progress(1, quiet=True))
+    with Run(tmp_path / "a.jsonl", "acceptance", 60) as results:
+        benchmark.run([(None, s, n) for s in settings for n in (40, 60)], results)
     rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
     assert [(row["options"]["selection"], row["length"]) for row in rows[:3]] == [
         ("two_rows", 40),
@@ -76,9 +62,8 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
 
 def test_nothing_is_measured_without_time(target, prompts, draft, tmp_path):
     benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=4, batch=3)
-    guard = TimeGuard(minutes=1e-9)
-    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, guard, {}) as results:
-        benchmark.run([(None, Setting.of(), 40)] * 2, results, Progress(1, quiet=True))
+    with Run(tmp_path / "a.jsonl", "acceptance", 1e-9) as results:
+        benchmark.run([(None, Setting.of(), 40)] * 2, results)
         # the first one runs, as nobody knows yet how long it takes
     kinds = [record["kind"] for record in read_records(tmp_path / "a.jsonl")]
     assert kinds == ["environment", "acceptance", "skipped", "end"]
@@ -99,16 +84,16 @@ def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts
     settings = [Setting.of("greedy", selection="two_rows"), Setting.of("greedy", selection="window")]
     plan = [(name, setting, 40) for name in ("long", "short") for setting in settings]
     benchmark = AcceptanceBenchmark(target, {"long": draft, "short": other}, prompts, tokens=9, batch=3)
-    with ResultFile(tmp_path / "a.jsonl", "acceptance", acceptance_report, TimeGuard(1), {}) as results:
-        benchmark.run(plan, results, Progress(1, quiet=True))
+    with Run(tmp_path / "a.jsonl", "acceptance", 60) as results:
+        benchmark.run(plan, results)
     rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
     assert [row["options"]["draft"] for row in rows] == ["long", "long", "short", "short"]
     assert ["difference" in row for row in rows] == [False, False, True, True]
     for first, second in zip(rows[:2], rows[2:], strict=True):
         gap = second["tau"]["mean"] - first["tau"]["mean"]
         assert second["difference"]["mean"] == pytest.approx(gap, abs=1e-2)  # four significant digits are stored
-    with ResultFile(tmp_path / "b.jsonl", "acceptance", acceptance_report, TimeGuard(minutes=1e-9), {}) as results:
-        benchmark.run(plan, results, Progress(1, quiet=True))
+    with Run(tmp_path / "b.jsonl", "acceptance", 1e-9) as results:
+        benchmark.run(plan, results)
     kinds = [record["kind"] for record in read_records(tmp_path / "b.jsonl")]
     assert kinds == ["environment", "acceptance", "skipped", "skipped", "skipped", "end"]
 
@@ -121,8 +106,8 @@ def test_prompt_lookup_is_measured_beside_drafts(target, prompts, tmp_path):
     }
     plan = [(name, Setting.of("greedy"), 50) for name in methods]
     benchmark = AcceptanceBenchmark(target, methods, prompts, tokens=9, batch=3)
-    with ResultFile(tmp_path / "n.jsonl", "ngram", ngram_report, TimeGuard(1), {}) as results:
-        benchmark.run(plan, results, Progress(1, quiet=True))
+    with Run(tmp_path / "n.jsonl", "ngram", 60) as results:
+        benchmark.run(plan, results)
     first, second = (record for record in read_records(tmp_path / "n.jsonl") if record["kind"] == "acceptance")
     assert first["same_text"] and second["same_text"]
     assert len(first["per_prompt"]) == len(second["per_prompt"]) == 3

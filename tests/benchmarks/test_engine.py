@@ -1,12 +1,12 @@
 import pytest
 
 import hf_longspec
-from benchmarks.engine import EngineBenchmark, engine_report, order_of_cells
-from benchmarks.parts import Decoder
+from benchmarks.engine import EngineBenchmark, order_of_cells
+from benchmarks.harness import Run
+from benchmarks.prefilled import Decoder
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
 from hf_longspec.bench.matrix import Cell
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+from hf_longspec.bench.results import read_records
 from hf_longspec.testing import tiny_target
 
 
@@ -17,10 +17,12 @@ def make_drafts(model):
     }
 
 
-def measure(target, prompts, tmp_path, guard=None, make_drafts=make_drafts):
-    benchmark = EngineBenchmark({"float32": target}, make_drafts, prompts, tokens=9, repeats=2, bandwidth=10.0)
-    with ResultFile(tmp_path / "engine.jsonl", "engine", engine_report, guard or TimeGuard(1), {}) as results:
-        benchmark.measure(Cell("float32", 40, 2), results, Progress(1, quiet=True))
+def measure(target, prompts, tmp_path, make_drafts=make_drafts, seconds=60, **clock):
+    benchmark = EngineBenchmark(
+        models={"float32": target}, make_drafts=make_drafts, prompts=prompts, tokens=9, repeats=2, bandwidth=10.0
+    )
+    with Run(tmp_path / "engine.jsonl", "engine", seconds, **clock) as results:
+        benchmark.measure(Cell("float32", 40, 2), results)
     return read_records(tmp_path / "engine.jsonl")
 
 
@@ -65,9 +67,9 @@ def test_wrong_text_is_not_timed(target, prompts, tmp_path):
     assert "plain loop emits another float32 greedy text" in records[1]["reason"]
 
 
-@pytest.mark.parametrize(("minutes", "reason"), [(0.0, "no time left"), (1e-6, "it would take")])
-def test_what_does_not_fit_is_left_out(target, prompts, tmp_path, minutes, reason):
-    records = measure(target, prompts, tmp_path, TimeGuard(minutes, now=lambda: 0.0))
+@pytest.mark.parametrize(("seconds", "reason"), [(0.0, "no time left"), (1e-6, "it would take")])
+def test_what_does_not_fit_is_left_out(target, prompts, tmp_path, seconds, reason):
+    records = measure(target, prompts, tmp_path, seconds=seconds, now=lambda: 0.0)
     assert [record["kind"] for record in records] == ["environment", "skipped", "end"]
     assert reason in records[1]["reason"]
 

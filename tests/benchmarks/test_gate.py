@@ -1,13 +1,28 @@
-"""The gate's benchmark: every way runs as its name says, and the report has what was decided."""
+"""The gate: every way to decode runs as it is named, in turns that change no text; the report has the decisions."""
+
+from itertools import count
 
 import pytest
+import torch
 
 import hf_longspec
 from benchmarks import gate
-from benchmarks.gate import GateBenchmark, gate_report
-from hf_longspec.bench.calls import PLAIN
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+from benchmarks.gate import (
+    CATCH_UP,
+    PLAIN_STEP,
+    SPECULATION,
+    TURN,
+    GateBenchmark,
+    SteppedRun,
+    TimedStep,
+    accounted,
+    interleave,
+)
+from benchmarks.harness import Run
+from hf_longspec.bench.calls import MODES, PLAIN
+from hf_longspec.bench.results import read_records
 from hf_longspec.generation.gate import gate_of
+from hf_longspec.testing import FlippingGate
 
 WAYS = [PLAIN, "useless, gated", "draft, gated", "draft, ungated"]
 
@@ -19,9 +34,16 @@ def measured(target, prompts, folder, **how):
         "draft": hf_longspec.NgramDraftModel.from_target(target),
     }
     benchmark = GateBenchmark(
-        target, methods, prompts, tokens=30, repeats=3, mode="greedy", gated_only=["useless"], **how
+        model=target,
+        methods=methods,
+        prompts=prompts,
+        tokens=30,
+        repeats=3,
+        mode="greedy",
+        gated_only=["useless"],
+        **how,
     )
-    with ResultFile(folder / "gate.jsonl", "gate", gate_report, TimeGuard(1), {}) as results:
+    with Run(folder / "gate.jsonl", "gate", 60) as results:
         benchmark.measure(30, results)
     return {row["method"]: row for row in read_records(folder / "gate.jsonl") if row["kind"] == "gate"}
 
@@ -62,9 +84,9 @@ def test_a_gate_that_chooses_is_compared_with_the_fastest_tree(target, prompts):
     methods = {name: hf_longspec.NgramDraftModel.from_target(target) for name in ("small", "large", "choosing")}
     methods[PLAIN] = hf_longspec.PlainDraftModel.from_target(target)
     benchmark = GateBenchmark(
-        target,
-        methods,
-        prompts,
+        model=target,
+        methods=methods,
+        prompts=prompts,
         tokens=30,
         repeats=3,
         mode="greedy",
@@ -78,3 +100,75 @@ def test_a_gate_that_chooses_is_compared_with_the_fastest_tree(target, prompts):
     assert benchmark._faster_without_gate("small, gated", wall) == "small, ungated"
     wall[PLAIN] = [0.5]
     assert benchmark._faster_without_gate("choosing, gated", wall) == PLAIN
+
+
+TOKENS, CONTEXT = 2 * TURN + 7, 31
+
+
+@pytest.fixture
+def flipping(monkeypatch):
+    """Gates of LongSpec drafts open and shut at random; the plain loop has none."""
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda wanted, *_: FlippingGate() if wanted else None)
+
+
+def runs_of(target, prompts, mode, row=1):
+    longspec = hf_longspec.LongSpecDraftModel.from_target(target, tree_widths=[3, 2])
+    ways = {"plain": (hf_longspec.PlainDraftModel.from_target(target), False), "draft": (longspec, True)}
+    runs = {}
+    for name, (draft, gated) in ways.items():
+        draft.generation_config.gate = gated
+        runs[name] = SteppedRun(target, draft, prompts, row, CONTEXT, mode=mode, seed=5, tokens=TOKENS)
+    return runs
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_texts_are_those_of_generate(target, prompts, flipping, mode):
+    """Of one call of `generate` with the whole prompt, which shares no cache with the others."""
+    runs = runs_of(target, prompts, mode)
+    interleave(runs, TOKENS)
+    torch.manual_seed(5)
+    prompt = prompts.tokens[1:2, :CONTEXT]
+    draft = hf_longspec.PlainDraftModel.from_target(target)
+    whole = target.generate(prompt, assistant_model=draft, max_new_tokens=TOKENS + 1, **MODES[mode].options())
+    assert runs["plain"].text == runs["draft"].text == whole[0, CONTEXT:].tolist()
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_every_step_is_timed_and_named(target, prompts, flipping):
+    runs = runs_of(target, prompts, "greedy")
+    order = []
+    for name, run in runs.items():
+        advance = run.advance
+        run.advance = lambda *a, name=name, advance=advance: order.append(name) or advance(*a)
+    ticks = count()
+    interleave(runs, TOKENS, clocks=(lambda: 2.0 * next(ticks), lambda: 0.0))
+    assert order == ["plain", "draft", "draft", "plain", "plain", "draft"]
+    plain, draft = runs["plain"], runs["draft"]
+    assert [step.turn for step in plain.steps] == [0] * TURN + [1] * TURN + [2] * 7
+    assert {(step.kind, step.seconds, step.cpu_seconds) for step in plain.steps} == {(PLAIN_STEP, 2.0, 0.0)}
+    kinds = [step.kind for step in draft.steps]
+    stats = draft.session.stats
+    assert kinds.count(SPECULATION) == stats.num_spec_steps > 0
+    assert kinds.count(PLAIN_STEP) + kinds.count(CATCH_UP) == stats.num_plain_steps > 0
+    # speculation after a pause begins with one step that the drafter observes
+    first = [index for index, kind in enumerate(kinds) if kind == SPECULATION and kinds[index - 1] != SPECULATION]
+    assert all(kinds[index - 1] == CATCH_UP for index in first if index)
+    assert CATCH_UP in kinds
+
+
+def steps(turn, *seconds, kind=PLAIN_STEP):
+    return [TimedStep(turn, kind, time, 0.0) for time in seconds]
+
+
+def test_the_account_follows_the_machine_and_leaves_out_disturbances():
+    """In the second turn everything takes ten times as long, and one step of each run is disturbed."""
+    base = steps(0, 1.0, 1.0, 1.0, 50.0) + steps(1, 10.0, 10.0, 10.0, 10.0)
+    run = steps(0, 1.1, 1.1) + steps(0, 3.0, kind=SPECULATION)
+    run += steps(1, 11.0, 99.0, 11.0) + steps(1, 30.0, kind=SPECULATION)
+    ratio, kinds = accounted([run], [base])
+    assert kinds == {
+        PLAIN_STEP: {"steps": 5, "cost": pytest.approx(1.1)},
+        SPECULATION: {"steps": 2, "cost": pytest.approx(3.0)},
+    }
+    assert ratio == pytest.approx((5 * 1.1 + 2 * 3.0) / 8)
+    assert accounted([base, base], [base, base])[0] == pytest.approx(1.0)

@@ -5,9 +5,11 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import hf_longspec
-from benchmarks.long_generation import LongBenchmark, LongRow, Marks, long_report
+from benchmarks.harness import Run
+from benchmarks.long_generation import LongBenchmark, LongRow, Marks
+from benchmarks.pages import long_headline
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+from hf_longspec.bench.results import read_records
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.stats import SpeculationStats
 
@@ -30,7 +32,7 @@ def records(target, prompts, tmp_path):
     penalty = hf_longspec.ContextualPenaltyLogitsProcessor(1.3, window=9)
     benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [15, 30], {"min_p": 0.05}, [penalty], levels=4)
     baselines = {HF: HfMethod(), PLAIN: plain}
-    with ResultFile(tmp_path / "long.jsonl", "long", long_report, TimeGuard(1), {}) as results:
+    with Run(tmp_path / "long.jsonl", "long", 60) as results:
         for row in (LongRow("mine", ngram, 30), LongRow(PLAIN, plain, 30), LongRow("mine", ngram, 15, "greedy", False)):
             benchmark.measure(row, baselines if row.draft is plain else {}, 5, results)
     return read_records(tmp_path / "long.jsonl")
@@ -55,7 +57,7 @@ def test_every_row_has_its_marks(records):
 
 def test_ratios_are_those_of_the_same_mark(records):
     rows = [record for record in records if record["kind"] == "long"]
-    lines = [line.split(" | ") for line in long_report(records).splitlines() if line.startswith("| sample")]
+    lines = [line.split(" | ") for line in long_headline(records).splitlines() if line.startswith("| sample")]
     for row, base, line in zip(rows[:2], rows[2:4], lines[:2], strict=True):
         assert line[5] == f"{row['tokens_per_second'] / base['tokens_per_second']:.2f}"
         theirs = next(at for at in records if at.get("method") == HF and at["mark"] == row["mark"])
@@ -78,7 +80,7 @@ def test_graphs_are_built_before_the_clock_starts(target, prompts, tmp_path, mon
     for draft in drafts:
         draft.generation_config.compile = "compile"
     benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [30], {}, [], levels=4)
-    with ResultFile(tmp_path / "long.jsonl", "long", long_report, TimeGuard(1), {}) as results:
+    with Run(tmp_path / "long.jsonl", "long", 60) as results:
         benchmark.measure(LongRow("mine", drafts[1], 30), {HF: HfMethod(), PLAIN: drafts[0]}, 5, results)
     assert built == [graphs.frame_count] and built[0] >= 2
     torch._dynamo.reset()
@@ -88,7 +90,7 @@ def test_going_on_after_a_mark_keeps_the_text_before_it(target, prompts, tmp_pat
     """The text that a baseline writes after a mark is that of a fresh call, so the keys before it are the text's."""
     plain = hf_longspec.PlainDraftModel.from_target(target)
     benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8, 16], {}, [], levels=4)
-    with ResultFile(tmp_path / "long.jsonl", "long", long_report, TimeGuard(1), {}) as results:
+    with Run(tmp_path / "long.jsonl", "long", 60) as results:
         text, cache = benchmark.run(LongRow("mine", plain, 16, "greedy"), results)
     fresh = target(text[:, :27], use_cache=True).past_key_values
     benchmark.speed_at(16, plain, LongRow("mine", plain, 16, "greedy"), text, cache, 6)
@@ -101,7 +103,7 @@ def test_going_on_after_a_mark_keeps_the_text_before_it(target, prompts, tmp_pat
 def test_a_row_without_time_is_named(target, prompts, tmp_path):
     plain = hf_longspec.PlainDraftModel.from_target(target)
     benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8], {}, [], levels=4)
-    with ResultFile(tmp_path / "long.jsonl", "long", long_report, TimeGuard(0), {}) as results:
+    with Run(tmp_path / "long.jsonl", "long", 0) as results:
         for _ in range(2):
             benchmark.measure(LongRow("mine", plain, 8), {}, 0, results)
     kinds = [record["kind"] for record in read_records(tmp_path / "long.jsonl")]

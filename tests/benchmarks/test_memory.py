@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from benchmarks import memory
+from benchmarks.harness import Run
 from benchmarks.memory import (
     SCORE_SHARE,
     TEXT_BYTES,
@@ -12,13 +13,11 @@ from benchmarks.memory import (
     MemoryBenchmark,
     Peak,
     highest_sum,
-    memory_report,
     peak_memory,
 )
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+from hf_longspec.bench.results import read_records
 from hf_longspec.generation.cache import SpeculativeLayer
 
 SMALL = Shape(layers=12, hidden=32, intermediate=48, heads=8, kv_heads=4, head_dim=32, vocab=64)
@@ -42,9 +41,8 @@ def drafts(model):
 
 
 def measure(model, drafts, output, contexts=CONTEXTS):
-    with ResultFile(output, "memory", memory_report, TimeGuard(10), {}) as results:
-        reporting = {"results": results, "progress": Progress(1, quiet=True)}
-        MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, **reporting).run(contexts)
+    with Run(output, "memory", 600, quiet=True) as results:
+        MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, results=results).run(contexts)
     return read_records(output)
 
 
@@ -154,7 +152,7 @@ def test_a_clone_of_the_cache_is_seen(model, drafts, tmp_path, monkeypatch):
 
 def test_the_last_chunk_has_the_peak_of_a_whole_prefill(model, drafts):
     context, plain = 4 * 1024 + 1, drafts[PLAIN].draft
-    benchmark = MemoryBenchmark(model, SMALL, drafts, chunk=1024, results=None, progress=None)
+    benchmark = MemoryBenchmark(model, SMALL, drafts, chunk=1024, results=None)
     options = {"max_new_tokens": 1, "prefill_chunk_size": 1024}
     whole, last = (
         benchmark._ours(plain, full_cache(model, 1, context, 1, 1), context, stored, options).torch_bytes
@@ -164,9 +162,8 @@ def test_the_last_chunk_has_the_peak_of_a_whole_prefill(model, drafts):
 
 
 def test_no_time_left_is_said(model, drafts, tmp_path):
-    with ResultFile(tmp_path / "m.jsonl", "memory", memory_report, TimeGuard(0), {}) as results:
-        reporting = {"results": results, "progress": Progress(1, quiet=True)}
-        MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, **reporting).run([64])
+    with Run(tmp_path / "m.jsonl", "memory", 0) as results:
+        MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, results=results).run([64])
         assert {r["reason"] for r in results.records if r["kind"] == "skipped"} == {"no time left"}
         assert len([r for r in results.records if r["kind"] == "skipped"]) == len(drafts) + 3
 

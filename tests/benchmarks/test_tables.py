@@ -1,24 +1,28 @@
-"""Tables of result files: committed reports and pages follow from them, and pages keep what is around the tables."""
+"""Tables of result files: reports, pages and the figure follow from them, and pages keep what is around a table."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import engine_report
-from benchmarks.tables import HEADLINES, REPORTS, main, replace_between, section
-from hf_longspec.bench.markdown import environment_line, markdown_table
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
+from benchmarks.harness import Run
+from benchmarks.pages import PAGES, best_of_cells, kind_of
+from benchmarks.tables import main, replace_between, section, speed_figure, summary
+from hf_longspec.bench.markdown import environment_line
+from hf_longspec.bench.results import read_records
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-README = "# Title\n\nbefore\n\n<!-- bench:start -->\nold table\n<!-- bench:end -->\n\nafter\n"
+PROJECT = Path(__file__).resolve().parents[2]
+RESULTS = PROJECT / "benchmarks" / "results"
+PAGE = "# Title\n\nbefore\n\n<!-- bench:start -->\nold table\n<!-- bench:end -->\n\nafter\n"
+BEFORE, AFTER = PAGE.split("old table\n")
 
 
 @pytest.fixture
-def readme(tmp_path):
-    path = tmp_path / "README.md"
-    path.write_text(README)
+def page(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(PAGE)
     return path
 
 
@@ -26,21 +30,20 @@ def readme(tmp_path):
 def test_the_report_beside_a_result_file_is_made_of_it(file):
     """`python -m benchmarks.tables benchmarks/results/*.jsonl --reports` writes them."""
     records = read_records(file)
-    assert REPORTS[records[0]["benchmark"]](records) == file.with_suffix(".md").read_text(encoding="utf-8")
+    assert PAGES[records[0]["benchmark"]].report(records) == file.with_suffix(".md").read_text(encoding="utf-8")
 
 
-def test_a_page_gets_all_tables_in_their_order_and_keeps_the_rest(readme, capsys):
+def test_a_page_gets_all_tables_in_their_order_and_keeps_the_rest(page, capsys):
     files = [str(RESULTS / f"{name}.jsonl") for name in ("memory", "long", "acceptance", "engine")]
-    main([*files, "--readme", str(readme)])
-    text = readme.read_text()
-    assert text.startswith("# Title\n\nbefore\n\n<!-- bench:start -->\n")
-    assert text.endswith("<!-- bench:end -->\n\nafter\n") and "old table" not in text
-    order = [name for name in HEADLINES if name in ("memory", "long", "acceptance", "engine")]
+    main([*files, "--readme", str(page)])
+    text = page.read_text()
+    assert text.startswith(BEFORE) and text.endswith(AFTER) and "old table" not in text
+    order = [name for name in PAGES if name in ("memory", "long", "acceptance", "engine")]
     places = [text.index(section(read_records(RESULTS / f"{name}.jsonl"))[1]) for name in order]
     assert places == sorted(places)
     assert ", ".join(order) in capsys.readouterr().out
-    main([*files, "--readme", str(readme)])
-    assert readme.read_text() == text
+    main([*files, "--readme", str(page)])
+    assert page.read_text() == text
 
 
 def test_reports_are_written_anew(tmp_path):
@@ -55,25 +58,11 @@ def test_missing_markers_are_refused(text):
         replace_between(text, "new")
 
 
-def test_a_file_of_something_else_is_refused(readme, tmp_path, capsys):
-    (tmp_path / "other.jsonl").write_text('{"kind": "environment", "benchmark": "kitchen"}\n')
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "other.jsonl"), "--readme", str(readme)])
-    assert "benchmark 'kitchen': expected one of engine" in capsys.readouterr().err
-    assert readme.read_text() == README
-
-
-def test_a_line_that_was_cut_off_is_dropped(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"kind": "environment"}) + '\n{"kind": "accep')
-    assert read_records(path) == [{"kind": "environment"}]
-
-
 def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
     path = tmp_path / "e.jsonl"
 
     def run():
-        with ResultFile(path, "engine", engine_report, TimeGuard(1), {"tokens": 4}) as results:
+        with Run(path, "engine", 60, {"tokens": 4}) as results:
             results.write("ceilings", read_gb_per_second=12.0)
             assert len(read_records(path)) == 2  # flushed line by line
             results.skip("no time", context=2048)
@@ -89,5 +78,114 @@ def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
     assert "12.0 GB/s" in environment_line(read_records(path))
 
 
-def test_tables_have_one_separator_per_column():
-    assert markdown_table(["a", "b", "c"], []).splitlines()[1] == "|---|---|---|"
+def speed(method, ratio, to_plain, context=8192, batch=1, mode="greedy", dtype="bfloat16"):
+    """A record of `engine.py`; plain `generate` makes 50 tokens per second."""
+    spread = {"low": 0.0, "high": 999.0, "count": 5}
+    ratios = {"tokens_per_second": 50 * ratio, "ratio_to_hf": ratio, "ratio_to_plain": to_plain, "ratio_to_eager": 1.0}
+    cell = {"context": context, "batch": batch, "mode": mode, "dtype": dtype, "method": method}
+    return {
+        "kind": "decoding",
+        **cell,
+        **{name: {"median": value} | spread for name, value in ratios.items()},
+        "tau": 2,
+    }
+
+
+@pytest.fixture
+def result(tmp_path):
+    """A file with settings that lose, contexts and batches that are left out, and methods that are not ours."""
+    head = {"kind": "environment", "benchmark": "engine", "settings": {"target": "t", "tokens": 48, "repeats": 5}}
+    head |= {"cpu": "a processor", "cores": 2, "usable_cores": 1, "threads": 1, "native_bfloat16": True, "torch": "2"}
+    head |= {"transformers": "5", "commit": "abc123", "load_average": 0.5, "date": "2026-11-21", "command": "run"}
+    rows = [
+        speed(method, ratio, to_plain, context, batch)
+        for context in (2048, 16128, 8192)
+        for batch in (4, 1)
+        for method, ratio, to_plain in (
+            ("hf generate", 1.0, 0.5),
+            ("hf assisted", 9.0, 0.9),
+            ("plain loop", 2.0, 1.0),
+            ("LongSpec, 1+1", 1.25, 0.7),
+            ("LongSpec, 4+4", 1.5, 0.8),
+            ("LongSpec, 1+1, compiled", 3.0, 0.9),
+        )
+    ]
+    rows.append(speed("plain loop", 7.0, 1.0, mode="sample"))
+    path = tmp_path / "engine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows, {"kind": "end"}]))
+    return path
+
+
+def test_the_table_has_the_longest_contexts_of_one_batch_and_our_methods(result):
+    table = summary(read_records(result)).splitlines()
+    assert table[0] == "| prompt | dtype | text | `generate`, tokens/s | plain loop | LongSpec | LongSpec, compiled |"
+    assert table[2:5] == [
+        "| 8,192 | bf16 | greedy | 50 | 2.00x | 1.50x | **3.00x** |",
+        "| 8,192 | bf16 | sampled |  | **7.00x** |  |  |",
+        "| 16,128 | bf16 | greedy | 50 | 2.00x | 1.50x | **3.00x** |",
+    ]
+    assert "batch 1, 48 tokens, medians of 5" in table[-1] and "commit abc123" in table[-1]
+
+
+def test_the_fastest_setting_is_taken_of_every_kind(result):
+    best = best_of_cells(read_records(result))["bfloat16", 8192, 1, "greedy"]
+    assert best["LongSpec"]["method"] == "LongSpec, 4+4"
+    assert best["LongSpec, compiled"]["method"] == "LongSpec, 1+1, compiled"
+    assert {kind_of(row["method"]) for row in best.values()} == set(best)
+
+
+def test_the_figure_shows_every_context_and_is_reproducible(result, tmp_path):
+    pytest.importorskip("matplotlib")
+    records = read_records(result)
+    speed_figure(records, tmp_path / "a.svg")
+    speed_figure(records, tmp_path / "b.svg")
+    text = (tmp_path / "a.svg").read_text()
+    assert text == (tmp_path / "b.svg").read_text()
+    # matplotlib puts every text that it draws into a comment
+    assert "<!-- 2,048 -->" in text and "<!-- 8,192 -->" in text and "<!-- 16,128 -->" in text
+    assert "<!-- LongSpec, compiled -->" in text and "<!-- generate -->" in text
+    assert "assisted" not in text
+    speed_figure(records, tmp_path / "c.png")
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_command_writes_page_summary_and_figure(result, page, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    readme, figure = tmp_path / "README.md", tmp_path / "speed.svg"
+    readme.write_text(PAGE)
+    main([str(result), "--page", str(page), "--summary", str(readme), "--figure", str(figure)])
+    assert "### Decoding speed" in page.read_text() and "###" not in readme.read_text()
+    for written in (page, readme):
+        assert written.read_text().startswith(BEFORE) and written.read_text().endswith(AFTER)
+    assert figure.is_file()
+    assert capsys.readouterr().out.count("\n") == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "message"),
+    [
+        (RESULTS / "memory.jsonl", [], "nothing to write"),
+        (RESULTS / "memory.jsonl", ["--summary", "{page}"], "0 results of engine.py"),
+        ("{folder}/other.jsonl", ["--page", "{page}"], "benchmark 'kitchen': expected one of engine"),
+    ],
+    ids=["nothing to write", "no speeds", "something else"],
+)
+def test_what_cannot_be_written_is_refused(file, options, message, page, tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text('{"kind": "environment", "benchmark": "kitchen"}\n')
+    with pytest.raises(SystemExit):
+        main([str(file).format(folder=tmp_path), *(option.format(page=page) for option in options)])
+    assert message in capsys.readouterr().err
+    assert page.read_text() == PAGE
+
+
+def test_the_committed_summary_and_figure_are_those_of_the_result_file():
+    """`make tables` mends it."""
+    records = read_records(RESULTS / "engine.jsonl")
+    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
+    assert replace_between(readme, summary(records)) == readme
+    page = (PROJECT / "docs" / "results.md").read_text(encoding="utf-8")
+    written = [section(read_records(RESULTS / f"{name}.jsonl"))[1] for name in ("engine", "verification", "memory")]
+    assert replace_between(page, "\n\n".join(written)) == page
+    figure = (PROJECT / "docs" / "images" / "speed.svg").read_text(encoding="utf-8")
+    described = re.search(r"<dc:description>(.*?)</dc:description>", figure, re.DOTALL)
+    assert described and described[1] == environment_line(records).replace("&", "&amp;")

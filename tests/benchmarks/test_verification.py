@@ -1,86 +1,69 @@
+"""Both sides of a verification compute the same, a wrong mask is noticed, and only right results are timed."""
+
 import pytest
 import torch
 
-from benchmarks.random_inputs import Shape, cast, random_layers, random_model, random_tree
-from benchmarks.verification import AttentionCase, ForwardCase, VerificationBenchmark, block_mask, verification_report
-from hf_longspec.bench.progress import Progress
-from hf_longspec.bench.results import ResultFile, TimeGuard, read_records
-from hf_longspec.generation.cache import SpeculativeCache
+from benchmarks.harness import Run
+from benchmarks.hf_side import block_mask, hf_attention
+from benchmarks.random_inputs import Shape, cast, full_cache, random_target, random_tree
+from benchmarks.verification import AttentionCase, ForwardCase, VerificationBenchmark
+from hf_longspec.bench.results import read_records
 from hf_longspec.generation.draft_tree import DraftTree
 
 SHAPE = Shape(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=16, vocab=50)
 # longer than what the torch backend computes in one masked call
 PREFIX = 2100
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(SHAPE, PREFIX + 9).float()
+    torch.manual_seed(0)
+    return random_target(SHAPE, PREFIX + 9, CPU, torch.bfloat16).float()
 
 
-def layers(dtype):
-    return [(keys.to(dtype), values.to(dtype)) for keys, values in random_layers(SHAPE, PREFIX + 9)]
-
-
-def attention_case(model, dtype=torch.float32, nodes=9, tree=None):
-    return AttentionCase(model.model.layers[0].self_attn, layers(dtype), tree or random_tree(nodes, 50), PREFIX)
-
-
-def forward_case(model, tree):
-    cache = SpeculativeCache(model.config, 1, PREFIX, tree_slots=9)
-    for layer, (keys, values) in zip(cache.layers, layers(torch.float32), strict=True):
-        layer.update(keys[:, :, :PREFIX], values[:, :, :PREFIX])
-    cache.set_lengths([PREFIX])
-    return ForwardCase(model, cache, tree)
+def case_of(kind, model, nodes=9, dtype=torch.float32):
+    cast(model, dtype)
+    return kind(model, full_cache(model, 1, PREFIX, 1, 9), random_tree(nodes, 50))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("nodes", [1, 2, 9])
 def test_attention_of_both_sides_is_close_to_float64(model, dtype, nodes):
-    case = attention_case(model, dtype, nodes)
-    ours, hf, budget = case.errors()
+    ours, budget, _, others = case_of(AttentionCase, model, nodes, dtype).check()
     assert ours <= budget
-    assert hf <= (2e-6 if dtype == torch.float32 else 1e-2)
-
-
-def test_the_exact_attention_is_a_double_loop(model):
-    case = attention_case(model, nodes=3)
-    keys, values = (part.double() for part in case.layers[0])
-    exact = case.exact(case.layers[0])
-    seen = torch.cat([torch.ones(3, PREFIX, dtype=torch.bool), case.tree.mask[0]], dim=1)
-    for node in range(3):
-        for head in range(SHAPE.heads):
-            group = head // (SHAPE.heads // SHAPE.kv_heads)
-            places = seen[node].nonzero()[:, 0]
-            scores = keys[0, group, places] @ case.query[0, head, node].double() * SHAPE.head_dim**-0.5
-            assert torch.allclose(exact[0, node, head], scores.softmax(0) @ values[0, group, places])
+    assert others["hf_error"] <= (2e-6 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_wrong_tree_mask_is_over_the_budget_of_attention(model, dtype):
-    case = attention_case(model, dtype)
+    attention = case_of(AttentionCase, model, dtype=dtype)
+    case = attention.case
+    exact = case.exact(case.layers[0])
+    case.exact, attention.hf = lambda layer: exact, hf_attention(case)
     case.tree.mask.copy_(torch.ones(9, 9).tril().bool())  # a chain instead of the tree
-    exact = attention_case(model, dtype).exact
-    case.exact = exact
-    ours, _, budget = case.errors()
+    ours, budget, _, _ = attention.check()
     assert ours > budget
 
 
-def test_logits_of_both_forwards_agree(model):
-    difference, budget, _ = forward_case(model, random_tree(9, 50)).errors()
-    assert difference <= budget / 10
+def test_logits_of_both_forwards_agree_and_leave_model_and_cache_as_they_were(model):
+    case = case_of(ForwardCase, model)
+    difference, budget, seconds, _ = case.check()
+    assert difference <= budget / 10 and seconds > 0
+    assert torch.equal(case.hf()[1], case.hf()[1])  # the first call has left nothing behind
+    assert model.config._attn_implementation == "sdpa" and case.cache.lengths.host == (PREFIX,)
 
 
 def test_a_wrong_tree_mask_is_over_the_budget_of_the_forward(model):
-    tree = random_tree(9, 50)
-    case = forward_case(model, tree)
-    chain = DraftTree.chain(tree.tokens)
-    case.mask = block_mask(DraftTree(tree.tokens, chain.parents, tree.valid), PREFIX)
-    difference, budget, _ = case.errors()
+    case = case_of(ForwardCase, model)
+    chain = DraftTree.chain(case.tree.tokens)
+    case.mask = block_mask(DraftTree(case.tree.tokens, chain.parents, case.tree.valid), PREFIX)
+    difference, budget, _, _ = case.check()
     assert difference > budget
 
 
 def test_the_model_is_random_and_its_rotary_frequencies_are_exact(model):
+    cast(model, torch.float32)
     weights = torch.cat([p.flatten() for p in model.parameters() if p.dim() > 1])
     assert abs(weights.std().item() - 0.02) < 1e-3
     first, second = (layer.mlp.up_proj.weight for layer in model.model.layers)
@@ -94,36 +77,26 @@ def test_the_model_is_random_and_its_rotary_frequencies_are_exact(model):
 
 def test_a_lone_root_needs_no_mask():
     assert block_mask(random_tree(1, 50), 7) is None
-    assert block_mask(random_tree(4, 50), 7).shape == (1, 1, 4, 11)
-
-
-def test_the_model_keeps_its_attention_and_the_cache_its_prefix(model):
-    case = forward_case(model, random_tree(4, 50))
-    case.ours()
-    case.hf()
-    assert model.config._attn_implementation == "sdpa"
-    assert case.cache.lengths.host == (PREFIX,)
+    assert block_mask(random_tree(4, 50, batch=2), 7).shape == (2, 1, 4, 11)
 
 
 def test_benchmark_writes_every_cell_and_refuses_wrong_results(tmp_path, monkeypatch):
     def run(name):
-        with ResultFile(tmp_path / name, "verification", verification_report, TimeGuard(1), {}) as results:
-            reporting = {"results": results, "progress": Progress(1, quiet=True)}
-            VerificationBenchmark(SHAPE, 64, [1, 5], repeats=2, bandwidth=10.0, **reporting).run(
-                ["float32", "bfloat16"]
-            )
+        with Run(tmp_path / name, "verification", 60) as results:
+            how = {"repeats": 2, "bandwidth": 10.0, "results": results}
+            VerificationBenchmark(shape=SHAPE, context=64, nodes=[1, 5], **how).run(["float32", "bfloat16"])
         return read_records(tmp_path / name)
 
     rows = [record for record in run("right.jsonl") if record["kind"] == "verification"]
-    assert {(row["part"], row["dtype"], row["nodes"]) for row in rows} == {
+    assert [(row["part"], row["dtype"], row["nodes"]) for row in rows] == [
         (part, dtype, nodes)
-        for part in ("attention", "forward")
         for dtype in ("float32", "bfloat16")
+        for part in ("attention", "forward")
         for nodes in (1, 5)
-    }
+    ]
     assert all(row["ratio"]["count"] == 2 and row["floor_ms"] > 0 for row in rows)
 
-    monkeypatch.setattr(AttentionCase, "errors", lambda case: (float("nan"), 0.0, 1.0))
+    monkeypatch.setattr(AttentionCase, "check", lambda case: (float("nan"), 1.0, 0.0, {}))
     records = run("wrong.jsonl")
     assert not any(record.get("part") == "attention" for record in records if record["kind"] == "verification")
     assert sum("over the budget" in record.get("reason", "") for record in records) == 4

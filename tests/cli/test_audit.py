@@ -9,6 +9,7 @@ import hf_longspec.generation.sampling as rules
 from hf_longspec.generation.sequences import Sequences
 from hf_longspec.generation.verification import Acceptance, accept_greedy, accept_rejection, accept_sampled
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 # A SpecAttn draft that reads next to nothing, and so is wrong often.
 BLIND = ["--draft", "specattn", "--set", "sparse_min_tokens=4", "--set", "sparse_ratio=0.02"]
 BLIND += ["--set", "selection=window"]

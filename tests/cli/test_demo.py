@@ -180,7 +180,7 @@ def test_a_target_from_the_hub_cache(target, tmp_path):
     [
         (["--target", "/no/such/folder"], "cannot load the tokenizer of '/no/such/folder'"),
         (["--target", "{t5}"], "cannot load the model"),
-        (["--file", "/no/such.txt"], "cannot read --file /no/such.txt: No such file"),
+        (["--file", "/no/such.txt"], "cannot read /no/such.txt: No such file"),
         (["--file", "{bytes}"], "not UTF-8 text"),
         (["--file", "{short}"], "pass a longer --file"),
         (["--context", "500"], f"use at most --context {MAX_POSITIONS - 16}"),

@@ -19,6 +19,7 @@ from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, StepText, html_page
 from tests.cli.conftest import run_command
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 NEW = 20
 
 

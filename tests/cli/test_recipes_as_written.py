@@ -8,9 +8,10 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_longspec.cli import train
-from hf_longspec.testing import tiny_target
+from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.cli.conftest import run_command
 from tests.cli.test_train import EXAMPLES
 from tests.tiny_tokenizers import byte_tokenizer
@@ -58,8 +59,9 @@ def assert_as_written(recipe, folder, changed):
 
 @pytest.mark.parametrize("family", ["tokenswift", "longspec"])
 def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
-    """Those of LongSpec follow each other by the folders they name."""
+    """Those of LongSpec follow each other by the folders they name; TokenSwift's heads are trained on once more."""
     monkeypatch.chdir(tmp_path)
+    drafts = []
     for name, (architecture, positions, kind, sizes) in RECIPES.items():
         if not name.startswith(family):
             continue
@@ -77,7 +79,18 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
         folder = tmp_path / recipe.training["output_dir"]
         assert f"Saved in {recipe.training['output_dir']} after 2 steps." in done.output
         assert_as_written(recipe, folder, {"max_steps"} | {name.removeprefix("training.") for name in sizes})
-        config = json.loads((folder / "config.json").read_text())
-        assert config["model_type"] == family
+        drafts.append(AutoModel.from_pretrained(folder))
+        assert drafts[-1].config.model_type == family
         if isinstance(recipe.draft, dict):
+            config = drafts[-1].config.to_dict()
             assert all(config[key] == value for key, value in recipe.draft.items() if key != "kind")
+    if family == "tokenswift":
+        again = ["--draft", str(folder), "--output-dir", str(tmp_path / "again")]
+        assert run_command("train", "--config", file, *arguments, *again).exit_code == 0
+        drafts.append(AutoModel.from_pretrained(tmp_path / "again"))
+    for name, weight in drafts[-1].named_parameters():
+        assert not torch.equal(weight, dict(drafts[-2].named_parameters())[name]), name
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    prompt, mask = tiny_prompts(259, [25])
+    how = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    assert model.generate(prompt, assistant_model=drafts[-1], **how).equal(model.generate(prompt, **how))

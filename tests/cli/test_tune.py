@@ -125,31 +125,27 @@ def test_the_fastest_tree_is_written_and_nothing_else_changes(tune, tiny, drafts
 
 def test_real_measurements_end_to_end(tune, drafts):
     """No rigged clock: whatever wins, the folder still loads and holds a tree that was tried."""
-    result = tune("--draft", drafts["tokenswift"], "--json")
-    found = json.loads(result.stdout)
+    found = json.loads(tune("--draft", drafts["tokenswift"], "--json").stdout)
     tried = [trial["options"].get("tree_branching") for trial in found["trials"]]
     assert AutoModel.from_pretrained(drafts["tokenswift"]).generation_config.tree_branching in tried
     assert all(trial["tokens_per_second"] > 0 for trial in found["trials"])
     assert [trial["step"] for trial in found["trials"][-3:]] == ["chosen", "present", "no draft"]
 
 
-def test_gains_within_noise_change_nothing(tune, drafts, rigged):
-    file = drafts["longspec"] / "generation_config.json"
-    before = file.read_bytes()
-    rigged({json.dumps([[2, 2]]): 102.0})
-    result = tune("--draft", drafts["longspec"])
-    assert result.exit_code == 0 and "The present settings stay" in result.stdout
-    assert file.read_bytes() == before
-
-
-def test_a_dry_run_shows_and_writes_nothing(tune, drafts, rigged):
-    folder = drafts["longspec"]
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files(folder)}
-    rigged({json.dumps([[2, 2]]): 150.0})
-    result = tune("--draft", folder, "--dry-run")
-    assert "Not written (--dry-run): tree_widths=[2, 2]" in result.stdout
-    assert "[4, 4, 4, 3]" in result.stdout and "no draft" in result.stdout
-    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files(folder)} == before
+@pytest.mark.parametrize(
+    ("speed", "arguments", "outcomes"),
+    [
+        (102.0, [], ["The present settings stay: tree_widths="]),
+        (150.0, ["--dry-run"], ["Not written (--dry-run): tree_widths=[2, 2]", "[4, 4, 4, 3]", "no draft"]),
+    ],
+    ids=["within noise", "dry run"],
+)
+def test_nothing_is_written(tune, drafts, rigged, speed, arguments, outcomes):
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files(drafts["longspec"])}
+    rigged({json.dumps([[2, 2]]): speed})
+    result = tune("--draft", drafts["longspec"], *arguments)
+    assert result.exit_code == 0 and all(outcome in result.stdout for outcome in outcomes)
+    assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files(drafts["longspec"])} == before
 
 
 def test_specattn_goes_to_a_new_folder(tune, tiny, tmp_path, rigged, monkeypatch):

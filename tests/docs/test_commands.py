@@ -49,26 +49,21 @@ def understand(line):
         AssertionError, KeyError, SystemExit: If it does not understand them.
     """
     words = shlex.split(line, comments=True)
-    words = words[: words.index("<")] if "<" in words else words
-    program, *arguments = words
-    assert program in PROGRAMS, f"{line}: unknown program"
-    if program == "make":
-        understand_make(arguments)
-    elif program == "pip":
-        extras = re.findall(r"\[(.*?)\]", line)
-        assert arguments[0] == "install" and {name for part in extras for name in part.split(",")} <= set(EXTRAS)
-    elif program == "hf-longspec":
-        understand_typer(arguments)
-    elif program == "torchrun":
-        from torch.distributed.run import get_args_parser
+    program, *arguments = words[: words.index("<")] if "<" in words else words
+    if line not in TAKEN_AS_IT_IS:
+        assert program in UNDERSTAND, f"{line}: unknown program"
+        UNDERSTAND[program](arguments)
 
-        get_args_parser().parse_args(arguments)
-    elif program == "accelerate":
-        understand_accelerate(arguments)
-    elif program == "python":
-        understand_python(arguments)
-    else:
-        assert line in TAKEN_AS_IT_IS
+
+def understand_pip(arguments):
+    extras = re.findall(r"\[(.*?)\]", " ".join(arguments))
+    assert arguments[0] == "install" and {name for part in extras for name in part.split(",")} <= set(EXTRAS)
+
+
+def understand_torchrun(arguments):
+    from torch.distributed.run import get_args_parser
+
+    get_args_parser().parse_args(arguments)
 
 
 def understand_make(arguments):
@@ -114,6 +109,16 @@ def understand_python(arguments):
         patch.syspath_prepend((PROJECT / what).parent)  # a script imports its neighbours
         with pytest.raises(Parsed):
             run(what, run_name="__main__")
+
+
+UNDERSTAND = {
+    "make": understand_make,
+    "pip": understand_pip,
+    "hf-longspec": understand_typer,
+    "torchrun": understand_torchrun,
+    "accelerate": understand_accelerate,
+    "python": understand_python,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -163,11 +168,17 @@ def test_commands_in_the_text_name_what_exists(page):
             assert (PROJECT / first).is_file(), words
 
 
+def examples_of(name):
+    """The examples in the help of a command."""
+    lines = (typer.main.get_command(app).commands[name].help or "").splitlines()
+    return [line.strip() for line in lines if line.strip().startswith("hf-longspec ")]
+
+
 @pytest.mark.parametrize("name", typer.main.get_command(app).commands)
 def test_the_help_of_a_command_has_examples_that_are_understood(name):
     result = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
-    lines = [line.strip() for line in result.stdout.splitlines() if line.strip().startswith("hf-longspec ")]
+    lines = examples_of(name)
     assert result.exit_code == 0 and len(lines) >= 2 and "Exit status: 0" in result.stdout
     for line in lines:
-        assert line.split()[1] == name
+        assert line in result.stdout and line.split()[1] == name
         understand(line)

@@ -77,29 +77,8 @@ def unknown_names(text: str, known: set[str]) -> list[str]:
 
 
 # Symbols of the pages, and what belongs to transformers, torch and make.
-SYMBOLS = {
-    "NAME",
-    "x_",
-    "x_i",
-    "A_i",
-    "B",
-    "S",
-    "N",
-    "H",
-    "K",
-    "D",
-    "V",
-    "G",
-    "p",
-    "q",
-    "x",
-    "n",
-    "d",
-    "lse",
-    "expected",
-}
+SYMBOLS = {*"BSNHKDVGpqxnd", "NAME", "PAGE", "x_", "x_i", "A_i", "lse", "expected"}
 THEIRS = {"Trainer", "TORCH_INDEX", "torchrun", "tp_plan", "num_return_sequences", "num_beams", "trust_remote_code"}
-SYMBOLS |= {"NAME"}
 THEIRS |= {"cache_implementation", "device_map", "pipeline", "stop_strings", "padding_side"}
 NAMED = ["design", "losslessness", "quicktour", "faq", "models", "specattn", "longspec", "tokenswift", "ngram"]
 

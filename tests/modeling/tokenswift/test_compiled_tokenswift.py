@@ -82,15 +82,21 @@ def seen(monkeypatch):
 
 
 def assert_same_hidden_states(seen):
-    assert len(seen["compile"]) == len(seen["off"]) >= 5
-    for got, truth in zip(seen["compile"], seen["off"], strict=True):
+    # steps that nobody asks for hidden states, such as the check of a target, have none
+    off, compiled_ones = ([hidden for hidden in seen[mode] if hidden is not None] for mode in ("off", "compile"))
+    assert len(compiled_ones) == len(off) >= 5
+    for got, truth in zip(compiled_ones, off, strict=True):
         torch.testing.assert_close(got, truth, atol=1e-4, rtol=1e-5)  # float32 in another order
-    assert all(before.data_ptr() != after.data_ptr() for before, after in pairwise(seen["compile"]))
+    assert all(before.data_ptr() != after.data_ptr() for before, after in pairwise(compiled_ones))
 
 
 @pytest.mark.parametrize(
     ("mode", "rows"),
-    [("verify_hidden", 3), *(pytest.param(mode, rows, marks=SOAK) for mode in MODES for rows in (1, 3))],
+    [
+        ("verify_hidden", 3),
+        pytest.param("verify_hidden", 1, marks=SOAK),
+        *(pytest.param(mode, rows, marks=SOAK) for mode in ("dynamic", "full", "sequential") for rows in (1, 3)),
+    ],
 )
 def test_the_text_is_that_of_the_steps_as_they_are(target, mode, rows, graphs, run_as_they_are, seen):
     """And so are the hidden states that the heads read."""
@@ -118,8 +124,9 @@ def test_growing_lengths_build_no_further_graph(target, mode, graphs, run_as_the
     text(model, draft, "compile", rows=2, new=20, **options)
     built = graphs.frame_count
     with torch._dynamo.config.patch(error_on_recompile=True):
-        text(model, draft, "compile", rows=2, new=50, **options)
+        found = text(model, draft, "compile", rows=2, new=50, **options)
     assert draft.last_speculation.num_forwards >= 20
+    assert torch.equal(text(model, draft, "off", rows=2, new=50, **options), found)
     # rows, or what the partial cache holds of them, that are equally long for the first time in the second call
     assert graphs.frame_count <= built + 2
     assert not run_as_they_are
@@ -127,16 +134,13 @@ def test_growing_lengths_build_no_further_graph(target, mode, graphs, run_as_the
 
 @pytest.mark.parametrize("mode", ["verify_hidden", pytest.param("dynamic", marks=SOAK)])
 def test_processors_and_joined_ngrams(target, mode, graphs, run_as_they_are):
-    """Ones that look at a position alone, at the last tokens, and at the whole text, over trees with n-grams."""
+    """Ones that look at a position alone and at the whole text, over trees with n-grams."""
     model = target("llama")
     draft = draft_for(model, mode, ngram_candidates=2, ngram_num_tokens=3)
-    for options in (
-        {"logits_processor": [ContextualPenaltyLogitsProcessor(1.3, window=12)]},
-        {"repetition_penalty": 1.3, "do_sample": True, "min_p": 0.05},
-    ):
-        expected = text(model, draft, "off", **options)
-        assert torch.equal(text(model, draft, "compile", **options), expected)
-        assert draft.last_speculation.num_accepted_draft_tokens > 0
+    options = {"repetition_penalty": 1.3, "do_sample": True, "min_p": 0.05}
+    expected = text(model, draft, "off", **options)
+    assert torch.equal(text(model, draft, "compile", **options), expected)
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
     assert compiled_steps(model, draft) == STEPS[mode] | RANKED
     assert not run_as_they_are
 

@@ -1,7 +1,4 @@
-"""What only the benchmarks of the repository share: pages of reports, ratios within turns, prefilled prompts for both.
-
-Plain `generate` starts from a copy of a prefilled cache here, as the drafts do.
-"""
+"""Prefilled prompts for both sides: plain `generate` starts from a copy of a prefilled cache, as the drafts do."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,35 +9,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_longspec.bench import prefill as drafts_only
 from hf_longspec.bench.calls import Call, HfMethod
-from hf_longspec.bench.markdown import environment_line, with_defaults
-from hf_longspec.bench.results import Record, of_kind
-from hf_longspec.bench.summaries import summarize
-
-
-def report_page(title: str, note: str, parts: Sequence[str], records: Sequence[Record]) -> str:
-    """A whole report: the environment, how to read the numbers, the parts, what was left out."""
-    head = [f"# {title}", environment_line(records), with_defaults(note, records)]
-    return "\n\n".join([*head, *parts, *left_out(records)]) + "\n"
-
-
-def left_out(records: Sequence[Record]) -> list[str]:
-    """List what was not measured, one line per reason."""
-    reasons: dict[str, list[str]] = {}
-    for record in of_kind(records, "skipped"):
-        values = [value for name, value in record.items() if name not in ("kind", "reason", "options")]
-        values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
-        reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
-    lines = [f"- {reason}: {'; '.join(what)}" for reason, what in reasons.items()]
-    return ["Left out:\n\n" + "\n".join(lines)] if lines else []
-
-
-def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Summary of the ratios of values that were measured side by side.
-
-    >>> ratios([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])["median"]
-    2.0
-    """
-    return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
 def row_windows(num_prompts: int, batch: int, repeats: int) -> Sequence[slice]:

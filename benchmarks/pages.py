@@ -1,0 +1,494 @@
+"""Reports of result files, and the part of each that documents quote, as Markdown: one page per benchmark."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.markdown import (
+    ACCEPTANCE_NOTE,
+    acceptance_table,
+    environment_line,
+    markdown_table,
+    plus_minus,
+    range_of,
+    with_defaults,
+)
+from hf_longspec.bench.results import Record, of_kind, read_records
+
+# A column is a key of the records, or a function of one.
+Columns = Mapping[str, str | Callable[[Record], object]]
+# Suffix of the name of a method with compiled steps.
+COMPILED = ", compiled"
+
+
+def table(rows: Sequence[Record], columns: Columns) -> str:
+    """A Markdown table with one line per record. Missing values are empty."""
+    lines = [[cell(row.get(of) if isinstance(of, str) else of(row)) for of in columns.values()] for row in rows]
+    return markdown_table(list(columns), lines)
+
+
+def cell(value: object) -> str:
+    """A value as text: numbers with three significant digits, nothing for `None`."""
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def fixed(key: str, digits: int, scale: float = 1.0) -> Callable[[Record], str]:
+    """A column: a number, or the median of a summary, over `scale`, with so many decimals; empty if it is missing."""
+
+    def shown(row: Record) -> str:
+        value = row.get(key)
+        value = value["median"] if isinstance(value, dict) else value
+        return "" if value is None else f"{value / scale:.{digits}f}"
+
+    return shown
+
+
+def spread(key: str, digits: int = 2) -> Callable[[Record], str]:
+    """A column: a median with its range; empty if it is missing."""
+    return lambda row: range_of(row.get(key), digits)
+
+
+def titled(heading: str, rows: Sequence[Record], columns: Columns) -> list[str]:
+    """A table with its heading; nothing without rows."""
+    return [heading, table(rows, columns)] if rows else []
+
+
+ENGINE_NOTE = (
+    "Tokens per second of all rows together, from the first token to the last, on a cache that was prefilled "
+    "before; median of interleaved repeats, lowest and highest in brackets, ratios taken within a repeat. `hf "
+    "generate` is plain `model.generate` (DynamicCache, sdpa); plain loop is ours without a draft. Ratios (x) "
+    "are to `generate`, unless marked plain (the plain loop, compiled where the method is) or eager (the same "
+    "method, not compiled). tau: tokens per verification, the target's own included. Floor: reading weights and "
+    "cache once from memory; a model that fits into the processor's cache can be below it."
+)
+Place = tuple[str, int, int, str]
+
+
+def kind_of(method: str) -> str:
+    """The name of a method without its settings.
+
+    >>> kind_of("LongSpec, 1+1, compiled")
+    'LongSpec, compiled'
+    """
+    return method.split(",")[0] + (COMPILED if method.endswith(COMPILED) else "")
+
+
+def kinds_of(records: Sequence[Record]) -> list[str]:
+    """Every kind but plain `generate`, in the order of the file."""
+    return list(dict.fromkeys(kind_of(row["method"]) for row in of_kind(records, "decoding") if row["method"] != HF))
+
+
+def best_of_cells(records: Sequence[Record]) -> dict[Place, dict[str, Record]]:
+    """For each (dtype, context, batch, mode) the fastest record of every kind, plain `generate` included.
+
+    The fastest record has the largest ratio to the plain loop, taken within a repeat.
+    """
+    cells: dict[Place, dict[str, Record]] = {}
+    for row in of_kind(records, "decoding"):
+        best = cells.setdefault((row["dtype"], row["context"], row["batch"], row["mode"]), {})
+        kind = kind_of(row["method"])
+        if kind not in best or row["ratio_to_plain"]["median"] > best[kind]["ratio_to_plain"]["median"]:
+            best[kind] = row
+    return cells
+
+
+def engine_headline(records: Sequence[Record]) -> str:
+    """One row per cell and mode: speed of plain `generate`, ratios of the others, each kind of draft at its best."""
+    cells = [dict(zip(("dtype", "context", "batch", "mode"), at, strict=True)) | {"best": best}
+             for at, best in best_of_cells(records).items()]  # fmt: skip
+    columns: dict[str, Any] = {name: name for name in ("dtype", "context", "batch", "mode")}
+    columns["`generate`, tokens/s"] = lambda at: fixed("tokens_per_second", 1)(at["best"].get(HF, {}))
+    for kind in kinds_of(records):
+        columns[kind] = lambda at, kind=kind: _ratios(at["best"].get(kind))
+    return table(cells, columns)
+
+
+def _ratios(row: Record | None) -> str:
+    if row is None:
+        return ""
+    name = row["method"].removesuffix(COMPILED)
+    to_hf = f"{row['ratio_to_hf']['median']:.2f}x"
+    eager = f", {row['ratio_to_eager']['median']:.2f}x eager" if "ratio_to_eager" in row else ""
+    if name == PLAIN:
+        return to_hf + eager
+    setting = f" ({name.split(', ', 1)[1]})" if ", " in name else ""
+    return f"{to_hf}; {row['ratio_to_plain']['median']:.2f}x plain, tau {row['tau']:.2f}{setting}"
+
+
+def speed_tables(records: Sequence[Record]) -> list[str]:
+    """One table per mode."""
+    columns: Columns = {
+        **{name: name for name in ("dtype", "context", "batch", "method")},
+        "tokens/s": spread("tokens_per_second", 1),
+        "x `generate`": spread("ratio_to_hf"),
+        "x plain loop": spread("ratio_to_plain"),
+        "tau": fixed("tau", 2),
+        "drafting / verifying / rest": lambda row: " / ".join(f"{share:.0%}" for share in row["shares"].values()),
+        "draft state": lambda row: f"{row['draft_state_bytes'] / 1024:.0f} KiB" if row["draft_state_bytes"] else "",
+        "share of floor": lambda row: f"{row['share_of_floor']:.0%}",
+        "x eager": spread("ratio_to_eager"),
+    }
+    titles = {"sample": "## Sampling at temperature 1", "greedy": "## Greedy"}
+    decoding = of_kind(records, "decoding")
+    return [
+        part
+        for mode, title in titles.items()
+        for part in titled(title, [row for row in decoding if row["mode"] == mode], columns)
+    ]
+
+
+NGRAM_NOTE = (
+    "Drafts from the text itself, one row at a time. tau: tokens emitted per verification, the target's own "
+    "included; mean over prompts with its 95 % interval, in brackets the difference to transformers' prompt "
+    "lookup with its default settings, prompt by prompt. Sampled texts differ between transformers and us, as "
+    "they draw otherwise. Speeds: tokens per second from the first token to the last, median of interleaved "
+    "repeats, lowest and highest in brackets; reading the prompt once is outside of it, transformers' search "
+    "through the whole text in every step is inside."
+)
+
+
+def ngram_headline(records: Sequence[Record]) -> str:
+    """Tokens per verification, then speed, as far as either was measured."""
+    parts = {"acceptance": acceptance_table, "decoding": engine_headline}
+    return "\n\n".join(made(records) for kind, made in parts.items() if of_kind(records, kind))
+
+
+def ngram_tables(records: Sequence[Record]) -> list[str]:
+    """Tokens per verification, then one table of speeds per mode."""
+    tau = ["## Tokens per verification", acceptance_table(records)] if of_kind(records, "acceptance") else []
+    return [*tau, *speed_tables(records)]
+
+
+VERIFICATION_NOTE = (
+    "Milliseconds for one layer (attention) and for the whole model (forward), medians of interleaved repeats; "
+    "ratio: transformers' time over ours, lowest and highest in brackets. Transformers runs its sdpa attention "
+    "with a 4-D mask on a DynamicCache; for a single node, as in plain decoding, without a mask. Error: "
+    "attention against float64, logits of one forward against the other's."
+)
+VERIFICATION: Columns = {
+    **{name: name for name in ("part", "dtype", "nodes")},
+    "transformers, ms": fixed("hf_ms", 1),
+    "ours, ms": fixed("ours_ms", 1),
+    "ratio": spread("ratio"),
+    "bandwidth floor, ms": fixed("floor_ms", 1),
+    "error": lambda row: f"{row['error']:.0e}",
+}
+
+DRAFT_STATE_NOTE = (
+    "Bytes that the draft keeps for one row beside the target's cache, bytes of that cache, and the median time to "
+    "draft one tree, on a random model of 3 layers."
+)
+DRAFT_STATE: Columns = {
+    "context": "context",
+    "draft state, KiB": fixed("draft_state_bytes", 0, 2**10),
+    "target's cache, MiB": fixed("target_cache_bytes", 1, 2**20),
+    "ms per draft tree": fixed("draft_ms", 2),
+}
+
+OFFSETS_NOTE = (
+    "Cross-entropy in nats per token of held-out windows whose positions after the anchored ones are moved; mean "
+    "over windows with its 95 % interval, differences window by window."
+)
+OFFSETS: Columns = {
+    "offset": "offset",
+    "anchors": "anchors",
+    "target's loss": lambda row: f"{row['loss']['mean']:.3f}{plus_minus(row['loss'])}",
+    "difference to offset 0": lambda row: f"{row['difference']['mean']:+.4f}{plus_minus(row['difference'], 4)}",
+}
+
+LONG_NOTE = (
+    "One run per row, decoding only. tokens/s: from the first token to the mark, x plain: over that of the plain "
+    "loop, as in the paper. Near: over the 1,000 tokens before the mark, compared with the plain loop and with "
+    "plain `model.generate` (DynamicCache, sdpa), both continued after it. tau: tokens per verification; alpha and "
+    "beta: accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
+    "the paper, whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over "
+    "windows of 1,000 tokens / whole text."
+)
+
+
+def long_headline(records: Sequence[Record]) -> str:
+    """One row per method and mark."""
+    rows, speed = of_kind(records, "long"), "tokens_per_second"
+    plain = {_run_of(row): row[speed] for row in rows if row["method"] == PLAIN}
+    near = {(row["method"], _run_of(row)): row[speed] for row in of_kind(records, "baseline")}
+
+    def near_over(name: str) -> Callable[[Record], str]:
+        return lambda row: _times(row[f"{speed}_near"], near.get((name, _run_of(row))))
+
+    def distinct(order: int) -> Callable[[Record], str]:
+        return lambda row: " / ".join(f"{share:.2f}" for share in row["distinct"][order - 1])
+
+    columns: Columns = {
+        "mode": "mode",
+        "penalty": lambda row: "yes" if row["penalised"] else "no",
+        "method": "method",
+        "tokens": "mark",
+        "tokens/s": fixed(speed, 1),
+        "x plain": lambda row: _times(row[speed], plain.get(_run_of(row))),
+        "tokens/s near": fixed(f"{speed}_near", 1),
+        "x plain near": near_over(PLAIN),
+        "x `generate` near": near_over(HF),
+        **{name: fixed(name, 2) for name in ("tau", "alpha", "beta")},
+        **{f"Distinct-{order}": distinct(order) for order in (1, 2, 3, 4)},
+    }
+    return table(rows, columns)
+
+
+def _run_of(row: Record) -> tuple[str, bool, int]:
+    return row["mode"], row["penalised"], row["mark"]
+
+
+def _times(speed: float, base: float | None) -> str:
+    return f"{speed / base:.2f}" if base else ""
+
+
+MEMORY_NOTE = (
+    "Peak of a call of `generate` beyond weights, keys and values, and its share of the keys and values: tensors "
+    "and scratch buffers as torch's allocator reports them, numpy's buffers and Python's objects as tracemalloc "
+    "does. Decoding: three tokens after a full cache. Prefill: the last chunk of a prompt, `hf generate` with the "
+    "same chunks. Bounds: the memory of the method at the smallest context, plus an allowance per token of text; for "
+    "SpecAttn the memory of the loop without a draft, its selected entries and 0.8 % of the cache for scores; for "
+    "the prefill the memory of `hf generate`, plus the allowance per token of text."
+)
+
+
+def memory_headline(records: Sequence[Record]) -> str:
+    """One row per method of either part, one column per context."""
+    rows = of_kind(records, "memory")
+    found = {(row["part"], row["method"], row["context"]): row for row in rows}
+    columns: dict[str, Any] = {"part": "part", "method": "method"}
+    for context in sorted({row["context"] for row in rows}):
+        columns[f"{context} tokens"] = lambda row, context=context: _share(
+            found.get((row["part"], row["method"], context))
+        )
+    first_of_each = {(row["part"], row["method"]): row for row in reversed(rows)}
+    order = dict.fromkeys((row["part"], row["method"]) for row in rows)
+    return table([first_of_each[one] for one in order], columns)
+
+
+def _share(row: Record | None) -> str:
+    return "" if row is None else f"{_mib('extra_bytes')(row)} MiB, {row['extra_bytes'] / row['kv_bytes']:.2%}"
+
+
+def _mib(key: str) -> Callable[[Record], str]:
+    return fixed(key, 2, 2**20)
+
+
+def memory_tables(records: Sequence[Record]) -> list[str]:
+    """Everything, with the bounds."""
+    columns: Columns = {
+        "method": "method",
+        "context": "context",
+        "extra, MiB": _mib("extra_bytes"),
+        "of it torch": _mib("torch_bytes"),
+        "bound, MiB": _mib("bound_bytes"),
+        "within": lambda row: {True: "yes", False: "NO", None: ""}[row.get("within")],
+        "keys and values, MiB": _mib("kv_bytes"),
+    }
+    titles = {"decode": "## Decoding after a full cache", "prefill": "## The last chunk of a prompt"}
+    rows = of_kind(records, "memory")
+    return [memory_headline(records)] + [
+        part
+        for name, title in titles.items()
+        for part in titled(title, [row for row in rows if row["part"] == name], columns)
+    ]
+
+
+GATED, UNGATED = ", gated", ", ungated"  # suffixes of the names of ways to decode
+GATE_NOTE = (
+    "All ways to decode advance in turns of a few tokens through the same texts, and every step is timed. Time "
+    "over plain loop: of all steps, mean over texts with its 95 % interval; CPU time: the same in CPU time of the "
+    "process. Accounted: exact counts of steps times the median cost of each kind, measured in plain steps of "
+    "the same turn. Over the faster one: time over that of the plain loop or of the draft without a gate, "
+    "whichever is faster. Same text: number of texts that equal those of the plain loop. Steps: of each kind per "
+    "text; a catch-up is a plain step that a drafter observes after a pause. Decisions and tau (of steps that "
+    "speculate) are those of the last text."
+)
+
+
+def _percent(key: str) -> Callable[[Record], str]:
+    """A column: a ratio as a difference in per cent, with half of its interval."""
+    return lambda row: f"{row[key]['mean'] - 1:+.1%} ± {(row[key]['high'] - row[key]['low']) / 2:.1%}"
+
+
+GATE: Columns = {
+    "context": "context",
+    "method": "method",
+    "tokens/s": fixed("tokens_per_second", 1),
+    "time over plain loop": _percent("time_over_plain"),
+    "CPU time": _percent("cpu_over_plain"),
+    "accounted": lambda row: f"{row['accounted_over_plain'] - 1:+.1%}",
+    "over the faster one": lambda row: (
+        f"{_percent('time_over_faster')(row)} over {row['faster']}" if row["method"].endswith(GATED) else ""
+    ),
+    "same text": lambda row: f"{row['same_texts']}/{row['texts']}",
+    "tau": fixed("tau", 2),
+    "steps, cost in plain steps": lambda row: ", ".join(
+        f"{kind['steps']:.0f} {name} at {kind['cost']:.2f}" for name, kind in row["kinds"].items()
+    ),
+    "decisions": lambda row: ", ".join(
+        f"{decision['choice']} at {decision['length']}" for decision in row["decisions"]
+    ),
+}
+
+GPU_NOTE = (
+    "Milliseconds, median of the repeats with the lowest and highest. The target has random weights, keys and "
+    "values. Floors are computed from the ceilings measured in the same run. Error: relative, of "
+    "attention against float64, of a forward against transformers' logits. c: time of a step without a draft over "
+    "that of an iteration; c times the tau of a paper is what that tau would give here, not a measured speed-up. "
+    "Speculated: iterations that verified drafted tokens. Captures: CUDA graphs captured in the timed calls; "
+    "iterations in which that happened are left out, or if there are no others the captures are subtracted. Same "
+    "tokens: the text up to there is that of the loop without a draft. Timed by: graph (replay of a CUDA graph), "
+    "events (calls between CUDA events, launches included), wall (host clock)."
+)
+# For each kind of line: title, and the columns in addition to time and floor.
+GPU_TABLES = {
+    "iteration": (
+        "One iteration of a drafter",
+        "draft compiled batch context nodes speculated iterations captured_iterations captures tau same_tokens c "
+        "c_floor tau_of_paper c_times_tau",
+    ),
+    "forward": ("One forward of the target", "side backend mode batch context nodes error"),
+    "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error"),
+    "baseline": ("Other ways to compute it", "baseline batch context nodes error"),
+    "score_rows": ("With SpecAttn's score rows", "backend batch context nodes overhead"),
+    "commit": ("Commit of an accepted path, all layers", "nodes context"),
+    "batch": ("Larger batches", "backend batch context nodes"),
+    "fp8": ("Matrix products in FP8", "backend batch context nodes"),
+}
+
+
+def _gpu_table(records: Sequence[Record], kind: str, heading: str = "##") -> list[str]:
+    title, columns = GPU_TABLES[kind]
+    times: Columns = {
+        "ms": spread("ms", 3),
+        "floor, ms": lambda row: f"{row['floor_ms']:g}",
+        "times floor": "times_floor",
+        "timed by": "how",
+    }
+    return titled(f"{heading} {title}", of_kind(records, kind), {name: name for name in columns.split()} | dict(times))
+
+
+def gpu_headline(records: Sequence[Record]) -> str:
+    """Iterations and forwards."""
+    return "\n\n".join(part for kind in ("iteration", "forward") for part in _gpu_table(records, kind, "####"))
+
+
+def gpu_tables(records: Sequence[Record]) -> list[str]:
+    """Everything that was measured, refused and left out."""
+    parts = [
+        f"{found.get('gpu', found['device'])}: {found['tb_per_second']} TB/s copied, {found['tflops']} TFLOP/s in "
+        f"bfloat16 matrix products, measured in this run; CUDA {found['cuda']}, triton {found['triton']}."
+        for found in of_kind(records, "gpu_ceilings")
+    ]
+    outcomes = {record["name"]: record for record in of_kind(records, "outcome")}
+    predicted = [row | outcomes.get(row["name"], {}) for row in of_kind(records, "prediction")]
+    verdicts = {True: "held", False: "did not hold", None: "not measured"}
+    columns: Columns = {
+        "": "name",
+        "predicted": "text",
+        "outcome": lambda row: verdicts[row.get("holds")],
+        "measured": lambda row: ", ".join(f"{value:g}" for value in row.get("values", [])),
+    }
+    parts += titled("## Predictions", predicted, columns)
+    parts += [part for kind in GPU_TABLES for part in _gpu_table(records, kind)]
+    checked = of_kind(records, "correctness")
+    backends: dict[str, list[Record]] = {}
+    for row in checked:
+        backends.setdefault(row["backend"], []).append(row)
+    wrong: Columns = {
+        "backend": lambda rows: rows["own"][0]["backend"],
+        "cases": lambda rows: len(rows["own"]),
+        "wrong": lambda rows: (
+            "; ".join(f"{row['lengths']} x {row['nodes']}: {row['error']}" for row in rows["own"] if not row["right"])
+            or "none"
+        ),
+    }
+    parts += titled("## Against float64", [{"own": own} for own in backends.values()], wrong)
+    operations: Columns = {"operation": "name", "calls": "calls", "ms": lambda row: f"{row['ms']:g}"}
+    for found in of_kind(records, "profile"):
+        what = f"{found['nodes']} nodes after {found['context']}, {found['launches']} launches"
+        parts += titled(f"## Profile of {found['side']}: {what}", found["top"], operations)
+    failed = [
+        f"- {', '.join(f'{name}={value}' for name, value in row.items() if name not in ('kind', 'reason'))}: "
+        f"{row['reason']}"
+        for row in of_kind(records, "failed")
+    ]
+    return parts + (["Failed:\n\n" + "\n".join(failed)] if failed else [])
+
+
+def left_out(records: Sequence[Record]) -> list[str]:
+    """List what was not measured, one line per reason."""
+    reasons: dict[str, list[str]] = {}
+    for record in of_kind(records, "skipped"):
+        values = [value for name, value in record.items() if name not in ("kind", "reason", "options")]
+        values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
+        reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
+    lines = [f"- {reason}: {'; '.join(what)}" for reason, what in reasons.items()]
+    return ["Left out:\n\n" + "\n".join(lines)] if lines else []
+
+
+@dataclass(frozen=True)
+class Page:
+    """The way in which the results of one benchmark are shown.
+
+    Args:
+        title (`str`): Heading of the part that documents quote, and of the report unless it has its own.
+        note (`str`): How to read the numbers.
+        headline (`Callable`): The part that documents quote.
+        parts (`Callable`, *optional*): The report; the headline by default.
+        report_title (`str`, *optional*): Heading of the report.
+    """
+
+    title: str
+    note: str
+    headline: Callable[[Sequence[Record]], str]
+    parts: Callable[[Sequence[Record]], list[str]] | None = None
+    report_title: str | None = None
+
+    def report(self, records: Sequence[Record]) -> str:
+        """The report, with its environment and what was left out."""
+        head = [f"# {self.report_title or self.title}", environment_line(records), with_defaults(self.note, records)]
+        parts = [self.headline(records)] if self.parts is None else self.parts(records)
+        return "\n\n".join([*head, *parts, *left_out(records)]) + "\n"
+
+
+def _one_table(kind: str, columns: Columns) -> Callable[[Sequence[Record]], str]:
+    return lambda records: table(of_kind(records, kind), columns)
+
+
+# By the name of the benchmark, in the order in which a document shows them.
+PAGES = {
+    "engine": Page("Decoding speed", ENGINE_NOTE, engine_headline, speed_tables),
+    "verification": Page(
+        "One verification after a long prefix",
+        VERIFICATION_NOTE,
+        _one_table("verification", VERIFICATION),
+        report_title="One verification",
+    ),
+    "draft_state": Page("State of a LongSpec draft", DRAFT_STATE_NOTE, _one_table("draft_state", DRAFT_STATE)),
+    "offsets": Page("The target under offsets", OFFSETS_NOTE, _one_table("offsets", OFFSETS)),
+    "long": Page("Long generation", LONG_NOTE, long_headline),
+    "ngram": Page("N-grams and prompt lookup", NGRAM_NOTE, ngram_headline, ngram_tables),
+    "gpu": Page("On a GPU", GPU_NOTE, gpu_headline, gpu_tables, "GPU"),
+    "memory": Page("Extra memory", MEMORY_NOTE, memory_headline, memory_tables),
+    "acceptance": Page(
+        "Tokens per verification (tau)", ACCEPTANCE_NOTE, acceptance_table, report_title="Tokens per verification"
+    ),
+    "gate": Page("The gate", GATE_NOTE, _one_table("gate", GATE)),
+}
+
+
+def write_report(path: Path) -> str | None:
+    """Write the report beside a result file and return it; `None` if its benchmark has no page."""
+    records = read_records(path)
+    page = PAGES.get(records[0]["benchmark"])
+    if page is None:
+        return None
+    report = page.report(records)
+    path.with_suffix(".md").write_text(report, encoding="utf-8")
+    return report
