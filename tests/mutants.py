@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "Nodes stand at the prefix length plus their depth",
         "generation/target.py",
-        "positions = lengths[:, None] + tree.depths",
-        "positions = lengths[:, None] + torch.arange(tree.num_nodes, device=device)",
+        "cache.lengths.on(device)[:, None] + tree.depths",
+        "cache.lengths.on(device)[:, None] + torch.arange(tree.num_nodes, device=device)",
         "tests/generation/test_target.py",
     ),
     Mutation(
@@ -139,10 +139,10 @@ MUTATIONS = (
         "tests/modeling/longspec/test_window_ring.py",
     ),
     Mutation(
-        "Criteria see every row at the length of the new token",
+        "Criteria see the whole batch at the length of the new token",
         "generation/sequences.py",
-        "            ids = self._batch_at(length)\n",
         "            ids = self.tokens[:, :length]\n",
+        "            ids = self.tokens[rows, :length]\n",
         "tests/generation/test_sequences.py",
     ),
     Mutation(

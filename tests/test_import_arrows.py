@@ -179,10 +179,11 @@ def package_folders() -> frozenset[str]:
     return frozenset(".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.rglob("__init__.py"))
 
 
-@pytest.mark.parametrize("file", package_files(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_arrows(file):
-    path = file.relative_to(ROOT).as_posix()
-    found = violations(file.read_text(encoding="utf-8"), path, package_folders())
+def test_arrows():
+    found = []
+    for file in package_files():
+        path = file.relative_to(ROOT).as_posix()
+        found += violations(file.read_text(encoding="utf-8"), path, package_folders())
     assert not found, "\n".join(found)
 
 
@@ -196,28 +197,23 @@ def test_every_room_was_read():
     [
         ("generation/route.py", "from ..modeling.base import DraftModel", "generation may not import"),
         ("generation/route.py", "def f():\n    from ..modeling.base import DraftModel", "generation may not import"),
-        ("generation/drafter.py", "from ..modeling.base import x", "generation may not import"),
         ("attention_backends/merge.py", "from ..generation.cache import x", "attention_backends may not import"),
         ("modeling/base.py", "from ..training.losses import x", "modeling may not import"),
         ("modeling/base.py", "from ..testing import tiny_target", "modeling may not import"),
         ("modeling/longspec/modeling_longspec.py", "from .training_longspec import x", "modeling may not import"),
-        ("modeling/longspec/modeling_longspec.py", "from .convert_longspec import x", "modeling may not import"),
         ("modeling/longspec/modeling_longspec.py", "from ..register_draft import x", "modeling may not import"),
         ("modeling/longspec/__init__.py", "from .training_longspec import x", "may not import"),
         ("modeling/base.py", "from .convert import x", "modeling may not import"),
-        ("modeling/base.py", "from .longspec.training_longspec import x", "modeling may not import"),
         ("modeling/longspec/training_longspec.py", "from ...bench.timing import x", "may not import"),
         ("training/method.py", "def f():\n    from ..modeling.longspec.training_longspec import x", "may not import"),
         ("training/method.py", "from ..modeling.longspec import training_longspec", "training may not import"),
         ("training/trainer.py", "from ..bench.harness import x", "training may not import"),
         ("auditing.py", "from .modeling.base import x", "auditing may not import"),
         ("auditing.py", "import hf_longspec", "auditing may not import"),
-        ("bench/harness.py", "from hf_longspec.modeling.base import x", "bench may not import"),
         ("bench/harness.py", "from hf_longspec import modeling", "bench may not import"),
         ("hub.py", "from .generation.cache import SpeculativeCache", "hub may not import"),
         ("hub.py", "from . import modeling", "hub may not import"),
         ("testing.py", "from .bench.harness import x", "testing may not import"),
-        ("hub.py", "from .testing import x", "hub may not import"),
         ("kitchen/sink.py", "", "no row in ARROWS"),
         ("generation/route.py", "from hf_longspec.generation.cache import x", "write a relative import"),
         ("generation/route.py", "from . import cache", "name a module"),
@@ -237,8 +233,6 @@ def test_every_room_was_read():
             "cannot be followed",
         ),
         ("generation/route.py", "importlib.import_module(name)", "cannot be followed"),
-        ("hub/repository.py", "from ..bench.report import x", "hub may not import"),
-        ("hub/cards.py", "from ..modeling.base import DraftModel", "hub may not import"),
     ],
 )
 def test_the_checker_sees(path, source, complaint):

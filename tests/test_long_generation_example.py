@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
 from tests.tiny_tokenizers import save_byte_target
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROMPT = "Once upon a time"
 

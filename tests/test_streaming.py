@@ -15,6 +15,8 @@ from hf_longspec import FileStreamer, IncrementalDecoder, PlainDraftModel, SpecA
 from hf_longspec.streaming import MAX_PENDING, REPLACEMENT
 from hf_longspec.testing import tiny_target
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 TINY_TARGET = Path(__file__).resolve().parents[1] / "hub_cards" / "tiny-target"
 ODD = (
     "naïve café — “quotes”, Привет, 你好世界, 한국어, עברית, हिन्दी, 🙂👩‍👩‍👧🏽🇨🇭, a\u0301, \u200bzero\u00a0width, "

@@ -13,6 +13,7 @@ target's whole cache. Every other layer reads a compact buffer with its own sele
 in that buffer: rotary embedding was applied before an entry was stored, and the selection respected the window.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
@@ -37,7 +38,8 @@ class CallCounter:
 class StepContext:
     """One step, as the attention layers see it. Build a new context for every forward.
 
-    Subclasses define `attend(backend, layer_idx, query, key, value, *, scaling, sliding_window, softcap, sinks)`.
+    Subclasses define `attend(backend, layer_idx, query, key, value, *, scaling, sliding_window, softcap, sinks)`, and
+    how a graph makes the same context for every step: `of_step` is read before the step, `in_graph` is a part of it.
 
     Args:
         lengths ([`SeqLens`]): Used slots per row.
@@ -75,6 +77,33 @@ class StepContext:
         """Return the sliding window of a layer whose own argument is `passed`."""
         return passed if self.windows is None else self.windows[layer_idx]
 
+    def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        """Return the tensors that change with every step, and hashable settings that choose the graph."""
+        raise NotImplementedError
+
+    @classmethod
+    def in_graph(
+        cls,
+        changing: Sequence[torch.Tensor],
+        settings: tuple,
+        mask: torch.Tensor,
+        layers: Sequence[SeqLens],
+        keep: Any,
+    ) -> Self:
+        """Return the context of a step inside a graph.
+
+        Its counter of calls is new and passed by hand: a number that grows would become a constant of the graph, and
+        torch.compile cannot trace the factory of a field.
+
+        Args:
+            changing (`Sequence[torch.Tensor]`): Tensors from `of_step`.
+            settings (`tuple`): Settings from `of_step`.
+            mask (`torch.BoolTensor` of shape `(B, 1, N, N)`): Mask of the model's forward.
+            layers (`Sequence[SeqLens]`): Used slots of every layer before the step.
+            keep (*optional*): Capture inside the graph. Its `score_rows` and `last_node` are set if scores are wanted.
+        """
+        raise NotImplementedError
+
 
 @dataclass
 class TreeContext(StepContext):
@@ -95,6 +124,28 @@ class TreeContext(StepContext):
     mask: torch.Tensor
     capture: Any = None
     calls: CallCounter = field(default_factory=CallCounter)
+
+    def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        """Return positions, and the last nodes if a backend writes scores; the kind of capture and the windows."""
+        score_rows = getattr(self.capture, "score_rows", None)
+        last_node = () if score_rows is None else (self.capture.last_node,)
+        return (self.positions, *last_node), (self.capture is not None, score_rows, self.windows)
+
+    @classmethod
+    def in_graph(
+        cls,
+        changing: Sequence[torch.Tensor],
+        settings: tuple,
+        mask: torch.Tensor,
+        layers: Sequence[SeqLens],
+        keep: Any,
+    ) -> Self:
+        """Return the context of a verification inside a graph; see [`StepContext`]."""
+        is_captured, score_rows, windows = settings
+        if score_rows is not None:
+            keep.score_rows, keep.last_node = score_rows, changing[1]
+        capture = keep if is_captured else None
+        return cls(layers[0], changing[0], mask[:, 0], capture, CallCounter(), windows=windows)
 
     def attend(
         self,
@@ -225,6 +276,25 @@ class SparseContext(StepContext):
     dense_lengths: SeqLens
     dense_layers: frozenset[int] = frozenset()
     calls: CallCounter = field(default_factory=CallCounter)
+
+    def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        """Return the positions; the dense layers and the windows."""
+        return (self.positions,), (self.dense_layers, self.windows)
+
+    @classmethod
+    def in_graph(
+        cls,
+        changing: Sequence[torch.Tensor],
+        settings: tuple,
+        mask: torch.Tensor,
+        layers: Sequence[SeqLens],
+        keep: Any,
+    ) -> Self:
+        """Return the context of a drafting step inside a graph; see [`StepContext`]."""
+        dense_layers, windows = settings
+        sparse = next((lengths for layer, lengths in enumerate(layers) if layer not in dense_layers), layers[0])
+        dense = next((layers[layer] for layer in dense_layers), sparse)
+        return cls(sparse.plus(1), changing[0], dense.plus(1), dense_layers, CallCounter(), windows=windows)
 
     def attend(
         self,

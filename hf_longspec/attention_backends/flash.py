@@ -18,9 +18,8 @@ from functools import cache, partial
 import torch
 
 from .lengths import SeqLens
-from .masks import WINDOW_WITHOUT_POSITIONS, window_holds_all
 from .merge import AttentionState, nothing_visible
-from .registry import AttentionBackend, AttentionCall, register_backend
+from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
 from .torch_backend import attention_to_copies, causal_attention, tree_attention
 
 DTYPES = (torch.float16, torch.bfloat16)
@@ -83,11 +82,7 @@ def prefix_attention(
         return nothing_visible(query, value)
     call = partial(_attend, key=key, value=value, scaling=scaling, softcap=softcap)
     nodes, kv_heads = query.shape[2], key.shape[1]
-    if (
-        positions is None
-        or sliding_window is None
-        or (lengths.longest is not None and window_holds_all(sliding_window, lengths.longest, nodes))
-    ):
+    if positions is None or sliding_window is None or lengths.fit_window(sliding_window, nodes):
         # No query has a mask, so the query heads of a key head are just more rows. Otherwise version 2 would read the
         # cache once per query head, except for a single query.
         packed = query.reshape(query.shape[0], kv_heads, -1, query.shape[3]).transpose(1, 2)

@@ -15,9 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from .differentiable import differentiable_attention
 from .lengths import SeqLens
-from .masks import WindowMask
 from .merge import AttentionState, merge_attention_states
-from .registry import AttentionBackend, AttentionCall, select
+from .registry import AttentionBackend, AttentionCall, choose, select
 from .torch_backend import TORCH_BACKEND
 
 try:
@@ -90,7 +89,7 @@ def attention_forward(
         scaling = query.shape[3] ** -0.5
     sizes = (query.shape[3], value.shape[3])
     call = AttentionCall(query.device, query.dtype, *sizes, softcap, sliding_window, s_aux is not None)
-    backend = select(call, backend_name)
+    backend = (choose if torch.compiler.is_compiling() else select)(call, backend_name)
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
     _refuse(kwargs)
     if tree is not None:
@@ -193,3 +192,45 @@ def _refuse(kwargs: dict[str, Any]) -> None:
                 f"{name} was passed to the attention of hf_longspec, which does not support it: {reason}. "
                 'Load the model with another attn_implementation, such as "eager".'
             )
+
+
+class WindowMask(torch.Tensor):
+    """Causal mask of a sliding window, `(B, 1, N, S)`, for queries that are the last N of S positions.
+
+    It has the shape of that mask, the dtype `torch.bool` and no memory for entries. An attention function reads
+    `sliding_window` instead. All other operations run on the whole mask, which is computed for them.
+    """
+
+    sliding_window: int
+
+    @classmethod
+    def of(cls, batch_size: int, queries: int, keys: int, sliding_window: int, device: Any) -> "WindowMask":
+        """Return the mask of this shape on a device."""
+        one = torch.zeros((), dtype=torch.bool, device=device)
+        mask = one.expand(batch_size, 1, queries, keys).as_subclass(cls)
+        mask.sliding_window = sliding_window
+        return mask
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run properties and copies to a device without entries, and all other operations on the whole mask."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ in _PROPERTIES:
+                return func(*args, **kwargs)
+            if func is torch.Tensor.to and (moved := func(*args, **kwargs)).dtype == torch.bool:
+                batch_size, _, queries, keys = moved.shape
+                return cls.of(batch_size, queries, keys, args[0].sliding_window, moved.device)
+            args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.entries, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def entries(self) -> torch.Tensor:
+        """Return the boolean mask itself."""
+        batch_size, _, queries, keys = self.shape
+        positions = torch.arange(keys - queries, keys, device=self.device)[:, None]
+        distance = positions - torch.arange(keys, device=self.device)
+        return ((distance >= 0) & (distance < self.sliding_window)).expand(batch_size, 1, -1, -1)
+
+
+# Properties of a tensor that need no entries; attributes arrive as `__get__`.
+_PROPERTIES = {"__get__", "dim", "size", "stride", "numel", "__len__", "is_floating_point", "get_device", "ndimension"}

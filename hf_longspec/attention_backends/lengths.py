@@ -61,6 +61,13 @@ class SeqLens:
         """Whether rows differ, or may differ, in length."""
         return self.shared is None
 
+    def fit_window(self, sliding_window: int, nodes: int) -> bool:
+        """Return whether a window is known to hide no slot of any prefix from `nodes` nodes after it.
+
+        This holds if the deepest possible node, `nodes - 1` positions after the root, still sees slot 0.
+        """
+        return self.longest is not None and bool(self.longest + nodes <= sliding_window)
+
     def on(self, device: torch.device | str) -> torch.Tensor:
         """Return the lengths as a tensor of shape `(B,)` on a device, which is made once."""
         device = torch.device(device)

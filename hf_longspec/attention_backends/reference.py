@@ -14,8 +14,7 @@ B batch, S key slots, N queries, M tree keys, H query heads, K key/value heads, 
 import torch
 
 from .lengths import SeqLens
-from .masks import WINDOW_WITHOUT_POSITIONS
-from .registry import AttentionBackend, AttentionCall, register_backend
+from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
 
 
 def prefix_attention(

@@ -7,11 +7,17 @@ does, its error lists every reason.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+WINDOW_WITHOUT_POSITIONS = (
+    "sliding_window is {}, but positions is None: a window is counted from the position of each query. "
+    "Pass positions of shape (batch, num_nodes)."
+)
 
 
 class AttentionCall(NamedTuple):
@@ -67,7 +73,6 @@ class AttentionBackend:
 
 _backends: dict[str, AttentionBackend] = {}
 _priorities: dict[str, int | None] = {}
-_selected: dict[tuple[AttentionCall, str | None], AttentionBackend] = {}
 
 
 def register_backend(backend: AttentionBackend, priority: int | None = None) -> AttentionBackend:
@@ -85,7 +90,7 @@ def register_backend(backend: AttentionBackend, priority: int | None = None) -> 
     if _backends.setdefault(backend.name, backend) is not backend:
         raise ValueError(f"an attention backend named {backend.name!r} exists already. Choose another name.")
     _priorities[backend.name] = priority
-    _selected.clear()
+    select.cache_clear()
     return backend
 
 
@@ -99,7 +104,7 @@ def why_not(name: str, call: AttentionCall) -> str | None:
     return _backends[name].why_not(call)
 
 
-def select(call: AttentionCall, name: str | None = None) -> AttentionBackend:
+def choose(call: AttentionCall, name: str | None = None) -> AttentionBackend:
     """Return the backend for this kind of call.
 
     Args:
@@ -109,16 +114,6 @@ def select(call: AttentionCall, name: str | None = None) -> AttentionBackend:
     Raises:
         ValueError: If no backend accepts the call; the message lists every candidate with its reason.
     """
-    if torch.compiler.is_compiling():  # once per graph, which needs no cache of other calls
-        return _choose(call, name)
-    # once per layer and step: a dictionary look-up, 0.3 microseconds
-    backend = _selected.get((call, name))
-    if backend is None:
-        backend = _selected[call, name] = _choose(call, name)
-    return backend
-
-
-def _choose(call: AttentionCall, name: str | None) -> AttentionBackend:
     if name is not None and name not in _backends:
         raise ValueError(f"{name!r} is not an attention backend. Choose one of {', '.join(backend_names())}.")
     candidates = [n for n in backend_names() if _priorities[n] is not None] if name is None else [name]
@@ -130,6 +125,9 @@ def _choose(call: AttentionCall, name: str | None) -> AttentionBackend:
         reasons.append(f"  {candidate}: {reason}")
     raise ValueError("\n".join([f"no attention backend supports this call ({_describe(call)}):", *reasons, _REMEDY]))
 
+
+# Once per layer and step: a look-up without a frame of Python. Graphs call `choose`, once each.
+select = lru_cache(maxsize=None)(choose)
 
 _REMEDY = (
     'Load the model with attn_implementation="hf_longspec_reference" (slow, any device), '

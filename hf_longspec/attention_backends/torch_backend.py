@@ -13,17 +13,22 @@ from collections.abc import Callable
 import torch
 
 from .lengths import SeqLens
-from .masks import (
-    WINDOW_WITHOUT_POSITIONS,
+from .merge import AttentionState, concatenate, merge_attention_states, nothing_visible
+from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
+from .torch_fused import (
     ExplicitMask,
-    KeyMask,
     PositionMask,
     additive_mask,
-    prefix_mask,
+    can_fuse,
+    fused_attention,
+    hybrid_attention,
+    one_head,
+    pack,
+    pack_mask,
+    unpack,
 )
-from .merge import AttentionState, concatenate, merge_attention_states, nothing_visible
-from .registry import AttentionBackend, AttentionCall, register_backend
-from .torch_fused import can_fuse, fused_attention, hybrid_attention, one_head, pack, pack_mask, unpack
+
+KeyMask = Callable[[int, int], torch.Tensor]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -139,6 +144,29 @@ def why_not(call: AttentionCall) -> str | None:
     if call.dtype in DTYPES:
         return None
     return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
+
+
+def prefix_mask(
+    lengths: torch.Tensor,
+    slots: int,
+    nodes: int,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Return the boolean mask `(B, N, slots)` of N queries over prefixes of `lengths` `(B,)`.
+
+    Args:
+        lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's prefix.
+        slots (`int`): Number of slots.
+        nodes (`int`): N.
+        positions (`torch.LongTensor` of shape `(B, N)`, *optional*): Positions of the queries, needed for a window.
+        sliding_window (`int`, *optional*): Window of the layer.
+    """
+    places = torch.arange(slots, device=lengths.device)
+    seen = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
+    if sliding_window is None or positions is None:
+        return seen
+    return seen & (positions[:, :, None] - places < sliding_window)
 
 
 def _attend_prefix(

@@ -13,15 +13,18 @@ following (torch 2.13; tests/attention_backends/test_torch_fused.py has a test f
 
 Packed heads: the G = H // K query heads that share a key/value head become G * N rows of one head. The op then reads
 every key once instead of G times, and a single query per step is a small matrix instead of G vectors.
+
+An additive mask is added to the scores and is -inf where a query does not attend to a key. [`ExplicitMask`] and
+[`PositionMask`] are masks of a whole call, computed for one block of its keys at a time: `mask(start, stop)`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from .lengths import SeqLens
-from .masks import PositionMask, additive_mask, window_holds_all
 from .merge import AttentionState, merge_attention_states, nothing_visible
 
 # The op itself, not torch.ops.aten: the same function costs 3 microseconds less per call through the C binding.
@@ -88,7 +91,7 @@ def hybrid_attention(
         return None
     start = 0 if sliding_window is None else max(0, length - sliding_window + 1)
     dense = length + nodes - start <= DENSE_KEYS
-    unmasked = sliding_window is None or window_holds_all(sliding_window, length, nodes)
+    unmasked = sliding_window is None or lengths.fit_window(sliding_window, nodes)
     if not dense and not unmasked:
         return None
     kv_heads = key.shape[1]
@@ -241,3 +244,64 @@ def unpack(state: AttentionState, shape: torch.Size) -> AttentionState:
 def _is_slow(rows: int, query: torch.Tensor) -> bool:
     """Return whether one row more is faster."""
     return rows & 31 in SLOW_TAILS[query.dtype == torch.float32] and query.is_cpu
+
+
+def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `mask` as an additive mask.
+
+    Args:
+        mask (`torch.Tensor`): Boolean mask, True where a query attends to a key; or an additive mask.
+        dtype (`torch.dtype`): Floating point dtype of the result.
+
+    Returns:
+        `torch.Tensor` of the same shape. The lowest number of a dtype, by which transformers hides keys, becomes
+        -inf: a query whose keys are all hidden then gets 0 instead of the mean of all values.
+    """
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf).to(dtype)
+
+
+@dataclass
+class ExplicitMask:
+    """Mask that exists as a tensor.
+
+    Args:
+        mask (`torch.Tensor` of shape `(..., N, M)`): Boolean or additive mask.
+        dtype (`torch.dtype`): Floating point dtype of the result.
+    """
+
+    mask: torch.Tensor
+    dtype: torch.dtype
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        return additive_mask(self.mask[..., start:stop], self.dtype)
+
+
+@dataclass
+class PositionMask:
+    """Mask of causality and sliding window, computed from the positions of queries and keys.
+
+    Args:
+        positions (`torch.LongTensor` of shape `(B or 1, N)`): Absolute positions of the queries.
+        first (`int`): Absolute position of key 0 of the call.
+        sliding_window (`int`, *optional*): A query attends only to keys at a smaller distance.
+        causal (`bool`): Whether a query attends only to keys at its own position or before.
+        dtype (`torch.dtype`): Floating point dtype of the result.
+    """
+
+    positions: torch.Tensor
+    first: int
+    sliding_window: int | None
+    causal: bool
+    dtype: torch.dtype
+
+    def __call__(self, start: int, stop: int) -> torch.Tensor:
+        keys = torch.arange(self.first + start, self.first + stop, device=self.positions.device)
+        distance = self.positions[:, None, :, None] - keys  # [B, 1, N, stop - start]
+        mask = torch.zeros(distance.shape, dtype=self.dtype, device=distance.device)
+        if self.sliding_window is not None:
+            mask.masked_fill_(distance >= self.sliding_window, -torch.inf)
+        if self.causal:
+            mask.masked_fill_(distance < 0, -torch.inf)
+        return mask

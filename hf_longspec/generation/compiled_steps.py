@@ -10,8 +10,8 @@ holds addresses, so small inputs are copied into its own tensors. Kernels read t
 are read up to the next power of two. `capture` contains all calls of CUDA. It follows the documentation and has never
 run on a GPU.
 
-The functions at the end are the contents of a graph. They get the cache as buffers and lengths, and build around them
-the few objects that the model's forward expects.
+`_step` is the content of a graph. It gets the cache as buffers and lengths, and builds around them the few objects that
+the model's forward expects; the attention context of a step is made again by its own class.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..attention_backends.contexts import CallCounter, SparseContext, TreeContext
 from ..attention_backends.lengths import SeqLens
-from ..attention_backends.scores import ScoreRows
 from .cache import Rows
 from .target_modules import logits_under, with_final_norm_input
 
@@ -279,7 +277,7 @@ class FixedSteps:
             positions (`torch.LongTensor` of shape `(B, N)`): Positions of the tokens.
             cache ([`SpeculativeCache`] or [`CompactCache`]): Cache, to which keys and values of the tokens are written.
             mask (`torch.BoolTensor` of shape `(B, 1, N, N)`): Mask between the tokens.
-            context ([`TreeContext`] or [`SparseContext`]): Attention context, whose capture is filled.
+            context ([`StepContext`]): Attention context, whose capture is filled.
             with_hidden (`bool`, *optional*, defaults to `False`): Whether to return the input of the final norm too.
                 This needs an open [`FinalNormInput`].
 
@@ -296,19 +294,11 @@ class FixedSteps:
         sizes = [self.runner.sizes(prefix, nodes, capacity) for prefix in prefixes]
         buffers = [(self.runner.buffer(layer.keys), self.runner.buffer(layer.values)) for layer in cache.layers]
         lengths = [prefix.on(tokens.device) for prefix in prefixes]
-        capture: Any = getattr(context, "capture", None)
-        kind: tuple
-        if type(context) is TreeContext:
-            score_rows = getattr(capture, "score_rows", None)
-            function, kind = _tree_step, (capture is not None, score_rows, context.windows)
-            scored_nodes = () if score_rows is None else (capture.last_node,)
-            changing = (tokens, positions, mask, context.positions, *lengths, *scored_nodes)
-        else:
-            function, kind = _sparse_step, (context.dense_layers, context.windows)
-            changing = (tokens, positions, mask, *lengths)
-        shape = *tokens.shape, known, members, kind, with_hidden
-        fixed = self.model, members, known, kind, with_hidden, sizes, buffers
-        result = self.runner(function, shape, changing, fixed, self.model, cache)
+        more, settings = context.of_step()
+        changing = (tokens, positions, mask, *lengths, *more)
+        shape = *tokens.shape, type(context), known, members, settings, with_hidden
+        fixed = self.model, type(context), members, known, settings, with_hidden, sizes, buffers
+        result = self.runner(_step, shape, changing, fixed, self.model, cache)
         if result is None:
             return None
         logits, hidden, collected, scored = result
@@ -356,17 +346,12 @@ class StepCache(Cache):
 
 
 class Collected:
-    """Keep the data for a capture inside a graph, and pass them on to the capture after the step.
+    """Keep the data for a capture inside a graph, and pass them on to the capture after the step."""
 
-    Args:
-        score_rows ([`ScoreRows`], *optional*): Scores that the backend writes itself.
-        last_node (`torch.LongTensor` of shape `(B,)`, *optional*): Index of every row's last node, needed for
-            `score_rows`.
-    """
+    score_rows: Any = None
+    last_node: Any = None
 
-    def __init__(self, score_rows: ScoreRows | None, last_node: torch.Tensor | None):
-        self.score_rows = score_rows
-        self.last_node = last_node
+    def __init__(self) -> None:
         self.layers: list[tuple] = []
         self.scored: list[tuple[int, torch.Tensor]] = []
 
@@ -381,37 +366,20 @@ class Collected:
         self.layers.append((layer_idx, query, lse, {"scaling": scaling, "softcap": softcap}))
 
 
-def _tree_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
-    """Run a verification; return logits, input of the final norm, and the data for its capture."""
-    tokens, positions, mask, of_nodes, *lengths = changing
-    captures, score_rows, windows = kind
-    capture = Collected(score_rows, None if score_rows is None else lengths.pop())
+def _step(changing, model, kind, members, known, settings, with_hidden, sizes, buffers):
+    """Run the model under a context of this kind; return logits, input of the final norm, and data for a capture."""
+    tokens, positions, mask, *rest = changing
+    lengths, more = rest[: len(sizes)], rest[len(sizes) :]
     prefixes = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
-    shown = capture if captures else None
-    # a new counter, since the value of one that grows with every step would become a constant of the graph
-    context = TreeContext(prefixes[0], of_nodes, mask[:, 0], shown, CallCounter(), windows=windows)
+    kept = Collected()
+    context = kind.in_graph(more, settings, mask, [prefixes[group] for group in members], kept)
     cache = StepCache(buffers, _places(members, prefixes, tokens))
-    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), capture.layers, capture.scored
 
-
-def _sparse_step(changing, model, members, known, kind, with_hidden, sizes, buffers):
-    """Run a drafting step over a compact cache; return logits, input of the final norm, and nothing for a capture."""
-    tokens, positions, mask, *lengths = changing
-    dense_layers, windows = kind
-    prefixes = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
-    sparse = next((members[layer] for layer in range(len(members)) if layer not in dense_layers), 0)
-    dense = next((members[layer] for layer in dense_layers), sparse)
-    used = prefixes[sparse].plus(1), positions, prefixes[dense].plus(1)
-    context = SparseContext(*used, dense_layers, CallCounter(), windows=windows)
-    cache = StepCache(buffers, _places(members, prefixes, tokens))
-    return *_forward(model, tokens, positions, cache, mask, context, with_hidden), (), ()
-
-
-def _forward(model, tokens, positions, cache, mask, context, with_hidden):
     def forward():
         return logits_under(context, model, tokens, positions, cache, mask)
 
-    return with_final_norm_input(model, forward) if with_hidden else (forward(), None)
+    logits, hidden = with_final_norm_input(model, forward) if with_hidden else (forward(), None)
+    return logits, hidden, kept.layers, kept.scored
 
 
 def _places(members, prefixes, tokens) -> list[tuple]:

@@ -1,7 +1,6 @@
 """The contexts of a step: what they pass on, keep and share, and steps of a draft, against attention in float64."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch._dynamo.testing import CompileCounter
 from hf_longspec.attention_backends import torch_fused
 from hf_longspec.attention_backends.contexts import CallCounter, SparseContext
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.masks import window_holds_all
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.reference import REFERENCE_BACKEND, prefix_attention
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
@@ -162,10 +160,3 @@ def test_a_drafting_step_moves_likewise():
     assert (moved.calls, moved.dense_layers, moved.lengths.host) == (context.calls, frozenset({0, 3}), (9, 6))
     assert moved.dense_lengths.host == (40, 29)
     assert context.to("meta") is moved
-
-
-def test_a_window_holds_all_if_the_deepest_node_of_a_chain_sees_slot_0():
-    for longest, nodes, window in product((0, 1, 12), (1, 2, 7), range(1, 22)):
-        positions = range(longest, longest + nodes)  # of a chain, the deepest tree
-        seen = [slot for slot in range(longest + nodes) if all(place - slot < window for place in positions)]
-        assert window_holds_all(window, longest, nodes) == (0 in seen), window

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 
-from hf_longspec.attention_backends import flash
+from hf_longspec.attention_backends import flash, registry
 from hf_longspec.attention_backends.flash import FLASH_BACKEND, compute_capability
 from hf_longspec.attention_backends.interface import register
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.registry import AttentionCall, select
+from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import tiny_prompts, tiny_target
@@ -116,15 +116,15 @@ def test_versions_before_left_padding_take_no_window(machine):
 
 
 def test_it_runs_only_by_name(calls):
-    assert select(CALL).name == "hf_longspec_torch"
-    assert select(CALL, "hf_longspec_fa") is FLASH_BACKEND
+    assert registry.select(CALL).name == "hf_longspec_torch"
+    assert registry.select(CALL, "hf_longspec_fa") is FLASH_BACKEND
 
 
 def test_by_name_on_this_machine():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(ValueError, match="hf_longspec_fa: device is cpu, expected an NVIDIA GPU"):
-        select(CALL, "hf_longspec_fa")
+        registry.select(CALL, "hf_longspec_fa")
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])

@@ -15,9 +15,8 @@ from transformers import (
 )
 
 from hf_longspec.attention_backends.contexts import TreeContext
-from hf_longspec.attention_backends.interface import attention_forward, register
+from hf_longspec.attention_backends.interface import WindowMask, attention_forward, register
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.masks import WindowMask
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.pairwise import pairwise

@@ -1,4 +1,4 @@
-"""Lengths of rows: the same numbers on the host and on devices, outside and inside of graphs."""
+"""Lengths of rows: the same numbers on the host, on devices and in graphs; windows that hide nothing."""
 
 import pytest
 import torch
@@ -55,3 +55,18 @@ def test_in_a_graph_they_come_as_sizes(lengths, sizes, known, expected):
 def test_rows_of_one_length():
     made = SeqLens.equal(6, 3)
     assert (made.host, made.longest, made.shared) == ((6, 6, 6), 6, 6) and made.on(CPU).tolist() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 7])
+@pytest.mark.parametrize("longest", [0, 1, 12])
+def test_a_window_holds_all_if_the_deepest_node_of_a_chain_sees_slot_0(longest, nodes):
+    for window in range(1, longest + nodes + 3):
+        positions = range(longest, longest + nodes)  # of a chain, the deepest tree
+        seen = [slot for slot in range(longest + nodes) if all(place - slot < window for place in positions)]
+        assert SeqLens([0, longest]).fit_window(window, nodes) == (0 in seen), window
+
+
+def test_the_window_that_just_fits():
+    assert SeqLens([9]).fit_window(16, 7)
+    assert not SeqLens(None, torch.tensor([9])).fit_window(16, 7)  # not known on the host
+    assert not SeqLens([9]).fit_window(15, 7)

@@ -14,8 +14,11 @@ CALL = AttentionCall(torch.device("cpu"), torch.bfloat16, 96, 96)
 @pytest.fixture
 def shelf(monkeypatch):
     """A registry of our own."""
-    for name in ("_backends", "_priorities", "_selected"):
+    for name in ("_backends", "_priorities"):
         monkeypatch.setattr(registry, name, {})
+    select.cache_clear()
+    yield
+    select.cache_clear()
 
 
 def backend(name, reason=None):

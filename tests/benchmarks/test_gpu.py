@@ -277,7 +277,7 @@ def registered(name, **functions):
         yield
     finally:
         del registry._backends[name], registry._priorities[name]
-        registry._selected.clear()
+        registry.select.cache_clear()
 
 
 def altered(change):

@@ -13,6 +13,8 @@ from hf_longspec.cli import options, train
 from tests.cli.conftest import run_command
 from tests.tiny_tokenizers import save_byte_target
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 pytest.importorskip("datasets")
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -70,16 +70,6 @@ def test_a_level_has_no_more_nodes_than_continuations():
     as_tree(beam.fields(), len(beam.levels) - 1).validate()
 
 
-def test_siblings_have_different_tokens():
-    beam = Beam(torch.tensor([1, 2]))
-    for level, width in enumerate([4, 6, 6]):
-        beam.grow(random_logits(2, beam.tokens.shape[1], level), width)
-    tree = as_tree(beam.fields(), len(beam.levels) - 1)
-    for row in range(2):
-        pairs = list(zip(tree.parents[row].tolist(), tree.tokens[row].tolist(), strict=True))
-        assert len(set(pairs)) == len(pairs)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_log_normaliser(dtype, tolerance):
     """In bfloat16 each of 5,001 terms is rounded by up to 0.4 %; the mean of the errors is far smaller."""

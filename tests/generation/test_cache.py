@@ -232,14 +232,6 @@ def test_plain_generate_with_our_cache(plain_run, name):
     assert cache.get_seq_length() == out.shape[1] - 1
 
 
-def test_beam_search_with_our_cache(target):
-    model = target("qwen3")
-    input_ids, attention_mask = tiny_prompts(128, (9, 5))
-    options = {"attention_mask": attention_mask, "num_beams": 3, "max_new_tokens": 9, "do_sample": False}
-    out = model.generate(input_ids, **options, past_key_values=SpeculativeCache(model.config, 6, 32))
-    assert out.tolist() == model.generate(input_ids, **options).tolist()
-
-
 def conversation(plain_run, model, lengths, turns, new, cache, check):
     """Turns of plain generation and of drafts on one cache: the whole text so far is passed again.
 
@@ -465,61 +457,58 @@ def has_config(cache):
     return cache.layer_class_to_replicate is None
 
 
+def filled(run, cache, tokens, rows=None):
+    """The cache after a forward of the bare model over the first tokens of the prompts."""
+    if tokens:
+        ids = run.inputs["input_ids"][:, :tokens]
+        run.model(ids if rows is None else ids.repeat(rows, 1), past_key_values=cache)
+    return cache
+
+
+def quantized(run):
+    """Made without `__init__`, which needs a package."""
+    cache = QuantizedCache.__new__(QuantizedCache)
+    Cache.__init__(cache, layer_class_to_replicate=DynamicLayer)
+    return cache
+
+
+def offloaded(run):
+    cache = DynamicCache()
+    cache.offloading = True  # the argument needs a GPU
+    return cache
+
+
+STATIC = "past_key_values is a StaticCache, whose way of storing.*Pass a DynamicCache"
+PADDED = "past_key_values is a DynamicCache, and attention_mask has padding"
+
+
 class TestRefusedCaches:
     def refused(self, run, cache, match, **options):
         before = run.model.config._attn_implementation, run.model.generation_config.to_dict()
-        lengths = getattr(cache, "lengths", None)
+        length = None if cache is None or not cache.layers else cache.get_seq_length()
         with pytest.raises(ValueError, match=match):
             run.again(run.draft("tree"), past_key_values=cache, **options)
         assert (run.model.config._attn_implementation, run.model.generation_config.to_dict()) == before
-        assert getattr(cache, "lengths", None) == lengths
+        assert length is None or cache.get_seq_length() == length
 
-    def test_wrong_batch_size(self, plain_run):
-        run = plain_run("llama", (21, 4), max_new_tokens=5)
-        self.refused(run, SpeculativeCache(run.model.config, 3, 64), "past_key_values has 3 rows and input_ids 2")
-
-    @pytest.mark.parametrize("stored", [0, 4])
-    def test_padding_with_a_cache_of_transformers(self, plain_run, stored):
-        """Its rows would have slots for the padding."""
-        run = plain_run("llama", (9, 5), max_new_tokens=5)
-        foreign = DynamicCache(config=run.model.config)
-        if stored:
-            run.model(run.inputs["input_ids"][:, :stored], past_key_values=foreign)
-        self.refused(run, foreign, "past_key_values is a DynamicCache, and attention_mask has padding")
-        assert foreign.get_seq_length() == stored
-
-    def test_other_rows(self, plain_run):
-        run = plain_run("llama", (9,), max_new_tokens=5)
-        foreign = DynamicCache()
-        run.model(run.inputs["input_ids"][:, :4].repeat(2, 1), past_key_values=foreign)
-        self.refused(run, foreign, "past_key_values has 2 rows and input_ids 1")
-
-    def test_a_text_that_is_shorter(self, plain_run):
-        run = plain_run("llama", (9,), max_new_tokens=5)
-        foreign = DynamicCache()
-        run.model(run.inputs["input_ids"], past_key_values=foreign)
-        self.refused(run, foreign, "past_key_values holds 9 tokens and input_ids has 9: pass the whole")
-
-    @pytest.mark.parametrize("stored", [0, 4])
-    def test_a_static_cache(self, plain_run, stored):
-        run = plain_run("llama", (9,), max_new_tokens=5)
-        static = StaticCache(config=run.model.config, max_cache_len=32)
-        if stored:
-            run.model(run.inputs["input_ids"][:, :stored], past_key_values=static)
-        self.refused(run, static, "past_key_values is a StaticCache, whose way of storing.*Pass a DynamicCache")
-
-    def test_a_quantized_cache(self, plain_run):
-        """Made without `__init__`, which needs a package."""
-        run = plain_run("llama", (9,), max_new_tokens=5)
-        quantized = QuantizedCache.__new__(QuantizedCache)
-        Cache.__init__(quantized, layer_class_to_replicate=DynamicLayer)
-        self.refused(run, quantized, "past_key_values is a QuantizedCache, whose way of storing")
-
-    def test_an_offloaded_cache(self, plain_run):
-        run = plain_run("llama", (9,), max_new_tokens=5)
-        offloaded = DynamicCache()
-        offloaded.offloading = True  # the argument needs a GPU
-        self.refused(run, offloaded, "a DynamicCache, with offloading=True")
+    @pytest.mark.parametrize(
+        ("lengths", "make", "match"),
+        [
+            ((21, 4), lambda run: SpeculativeCache(run.model.config, 3, 64), "has 3 rows and input_ids 2"),
+            # its rows would have slots for the padding
+            ((9, 5), lambda run: DynamicCache(config=run.model.config), PADDED),
+            ((9, 5), lambda run: filled(run, DynamicCache(config=run.model.config), 4), PADDED),
+            ((9,), lambda run: filled(run, DynamicCache(), 4, rows=2), "past_key_values has 2 rows and input_ids 1"),
+            ((9,), lambda run: filled(run, DynamicCache(), 9), "holds 9 tokens and input_ids has 9: pass the whole"),
+            ((9,), lambda run: StaticCache(config=run.model.config, max_cache_len=32), STATIC),
+            ((9,), lambda run: filled(run, StaticCache(config=run.model.config, max_cache_len=32), 4), STATIC),
+            ((9,), quantized, "past_key_values is a QuantizedCache, whose way of storing"),
+            ((9,), offloaded, "a DynamicCache, with offloading=True"),
+        ],
+    )
+    def test_caches(self, plain_run, lengths, make, match):
+        run = plain_run("llama", lengths, max_new_tokens=5)
+        self.refused(run, make(run), match)
 
     @pytest.mark.parametrize("name", ["quantized", "offloaded"])
     def test_ways_of_storing_by_name(self, plain_run, monkeypatch, name):

@@ -383,7 +383,7 @@ class TestWhatWouldHaveNoEffect:
     @pytest.mark.parametrize("whole", [True, False], ids=["forward", "model"])
     def test_a_compiled_forward_gives_out_no_hidden_state(self, whole):
         """Drafts that read it are refused; others work."""
-        model = tiny_target("llama")
+        model = tiny_target("llama", num_hidden_layers=1)
         inputs, mask = tiny_prompts(128, (9,))
         options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
         expected = model.generate(inputs, **options).tolist()

@@ -102,13 +102,13 @@ def test_a_sliding_window_over_rows_of_equal_length(name, graphs):
     """A lone root and a chain, with lengths on both sides of the window's edge."""
     model = small(name)
     for nodes in (1, 4):
-        compare_verifications(model, [(length,) for length in (3, 9, 15, 16, 17, 40)], nodes)
+        compare_verifications(model, [(length,) for length in (9, 16, 40)], nodes)
     assert graphs.frame_count >= 2
 
 
 def test_large_batches_and_empty_rows_use_the_mask(graphs):
     model = small("llama")
-    many = [tuple(range(first, first + MOST_ROWS + 1)) for first in (3, 20, 41)]
+    many = [tuple(range(first, first + MOST_ROWS + 1)) for first in (3, 41)]
     compare_verifications(model, many, 3)
     assert graphs.frame_count == 1
     compare_verifications(model, [(33, 1, 19), (20, 20, 0)], 3)

@@ -219,6 +219,8 @@ def test_static_tree_paths_are_all_combinations_best_first(widths):
     assert tree.num_nodes == num_static_nodes(widths)
     assert tree.is_chain == (max(widths) == 1)
     assert tree.max_depth == len(widths)
+    mask = tree_mask(tree.parents, tree.valid)
+    assert torch.equal(tree.mask, mask) and torch.equal(tree.depths, tree_depths(mask))
     for row in range(2):
         expected = [[int(root[row])]]
         for depth in range(1, len(widths) + 1):
@@ -243,14 +245,6 @@ def test_sibling_tree_gives_each_node_its_own_children(widths):
         nodes = tree.tokens[row].tolist()
         assert nodes == list(parents)
         assert [-1 if parent < 0 else nodes[parent] for parent in tree.parents[row]] == list(parents.values())
-
-
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_static_tree_mask_and_depths_match_the_parents(widths):
-    tree = static_tree(torch.tensor([5, 6]), levels_of(widths))
-    mask = tree_mask(tree.parents, tree.valid)
-    assert torch.equal(tree.mask, mask)
-    assert torch.equal(tree.depths, tree_depths(mask))
 
 
 def test_static_structure_is_built_once_and_survives_inference_mode():

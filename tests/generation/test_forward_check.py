@@ -90,10 +90,9 @@ def gap_of(model, lengths, monkeypatch):
     return found[0]
 
 
-@LENGTHS
 @pytest.mark.parametrize("name", TINY_TARGETS)
-def test_every_target_passes_by_far(name, lengths, monkeypatch):
-    assert gap_of(tiny_target(name), lengths, monkeypatch) < forward_check.TOLERANCE / 100
+def test_every_target_passes_by_far(name, monkeypatch):
+    assert gap_of(tiny_target(name), RAGGED, monkeypatch) < forward_check.TOLERANCE / 100
 
 
 @LENGTHS
@@ -159,15 +158,10 @@ class TestHowOften:
         generate(as_class(Counted, seed=1), ONE)  # other weights of the same kind
         assert 7 not in Counted.forwards
 
-    @pytest.mark.parametrize(
-        "overrides",
-        [{"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, {"head_dim": 8}],
-        ids=str,
-    )
-    def test_another_configuration_is_another_kind(self, overrides):
+    def test_another_configuration_is_another_kind(self):
         generate(as_class(Counted))
         Counted.forwards.clear()
-        generate(as_class(Counted, **overrides))
+        generate(as_class(Counted, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}))
         assert 7 in Counted.forwards
 
     def test_it_can_be_switched_off(self, blind):
@@ -177,14 +171,8 @@ class TestHowOften:
         assert 7 not in Counted.forwards
         generate(as_class(IgnoresPositions), draft=NgramDraftModel.from_target(model, check_target=False))
 
-    def test_the_setting_is_a_bool(self):
-        model = tiny_target("llama")
-        with pytest.raises(ValueError, match="check_target='no': expected True or False"):
-            NgramDraftModel.from_target(model, check_target="no")
 
-
-@pytest.mark.parametrize("lengths", [(1,), (2,), (5, 1), (40, 39, 41)], ids=str)
-@pytest.mark.parametrize("new", [1, 2, 9])
+@pytest.mark.parametrize(("lengths", "new"), [((1,), 9), ((2,), 1), ((5, 1), 2), ((40, 39, 41), 9)], ids=str)
 def test_there_is_room_for_it(lengths, new):
     """Short prompts and short texts: the tree shrinks to what fits."""
     model = tiny_target("gemma3")
@@ -238,8 +226,8 @@ def test_a_refusal_leaves_the_users_cache(blind):
     assert not str(model.config._attn_implementation).startswith("hf_longspec")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_warns_once(dtype, monkeypatch, blind):
+def test_half_precision_warns_once(monkeypatch, blind):
+    dtype = torch.bfloat16
     told = []
     monkeypatch.setattr(forward_check.logger, "warning", lambda *message: told.append(message))
     generate(tiny_target("llama", dtype=dtype))

@@ -293,9 +293,8 @@ def test_decisions_are_reported_and_the_first_warns_once(plain_run, monkeypatch,
     assert len([record for record in caplog.records if "does not pay" in record.getMessage()]) == 2  # another draft
 
 
-def test_the_setting_gate(plain_run, monkeypatch):
+def test_the_setting_gate(plain_run):
     run = plain_run("llama", (21,), max_new_tokens=30, eos_token_id=None)
-    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
     assert run.draft("tree").setting("gate") is True
     for kind, gate, plain in (("tree", True, True), ("tree", False, False), ("plain", True, False)):
         draft = run.draft(kind)

@@ -84,13 +84,6 @@ def wrap(monkeypatch, owner, name, bomb):
     monkeypatch.setattr(owner, name, with_bomb)
 
 
-def interrupt_second_layer(model, patch, bomb):
-    """In front of the second layer: the nodes are in the cache of the first."""
-    layer = model.model.layers[1]
-    forward = layer.forward
-    patch.setattr(layer, "forward", lambda *args, **kwargs: bomb() or forward(*args, **kwargs))
-
-
 # Of the user's objects; tests/robustness/test_faults.py interrupts the phases of the loop.
 PHASES = {
     "processor": lambda bomb: {"logits_processor": [BombProcessor(bomb)]},
@@ -228,44 +221,17 @@ def test_scores_and_logits_end_with_the_text(plain):
     assert len(out.scores) == len(out.logits) == out.sequences.shape[1] - run.prompt_length == 5
 
 
-class TestBeforeTheFirstToken:
-    """There is no text: cache and model are as before."""
-
-    def interrupted(self, run, draft, patch, call, **options):
-        """Interrupt the `call`-th pass through the second layer."""
-        interrupt_second_layer(run.model, patch, Bomb(call))
+@pytest.mark.parametrize("where", ["processor", "criterion"])
+def test_the_first_token_itself(plain, where):
+    """A criterion is asked about a token that is there already."""
+    run = plain(ONE)
+    draft = run.draft("tree")
+    if where == "processor":
         with pytest.raises(KeyboardInterrupt):
-            run.again(draft, **options)
-
-    @pytest.mark.parametrize(
-        ("kind", "call", "chunk"), [("tree", 1, None), ("tree", 2, 6), ("specattn", 1, 6), ("specattn", 2, None)]
-    )
-    def test_prefill_and_seed(self, plain, kind, call, chunk):
-        """The cache holds the beginning of the prompt from an earlier turn of plain generation."""
-        run = plain((33,))
-        cache, state, draft = SpeculativeCache(run.model.config, 1, 64), State(run), drafted(run, kind)
-        turn = run.inputs["input_ids"][:, :11]
-        run.model.generate(turn, past_key_values=cache, max_new_tokens=1, do_sample=False, eos_token_id=NEVER)
-        before = [layer.keys[:, :, :11].clone() for layer in cache.layers]
-        with pytest.MonkeyPatch.context() as patch:
-            self.interrupted(run, draft, patch, call, past_key_values=cache, prefill_chunk_size=chunk)
-        state.check()
-        assert [layer.get_seq_length() for layer in cache.layers] == [11, 11, 11] and not cache.rows.staged
-        assert all(torch.equal(layer.keys[:, :, :11], keys) for layer, keys in zip(cache.layers, before, strict=True))
-        assert draft.last_speculation.partial_sequences is None
-        assert run.again(draft, past_key_values=cache).tolist() == run.sequences.tolist()
-
-    @pytest.mark.parametrize("where", ["processor", "criterion"])
-    def test_the_first_token_itself(self, plain, where):
-        """A criterion is asked about a token that is there already."""
-        run = plain(ONE)
-        draft = run.draft("tree")
-        if where == "processor":
-            with pytest.raises(KeyboardInterrupt):
-                run.again(draft, logits_processor=[BombProcessor(Bomb(1))])
-        else:
-            out = interrupted(run, draft, stopping_criteria=[BombCriterion(Bomb(1))])
-            assert cut(out, run) == [run.generated[0][:1]]
+            run.again(draft, logits_processor=[BombProcessor(Bomb(1))])
+    else:
+        out = interrupted(run, draft, stopping_criteria=[BombCriterion(Bomb(1))])
+        assert cut(out, run) == [run.generated[0][:1]]
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("specattn", ONE), ("longspec", RAGGED)])

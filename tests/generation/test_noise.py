@@ -88,11 +88,6 @@ def test_noise_differs_between_rows_positions_and_seeds():
     assert not torch.equal(seeded(3, seed=1).rows(4), seeded(3).rows(4))
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_a_row_does_not_depend_on_the_size_of_the_batch(batch_size):
-    assert torch.equal(seeded(batch_size).rows(3)[0], seeded(2).rows(3)[0])
-
-
 def test_other_draws_do_not_change_the_noise_rows():
     disturbed = seeded(2)
     torch.rand(7, generator=disturbed.generator)

@@ -18,14 +18,6 @@ def test_budget_is_the_share_between_floor_and_prefix(prefix, ratio, floor):
     assert count == sorted([floor, math.ceil(ratio * prefix), prefix])[1] if floor <= prefix else count == prefix
 
 
-@pytest.mark.parametrize(
-    ("prefix", "ratio", "floor", "expected"),
-    [(10_000, 0.05, 256, 500), (10_001, 0.05, 256, 501), (2000, 0.07, 256, 256), (100, 0.07, 256, 100), (9, 1.0, 1, 9)],
-)
-def test_budget_by_example(prefix, ratio, floor, expected):
-    assert budget(prefix, ratio, floor) == expected
-
-
 def best_by_sorting(scores, prefix, count):
     """Sinks first, then the best others: a sort of pairs."""
     others = sorted(range(SINK_TOKENS, prefix), key=lambda slot: -scores[slot])

@@ -187,19 +187,8 @@ def test_contexts_move_like_tensors(context):
 
 
 class TestTraits:
-    @pytest.mark.parametrize("name", TINY_TARGETS)
-    def test_every_tiny_target_is_accepted(self, target, name):
-        assert TargetView(target(name)).why_not() == []
-
-    def test_sliding_layers(self, target):
-        sliding = {name: sorted(TargetView(target(name)).sliding_layers) for name in TINY_TARGETS}
-        assert {name: layers for name, layers in sliding.items() if layers} == {
-            "mistral": [0, 1, 2],
-            "gemma2": [0, 2],
-            "gemma3": [0, 1, 3],
-            "gpt_oss": [0, 2],
-            "cohere2": [0, 2],
-        }
+    def test_every_tiny_target_is_accepted(self, target):
+        assert [reason for name in TINY_TARGETS for reason in TargetView(target(name)).why_not()] == []
 
     def test_latent_cache(self, target):
         assert [name for name in TINY_TARGETS if TargetView(target(name)).has_latent_cache] == ["deepseek_v3"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import trial
@@ -10,6 +10,8 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.configuration_plain import PlainConfig
 from hf_longspec.testing import TINY_TARGETS, WINDOW, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.generation.tiny_models import SIZES, peaked, vision_language_model
+
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 DECODERS = {
     "d_model": 64,
@@ -79,7 +81,7 @@ class TestWindows:
     def test_no_longer_than_one_token(self):
         assert TargetView(tiny_target("mistral", sliding_window=1)).windows == (1,) * 3
 
-    @pytest.mark.parametrize("name", ["llama", "granite", "olmo2", "glm4"])
+    @pytest.mark.parametrize("name", ["llama", "glm4"])
     def test_left_over_in_the_config(self, name):
         """transformers' cache applies it and the model does not: the text without a cache is another one."""
         model = tiny_target(name, sliding_window=WINDOW)
@@ -106,17 +108,14 @@ class TestWindows:
 
 
 class TestPositions:
-    @pytest.mark.parametrize(
-        "name",
-        ["bart", "mbart", "pegasus", "bigbird_pegasus", "plbart", "blenderbot", "blenderbot-small", "marian"],
-    )
+    @pytest.mark.parametrize("name", ["bart", "bigbird_pegasus"])
     def test_counted_by_the_cache(self, name):
         model = build(name, **DECODERS)
         reasons = TargetView(model).why_not()
         assert reasons[-1].startswith("it takes positions from the length of its cache")
         assert len(reasons) == 1 or name == "bigbird_pegasus"  # whose attention is marked as not causal as well
 
-    @pytest.mark.parametrize("name", ["opt", "gpt2", "biogpt", "gpt_neox", "smollm3"])
+    @pytest.mark.parametrize("name", ["opt", "gpt_neox", "smollm3"])
     def test_tables_and_layers_without_positions(self, name):
         check_text(build(name, ffn_dim=96, word_embed_proj_dim=64, n_layer=3, n_head=4, n_embd=64))
 
@@ -205,8 +204,3 @@ class TestTheTrial:
         model = tiny_target("mistral")
         del model.config.max_position_embeddings
         assert TargetView(model).windows == (WINDOW,) * 3
-
-
-def test_tiny_models_are_image_models():
-    """The vision-language models of this file are of the class that transformers chooses."""
-    assert type(vision_language_model("idefics")) in AutoModelForImageTextToText._model_mapping.values()

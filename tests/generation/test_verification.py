@@ -1,4 +1,4 @@
-"""Acceptance rules: walks against a walk over dictionaries, text with drafts against text without, edge cases.
+"""Acceptance rules: walks against a walk over dictionaries, and edge cases.
 
 The distribution of sampled text is tested in test_verification_distribution.py.
 """
@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 from hf_longspec.generation.draft_tree import DraftTree, merge_paths
 from hf_longspec.generation.verification import (
@@ -20,7 +19,7 @@ from hf_longspec.generation.verification import (
     walk,
     walk_lazily,
 )
-from hf_longspec.testing import MarkovTarget, random_tree
+from hf_longspec.testing import random_tree
 
 V = 6
 
@@ -105,52 +104,6 @@ def test_a_lone_root_matches_the_general_walk(num_nodes, chain):
         for field in ("path", "num_nodes", "tokens", "next_root"):
             torch.testing.assert_close(getattr(short, field), getattr(general, field), rtol=0, atol=0)
         assert torch.equal(short.next_root, choice)
-
-
-def markov(history: bool) -> MarkovTarget:
-    processors = [RepetitionPenaltyLogitsProcessor(1.5), TopKLogitsWarper(4)] if history else []
-    return MarkovTarget(V, seeded(5), processors)
-
-
-def decode(target, starts, noise, accept, num_nodes):
-    """Return the text of every row and the number of accepted drafts, with one tree per row and iteration."""
-    texts, accepted = [[start] for start in starts], 0
-    for iteration in range(noise.shape[1]):
-        trees = random_tree(1000 * num_nodes + iteration, len(starts), num_nodes, V)
-        for row, text in enumerate(texts):
-            tokens, structure = trees.tokens[row : row + 1].clone(), (trees.parents, trees.valid)
-            tokens[:, 0] = text[-1]
-            tree = DraftTree(tokens, *(field[row : row + 1] for field in structure))
-            window = noise[row : row + 1, len(text) - 1 :][:, :num_nodes]
-            if window.shape[1] == num_nodes:
-                acceptance = accept(tree, target.node_scores(torch.tensor([text]), tree), window)
-                accepted += int(acceptance.num_nodes) - 1
-                text += acceptance.tokens[0, : acceptance.num_nodes].tolist()
-    return texts, accepted
-
-
-@pytest.mark.parametrize("history", [False, True])
-@pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize("num_nodes", [4, 13])
-def test_text_with_random_trees_is_the_text_without(num_nodes, sample, history):
-    """For the same noise the text is equal token by token, whatever was drafted."""
-    target, starts = markov(history), [0, 3, 4]
-    noise = draw_noise(len(starts), 40, V, generator=seeded(6))
-    accept = accept_sampled if sample else lambda tree, scores, noise: accept_greedy(tree, scores)
-    plain, _ = decode(target, starts, noise, accept, num_nodes=1)
-    speculative, accepted = decode(target, starts, noise, accept, num_nodes)
-    assert accepted > 10
-    for with_trees, without in zip(speculative, plain, strict=True):
-        common = min(len(with_trees), len(without))
-        assert common > 24 and with_trees[:common] == without[:common]
-
-
-def test_wrong_noise_row_changes_the_text():
-    """The identity above depends on the noise row of each node."""
-    target, noise = markov(False), draw_noise(3, 40, V, generator=seeded(6))
-    plain, _ = decode(target, [0, 3, 4], noise, accept_sampled, num_nodes=1)
-    shifted, _ = decode(target, [0, 3, 4], noise, lambda t, s, n: accept_sampled(t, s, n.roll(1, dims=1)), num_nodes=4)
-    assert shifted[0][:20] != plain[0][:20]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

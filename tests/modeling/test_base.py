@@ -10,6 +10,8 @@ from transformers import AutoConfig, AutoModel
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.testing import tiny_prompts, tiny_target
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 CLASSES = [PlainDraftModel, SpecAttnDraftModel, NgramDraftModel]
 
 

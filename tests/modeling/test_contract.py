@@ -17,6 +17,8 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts, tiny_target
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 SETTINGS = {
     "longspec": {"window": 8, "tree_widths": [6, 4]},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens

@@ -4,7 +4,6 @@ A type that fails here for the first time belongs into `FAILED_ONCE`. `make soak
 on those types and on a tenth of the others, which changes every day: ARCHITECTURE_ROTATION=<number> chooses it.
 """
 
-import functools
 import os
 import re
 
@@ -86,7 +85,7 @@ def test_every_draft_on_every_variant(label):
 class TestTheComparisonIsSharp:
     """The effects of mistakes. Identical texts mean something only if these change the text."""
 
-    @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bert"])
+    @pytest.mark.parametrize("model_type", ["gpt2", "bert"])
     def test_without_the_tree_mask(self, model_type, monkeypatch):
         attend = TreeContext.attend
 
@@ -99,33 +98,11 @@ class TestTheComparisonIsSharp:
         monkeypatch.setattr(TreeContext, "attend", all_see_all)
         assert outcome_of(made, "tree", "ragged").kind == "different"
 
-    @pytest.mark.parametrize("model_type", ["mistral", "gemma3_text", "exaone4"])
+    @pytest.mark.parametrize("model_type", ["mistral", "exaone4"])
     def test_without_the_window(self, model_type, monkeypatch):
-        attend = TreeContext.attend
         made = stock(model_type)
         assert outcome_of(made, "tree", "ragged").kind == "identical"
-        if hasattr(TreeContext, "window_of"):
-            monkeypatch.setattr(TreeContext, "window_of", lambda *args: None)
-        else:
-            monkeypatch.setattr(
-                TreeContext, "attend", lambda *args, **options: attend(*args, **(options | {"sliding_window": None}))
-            )
-        assert outcome_of(made, "tree", "ragged").kind == "different"
-
-    @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-    def test_at_other_positions(self, model_type, monkeypatch):
-        monkeypatch.setattr("hf_longspec.generation.decoding.check_target", lambda *args: None)  # would refuse it
-        made = stock(model_type)
-        forward = type(made.model).forward
-
-        @functools.wraps(forward)  # the names of its arguments are read
-        def shifted(self, *args, **options):
-            if options.get("tree") is not None:
-                options["position_ids"] = options["position_ids"] + 1
-            return forward(self, *args, **options)
-
-        monkeypatch.setattr(type(made.model), "forward", shifted)
-        monkeypatch.setattr(made.model, "forward", shifted.__get__(made.model))
+        monkeypatch.setattr(TreeContext, "window_of", lambda *args: None)
         assert outcome_of(made, "tree", "ragged").kind == "different"
 
     def test_an_error_that_names_no_reason_is_a_failure(self):

@@ -78,6 +78,14 @@ def method_of(owner, name):
     return arm
 
 
+def in_the_second_layer(draft, bomb, patch):
+    """Of a forward over the prompt in chunks: its tokens are in the cache of the first layer."""
+    layer = draft.of_model.model.layers[1]
+    forward = layer.forward
+    patch.setattr(layer, "forward", lambda *args, **kwargs: bomb() or forward(*args, **kwargs))
+    return {"prefill_chunk_size": 6}
+
+
 def in_half_a_commit(draft, bomb, patch):
     """With the lengths of the rows set, and not those of the layers."""
     set_lengths = SpeculativeCache.set_lengths
@@ -123,6 +131,7 @@ def in_a_criterion(draft, bomb, patch):
 # Phase: how to arm it, and at which call the bomb goes off
 PHASES = {
     "prefill": (method_of(TargetView, "prefill"), 1),
+    "second chunk of the prompt": (in_the_second_layer, 2),
     "seed": (method_of(TargetView, "verify"), 1),
     "start": (drafter_method("start"), 1),
     "draft": (drafter_method("propose"), 2),
@@ -185,6 +194,7 @@ CASES = {
 @pytest.mark.parametrize(("kind", "phase", "error"), [(kind, *case[:2]) for case, kind in CASES.items()])
 def test_a_fault(run, cache, kind, phase, error):
     draft = make_draft(kind, run.model)
+    draft.__dict__["of_model"] = run.model
     weights, settings = copy.deepcopy(draft.state_dict()), copy.deepcopy(draft.generation_config.to_dict())
     entries, training = held(cache), draft.training
     arm, calls = PHASES[phase]

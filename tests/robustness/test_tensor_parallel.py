@@ -79,7 +79,7 @@ def test_selections_are_those_of_all_heads(ranks, whole, monkeypatch):
         return chosen
 
     monkeypatch.setattr(SpecAttnDrafter, "_select", noting)
-    draft = SpecAttnDraftModel.from_target(whole.model, **SPECATTN)
+    draft = SpecAttnDraftModel.from_target(whole.model, gate=False, **SPECATTN)
     whole(draft, do_sample=False)
     whole(draft, do_sample=True, temperature=1.3, top_k=0)
     assert len(mine) > 6

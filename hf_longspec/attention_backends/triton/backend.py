@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ..lengths import SeqLens
-from ..masks import WINDOW_WITHOUT_POSITIONS
 from ..merge import AttentionState
-from ..registry import AttentionBackend, AttentionCall, register_backend
+from ..registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
 from ..torch_backend import causal_attention
 from .config import DTYPES, INTERPRETED, largest_rows, why_not_device
 from .launch import hybrid_op, sparse_op, tree_op

@@ -19,7 +19,7 @@ from hf_longspec.generation.selection import SINK_TOKENS, SelectedCache
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("kernel_device", "small_tiles")
+pytestmark = pytest.mark.usefixtures("kernel_device", "small_tiles", "every_step_speculates")
 
 LENGTHS = (29, 3)
 NEW = 5

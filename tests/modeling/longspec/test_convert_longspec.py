@@ -10,6 +10,8 @@ from hf_longspec.modeling.longspec.convert_longspec import LONGSPEC_TARGETS
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.modeling.longspec.restated_longspec import Restated
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 # Hidden width, query width, key width and inner width of the tiny targets.
 D, Q, K, INNER = 64, 64, 32, 96
 

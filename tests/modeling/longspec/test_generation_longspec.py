@@ -15,6 +15,8 @@ from hf_longspec.testing import random_longspec_draft, tiny_prompts, tiny_target
 from tests.modeling.host_reads import HostReads
 from tests.modeling.longspec.restated_longspec import Restated
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 LENGTHS = (33, 3, 13)
 NEVER = 1
 # a random draft hits one token of 128; wide levels make it hit often enough that paths of several nodes are accepted

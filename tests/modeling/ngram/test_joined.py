@@ -15,6 +15,8 @@ from hf_longspec.modeling.ngram.generation_ngram import JoinedDrafter
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 RAGGED = (33, 3, 13)
 NAMES = ["llama", "gemma3", "deepseek_v3"]
 KINDS = ["longspec", "specattn", "verify_hidden", "partial_kv", "tree"]

@@ -14,6 +14,8 @@ from hf_longspec.generation.selection import SINK_TOKENS
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 NEW_TOKENS = 22
 GAMMA = 4
 LENGTHS = [57, 3, 39]

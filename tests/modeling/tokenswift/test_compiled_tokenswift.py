@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
+from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import random_tokenswift_draft, tiny_prompts
+
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 LENGTHS = (33, 5, 19)
 # Each takes many seconds to compile; `make soak` runs them.
@@ -23,10 +26,10 @@ MODES = {
 }
 # The compiled parts: the heads, the verification, the forward over the partial cache.
 STEPS = {
-    "verify_hidden": {"_levels", "_tree_step"},
-    "dynamic": {"_levels", "_tree_step", "_sparse_step"},
-    "full": {"_levels", "_tree_step", "_sparse_step"},
-    "sequential": {"_levels", "_tree_step"},
+    "verify_hidden": {"_levels", TreeContext},
+    "dynamic": {"_levels", TreeContext, SparseContext},
+    "full": {"_levels", TreeContext, SparseContext},
+    "sequential": {"_levels", TreeContext},
 }
 # The heads alone, where processors that look at the whole text rank what they say.
 RANKED = {"_logits"}
@@ -64,7 +67,10 @@ def run_as_they_are(monkeypatch):
 
 
 def compiled_steps(*modules):
-    return {function.__name__ for module in modules for function, _ in compiled._compiled.get(module, {})}
+    """Names of compiled functions; in place of the model's step the contexts that it was compiled for."""
+    made = [key for module in modules for key in compiled._compiled.get(module, {})]
+    kinds = {part for function, shape in made if function is compiled._step for part in shape if isinstance(part, type)}
+    return kinds | {function.__name__ for function, _ in made if function is not compiled._step}
 
 
 @pytest.fixture

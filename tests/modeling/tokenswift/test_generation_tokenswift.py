@@ -18,6 +18,8 @@ from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.pairwise import pairwise
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 LENGTHS = (33, 3, 13)
 NEVER = 999  # no token of the tiny targets
 MODES = {

@@ -12,6 +12,8 @@ from hf_longspec.testing import TINY_TARGETS, random_tokenswift_draft, tiny_targ
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_partial_kv import Attended, Slots
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 LENGTHS = (57, 3, 39)
 NEVER = 999  # no token of the tiny targets
 BUDGET, RECENT = 21, 5
