@@ -15,6 +15,8 @@ import hf_longspec
 from hf_longspec.cli.publish import write_or_push
 from hf_longspec.generation.target_modules import FinalNormInput, TargetEnds
 
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, LONGSPEC, TOKENSWIFT = (ROOT / "hub_cards" / f"tiny-{name}" for name in ("target", "longspec", "tokenswift"))
 FOLDERS = pytest.mark.parametrize("folder", [TARGET, LONGSPEC, TOKENSWIFT], ids=lambda folder: folder.name)

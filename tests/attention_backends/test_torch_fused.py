@@ -54,9 +54,18 @@ def test_last_stride(which):
     check(*inputs, everything(*inputs[:2]))
 
 
-@pytest.mark.parametrize(("size", "value_size"), [(8, 5), (5, 8), (24, 16), (1, 1)])
-def test_value_size(size, value_size):
-    inputs = tensors(size=size, value_size=value_size)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"size": 8, "value_size": 5},
+        {"size": 5, "value_size": 8},
+        {"size": 1, "value_size": 1},
+        {"heads": 6},  # grouped, without packing
+    ],
+    ids=str,
+)
+def test_sizes(sizes):
+    inputs = tensors(**sizes)
     check(*inputs, everything(*inputs[:2]))
 
 
@@ -71,11 +80,6 @@ def test_a_query_that_sees_nothing():
 def test_causal_is_for_squares():
     inputs = tensors(nodes=9)
     check(*inputs, everything(*inputs[:2]).tril(), is_causal=True)
-
-
-def test_grouped_heads_without_packing():
-    inputs = tensors(heads=6)
-    check(*inputs, everything(*inputs[:2]))
 
 
 @pytest.mark.parametrize("masked", [False, True])

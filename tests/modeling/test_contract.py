@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModel, DynamicCache
 
 from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
-from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts
+from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -29,7 +30,7 @@ REFUSED = {("longspec", "deepseek_v3"): "MLA"}
 FEW_TOKENS = {"vocab_size": 12}
 WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
 LENGTHS = (33, 3, 13)
-NEW = 20
+NEW = 16
 NEVER = 999  # no token of these targets
 KINDS = pytest.mark.parametrize("kind", DRAFTS)
 
@@ -37,8 +38,8 @@ KINDS = pytest.mark.parametrize("kind", DRAFTS)
 KEY_TOLERANCE = 1e-4
 
 
-def draft_of(kind, model):
-    draft = DRAFTS[kind].model.from_target(model, **SETTINGS.get(kind, {}))
+def draft_of(kind, model, **settings):
+    draft = DRAFTS[kind].model.from_target(model, **(SETTINGS.get(kind, {}) | settings))
     randomize(draft)
     return draft
 
@@ -93,7 +94,7 @@ def test_rejected_drafts_are_rolled_back(target, kind):
     model = target("gpt_oss", **FEW_TOKENS)
     draft = draft_of(kind, model)
     cache = SpeculativeCache(model.config, 1, 64, tree_slots=draft.num_tree_nodes(TargetView(model)))
-    first = generate(model, draft, (21,), past_key_values=cache)
+    first = generate(model, draft, (21,), past_key_values=cache, max_new_tokens=20)  # enough to accept something
     check_drafted(draft, model)
     (length,) = cache.lengths.host
     assert length == first.shape[1] - 1
@@ -144,3 +145,51 @@ def test_saving_and_loading(target, kind, tmp_path):
         assert (tmp_path / "again" / file).read_text() == (tmp_path / "saved" / file).read_text()
     assert torch.equal(generate(model, loaded), stock_text(model))
     assert loaded.last_speculation.acceptance_histogram == drafted
+
+
+NGRAMS = {"ngram_candidates": 3, "ngram_num_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"), [*((kind, {}) for kind in DRAFTS), ("longspec", NGRAMS), ("specattn", NGRAMS)], ids=str
+)
+def test_inside_transformers_own_assisted_decoding(target, kind, settings, monkeypatch):
+    """The stock loop takes the candidates of `get_candidates` and emits what plain `generate` emits, in fewer steps."""
+    model = target("llama", **FEW_TOKENS)
+    draft, view = draft_of(kind, model, **settings), TargetView(model)
+    cache = SpeculativeCache(model.config, 1, 64, tree_slots=draft.num_tree_nodes(view))
+    drafter = draft.drafter(Binding(view, cache, None, 64))
+    offered, get_candidates = [], drafter.get_candidates
+
+    def counting(ids, *args, **kwargs):
+        candidates, logits = get_candidates(ids)
+        assert torch.equal(candidates[:, : ids.shape[1]], ids)
+        offered.append(candidates.shape[1] - ids.shape[1])
+        return candidates, logits
+
+    drafter.get_candidates = counting
+    expected = generate(model, None, (41,))
+    monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: drafter)
+    assert torch.equal(generate(model, None, (41,), prompt_lookup_num_tokens=3), expected)
+    assert max(offered) == drafter.max_depth and (drafter.max_depth == 0 or len(offered) < NEW)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, draft in DRAFTS.items() if not draft.model.weightless])
+def test_an_offloaded_target(kind):
+    """Its weights wait on the meta device and come when a layer runs."""
+    accelerate = pytest.importorskip("accelerate")
+    model = tiny_target("qwen3", **FEW_TOKENS)
+    expected, draft = stock_text(model), draft_of(kind, model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert next(model.parameters()).device.type == "meta"
+    assert torch.equal(generate(model, draft, max_new_tokens=8), expected[:, : max(LENGTHS) + 8])
+    DRAFTS[kind].model.from_target(model)  # finds its place by the hook
+
+
+@KINDS
+def test_a_draft_in_another_dtype_or_in_training_is_copied_not_changed(target, kind):
+    model = target("llama", **FEW_TOKENS)
+    draft = draft_of(kind, model).to(torch.bfloat16).train()
+    assert torch.equal(generate(model, draft), stock_text(model))
+    assert all(module.training for module in draft.modules())
+    assert draft.weightless or draft.dtype == torch.bfloat16

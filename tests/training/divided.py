@@ -1,4 +1,4 @@
-"""One run of three steps of eight ragged rows, divided over batches, accumulation and processes.
+"""One run of two steps of eight ragged rows, divided over batches, accumulation and processes.
 
 `accelerate launch --config_file FSDP_CONFIG divided.py FOLDER` runs every kind of draft twice in each process: with the
 whole draft in every process, and sharded.
@@ -18,7 +18,7 @@ from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
 
-ROWS_PER_STEP, STEPS = 8, 3
+ROWS_PER_STEP, STEPS = 8, 2
 KINDS = {
     "longspec": lambda target: LongSpecDraftModel.from_target(target, window=16),
     "heads": lambda target: TokenSwiftDraftModel.from_target(target),

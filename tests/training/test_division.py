@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tests.training.divided import KINDS, ROWS_PER_STEP, STEPS, history, make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
-# Gradients of size 1, summed in float32 in another order, and three steps of SGD with them.
+# Gradients of size 1, summed in float32 in another order, and two steps of SGD with them.
 TOLERANCE = 2e-5
 
 
@@ -31,7 +31,7 @@ def assert_same_history(steps, reference):
         assert step == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize(("kind", "rows", "accumulation"), [("longspec", 1, 8), ("longspec", 4, 2), ("heads", 2, 4)])
+@pytest.mark.parametrize(("kind", "rows", "accumulation"), [("longspec", 1, 8), ("heads", 2, 4)])
 def test_accumulation_is_exact(references, tmp_path, kind, rows, accumulation):
     reference = references[kind]
     trainer = make_trainer(tmp_path, rows, accumulation, kind)
@@ -74,7 +74,7 @@ def test_two_processes_equal_one(references, two_processes, mode, kind):
     for name, tensor in load_file(folder / "model.safetensors").items():
         torch.testing.assert_close(tensor, other[name], rtol=TOLERANCE, atol=TOLERANCE, msg=name)
     expected = reference.evaluate()
-    for name in EVALUATED[kind]:  # 24 rows in batches of 8: uneven for two
+    for name in EVALUATED[kind]:  # 16 rows in batches of 8: uneven for two
         assert logged["metrics"][name] == pytest.approx(expected[name])
     if kind == "longspec":  # the largest position of all processes
         config = json.loads((folder / "config.json").read_text())

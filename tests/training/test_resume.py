@@ -41,13 +41,10 @@ def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(tmp_path):
 
 
 def test_the_last_complete_checkpoint_is_used(tmp_path):
+    with pytest.raises(ValueError, match=r"no complete checkpoint.*start without"):
+        last_complete_checkpoint(tmp_path)
     for step in (2, 10, 30):
         (tmp_path / f"checkpoint-{step}").mkdir()
     for step in (2, 10):
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
     assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
-
-
-def test_nothing_to_resume_from_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"no complete checkpoint.*start without"):
-        last_complete_checkpoint(tmp_path)

@@ -65,15 +65,6 @@ class TestTargetPass:
         cut = target.model(input_ids=tokens, position_ids=positions, use_cache=False).last_hidden_state
         assert (cut - hidden).abs().max() > 100 * TOLERANCE
 
-    def test_padding_on_the_right_changes_nothing_before_it(self):
-        target = tiny_target("llama")
-        tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH])
-        positions = anchor_offset_positions(LENGTH, [9], anchors=4)
-        run = TargetPass(TargetParts(target, 2), hidden=True)
-        whole, short = run(tokens, positions), run(tokens[:, :20], positions[:, :20])
-        close(whole.keys[:, :, :20], short.keys)
-        close(whole.hidden[:, :20], short.hidden)
-
     def test_hidden_states_are_optional_and_nothing_requires_a_gradient(self):
         target = tiny_target("llama")
         tokens, _ = tiny_prompts(target.config.vocab_size, [11])
@@ -96,39 +87,42 @@ class TestHiddenPass:
         close(found, caught.hidden)
         assert not found.requires_grad
 
-    def test_padding_on_the_right_changes_nothing_before_it(self):
-        target = tiny_target("llama")
-        tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH])
-        for chunk_size in (None, 10):
-            run = HiddenPass(target, chunk_size)
-            close(run(tokens)[:, :20], run(tokens[:, :20]))
+
+@pytest.mark.parametrize("chunk_size", [None, 10])
+def test_padding_on_the_right_changes_nothing_before_it(chunk_size):
+    target = tiny_target("llama")
+    tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH])
+    positions = anchor_offset_positions(LENGTH, [9], anchors=4)
+    run, hidden = TargetPass(TargetParts(target, 2), chunk_size, hidden=True), HiddenPass(target, chunk_size)
+    whole, short = run(tokens, positions), run(tokens[:, :20], positions[:, :20])
+    close(whole.keys[:, :, :20], short.keys)
+    close(whole.hidden[:, :20], short.hidden)
+    close(hidden(tokens)[:, :20], hidden(tokens[:, :20]))
 
 
-class TestKVStore:
-    @pytest.fixture
-    def rows(self, tokens):
-        return [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (50, 20), (100, 9))]
+def test_a_store_is_completed_after_an_interruption_and_refused_with_other_facts(make_trainer, tokens, heads, tmp_path):
+    rows = [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (50, 20), (100, 9))]
+    folder, settings = tmp_path / "kv", {"target_kv_dir": str(tmp_path / "kv"), "max_steps": 1}
+    make_trainer(dataset=rows, **settings).train()
+    kept, lost = folder / "row-00000000.safetensors", folder / "row-00000001.safetensors"
+    content, written = lost.read_bytes(), kept.stat().st_mtime_ns
+    lost.unlink()
+    make_trainer(dataset=rows, **settings).train()
+    assert lost.read_bytes() == content
+    assert kept.stat().st_mtime_ns == written
+    others = [{"input_ids": row["input_ids"] + 1} for row in rows]
+    for name, dataset, change in (
+        ("loss", rows, {"loss": "ce"}),
+        ("anchors", rows, {"anchors": 2}),
+        ("first_row", others, {}),
+        ("num_rows", rows[:2], {}),
+        ("states", rows, {"model": heads}),
+    ):
+        with pytest.raises(ValueError, match=f"was written with {name}=.*another folder"):
+            make_trainer(dataset=dataset, **settings, **change).train()
 
-    def test_an_interrupted_store_is_completed(self, make_trainer, rows, tmp_path):
-        folder = tmp_path / "kv"
-        make_trainer(dataset=rows, target_kv_dir=str(folder), max_steps=1).train()
-        kept, lost = folder / "row-00000000.safetensors", folder / "row-00000001.safetensors"
-        content, written = lost.read_bytes(), kept.stat().st_mtime_ns
-        lost.unlink()
-        make_trainer(dataset=rows, target_kv_dir=str(folder), max_steps=1).train()
-        assert lost.read_bytes() == content
-        assert kept.stat().st_mtime_ns == written
 
-    def test_a_store_with_other_facts_is_refused(self, make_trainer, rows, tmp_path):
-        folder = str(tmp_path / "kv")
-        make_trainer(dataset=rows, target_kv_dir=folder, max_steps=1).train()
-        others = [{"input_ids": row["input_ids"] + 1} for row in rows]
-        for name, change, dataset in (("loss", {"loss": "ce"}, rows), ("anchors", {"anchors": 2}, rows),
-                                      ("first_row", {}, others), ("num_rows", {}, rows[:2])):  # fmt: skip
-            with pytest.raises(ValueError, match=f"was written with {name}=.*another folder"):
-                make_trainer(dataset=dataset, target_kv_dir=folder, max_steps=1, **change).train()
-
-    def test_windows_of_a_stream_can_be_stored(self, make_trainer, tokens, tmp_path):
-        trainer = make_trainer(dataset=TokenWindows(tokens[:100], 25), target_kv_dir=str(tmp_path / "kv"), max_steps=2)
-        trainer.train()
-        assert len(trainer.train_dataset) == 4 == len(list((tmp_path / "kv").glob("*.safetensors")))
+def test_windows_of_a_stream_can_be_stored(make_trainer, tokens, tmp_path):
+    trainer = make_trainer(dataset=TokenWindows(tokens[:100], 25), target_kv_dir=str(tmp_path / "kv"), max_steps=1)
+    trainer.train()
+    assert len(trainer.train_dataset) == 4 == len(list((tmp_path / "kv").glob("*.safetensors")))

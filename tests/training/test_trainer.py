@@ -36,10 +36,11 @@ class TestRefusals:
         refuse("text_column='body'", make_trainer, dataset=[{"text": "x"}], text_column="body", tokenizer=tokenizer)
         refuse("no tokenizer was given: pass processing_class", make_trainer, dataset=[{"text": "x"}])
 
-    def test_lengths_beyond_the_target(self, make_trainer, tokens):
-        refuse("513 tokens, and the target has 512 positions.*max_length", make_trainer, max_length=513)
-        trainer = make_trainer(dataset=TokenWindows(tokens, 600))
-        refuse("600 tokens, and the target has 512 positions", trainer.train)
+    def test_lengths_beyond_the_target(self, make_trainer, tokens, draft, heads):
+        for model in (draft, heads):
+            refuse("513 tokens, and the target has 512.*max_length", make_trainer, max_length=513, model=model)
+            trainer = make_trainer(dataset=TokenWindows(tokens, 600), model=model)
+            refuse("600 tokens, and the target has 512 positions", trainer.train)
 
     @pytest.mark.parametrize(
         ("settings", "match"),
@@ -145,12 +146,15 @@ class TestAdapters:
             assert out.sequences.tolist() == plain.sequences.tolist()
             assert out.speculation.num_draft_tokens > 0
 
-    def test_only_the_adapter_changes(self, peft, make_trainer, draft, config):
-        model = peft.get_peft_model(draft, config)
+    @pytest.mark.parametrize("kind", ["longspec", "heads"])
+    def test_only_the_adapter_changes(self, peft, make_trainer, draft, heads, config, kind):
+        if kind == "heads":
+            config = peft.LoraConfig(r=3, target_modules=["linear"])
+        model = peft.get_peft_model(heads if kind == "heads" else draft, config)
         before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-        make_trainer(model=model, max_steps=3).train()
+        make_trainer(model=model).train()
         changed = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
-        assert changed == {name for name in before if "lora_" in name}
+        assert changed == {name for name in before if "lora_" in name} and changed
 
     def test_a_half_precision_draft_can_get_an_adapter(self, make_trainer, draft, config):
         trainer = make_trainer(model=draft.bfloat16(), peft_config=config, max_steps=1)

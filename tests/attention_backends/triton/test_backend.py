@@ -8,7 +8,7 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton import backend, config
-from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, scored_attention, why_not
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
 from hf_longspec.testing import tiny_prompts, tiny_target
@@ -24,8 +24,7 @@ def arguments(device, lengths=(40, 70), dtype=torch.float32):
     return context, *on(device, query, key.nan_to_num(), value.nan_to_num())
 
 
-@pytest.mark.parametrize("with_scores", [False, True])
-@pytest.mark.parametrize("with_tree", [False, True])
+@pytest.mark.parametrize(("with_tree", "with_scores"), [(True, True), (False, False)])
 def test_opcheck_hybrid(kernel_device, small_tiles, with_tree, with_scores):
     context, query, key, value = arguments(kernel_device)
     sinks = torch.linspace(-2, 3, 6, device=kernel_device)
@@ -155,16 +154,3 @@ def test_a_model_generates(kernel_device, small_tiles, monkeypatch):
     assert torch.equal(out, expected)
     assert len(calls) >= 3 * target.config.num_hidden_layers  # prompt, and two verifications at the very least
     assert any(mask is not None for mask in calls)
-
-
-def test_scored_attention_compiles(kernel_device, small_tiles):
-    context, query, key, value = arguments(kernel_device)
-    last = torch.tensor([4, 2], device=kernel_device)
-    inputs = (query, key, value, context.lengths.on(kernel_device), last)
-
-    def attend(query, key, value, lengths, last):
-        return scored_attention(query, key, value, SeqLens(None, lengths), last, scaling=0.3)
-
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    for part, expected in zip(compiled(*inputs), attend(*inputs), strict=True):
-        assert torch.equal(part, expected)

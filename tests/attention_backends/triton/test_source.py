@@ -44,26 +44,6 @@ def test_every_access_is_masked(file):
     assert violations(file.read_text(encoding="utf-8")) == []
 
 
-def source_of(kernel):
-    """The text of one kernel of kernels.py."""
-    source = FILES[0].read_text(encoding="utf-8")
-    (function,) = [node for node in ast.parse(source).body if getattr(node, "name", None) == kernel]
-    return "@jit()\n" + ast.get_source_segment(source, function)
-
-
-@pytest.mark.parametrize("kernel", ["prefix_kernel", "tree_kernel", "combine_kernel", "sparse_kernel"])
-def test_the_checker_sees_a_mask_that_is_taken_away(kernel):
-    source = source_of(kernel)
-    assert sum(source.count(f"{name}(") for name in ACCESSES) >= 4
-    assert violations(source) == []
-    start = source.index(", mask=")
-    depth, end = 0, start + 2
-    while depth or source[end] not in ",)":
-        depth += (source[end] in "([") - (source[end] in ")]")
-        end += 1
-    assert any("without a mask" in found for found in violations(source[:start] + source[end:]))
-
-
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [

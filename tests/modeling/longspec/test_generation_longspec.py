@@ -4,15 +4,15 @@ import random
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longspec import LongSpecDraftModel, SpeculativeCache
+from hf_longspec import SpeculativeCache
 from hf_longspec.generation.beam import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.longspec import generation_longspec as longspec
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
-from hf_longspec.testing import TINY_TARGETS, random_longspec_draft, tiny_prompts, tiny_target
+from hf_longspec.testing import random_longspec_draft, tiny_prompts, tiny_target
+from tests.modeling.host_reads import HostReads
 from tests.modeling.longspec.restated_longspec import Restated
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -21,7 +21,6 @@ LENGTHS = (33, 3, 13)
 NEVER = 1
 # a random draft hits one token of 128; wide levels make it hit often enough that paths of several nodes are accepted
 WIDE = [40, 40, 40]
-DRAFTERS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
 # float32 against float64 over a handful of small matrix products; logits have a standard deviation near 1
 LOGIT_TOLERANCE = 2e-4  # of logits up to 13 in float32; 1.02e-4 on a processor with AVX-512
 
@@ -109,31 +108,12 @@ def test_every_node_of_every_iteration_is_the_restated_block(plain_run, recorded
                 first += logits.shape[1]
 
 
-def test_the_test_notices_a_wrong_window(recorded):
-    model = tiny_target("llama")
-    draft = noisy_draft(model)
-    generate(model, draft, new=3)
-    draft.config.window = 7
-    step, restated = recorded[0], Restated(draft, model)
-    text = step["texts"][0]
-    expected = restated.logits(text, [int(step["tree"].tokens[0, 0])], restated.target_keys(text))
-    assert (step["levels"][0][0, 0].double() - expected).abs().max() > 100 * LOGIT_TOLERANCE
-
-
 def test_no_level_waits_for_the_host(plain_run, monkeypatch):
     """No number is read back while a tree is drafted: not between the levels, and not for any of its tensors."""
-
-    class Reads(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-            return function(*args, **(kwargs or {}))
-
     trees, propose = [], LongSpecDrafter.propose
 
     def counting(self, root):
-        with Reads() as reads:
+        with HostReads() as reads:
             trees.append(propose(self, root))
         assert reads.count == 0
         return trees[-1]
@@ -142,22 +122,9 @@ def test_no_level_waits_for_the_host(plain_run, monkeypatch):
     run = plain_run("gemma3", LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
     assert run.again(noisy_draft(run.model)).tolist() == run.sequences.tolist()
     assert len(trees) > 1
-    with Reads() as reads:
+    with HostReads() as reads:
         trees[0].tokens[0, 0].item()
     assert reads.count == 1  # the count does notice one
-
-
-def test_the_state_does_not_grow(recorded):
-    model = tiny_target("llama")
-    rings = []
-    for length in (9, 300):
-        draft = noisy_draft(model)
-        drafters = []
-        make = draft.make_drafter
-        draft.make_drafter = lambda binding, make=make, drafters=drafters: drafters.append(make(binding)) or drafters[0]
-        generate(model, draft, (length,), new=5)
-        rings.append(drafters[0].ring.nbytes)
-    assert rings[0] == rings[1]
 
 
 @pytest.mark.parametrize("options", [{"kv_layer": 0}, {"kv_layer": 2}, {"cross_attention": False}], ids=str)
@@ -171,20 +138,6 @@ def test_the_chosen_layer_is_read(recorded, options):
     assert (step["levels"][0][0, 0].double() - expected).abs().max() < LOGIT_TOLERANCE
 
 
-def test_a_draft_in_another_dtype_is_copied_not_changed(plain_run):
-    run = plain_run("llama", LENGTHS, max_new_tokens=9)
-    draft = noisy_draft(run.model).to(torch.bfloat16)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.dtype == torch.bfloat16
-
-
-def test_a_draft_that_is_being_trained_stays_in_train_mode(plain_run):
-    run = plain_run("llama", LENGTHS, max_new_tokens=9)
-    draft = noisy_draft(run.model).train()
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert all(module.training for module in draft.modules())
-
-
 def test_a_prompt_beyond_the_trained_length_warns_by_name(plain_run, monkeypatch):
     said = []
     monkeypatch.setattr(longspec.logger, "warning_once", said.append)
@@ -195,17 +148,6 @@ def test_a_prompt_beyond_the_trained_length_warns_by_name(plain_run, monkeypatch
     draft.config.trained_max_length = 32
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert len(said) == 1 and "33 tokens" in said[0] and "trained_max_length=32" in said[0]
-
-
-def test_an_offloaded_target(plain_run):
-    """Its weights wait on the meta device and come when a layer runs; the draft finds its place by the hook."""
-    accelerate = pytest.importorskip("accelerate")
-    run = plain_run(tiny_target("qwen3"), LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
-    draft = noisy_draft(run.model)
-    accelerate.cpu_offload(run.model, execution_device=torch.device("cpu"))
-    assert next(run.model.parameters()).device.type == "meta"
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert run.again(LongSpecDraftModel.from_target(run.model, window=8)).tolist() == run.sequences.tolist()
 
 
 def test_inside_transformers_own_assisted_decoding(plain_run):

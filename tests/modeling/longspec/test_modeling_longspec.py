@@ -65,27 +65,6 @@ def test_the_training_forward_is_the_restated_block(llama):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"tree_widths": []}, r"tree_widths=\[\]: expected a list of positive integers"),
-        ({"tree_widths": [4, 0]}, r"tree_widths=\[4, 0\]: expected a list of positive integers"),
-        ({"tree_widths": 5}, r"tree_widths=5: expected a list of positive integers"),
-        ({"tree_widths": [2, 2, 2], "window": 4}, r"tree_widths has 3 levels, and window=4 allows at most 2"),
-        ({"kv_layer": 3}, "kv_layer=3: the target has layers 0 to 2"),
-        ({"windows": 8}, "unknown settings"),
-    ],
-)
-def test_refused_settings(llama, overrides, message):
-    with pytest.raises(ValueError, match=message):
-        LongSpecDraftModel.from_target(llama, **overrides)
-
-
-def test_latent_caches_are_refused():
-    with pytest.raises(ValueError, match=r"MLA.*SpecAttnDraftModel"):
-        LongSpecDraftModel.from_target(tiny_target("deepseek_v3"))
-
-
-@pytest.mark.parametrize(
     ("other", "message"),
     [
         ({"hidden_size": 96}, "hidden_size=64, and this target has hidden_size=96"),

@@ -2,27 +2,18 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from hf_longspec import NgramDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.drafter import Binding, Verification
-from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.drafter import Verification
 from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
 from hf_longspec.modeling.ngram.settings_ngram import NgramSettings
 from hf_longspec.testing import tiny_prompts, tiny_target
 
-pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
 RAGGED = (33, 3, 13)
-BATCHES = pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
-NAMES = pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "deepseek_v3"])
-NEVER = 99  # no token of the small vocabulary: all rows stay in play
 # so few tokens that a random model repeats itself now and then
 SMALL = {"vocab_size": 12}
-WIDE = {"num_assistant_tokens": 5, "ngram_candidates": 4}
 
 
 def drafter_of(batch_size, **settings):
@@ -119,55 +110,6 @@ def test_keys_are_the_confirmed_text(target, monkeypatch):
     options = {"assistant_model": draft, "max_new_tokens": 20, "do_sample": False, "eos_token_id": 7}
     model.generate(input_ids, attention_mask=mask, **options)
     assert len(seen) > 3 and {tree.tokens.shape for tree in seen} == {(3, 17)}
-
-
-def test_inside_transformers_own_assisted_decoding(target, monkeypatch):
-    """The stock loop takes the best chain as its candidates and emits what plain `generate` emits."""
-    model = target("llama", **SMALL)
-    input_ids, _ = tiny_prompts(12, [41])
-    options = {"max_new_tokens": 21, "eos_token_id": NEVER, "do_sample": False}
-    expected = model.generate(input_ids, **options)
-    draft, view = NgramDraftModel.from_target(model, num_assistant_tokens=4), TargetView(model)
-    cache = SpeculativeCache(model.config, 1, 62, tree_slots=draft.num_tree_nodes(view))
-    drafter = draft.drafter(Binding(view, cache, None, 62))
-    offered, get_candidates = [], drafter.get_candidates
-
-    def counting(ids, *args, **kwargs):
-        candidates, logits = get_candidates(ids)
-        offered.append(candidates.shape[1] - ids.shape[1])
-        return candidates, logits
-
-    drafter.get_candidates = counting
-    monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: drafter)
-    assert torch.equal(model.generate(input_ids, prompt_lookup_num_tokens=3, **options), expected)
-    assert max(offered) == 4 and len(offered) < 20  # fewer steps than tokens: some were accepted
-    assert drafter.indexes[0].text.tolist() == expected[0, : len(drafter.indexes[0].text)].tolist()
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_assistant_tokens": 0}, "num_assistant_tokens=0: expected an integer of at least 1"),
-        ({"ngram_candidates": 0}, "ngram_candidates=0: expected an integer of at least 1"),
-        ({"ngram_candidates": 2.0}, "ngram_candidates=2.0: expected an integer"),
-        ({"ngram_size": 17}, "ngram_size=17: expected an integer from 1 to 16"),
-        ({"ngram_size": True}, "ngram_size=True: expected an integer"),
-        ({"ngram_source": "web"}, "ngram_source='web': expected one of both, pool, lookup"),
-        ({"ngram_preload": 1}, "ngram_preload=1: expected True or False"),
-        ({"ngram_num_tokens": 4}, "unknown settings \\['ngram_num_tokens'\\]"),
-    ],
-    ids=str,
-)
-def test_bad_settings_are_refused(target, settings, message):
-    model = target("llama")
-    with pytest.raises(ValueError, match=message):
-        NgramDraftModel.from_target(model, **settings)
-    draft = NgramDraftModel.from_target(model)
-    draft.generation_config.update(**settings)
-    for name, value in settings.items():
-        setattr(draft.generation_config, name, value)
-    with pytest.raises(ValueError, match=message):
-        model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=2)
 
 
 def test_state_is_reported(target):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec import LongSpecDraftModel, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
@@ -18,8 +18,7 @@ from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, ran
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 RAGGED = (33, 3, 13)
-BATCHES = pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
-NAMES = ["llama", "qwen3", "gemma3", "deepseek_v3"]
+NAMES = ["llama", "gemma3", "deepseek_v3"]
 KINDS = ["longspec", "specattn", "verify_hidden", "partial_kv", "tree"]
 CASES = [(name, kind) for name in NAMES for kind in KINDS if (name, kind) != ("deepseek_v3", "longspec")]
 # so few tokens that a random model repeats itself, and an end token that is none of them
@@ -66,9 +65,8 @@ def joined(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
-@BATCHES
-def test_greedy_text_is_the_targets(target, plain_run, joined, name, kind, lengths):
-    run = plain_run(target(name, **SMALL), lengths, max_new_tokens=20, eos_token_id=NEVER)
+def test_greedy_text_is_the_targets(target, plain_run, joined, name, kind):
+    run = plain_run(target(name, **SMALL), RAGGED, max_new_tokens=20, eos_token_id=NEVER)
     draft = joined_draft(kind, run.model, hints=run.generated)
     assert run.again(draft).tolist() == run.sequences.tolist()
     own, stats = draft.max_nodes(TargetView(run.model)), draft.last_speculation
@@ -90,12 +88,17 @@ def test_greedy_text_is_the_targets(target, plain_run, joined, name, kind, lengt
         if node >= own
     ]
     # the statistics also know of the last iteration, of which no drafter is told
-    assert len(accepted) <= stats.num_accepted_ngram_tokens <= len(accepted) + 5 * len(lengths)
-    assert accepted or len(lengths) == 1
+    assert 0 < len(accepted) <= stats.num_accepted_ngram_tokens <= len(accepted) + 5 * len(RAGGED)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}], ids=str)
-@pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[0] in ("llama", "deepseek_v3")])
+@pytest.mark.parametrize(
+    ("name", "kind", "options"),
+    [
+        (*case, ({}, {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1})[number % 2])
+        for number, case in enumerate(case for case in CASES if case[0] != "gemma3")
+    ],
+    ids=str,
+)
 def test_same_seed_same_text_as_the_plain_loop(target, name, kind, options):
     model = target(name, **SMALL)
     input_ids, mask = tiny_prompts(12, RAGGED)
@@ -183,7 +186,7 @@ def test_a_path_longer_than_longspecs_window(target):
     assert [row[row >= 0].tolist() for row in written[0]] == [list(range(7, 13)), [3, 4], []]
 
 
-@pytest.mark.parametrize("selection", ["two_rows", "all_rows", "last_accepted", "quest", "window"])
+@pytest.mark.parametrize("selection", ["two_rows", "last_accepted", "window"])
 def test_specattn_scores_its_own_chain(target, plain_run, joined, monkeypatch, selection):
     """The last node of its capture is the end of its chain, and what n-grams add changes no selection's text."""
     captured, capture = [], JoinedDrafter.capture
@@ -253,63 +256,6 @@ def test_drawn_candidates_are_refused_when_sampling(target):
     model.generate(torch.tensor([[5, 6, 7]]), do_sample=True, **options)
     draft.generation_config.update(acceptance="rejection", ngram_candidates=0)
     model.generate(torch.tensor([[5, 6, 7]]), do_sample=True, **options)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ngram_candidates": -1}, "ngram_candidates=-1: expected an integer of at least 0"),
-        ({"ngram_num_tokens": 0}, "ngram_num_tokens=0: expected an integer of at least 1"),
-        ({"ngram_source": "all"}, "ngram_source='all'"),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("cls", [SpecAttnDraftModel, LongSpecDraftModel])
-def test_bad_settings_are_refused(target, cls, settings, message):
-    with pytest.raises(ValueError, match=message):
-        cls.from_target(target("llama"), **settings)
-
-
-def test_off_by_default_and_never_in_the_baseline(target):
-    model, view = target("llama"), TargetView(target("llama"))
-    binding = Binding(view, SpeculativeCache(model.config, 1, 50), None, 50)
-    for cls in (SpecAttnDraftModel, LongSpecDraftModel):
-        draft = cls.from_target(model)
-        assert draft.settings["ngram_candidates"] == 0 and draft.num_tree_nodes(view) == draft.max_nodes(view)
-        assert type(draft.drafter(binding)) is type(draft.make_drafter(binding))
-    assert "ngram_candidates" not in PlainDraftModel.settings
-    with pytest.raises(ValueError, match="unknown settings"):
-        PlainDraftModel.from_target(model, ngram_candidates=2)
-
-
-@pytest.mark.parametrize("kind", ["longspec", "specattn"])
-def test_inside_transformers_own_assisted_decoding(target, monkeypatch, kind):
-    model = target("llama", **SMALL)
-    input_ids, _ = tiny_prompts(12, [41])
-    options = {"max_new_tokens": 21, "eos_token_id": NEVER, "do_sample": False}
-    expected = model.generate(input_ids, **options)
-    draft, view = joined_draft(kind, model), TargetView(model)
-    cache = SpeculativeCache(model.config, 1, 62, tree_slots=draft.num_tree_nodes(view))
-    drafter = draft.drafter(Binding(view, cache, None, 62))
-    lengths, get_candidates = [], drafter.get_candidates
-
-    def counting(ids, *args, **kwargs):
-        candidates, logits = get_candidates(ids)
-        assert torch.equal(candidates[:, : ids.shape[1]], ids)
-        lengths.append(candidates.shape[1] - ids.shape[1])
-        return candidates, logits
-
-    drafter.get_candidates = counting
-    monkeypatch.setattr(model, "_get_candidate_generator", lambda **kwargs: drafter)
-    assert torch.equal(model.generate(input_ids, prompt_lookup_num_tokens=3, **options), expected)
-    assert max(lengths) == 5 and len(lengths) < 20
-
-
-def test_settings_travel_with_the_draft(target, tmp_path):
-    joined_draft("specattn", target("llama")).save_pretrained(tmp_path)
-    loaded = SpecAttnDraftModel.from_pretrained(tmp_path)
-    assert (loaded.setting("ngram_candidates"), loaded.setting("ngram_num_tokens")) == (3, 5)
-    assert loaded.num_tree_nodes(None) == 3 + 15
 
 
 def test_a_partial_cache_makes_room_for_paths_of_ngrams(target, plain_run, monkeypatch):

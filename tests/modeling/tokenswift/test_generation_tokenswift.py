@@ -6,7 +6,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longspec import PlainDraftModel, SpeculativeCache
 from hf_longspec.generation.drafter import Binding
@@ -14,8 +13,10 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import TargetEnds
 from hf_longspec.modeling.tokenswift.generation_tokenswift import TokenSwiftDrafter
 from hf_longspec.testing import TINY_TARGETS, random_tokenswift_draft, tiny_prompts, tiny_target
+from tests.modeling.host_reads import HostReads
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
+from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -38,42 +39,55 @@ def lucky(iteration, row, level):
     return [0, 2, None, 1][(iteration * 7 + row * 3 + level * level) % 4]
 
 
-@pytest.mark.parametrize("name", TINY_TARGETS)
-def test_the_text_with_a_partial_cache(plain_run, name):
-    run = plain_run(name, LENGTHS, max_new_tokens=14, eos_token_id=NEVER)
-    draft = with_oracle(draft_for(run.model, "dynamic"), run.generated, lucky)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    stats = draft.last_speculation
-    assert sum(stats.acceptance_histogram[2:]) > 0
-    assert stats.num_draft_tokens == 40 * stats.num_spec_steps
-
-
-@pytest.mark.parametrize("lengths", [(21,), LENGTHS], ids=["one", "ragged"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_the_text_under_every_policy(plain_run, name, mode, lengths):
+@pytest.mark.parametrize(
+    ("name", "mode", "lengths"),
+    [
+        *((name, "dynamic", LENGTHS) for name in TINY_TARGETS),
+        *pairwise(("llama", "gpt_oss"), [*MODES], ((21,), LENGTHS)),
+    ],
+)
+def test_the_text_with_an_oracle(plain_run, name, mode, lengths):
     run = plain_run(name, lengths, max_new_tokens=14, eos_token_id=NEVER)
     draft = with_oracle(draft_for(run.model, mode), run.generated, lucky)
     assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
+    stats = draft.last_speculation
+    assert sum(stats.acceptance_histogram[1 if mode == "verify_hidden" else 2 :]) > 0
+    assert stats.num_draft_tokens == (39 if mode == "verify_hidden" else 40) * stats.num_spec_steps
 
 
-@pytest.mark.parametrize("options", [{"temperature": 1.3, "top_k": 0}, {"top_p": 0.9, "repetition_penalty": 1.2}])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+SAMPLED = ({"temperature": 1.3, "top_k": 0}, {"top_p": 0.9, "repetition_penalty": 1.2})
+SEQUENTIAL = {"sequential": True, "tree_branching": [1, 12, 3]}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "options"),
+    [
+        *pairwise(("llama", "gemma3"), [*MODES], SAMPLED),
+        ("gpt_oss", "sequential", {}),
+        ("llama", "sequential", SAMPLED[1]),
+    ],
+    ids=str,
+)
 def test_same_seed_same_text(target, name, mode, options):
+    """With heads that know the text, and with sequential ones that see the tokens before theirs."""
     model = target(name)
     input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": 14, "eos_token_id": NEVER}
+    new = 30 if mode == "sequential" else 14
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": new, "eos_token_id": NEVER}
 
-    def sample(draft):
+    def generate(draft):
         torch.manual_seed(3)
-        return model.generate(**inputs, do_sample=True, assistant_model=draft, **options)[:, max(LENGTHS) :].tolist()
+        texts = model.generate(**inputs, do_sample=bool(options), assistant_model=draft, **options)
+        return texts[:, max(LENGTHS) :].tolist()
 
-    text = sample(PlainDraftModel.from_target(model))
-    draft = with_oracle(draft_for(model, mode), text, lucky)
-    assert sample(draft) == text
-    assert sum(draft.last_speculation.acceptance_histogram[1:]) > 0
+    text = generate(PlainDraftModel.from_target(model))
+    if mode == "sequential":
+        draft = draft_for(model, "dynamic", **SEQUENTIAL)
+        draft.generation_config.gate = False
+    else:
+        draft = with_oracle(draft_for(model, mode), text, lucky)
+    assert generate(draft) == text
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
 @pytest.fixture
@@ -128,61 +142,36 @@ def test_every_branch_can_be_accepted(plain_run, watch, mode):
 TIE = 1e-4
 
 
-@pytest.mark.parametrize("mode", ["verify_hidden", "full"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "granite", "cohere2", "deepseek_v3"])
-def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_run, watch, name, mode):
-    """Against one forward over the whole text without a cache, whose final norm is hooked here.
+@pytest.mark.parametrize(
+    ("name", "mode", "sequential"),
+    [
+        ("llama", "full", False),
+        ("cohere2", "verify_hidden", False),
+        ("deepseek_v3", "full", False),
+        ("llama", "verify_hidden", True),
+        ("gemma2", "full", True),
+        ("granite", "verify_hidden", True),
+    ],
+)
+def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_run, watch, name, mode, sequential):
+    """Every node's children, against one forward over the whole text without a cache, whose final norm is hooked here,
+    and heads restated in float64, which see the tokens that lead to the node if they are sequential.
 
     The last token the heads know of is the root under `full`, and the one before it under `verify_hidden`.
     """
-    branching = [2, 3, 1, 2]
     run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
-    draft = draft_for(run.model, mode, tree_branching=branching)
-    made, make = [], draft.make_drafter
-    draft.make_drafter = lambda binding: made.append(make(binding)) or made[0]
+    draft = draft_for(run.model, mode, tree_branching=[2, 3, 1, 2], sequential=sequential)
     assert run.again(draft).tolist() == run.sequences.tolist()
-    (drafter,) = made
+    ends, own = TargetEnds(run.model), int(mode == "full")
     caught = []
     handle = run.model.model.norm.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
-    for record in watch[:4]:
-        for row, prompt in enumerate(run.inputs["input_ids"]):
-            text = [*prompt[run.inputs["attention_mask"][row].bool()].tolist(), *record["generated"][row]]
-            with torch.no_grad():
-                caught.clear()
-                logits = run.model(torch.tensor([text]), use_cache=False).logits[0, -1]
-                last = -1 if mode == "full" else -2
-                ranked = [head[0] for head in drafter.ends.head(drafter.heads(caught[0][:, last:][:, :1]))[:, 0]]
-            ranked = [logits, *ranked] if mode == "full" else ranked
-            widths = branching if mode == "full" else branching[1:]
-            tree, parent = record["tree"], 0
-            for scores, width in zip(ranked, widths, strict=True):
-                children = (tree.parents[row] == parent).nonzero().flatten()
-                found = scores[tree.tokens[row, children]]
-                torch.testing.assert_close(found, scores.topk(width).values, atol=TIE, rtol=TIE)
-                parent = int(children[-1])
-    handle.remove()
-
-
-@pytest.mark.parametrize("mode", ["verify_hidden", "full"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
-def test_sequential_heads_see_the_tokens_that_lead_to_a_node(plain_run, watch, name, mode):
-    """Every node's children, against heads restated in float64 that are walked down to it one after the other."""
-    branching = [2, 3, 1, 2]
-    run = plain_run(name, LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
-    draft = draft_for(run.model, mode, tree_branching=branching, sequential=True)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    norm, ends, own = run.model.model.norm, TargetEnds(run.model), int(mode == "full")
-    caught = []
-    handle = norm.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
 
     def logits_after(hidden, path):
         """Of the last head that has seen all tokens of a path, whose first is the root."""
-        states, embedded = hidden[None], torch.cat([hidden[None], ends.embed(torch.tensor([path]))[0]])
-        heads = restated_heads(
-            draft.state_dict(), "heads.layers.", embedded.new_zeros(len(path) + 1, 64) + states, len(path),
-            draft.config.rms_norm_eps, True, embedded,
-        )[-1, 0]  # fmt: skip
-        return ends.head(heads.float())
+        embedded = torch.cat([hidden[None], ends.embed(torch.tensor([path]))[0]]) if sequential else None
+        sizes = len(path), draft.config.rms_norm_eps, draft.config.chained
+        states = restated_heads(draft.state_dict(), "heads.layers.", hidden.expand(len(path) + 1, -1), *sizes, embedded)
+        return ends.head(states[-1, 0].float())
 
     checked = 0
     for record in watch[:3]:
@@ -197,8 +186,7 @@ def test_sequential_heads_see_the_tokens_that_lead_to_a_node(plain_run, watch, n
                     children = (tree.parents[row] == node).nonzero().flatten()
                     if not len(children):
                         continue
-                    path = tree.tokens[row][tree.mask[row, node]].tolist()  # in level order, so from the root down
-                    path = path[own:]
+                    path = tree.tokens[row][tree.mask[row, node]].tolist()[own:]  # in level order, from the root down
                     scores = logits_after(hidden, path) if path else own_logits
                     found = scores[tree.tokens[row, children]]
                     torch.testing.assert_close(found, scores.topk(len(children)).values, atol=TIE, rtol=TIE)
@@ -207,32 +195,8 @@ def test_sequential_heads_see_the_tokens_that_lead_to_a_node(plain_run, watch, n
     assert checked >= 3 * 3 * (1 + 3 + 3)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.2}], ids=str)
-@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
-def test_the_text_under_sequential_heads(target, name, mode, options):
-    model = target(name)
-    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": 30, "eos_token_id": NEVER}
-    draft = draft_for(model, mode, sequential=True, tree_branching=[1, 12, 3])
-    draft.generation_config.gate = False
-    texts = []
-    for assistant in (PlainDraftModel.from_target(model), draft):
-        torch.manual_seed(3)
-        texts.append(model.generate(**inputs, assistant_model=assistant, **options).tolist())
-    assert texts[0] == texts[1]
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
 @pytest.mark.parametrize("mode", ["verify_hidden", "dynamic", "full"])
 def test_proposing_reads_nothing_back_and_leaves_the_cache_alone(plain_run, monkeypatch, mode):
-    class Reads(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
-            return function(*args, **(kwargs or {}))
-
     def committed(cache):
         return [
             part[row, :, :length].clone()
@@ -246,7 +210,7 @@ def test_proposing_reads_nothing_back_and_leaves_the_cache_alone(plain_run, monk
     def counting(self, root):
         cache = self.binding.cache
         before, lengths = committed(cache), cache.lengths.host
-        with Reads() as reads:
+        with HostReads() as reads:
             tree = propose(self, root)
         proposals.append(reads.count)
         assert cache.lengths.host == lengths
@@ -257,50 +221,38 @@ def test_proposing_reads_nothing_back_and_leaves_the_cache_alone(plain_run, monk
     run = plain_run("llama", LENGTHS, max_new_tokens=12, eos_token_id=NEVER)
     assert run.again(draft_for(run.model, mode)).tolist() == run.sequences.tolist()
     assert len(proposals) > 3 and not any(proposals)
-    with Reads() as reads:
+    with HostReads() as reads:
         torch.ones(1).item()
     assert reads.count == 1  # the count does notice one
 
 
-@pytest.mark.parametrize("branching", [[1], [2], [1, 1, 1, 1], [1, 2], [3, 1, 4]], ids=str)
-@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
+@pytest.mark.parametrize(
+    ("branching", "mode"),
+    [
+        ([1], "dynamic"),  # the target's own prediction alone
+        ([2], "dynamic"),
+        ([1, 1, 1, 1], "verify_hidden"),
+        ([1, 2], "verify_hidden"),
+        ([3, 1, 4], "dynamic"),
+        ([3, 1, 4], "verify_hidden"),
+    ],
+    ids=str,
+)
 def test_trees_of_other_shapes(plain_run, branching, mode):
-    if mode == "verify_hidden" and len(branching) == 1:
-        pytest.skip("leaves no head to draft")
     run = plain_run("qwen3", LENGTHS, max_new_tokens=14, eos_token_id=NEVER)
     draft = with_oracle(draft_for(run.model, mode, tree_branching=branching), run.generated, lambda *where: 0)
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
-@pytest.mark.parametrize("mode", ["dynamic", "full"])
-def test_a_second_turn_on_the_same_cache(plain_run, mode):
+def test_a_second_turn_on_the_same_cache(plain_run):
     run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=NEVER)
-    draft = draft_for(run.model, mode)
+    draft = draft_for(run.model, "dynamic")
     cache = SpeculativeCache(run.model.config, 1, 100, tree_slots=draft.max_nodes(None))
     first = run.again(draft, past_key_values=cache, max_new_tokens=6)
     options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6}
     second = run.model.generate(first, assistant_model=draft, past_key_values=cache, **options)
     assert second.tolist() == run.sequences.tolist()
-
-
-@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
-def test_an_offloaded_target(plain_run, mode):
-    """Its weights wait on the meta device and come when a layer runs."""
-    accelerate = pytest.importorskip("accelerate")
-    run = plain_run(tiny_target("qwen3"), LENGTHS, max_new_tokens=10, eos_token_id=NEVER)
-    draft = draft_for(run.model, mode)
-    accelerate.cpu_offload(run.model, execution_device=torch.device("cpu"))
-    assert next(run.model.parameters()).device.type == "meta"
-    assert run.again(draft).tolist() == run.sequences.tolist()
-
-
-def test_heads_in_another_dtype_or_in_training_are_copied_not_changed(plain_run):
-    run = plain_run("llama", LENGTHS, max_new_tokens=9, eos_token_id=NEVER)
-    draft = draft_for(run.model, "verify_hidden").to(torch.bfloat16).train()
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.dtype == torch.bfloat16
-    assert all(module.training for module in draft.modules())
 
 
 @pytest.mark.parametrize("mode", ["verify_hidden", "dynamic", "full"])

@@ -1,6 +1,6 @@
 """The partial cache against one list of positions per row, layer and head; what it copies; when it is built."""
 
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,7 +100,6 @@ def generate(plain_run, name, lengths=LENGTHS, new=48, ranks=lucky, **settings):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("llama", {}),
         ("qwen3", {"partial_kv_budget": 26, "partial_kv_recent": 12}),
         ("gemma3", {"partial_kv_recent": 0}),
         ("deepseek_v3", {}),
@@ -213,7 +212,12 @@ LOGIT_TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
 
 @pytest.mark.parametrize(
     ("policy", "name"),
-    [*product(["dynamic", "full"], TINY_TARGETS), ("static", "llama"), ("static", "gemma3"), ("static", "mistral")],
+    [
+        *((("dynamic", "full")[number % 2], name) for number, name in enumerate(TINY_TARGETS)),
+        ("static", "llama"),
+        ("static", "gemma3"),
+        ("static", "mistral"),
+    ],
 )
 def test_with_room_for_everything_drafting_computes_the_logits_of_the_target(plain_run, monkeypatch, policy, name):
     """Against one forward without a cache. `static` never sees what was generated."""
@@ -244,7 +248,7 @@ def test_with_room_for_everything_drafting_computes_the_logits_of_the_target(pla
 
 def test_bytes_do_not_depend_on_the_context(plain_run):
     sizes = set()
-    for length, new in ((90, 5), (90, 40), (400, 5)):
+    for length, new in ((90, 5), (90, 20), (400, 5)):
         model, _, draft = generate(plain_run, "llama", (length, 30), new)
         sizes.add(draft.last_speculation.draft_state_bytes)
     config = model.config

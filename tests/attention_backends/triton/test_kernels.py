@@ -1,6 +1,7 @@
-"""The Triton tree and merge kernels, alone and as hybrid tree attention, against the reference in float64."""
+"""The Triton kernels beyond their parity with other backends (test_parity.py): what they read, merge and launch.
 
-from dataclasses import replace
+Interpreted on a CPU, compiled on a GPU.
+"""
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
-from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, scored_attention
-from hf_longspec.attention_backends.triton.config import INTERPRETED
-from hf_longspec.attention_backends.triton.launch import launch_combine
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, sparse_attention
+from hf_longspec.attention_backends.triton.config import INTERPRETED, SPLIT_SLOTS
+from hf_longspec.attention_backends.triton.launch import launch_combine, number_of_splits
 from tests.attention_backends.oracle import (
     SCALING,
     Capture,
@@ -20,57 +21,68 @@ from tests.attention_backends.oracle import (
     expected_tree,
     layout,
     plain_attention,
-    random_tree,
+    prefix_case,
+    sparse_case,
     tensors,
     tree_case,
 )
-from tests.attention_backends.triton.machine import on
+from tests.attention_backends.triton.machine import DEVICE, on
 
-pytestmark = pytest.mark.usefixtures("small_tiles", "poisoned_memory")
+pytestmark = pytest.mark.usefixtures("kernel_device", "small_tiles", "poisoned_memory")
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("nodes", "groups", "size", "form", "softcap", "dtype", "dims"),
-    [
-        (1, 1, 16, "contiguous", None, FLOAT32, "BNM"),
-        (3, 7, 40, "buffer", None, BFLOAT16, "BHNM"),
-        (7, 2, 80, "transposed", 3.0, FLOAT16, "B1NM"),
-        (17, 4, 8, "columns", None, FLOAT32, "BHNM"),
-        (33, 1, 96, "buffer", 3.0, BFLOAT16, "B1NM"),
-        (37, 2, 32, "transposed", None, FLOAT16, "BNM"),
-        (65, 1, 24, "buffer", None, FLOAT32, "BNM"),
-    ],
-)
-def test_tree(kernel_device, nodes, groups, size, form, softcap, dtype, dims):
-    query, key, value = tensors(2, 2, groups, nodes, nodes, size, dtype)
-    mask, _ = random_tree(2, nodes, torch.Generator().manual_seed(nodes))
-    mask[0, nodes // 2] = False  # sees nothing
-    mask[0, -1, : nodes - 1] = False  # sees itself only, and nothing in the blocks before
-    mask[1, :, nodes - 1] = False  # seen by nobody, and may be anything
-    key[1, :, nodes - 1], value[1, :, nodes - 1] = torch.nan, torch.nan
-    options = {"scaling": size**-0.5, "softcap": softcap}
-    exact = reference.tree_attention(*double(query, key, value), mask, **options)
-    plain = plain_attention(query, key, value, mask[:, None], **options)
-    inputs = on(kernel_device, query, layout(key, form), layout(value, form))
-    mask = {"BNM": mask, "B1NM": mask[:, None], "BHNM": mask[:, None].expand(-1, 2 * groups, -1, -1)}[dims]
-    state = on("cpu", *TRITON_BACKEND.tree_attention(*inputs, mask.to(kernel_device), **options))
-    assert_within_budget(state, exact, plain)
+def run(device, query, key, value, lengths, options, form="buffer"):
+    """The state of the prefix kernel, on the CPU."""
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    inputs = on(device, query, layout(key, form), layout(value, form))
+    return on("cpu", *TRITON_BACKEND.prefix_attention(*inputs, lengths, **options))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(("heads", "softcap"), [(1, None), (4, 3.0)])
-def test_tree_with_an_additive_mask(kernel_device, heads, softcap, dtype):
-    query, key, value = tensors(2, 2, 2, 35, 50, 8, torch.float32)
-    bias = torch.randn(2, heads, 35, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
-    bias[0, :, 3] = torch.finfo(dtype).min
-    bias[:, :, :, ::3] = -torch.inf
-    options = {"scaling": 0.3, "softcap": softcap}
-    exact = reference.tree_attention(*double(query, key, value), bias, **options)
-    plain = reference.tree_attention(query, key, value, bias.float(), **options)[0]
-    state = TRITON_BACKEND.tree_attention(*on(kernel_device, query, key, value, bias), **options)
-    assert_within_budget(on("cpu", *state), exact, plain)
+def run_sparse(inputs, options):
+    return on("cpu", *sparse_attention(*on(DEVICE, *inputs), **options))
+
+
+@pytest.mark.parametrize("lengths", [(90, 0, 33), (70, 140, 64)], ids=str)
+@pytest.mark.parametrize("window", [1, 32, 70])
+def test_slots_before_every_window_are_not_read(kernel_device, window, lengths):
+    """NaN wherever no query looks, before the window as well as after the prefix."""
+    query, key, value, lengths, options, exact, plain = prefix_case(5, 3, 16, lengths, window, torch.float32)
+    first = options["positions"].amin(1) - window + 1
+    hidden = (torch.arange(key.shape[2]) < first[:, None])[:, None, :, None]
+    key, value = key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.nan)
+    assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
+
+
+def test_int32_lengths_and_a_capacity_far_beyond_them(kernel_device):
+    query, key, value, lengths, options, exact, plain = prefix_case(3, 2, 16, (70, 3), None, torch.float32)
+    room = key.new_full((2, 2, 500, 16), torch.nan)
+    key, value = torch.cat([key, room], 2), torch.cat([value, room], 2)
+    lengths = SeqLens(None, lengths.on("cpu").int())
+    assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
+
+
+def test_the_result_does_not_depend_on_the_capacity(kernel_device):
+    """Splits have a fixed length: more room, or other rows in the batch, change no bit."""
+    query, key, value, lengths, options, _, _ = prefix_case(3, 2, 16, (200, 70), None, torch.float32)
+    options = {"scaling": options["scaling"]}
+    both = run(kernel_device, query, key, value, lengths, options)
+    alone = run(kernel_device, query[1:], key[1:, :, :70], value[1:, :, :70], SeqLens(lengths.host[1:]), options)
+    for one, other in zip(both, alone, strict=True):
+        assert torch.equal(one[1:], other)
+
+
+def test_the_shipped_tiles(kernel_device, monkeypatch):
+    monkeypatch.undo()
+    case = prefix_case(3, 2, 64, (600, 512), None, torch.float16)
+    query, key, value, lengths, options, exact, plain = case
+    assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
+
+
+def test_the_number_of_splits_follows_the_capacity(kernel_device):
+    query, key, value = tensors(1, 2, 2, 1, 129, 16, torch.float32)
+    assert number_of_splits(query, key, value) == 3
 
 
 def test_a_bfloat16_mask_hides_with_its_own_lowest_number(kernel_device):
@@ -103,44 +115,13 @@ def test_combine(kernel_device, parts, with_sinks):
     assert state[0].transpose(1, 2).is_contiguous()
 
 
-def move(context, device):
-    """A context of its own on the device."""
-    return replace(context, positions=context.positions.to(device), mask=context.mask.to(device))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "nodes", "groups", "size", "window", "softcap", "sinks", "dtype"),
-    [
-        ((0, 90, 33), 5, 3, 16, None, None, True, FLOAT32),
-        ((64, 63), 7, 2, 40, 40, None, False, FLOAT16),
-        ((90,), 17, 4, 32, 92, 3.0, True, BFLOAT16),
-        ((50, 128), 1, 2, 16, 4, None, True, FLOAT32),
-        ((0,), 33, 1, 24, 4, None, False, FLOAT32),
-        ((300,), 3, 7, 16, None, None, False, FLOAT32),
-        ((65, 65), 20, 2, 80, None, None, True, FLOAT16),
-    ],
-)
-def test_hybrid(kernel_device, lengths, nodes, groups, size, window, softcap, sinks, dtype):
-    """The nodes are read where they are staged; their slots differ from row to row, and NaN is after them."""
-    context, query, key, value = tree_case(lengths, nodes, 2, groups, size, size, dtype)
-    sinks = torch.linspace(-2.0, 3.0, 2 * groups) if sinks else None
-    exact, plain = expected_tree(context, query, key, value, window, softcap, sinks)
-    context = move(context, kernel_device)
-    context.capture = Capture()
-    query, key, value, sinks = on(kernel_device, query, key, value, sinks)
-    options = {"scaling": SCALING, "sliding_window": window, "softcap": softcap, "sinks": sinks}
-    out = context.attend(TRITON_BACKEND, 0, query, key, value, **options)
-    state = on("cpu", out, context.capture.collected[0][3])
-    assert_within_budget(state, exact, plain)
-
-
 def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, monkeypatch):
     """Wrong host lengths change nothing, as they must not under a CUDA graph; and no length leaves its tensor."""
     context, query, key, value = tree_case((70, 33), 5)
     exact, plain = expected_tree(context, query, key, value, None, None, None)
     calls, op = [], backend.hybrid_op
     monkeypatch.setattr(backend, "hybrid_op", lambda *args: calls.append(1) or op(*args))
-    context = move(context, kernel_device)
+    context = context.to(kernel_device)
     context.lengths = SeqLens([1, 1], context.lengths.on(kernel_device))
     inputs = on(kernel_device, query, key, value)
     for name in ("item", "tolist", "__bool__", "__int__", "__index__"):
@@ -158,38 +139,12 @@ def test_hybrid_is_one_operator_and_reads_no_number(kernel_device, monkeypatch):
     assert_within_budget((out.cpu(), exact[1].float()), exact, plain)
 
 
-def test_hybrid_with_scores(kernel_device):
-    context, query, key, value = tree_case((70, 33), 9, dtype=torch.float32)
-    sinks = torch.linspace(-2.0, 3.0, 6)
-    exact, plain = expected_tree(context, query, key, value, None, None, sinks)
-    inputs = (*on(kernel_device, query, key, value), context.lengths, torch.tensor([8, 3]))
-    mask, sinks = on(kernel_device, context.mask, sinks)
-    *state, scores = on("cpu", *scored_attention(*inputs, scaling=SCALING, mask=mask, sinks=sinks))
-    assert_within_budget(state, exact, plain)
-    grouped = query.unflatten(1, (2, 3))
-    summed = (grouped[:, :, :, 0] + grouped[torch.arange(2), :, :, torch.tensor([8, 3])]).sum(2)  # [B, K, D]
-    for b, length in enumerate((70, 33)):
-        expected_scores = torch.einsum("kd,ksd->ks", summed[b], key[b, :, :length])
-        torch.testing.assert_close(scores[b, :, :length], expected_scores, rtol=0, atol=2e-5)
-
-
 def test_no_room_for_the_nodes(kernel_device):
     context, query, key, value = tree_case((70,), 5)
     mask, positions = on(kernel_device, context.mask, context.positions)
     inputs = on(kernel_device, query, key[:, :, :74], value[:, :, :74])
     with pytest.raises(ValueError, match="slots 0 to 75 were asked for, but the buffer has 74"):
         hybrid_attention(*inputs, context.lengths, mask, positions, scaling=1.0)
-
-
-def test_sparse(kernel_device):
-    query, key, value = tensors(3, 2, 4, 3, 60, 16, torch.float32, value_size=24)
-    generator = torch.Generator().manual_seed(1)
-    indices = torch.stack([torch.randperm(60, generator=generator)[:40] for _ in range(6)]).view(3, 2, 40)
-    counts = torch.tensor([40, 0, 33])
-    exact = reference.sparse_attention(*double(query, key, value), indices, counts, scaling=0.3)
-    plain = reference.sparse_attention(query, key, value, indices, counts, scaling=0.3)[0]
-    inputs = on(kernel_device, query, layout(key, "buffer"), layout(value, "buffer"), indices, counts)
-    assert_within_budget(on("cpu", *TRITON_BACKEND.sparse_attention(*inputs, scaling=0.3)), exact, plain)
 
 
 def test_offsets_beyond_32_bits(kernel_device):
@@ -204,8 +159,8 @@ def test_offsets_beyond_32_bits(kernel_device):
     exact, plain = expected_tree(context, query, key, value, None, None, None)
     view = {"size": key.shape, "stride": (stride, key[0, 0].numel(), 16, 1)}
     far = [memory.as_strided(**view, storage_offset=offset).copy_(x) for offset, x in ((0, key), (1024, value))]
-    context = move(context, kernel_device)
     context.capture = Capture()
+    context = context.to(kernel_device)
     out = context.attend(TRITON_BACKEND, 0, query.to(kernel_device), *far, scaling=SCALING)
     assert_within_budget(on("cpu", out, context.capture.collected[0][3]), exact, plain)
 
@@ -237,3 +192,60 @@ def test_the_shipped_merge(kernel_device, monkeypatch):
     state = launch_combine(*on(kernel_device, out, lse / torch.tensor(2.0).log(), out[:, :, 0]))
     torch.testing.assert_close(state[0].cpu().double(), exact[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(state[1].cpu().double(), exact[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("counts", "length", "parts", "dtype"),
+    [
+        ((300, 129), 300, 3, torch.float32),
+        ((0, 128), 256, 2, torch.bfloat16),
+        ((1,), 2100, 17, torch.float16),  # 17 parts: two blocks of the merging kernel
+    ],
+)
+def test_several_parts_of_chosen_slots(counts, length, parts, dtype):
+    """Full, partly used and empty parts."""
+    inputs, options, exact, plain = sparse_case(
+        counts, 2, 1, (16, 16), dtype, chosen=length, kv_heads=1, slots=length + 9
+    )
+    assert -(-length // SPLIT_SLOTS) == parts
+    assert_within_budget(run_sparse(inputs, options), exact, plain)
+
+
+def test_parts_do_not_depend_on_capacity():
+    """Bit for bit: more room for slots, and more rows, change no sum."""
+    inputs, options, _, _ = sparse_case((140, 100), 2, 1, (16, 16), torch.float32, chosen=300, kv_heads=1, slots=310)
+    expected = run_sparse(inputs, options)
+    query, key, value, indices, counts = inputs
+    narrow = run_sparse((query[:1], key[:1], value[:1], indices[:1, :, :140], counts[:1]), options)
+    assert torch.equal(narrow[0], expected[0][:1]) and torch.equal(narrow[1], expected[1][:1])
+
+
+def test_a_count_beyond_the_slots_reads_no_further():
+    inputs, options, exact, plain = sparse_case((13,), 2, 1, (8, 8), torch.float32)
+    assert_within_budget(run_sparse((*inputs[:4], torch.tensor([99])), options), exact, plain)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_custom_op_of_the_sparse_kernel(softcap):
+    inputs, options, _, _ = sparse_case((140, 0), 2, 1, (8, 16), torch.float32, chosen=140, kv_heads=1, slots=150)
+    inputs = tuple(x.to(DEVICE) for x in inputs)
+    torch.library.opcheck(launch.sparse_op, (*inputs, 0.3, softcap))
+    options["softcap"] = softcap
+
+    def doubled(*tensors):
+        out, lse = sparse_attention(*tensors, **options)
+        return out * 2.0, lse
+
+    compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    for found, expected in zip(compiled(*inputs), doubled(*inputs), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_second_copy_leaves_the_first_alone(kernel_copy):
+    inputs, options, _, _ = sparse_case((13, 6), 2, 1, (8, 8), torch.float32)
+    expected = run_sparse(inputs, options)
+    copy = kernel_copy("hub_copy", "launch")
+    for module in (copy, launch):
+        out, lse = module.sparse_op(*(x.to(DEVICE) for x in inputs), *options.values())
+        assert torch.equal(out.cpu(), expected[0]) and torch.equal(lse.cpu(), expected[1])
+        copy.sparse_kernel = None  # whoever runs the copy's code from here on fails

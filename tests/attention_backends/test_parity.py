@@ -1,0 +1,228 @@
+"""Every backend against the reference in float64: over a prefix, a tree, both at once, and selected keys.
+
+Torch runs in small blocks, once as on CUDA, once part by part; flash-attn is a stand-in; Triton's kernels run in small
+tiles, interpreted where there is no GPU, and in memory that is NaN at first.
+"""
+
+import pytest
+import torch
+
+from hf_longspec.attention_backends import reference
+from hf_longspec.attention_backends.lengths import SeqLens
+from hf_longspec.attention_backends.triton.config import sparse_config
+from tests.attention_backends.flash_standins import HALVES
+from tests.attention_backends.oracle import (
+    SCALING,
+    Capture,
+    assert_within_budget,
+    double,
+    expected_tree,
+    layout,
+    plain_attention,
+    prefix_case,
+    random_tree,
+    sparse_case,
+    tensors,
+    tree_case,
+)
+from tests.attention_backends.triton.machine import on
+from tests.pairwise import pairwise
+
+FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
+LAYOUTS = ("buffer", "transposed", "contiguous", "columns")
+GROUPS = (1, 2, 4, 7)
+# Around the edges of blocks (32 slots) and splits (64); the batches have rows that end in different splits.
+LENGTHS = ((0,), (1,), (64, 33), (0, 5, 100), (50, 50), (127, 129), (300,))
+WINDOWS = (None, 1, 33, 64, 1000)
+# Sizes of keys, and of values where they differ.
+SIZES = ((8,), (40,), (64,), (24, 16), (128,), (8, 40), (80,))
+SOFTCAPS = (None, 3.0)
+
+
+def attend(prepared, name, method, inputs, options, form="contiguous"):
+    """The state of a backend, on the CPU."""
+    backend, device = prepared(name)
+    query, key, value, *rest = inputs
+    inputs = on(device, query, layout(key, form), layout(value, form), *rest)
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    return on("cpu", *getattr(backend, method)(*inputs, **options))
+
+
+PREFIX = [
+    *pairwise(["torch"], (1, 3, 17, 69), GROUPS, SIZES, LENGTHS, WINDOWS, LAYOUTS, SOFTCAPS, (FLOAT32, BFLOAT16)),
+    *pairwise(["torch_unfused"], (1, 7), (1, 2), SIZES[:2], LENGTHS[3:5], (5, 20), LAYOUTS[:1], SOFTCAPS, (FLOAT32,)),
+    *pairwise(["flash2", "flash3"], (1, 3, 17), GROUPS, SIZES[:3], LENGTHS[1:6], WINDOWS, LAYOUTS, SOFTCAPS, HALVES),
+    *pairwise(["triton"], (1, 2, 7), GROUPS, SIZES[1:6], LENGTHS[2:], WINDOWS, LAYOUTS, SOFTCAPS, (FLOAT32, *HALVES)),
+    ("triton", 17, 4, (80,), (0, 1, 31), 5, "buffer", None, FLOAT16),
+    ("triton", 17, 7, (16,), (100, 63), None, "transposed", 3.0, FLOAT32),
+    ("torch", 3, 2, (16,), (20, 7), 9, "buffer", None, FLOAT16),
+    ("torch", 3, 2, (16,), (20, 7), 9, "buffer", None, torch.float64),
+    ("torch", 5, 3, (256,), (90, 0, 33), 37, "buffer", None, BFLOAT16),
+]
+
+
+@pytest.mark.parametrize(("name", "nodes", "groups", "sizes", "lengths", "window", "form", "softcap", "dtype"), PREFIX)
+def test_prefix(prepared, name, nodes, groups, sizes, lengths, window, form, softcap, dtype):
+    """Depths out of order, as in a tree: every node has its own first key, and some see nothing of the prefix."""
+    case = prefix_case(nodes, groups, sizes[0], lengths, window, dtype, softcap, sizes[-1])
+    query, key, value, lengths, options, exact, plain = case
+    # kernels take lengths from the device in any case
+    for known in [lengths] if name == "triton" else [lengths, SeqLens(None, lengths.on("cpu"))]:
+        state = attend(prepared, name, "prefix_attention", (query, key, value, known), options, form)
+        assert_within_budget(state, exact, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "groups", "size", "form", "softcap", "dtype", "dims"),
+    pairwise(
+        ["torch", "triton"],
+        (1, 3, 17, 37, 65),
+        GROUPS,
+        (8, 40, 96),
+        LAYOUTS,
+        SOFTCAPS,
+        (FLOAT32, FLOAT16, BFLOAT16),
+        ("BNM", "B1NM", "BHNM"),
+    ),
+)
+def test_tree(prepared, name, nodes, groups, size, form, softcap, dtype, dims):
+    query, key, value = tensors(2, 2, groups, nodes, nodes, size, dtype)
+    mask, _ = random_tree(2, nodes, torch.Generator().manual_seed(nodes))
+    mask[0, nodes // 2] = False  # sees nothing
+    mask[0, -1, : nodes - 1] = False  # sees itself only, and nothing in the blocks before
+    mask[1, :, nodes - 1] = False  # seen by nobody
+    options = {"scaling": size**-0.5, "softcap": softcap}
+    exact = reference.tree_attention(*double(query, key, value), mask, **options)
+    plain = plain_attention(query, key, value, mask[:, None], **options)
+    if name == "triton":
+        key[1, :, nodes - 1], value[1, :, nodes - 1] = torch.nan, torch.nan
+    mask = {"BNM": mask, "B1NM": mask[:, None], "BHNM": mask[:, None].expand(-1, 2 * groups, -1, -1)}[dims]
+    state = attend(prepared, name, "tree_attention", (query, key, value, mask), options, form)
+    assert_within_budget(state, exact, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "softcap", "dtype"),
+    [*pairwise(["torch", "triton"], (1, 4), SOFTCAPS, (FLOAT32,)), ("triton", 4, 3.0, torch.float64)],
+)
+def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
+    query, key, value = tensors(2, 2, 2, 35, 50, 8, FLOAT32)
+    bias = torch.randn(2, heads, 35, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bias[0, :, 3] = torch.finfo(dtype).min
+    bias[:, :, :, ::3] = -torch.inf
+    options = {"scaling": 0.3, "softcap": softcap}
+    exact = reference.tree_attention(*double(query, key, value), bias, **options)
+    assert (exact[1][0, :, 3] == -torch.inf).all()
+    plain = reference.tree_attention(query, key, value, bias.float(), **options)[0]
+    assert_within_budget(attend(prepared, name, "tree_attention", (query, key, value, bias), options), exact, plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "groups", "sizes", "counts", "form", "dtype", "per_head"),
+    [
+        *pairwise(
+            ["torch", "triton"],
+            (1, 3, 9),
+            GROUPS,
+            ((8, 8), (64, 64), (40, 24), (16, 32)),
+            ((13,), (5, 0), (1, 7), (13, 2, 4)),
+            LAYOUTS,
+            (FLOAT32, FLOAT16, BFLOAT16),
+            (True, False),
+        ),
+        *pairwise(
+            ["flash2", "flash3"], (1, 3), (1, 2), ((16, 16),), ((5, 0), (13, 2, 4)), LAYOUTS[:2], HALVES, (True,)
+        ),
+    ],
+)
+def test_sparse(prepared, name, nodes, groups, sizes, counts, form, dtype, per_head):
+    inputs, options, exact, plain = sparse_case(counts, groups, nodes, sizes, dtype, per_head=per_head)
+    if name != "triton":
+        inputs = tuple(x.nan_to_num() for x in inputs)
+        options = {"scaling": options["scaling"]}
+    assert_within_budget(attend(prepared, name, "sparse_attention", inputs, options, form), exact, plain)
+
+
+@pytest.mark.parametrize(("dtype", "integers"), [(FLOAT32, torch.int64), (BFLOAT16, torch.int32)])
+def test_sparse_with_softcap_and_several_tiles_of_queries(prepared, dtype, integers):
+    inputs, options, exact, plain = sparse_case((13, 6), 2, 9, (16, 24), dtype, softcap=3.0, per_head=False)
+    assert inputs[0].shape[2] * 2 > sparse_config(16, 24, dtype.itemsize).block_rows
+    inputs = (*inputs[:3], *(numbers.to(integers) for numbers in inputs[3:]))
+    assert_within_budget(attend(prepared, "triton", "sparse_attention", inputs, options, "buffer"), exact, plain)
+
+
+HYBRID_LENGTHS = ((0,), (90,), (50, 50), (0, 90, 33), (64, 130))
+# Window, softcap, and whether there are sinks.
+HYBRID_OPTIONS = ((None, None, False), (4, None, True), (92, None, False), (40, 3.0, True), (400, 3.0, False))
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "options", "nodes", "groups", "sizes", "dtype"),
+    [
+        *pairwise(
+            ["reference", "torch", "torch_parts", "triton"],
+            HYBRID_LENGTHS,
+            HYBRID_OPTIONS,
+            (1, 5, 33),
+            GROUPS,
+            ((16, 16), (40, 40), (80, 80)),
+            (FLOAT32,),
+        ),
+        *pairwise(
+            ["flash2", "flash3", "triton", "torch"],
+            HYBRID_LENGTHS[1:4],
+            HYBRID_OPTIONS,
+            (1, 9),
+            (2, 3),
+            ((16, 16), (64, 64)),
+            HALVES,
+        ),
+        ("torch", (0, 90, 33), (4, 3.0, False), 5, 3, (16, 12), FLOAT32),
+        ("torch_parts", (0, 90, 33), (4, 3.0, False), 5, 3, (16, 12), FLOAT32),
+    ],
+)
+def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, options, nodes, groups, sizes, dtype):
+    """Against one softmax over both. The nodes are read where they are staged; their slots differ from row to row."""
+    window, softcap, sinks = options
+    context, query, key, value = tree_case(lengths, nodes, 2, groups, *sizes, dtype)
+    sinks = torch.linspace(-2.0, 3.0, 2 * groups) if sinks else None
+    exact, plain = expected_tree(context, query, key, value, window, softcap, sinks)
+    backend, device = prepared(name)
+    context.capture = Capture()
+    context, inputs = context.to(device), on(device, query, key, value)
+    options = {"scaling": SCALING, "sliding_window": window, "softcap": softcap}
+    out = context.attend(backend, 0, *inputs, **options, sinks=None if sinks is None else sinks.to(device))
+    assert_within_budget(on("cpu", out, context.capture.collected[0][3]), exact, plain)
+    assert context.calls.total == 1
+
+
+@pytest.mark.parametrize("name", ["torch", "flash2", "flash3", "triton"])
+def test_nothing_to_compute(prepared, name):
+    query, key, value = tensors(2, 2, 2, 3, 7, 8, FLOAT16 if name.startswith("flash") else FLOAT32)
+    for nodes, slots in ((0, 7), (3, 0)):
+        inputs = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots], SeqLens([0, 0])
+        states = [attend(prepared, name, "prefix_attention", inputs, {"scaling": 1.0})]
+        if name == "triton":
+            cut, options, _, _ = sparse_case((0, 0), 2, nodes, (8, 8), FLOAT32, chosen=slots)
+            states.append(attend(prepared, name, "sparse_attention", cut, options))
+        for out, lse in states:
+            assert (out.shape, lse.shape) == ((2, 4, nodes, 8), (2, 4, nodes))
+            assert not out.any() and (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_buffer_that_is_too_short(prepared, name):
+    query, key, value = tensors(1, 2, 4, 1, 50, 16, FLOAT32)
+    whole = torch.zeros(1, 2, 90, 16)
+    whole[:, :, :50] = key  # the numbers after the slice exist in memory, and must not be read
+    backend, device = prepared(name)
+    inputs = on(device, query, whole[:, :, :50], value, SeqLens([60]))
+    with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
+        backend.prefix_attention(*inputs, scaling=1.0)
+
+
+@pytest.mark.parametrize("name", ["reference", "flash2", "triton"])
+def test_a_window_needs_positions(prepared, name):
+    inputs = *tensors(1, 2, 4, 1, 50, 16, FLOAT16), SeqLens([50])
+    with pytest.raises(ValueError, match="sliding_window is 5, but positions is None"):
+        attend(prepared, name, "prefix_attention", inputs, {"scaling": 1.0, "sliding_window": 5})

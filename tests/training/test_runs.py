@@ -1,0 +1,174 @@
+"""Whole runs of both methods: what they change, what they do not depend on, and that they learn."""
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
+from hf_longspec.testing import tiny_target
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
+from hf_longspec.training.target_states import HiddenPass, TargetPass
+
+KINDS = pytest.mark.parametrize("kind", ["longspec", "heads"])
+# float32 sums in another order, in two steps of SGD with gradients of size 1
+SGD_TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
+ROWS = [(0, 33), (40, 21), (70, 6)]
+
+
+@pytest.fixture
+def make(make_draft, make_heads):
+    """`make[kind](**settings)`: a new draft, with the same weights every time."""
+    return {"longspec": make_draft, "heads": make_heads}
+
+
+@pytest.fixture
+def rows(tokens):
+    """Ragged rows, the last too short for most gaps and heads."""
+    return [{"input_ids": tokens[start : start + length]} for start, length in ROWS]
+
+
+def trained(make_trainer, model, **settings):
+    trainer = make_trainer(model=model, **settings)
+    trainer.train()
+    return trainer, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def history(trainer):
+    log = trainer.state.log_history
+    return [(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry]
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "settings"),
+    [
+        ("longspec", {}, {"loss": "kl"}),
+        ("longspec", {}, {"loss": "ce", "target_chunk_size": 20}),
+        ("heads", {"sequential": True}, {"loss": "kl"}),
+        ("heads", {}, {"loss": "ce", "target_chunk_size": 20}),
+    ],
+    ids=str,
+)
+def test_every_weight_of_the_draft_changes_and_none_of_the_target(
+    make_trainer, make, target, pristine_target, kind, overrides, settings
+):
+    draft = make[kind](**overrides)
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    after = trained(make_trainer, draft, **settings)[1]
+    assert not [name for name, tensor in after.items() if torch.equal(tensor, before[name])]
+    pristine = pristine_target.state_dict()
+    assert all(torch.equal(tensor, pristine[name]) for name, tensor in target.state_dict().items())
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+SAME = {
+    "longspec": (
+        {"gradient_checkpointing": True, "target_chunk_size": 7},
+        {"torch_compile": True, "torch_compile_backend": "eager", "loss_chunk_size": 5},
+    ),
+    "heads": ({"target_chunk_size": 7, "loss_chunk_size": 5, "dataloader_num_workers": 1},),
+}
+
+
+@KINDS
+def test_the_result_is_the_same(make_trainer, make, kind):
+    sgd = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2}
+    expected = trained(make_trainer, make[kind](), **sgd)[1]
+    for settings in SAME[kind]:
+        torch.testing.assert_close(trained(make_trainer, make[kind](), **sgd, **settings)[1], expected, **SGD_TOLERANCE)
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+@KINDS
+def test_stored_states_give_the_losses_with_the_target(make_trainer, make, rows, tmp_path, loss, kind, monkeypatch):
+    settings = {"dataset": rows, "loss": loss, "max_steps": 2} | ({"max_offset": 0} if kind == "longspec" else {})
+    running = trained(make_trainer, make[kind](), **settings)[0]
+    settings["target_kv_dir"] = str(tmp_path / "states")
+    trained(make_trainer, make[kind](), **settings | {"max_steps": 1})
+    for run in (HiddenPass, TargetPass):
+        monkeypatch.setattr(run, "__call__", lambda *_: pytest.fail("the target was run"))
+    stored = trained(make_trainer, make[kind](), **settings)[0]
+    # the padding of a row depends on its batch, which changes the order of float32 sums
+    assert history(stored) == [pytest.approx(step, rel=1e-4) for step in history(running)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss", "dtype"), [("longspec", "kl", torch.bfloat16), ("heads", "ce", torch.float32)], ids=str
+)
+def test_bfloat16_is_near(make_trainer, make, target, kind, loss, dtype):
+    """The draft runs under autocast. The target keeps its dtype and its forward."""
+    ((exact, _),) = history(trained(make_trainer, make[kind](), loss=loss, max_steps=1)[0])
+    forward = target.to(dtype).forward
+    trainer, after = trained(make_trainer, make[kind]().float(), loss=loss, bf16=True, max_steps=1)
+    # 8 bits of mantissa in logits of size 3 to 10
+    assert history(trainer)[0][0] == pytest.approx(exact, rel=0.05)
+    assert all(tensor.dtype == torch.float32 for tensor in after.values())
+    assert target.dtype == dtype and target.forward == forward
+
+
+@KINDS
+def test_ligers_loss_replaces_ours(make_trainer, make, rows, ligers_loss, kind):
+    """Liger's loss of a head gets the tokens that the head predicts."""
+    settings = {"dataset": rows, "loss": "ce", "max_steps": 1, "per_device_train_batch_size": 3}
+    ours = trained(make_trainer, make[kind](), **settings)[0].state.log_history[0]
+    calls = ligers_loss()
+    theirs = trained(make_trainer, make[kind](), **settings)[0].state.log_history[0]
+    if kind == "heads":
+        assert calls == [sum(max(0, length - first) for _, length in ROWS) for first in (2, 3, 4)]
+        assert 0 <= theirs["head_1_top1"] <= theirs["head_1_top3"] <= 1
+    else:
+        assert len(calls) == 1 and any(name.startswith("acceptance_gap") for name in theirs)
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-4)
+
+
+@KINDS
+def test_the_loss_falls_and_accuracy_rises(make_trainer, make, tokens, tmp_path, kind):
+    """Eight rows, until the draft has learned them at every gap or head. The saved draft has the trained weights."""
+    rows = TokenWindows(tokens[: 8 * 33], 33)
+    if kind == "heads":
+        draft, settings = make[kind](num_heads=2), {"loss": "ce", "max_steps": 40, "learning_rate": 3e-2}
+        names = ["eval_head_1_top1", "eval_head_2_top1"]
+    else:
+        draft, settings = make[kind](), {"max_steps": 30, "learning_rate": 2e-2, "max_offset": 0}
+        names = ["eval_estimated_tau", *(f"eval_acceptance_gap_{gap}" for gap in range(1, 6))]
+    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, per_device_train_batch_size=8, **settings)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.7 * before["eval_loss"]
+    assert all(after[name] > before[name] + 0.2 for name in names)
+    assert kind == "longspec" or after["eval_head_1_top3"] >= after["eval_head_1_top1"]
+    trainer.save_model(tmp_path / "draft")
+    loaded = AutoModel.from_pretrained(tmp_path / "draft")
+    assert type(loaded) is type(draft)
+    assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+
+
+# interleaved rotation; layers without rotation, layer norms and a logit factor; sinks; a softcap and windows; factors
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("longspec", "glm4"), ("longspec", "cohere2"), ("longspec", "gpt_oss"), ("heads", "gemma2"), ("heads", "granite")],
+)
+def test_other_architectures_learn(kind, name, tmp_path):
+    """Of heads accuracy is compared: with a large scale in the target's final norm, the logits of new heads stay flat
+    for longer than this run.
+    """
+    target = tiny_target(name)
+    torch.manual_seed(0)
+    settings = {"per_device_train_batch_size": 4, "target_chunk_size": 10}
+    settings |= {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
+    if kind == "heads":
+        draft = TokenSwiftDraftModel.from_target(target)
+        settings |= {"max_steps": 25, "learning_rate": 3e-2}
+    else:
+        draft = LongSpecDraftModel.from_target(target, window=16)
+        settings |= {"max_steps": 12, "learning_rate": 1e-2, "max_offset": 100}
+    rows = TokenWindows(torch.randint(3, 128, (4 * 25,), generator=torch.Generator().manual_seed(0)), 25)
+    args = DraftTrainingArguments(str(tmp_path), **settings)
+    trainer = DraftTrainer(draft, target, args, train_dataset=rows, eval_dataset=rows)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < (1.0 if kind == "heads" else 0.9) * before["eval_loss"]
+    for head in (1, 2, 3) if kind == "heads" else ():
+        assert after[f"eval_head_{head}_top1"] > before[f"eval_head_{head}_top1"] + 0.15

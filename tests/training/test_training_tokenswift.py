@@ -1,0 +1,100 @@
+"""Training of TokenSwift heads: the loss against a loop over heads and tokens."""
+
+import pytest
+import torch
+
+from hf_longspec.generation.target_modules import FinalNormInput
+from tests.modeling.tokenswift.restated_heads import restated_heads
+
+ROWS = [(0, 33), (40, 21), (70, 6), (90, 3)]
+
+
+@pytest.fixture
+def rows(tokens):
+    """Ragged rows, the last too short for the third head. Some labels of the second are ignored."""
+    rows = [{"input_ids": tokens[start : start + length]} for start, length in ROWS]
+    rows[1]["labels"] = rows[1]["input_ids"].masked_fill(torch.arange(21) % 7 < 3, -100)
+    return rows
+
+
+def logits_of(draft, target, tokens):
+    """Logits of the heads `(num_heads, L, vocab)` and of the target `(L, vocab)`, in float64."""
+    with torch.no_grad(), FinalNormInput(target) as caught:
+        wanted = target(tokens[None]).logits[0].double()
+    config, weights = draft.config, draft.state_dict()
+    sizes = config.num_heads, config.rms_norm_eps, config.chained
+    embedded = target.get_input_embeddings()(tokens).detach().double() if config.sequential else None
+    states = restated_heads(weights, "heads.layers.", caught.hidden[0], *sizes, embedded)
+    return states @ target.lm_head.weight.detach().double().T, wanted
+
+
+def with_hits(draft, target, row):
+    """A row with many labels that are the first or the third choice of one of the heads."""
+    drafted, _ = logits_of(draft, target, row["input_ids"])
+    labels = row.get("labels", row["input_ids"]).clone()
+    for place in range(2, len(labels)):
+        head = place % 4  # every fourth label is not changed
+        if 0 < head <= min(len(drafted), place - 1) and labels[place] != -100:
+            labels[place] = drafted[head - 1, place - 1 - head].topk(3).indices[place % 3 and 2]
+    return {**row, "labels": labels}
+
+
+def definition(draft, target, rows, loss):
+    """The loss, and top-1 and top-3 accuracy of every head, one token at a time."""
+    losses, wins = [[] for _ in draft.heads.layers], [[] for _ in draft.heads.layers]
+    for row in rows:
+        labels = row["labels"].tolist()
+        drafted, wanted = logits_of(draft, target, row["input_ids"])
+        for head in range(1, len(drafted) + 1):
+            for place in range(len(labels)):
+                ahead = place + 1 + head
+                if ahead >= len(labels) or labels[ahead] == -100:
+                    continue
+                logits = drafted[head - 1, place]
+                log_draft, log_target = logits.log_softmax(-1), wanted[place + head].log_softmax(-1)
+                token = labels[ahead] if loss == "ce" else int(log_target.argmax())
+                divergence = (log_target.exp() * (log_target - log_draft)).sum()
+                losses[head - 1].append(-log_draft[token] if loss == "ce" else divergence)
+                order = logits.argsort(descending=True).tolist()
+                wins[head - 1].append((order[0] == token, token in order[:3]))
+    mean = sum(float(sum(own)) / len(own) for own in losses)
+    logs = {}
+    for head, own in enumerate(wins, start=1):
+        first, top = zip(*own, strict=True)
+        logs |= {f"head_{head}_top1": sum(first) / len(own), f"head_{head}_top3": sum(top) / len(own)}
+    return mean, logs
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [("kl", {}), ("ce", {}), ("kl", {"chained": False}), ("ce", {"sequential": True})],
+    ids=str,
+)
+def test_the_loss_is_the_definition(make_trainer, make_heads, target, rows, loss, kind):
+    """In the first step of a run, and in an evaluation in one batch."""
+    draft = make_heads(**kind)
+    rows = [with_hits(draft, target, row) for row in rows]
+    expected, logs = definition(draft, target, rows, loss)
+    settings = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, loss=loss, max_steps=1, **settings)
+    metrics = trainer.evaluate()
+    trainer.train()
+    log = trainer.state.log_history[0]
+    # sums of about 40 losses around 3, in float32 against float64
+    assert log["loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert len(logs) == 6 and len(set(logs.values())) > 3
+    assert {name: log[name] for name in log if name.startswith("head")} == pytest.approx(logs)
+    assert {name: metrics[f"eval_{name}"] for name in logs} == pytest.approx(logs)
+
+
+def test_rows_that_no_head_can_learn_from_have_no_loss(make_trainer, heads, tokens):
+    trainer = make_trainer(model=heads, dataset=[{"input_ids": tokens[:2]}, {"input_ids": tokens[:1]}], max_steps=1)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["loss"] == 0 and log["grad_norm"] == 0 and "head_1_top1" not in log
+
+
+def test_refusals(make_trainer, heads):
+    with pytest.raises(ValueError, match=r"max_offset=100: heads have no positions of their own.*Leave it out"):
+        make_trainer(model=heads, max_offset=100)
