@@ -54,7 +54,8 @@ def identifiers():
     """Every name in the source of the package and the benchmarks, and the words of short strings, such as settings."""
     names = {*dir(builtins), *keyword.kwlist}
     folders = (PROJECT / "hf_longspec", PROJECT / "benchmarks")
-    for path in [*(file for folder in folders for file in folder.rglob("*.py")), PROJECT / "docs_hooks.py"]:
+    others = [PROJECT / "docs_hooks.py", *(PROJECT / "tests").rglob("conftest.py")]
+    for path in [*(file for folder in folders for file in folder.rglob("*.py")), *others]:
         names.add(path.stem)
         names.update(path.relative_to(PROJECT).parts)
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
