@@ -43,6 +43,16 @@ def _scores(query, key, lengths, last_node, scaling, softcap, per_row):
     return products.masked_fill(hidden[:, :, None, None], -torch.inf)
 
 
+def tree_attention(query, key, value, mask, scaling, softcap):
+    """Arguments and results of `tree_op`."""
+    return reference.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
+
+
+def sparse_attention(query, key, value, indices, counts, scaling, softcap):
+    """Arguments and results of `sparse_op`."""
+    return reference.sparse_attention(query, key, value, indices, counts, scaling=scaling, softcap=softcap)
+
+
 def move_nodes(buffers, path, lengths, counts):
     """Arguments of `move_nodes`; the buffers are changed in place."""
     for row, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
@@ -53,7 +63,7 @@ def move_nodes(buffers, path, lengths, counts):
 # Name of the operator: function, launches.
 KERNELS = {
     f"{LIBRARY}::triton_hybrid_attention": (hybrid_attention, 3),
-    f"{LIBRARY}::triton_tree_attention": (reference.tree_attention, 2),
-    f"{LIBRARY}::triton_sparse_attention": (reference.sparse_attention, 2),
+    f"{LIBRARY}::triton_tree_attention": (tree_attention, 2),
+    f"{LIBRARY}::triton_sparse_attention": (sparse_attention, 2),
     f"{LIBRARY}::triton_move_nodes": (move_nodes, 1),
 }

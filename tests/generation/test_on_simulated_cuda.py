@@ -1,0 +1,140 @@
+"""Every drafter on a simulated CUDA device, eager and captured: its text, transfers, launches and graphs."""
+
+import logging
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from hf_longspec.attention_backends import registry
+from hf_longspec.generation.decoding import Session
+from hf_longspec.modeling.register_draft import DRAFTS
+from hf_longspec.testing import randomize, tiny_prompts, tiny_target
+from tests.pairwise import pairwise
+from tests.simulated_cuda import SimulatedCuda, why_not
+
+pytest.importorskip("triton", reason="captured steps need Triton's kernels")
+from tests.simulated_kernels import KERNELS
+
+pytestmark = [
+    pytest.mark.usefixtures("every_step_speculates"),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+# Name: draft, settings; then the most writes and launches of a steady iteration, captured. A read is one in all.
+DRAFTERS = {
+    "plain": ("longspec_plain", {}, 4, 31),
+    "n-grams": ("longspec_ngram", {"num_assistant_tokens": 4}, 6, 95),
+    "specattn": ("specattn", {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}, 4, 172),
+    "longspec": ("longspec", {"window": 8, "tree_widths": [6, 4]}, 6, 105),
+    "longspec, n-grams": ("longspec", {"window": 8, "tree_widths": [2, 2], "ngram_candidates": 2}, 8, 310),
+    "tokenswift": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 3, 2]}, 6, 95),
+    "partial_kv": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 2, 2], "self_draft": "partial_kv"}, 8, 143),
+}
+NEW = 14
+FIRST = 3  # iterations in which graphs are captured
+CASES = pairwise(tuple(DRAFTERS), ("off", "graph"), (False, True), ((21,), (23, 9, 40)))
+
+
+@contextmanager
+def simulated():
+    """The device, with Triton's kernels as the preferred ones, as where Triton compiles."""
+    with pytest.MonkeyPatch.context() as patch, SimulatedCuda(kernels=KERNELS) as device:
+        patch.setitem(registry._priorities, "hf_longspec_triton", 20)
+        registry.select.cache_clear()
+        yield device
+    registry.select.cache_clear()
+
+
+def generate(model, draft, input_ids, mask, sampled):
+    torch.manual_seed(0)
+    options = {"do_sample": sampled, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
+
+
+class Iteration(NamedTuple):
+    """Transfers and launches of one iteration, and the graphs captured up to its end."""
+
+    reads: int
+    writes: int
+    launches: int
+    graphs: int
+
+
+def watch(cuda, monkeypatch):
+    """Return a list that gets an [`Iteration`] after each one."""
+    found, iterate = [], Session.iterate
+
+    def counts():
+        return cuda.count("read"), cuda.count("write"), sum(cuda.launches.values())
+
+    def counted(session):
+        before = counts()
+        iterate(session)
+        new = (after - earlier for after, earlier in zip(counts(), before, strict=True))
+        found.append(Iteration(*new, len(cuda.graphs)))
+
+    monkeypatch.setattr(Session, "iterate", counted)
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "steps", "sampled", "lengths"), CASES, ids=str)
+def test_drafters(name, steps, sampled, lengths, monkeypatch):
+    """The same text as on the CPU, in a second call too; one read per iteration; no capture once steps are steady."""
+    kind, settings, writes, launches = DRAFTERS[name]
+    model = tiny_target("llama", vocab_size=24)
+    draft = DRAFTS[kind].model.from_target(model, **settings)
+    randomize(draft)
+    prompts = tiny_prompts(24, lengths)
+    expected = generate(model, draft, *prompts, sampled)
+
+    draft.generation_config.compile = steps
+    with simulated() as cuda:
+        cuda.place(model), cuda.place(draft)
+        iterations = watch(cuda, monkeypatch)
+        for _ in range(2):
+            assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), sampled)), expected)
+            steady = iterations[FIRST:]
+            assert len(steady) >= 2 and {iteration.reads for iteration in steady} == {1}
+            if steps == "graph":
+                assert len({iteration.graphs for iteration in iterations[FIRST - 1 :]}) == 1
+                assert max(iteration.writes for iteration in steady) <= writes
+                assert max(iteration.launches for iteration in steady) <= launches
+            iterations.clear()
+        assert bool(cuda.replays) == (steps == "graph")
+
+
+@torch.no_grad()
+def test_a_step_that_cannot_be_captured_runs_as_it_is(monkeypatch, caplog):
+    """The torch backend reads lengths on the host. The text stays the same, and one warning is logged."""
+    model = tiny_target("llama", vocab_size=24)
+    draft = DRAFTS["longspec_plain"].model.from_target(model)
+    prompts = tiny_prompts(24, (23, 9, 40))
+    expected = generate(model, draft, *prompts, False)
+    draft.generation_config.compile = "graph"
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with SimulatedCuda() as cuda:
+        cuda.place(model)
+        for _ in range(2):
+            assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), expected)
+        assert not cuda.graphs and not cuda.replays
+    warnings = [record for record in caplog.records if "could not be captured as a CUDA graph" in record.message]
+    assert len(warnings) == 1 and "while a graph is captured: read" in warnings[0].message
+
+
+@torch.no_grad()
+def test_a_model_on_another_device_than_the_current_one():
+    model = tiny_target("llama", vocab_size=24)
+    draft = DRAFTS["longspec_plain"].model.from_target(model)
+    prompts = tiny_prompts(24, (21,))
+    expected = generate(model, draft, *prompts, False)
+    draft.generation_config.compile = "graph"
+    with pytest.MonkeyPatch.context() as patch, SimulatedCuda(index=1, kernels=KERNELS) as cuda:
+        patch.setitem(registry._priorities, "hf_longspec_triton", 20)
+        registry.select.cache_clear()
+        cuda.place(model)
+        assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), expected)
+        assert cuda.replays
+    registry.select.cache_clear()
