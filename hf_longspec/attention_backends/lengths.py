@@ -6,6 +6,18 @@ from typing import Any
 import torch
 
 
+def on_device(numbers: Any, device: torch.device | str) -> torch.Tensor:
+    """Return integers of the host as a tensor on `device`, without waiting for it.
+
+    Torch waits for a copy from pageable memory. It does not wait for one from pinned memory, and frees that memory only
+    when the copy has run.
+    """
+    tensor, device = torch.tensor(numbers, dtype=torch.long), torch.device(device)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 class SeqLens:
     """Lengths of the rows of a batch. They do not change: a longer prefix has another `SeqLens`.
 
@@ -75,7 +87,7 @@ class SeqLens:
             if tensor.device == device:
                 return tensor
         if self.host:
-            tensor = torch.tensor(self.host, dtype=torch.long, device=device)
+            tensor = on_device(self.host, device)
         else:
             tensor = self._tensors[0].to(device)
         self._tensors.append(tensor)

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..attention_backends.lengths import SeqLens
+from ..attention_backends.lengths import SeqLens, on_device
 
 try:
     from ..attention_backends.triton.commit import can_move, move_nodes
@@ -302,7 +302,7 @@ class SpeculativeCache(Cache):
             elif layer.is_initialized:
                 layer.move(path)
         for device, buffers in together.items():
-            counts = torch.tensor(num_nodes, device=device)
+            counts = on_device(num_nodes, device)
             move_nodes(buffers, path.to(device), self.lengths.on(device), counts)
 
     def rollback(self) -> None:

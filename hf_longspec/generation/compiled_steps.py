@@ -7,8 +7,8 @@ reads nothing else on the host, so no graph is built twice.
 
 [`CapturedRunner`] captures a function as a CUDA graph, once per cache and bucket of lengths, and replays it. A graph
 holds addresses, so small inputs are copied into its own tensors. Kernels read the lengths on the device, and buffers
-are read up to the next power of two. `capture` contains all calls of CUDA. It follows the documentation and has never
-run on a GPU.
+are read up to the next power of two. A function that cannot be captured is not tried again. `capture` contains all
+calls of CUDA. It was tested on a simulated device and has never run on a GPU.
 
 `_step` is the content of a graph. It gets the cache as buffers and lengths, and builds around them the few objects that
 the model's forward expects; the attention context of a step is made again by its own class.

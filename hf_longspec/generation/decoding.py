@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
+from ..attention_backends.lengths import on_device
 from .cache import SpeculativeCache
 from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
@@ -225,7 +226,7 @@ class Session:
         emitted = self.sequences.append(chosen, scores)
         self.rule.advance(emitted)
         roots = acceptance.next_root
-        self.root = torch.where(torch.tensor(waiting, device=roots.device), self.root, roots) if any(waiting) else roots
+        self.root = torch.where(on_device(waiting, roots.device).bool(), self.root, roots) if any(waiting) else roots
         self.outputs.keep(scores, logits, acceptance.path, emitted)
         tokens = [row[:count] for row, count in zip(chosen, emitted, strict=True)]
         paths = [row[2 + acceptance.tokens.shape[1] :] for row in host]

@@ -15,6 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..attention_backends.lengths import on_device
+
 # float16 distributions over a vocabulary of 150,000 sum to 1 within this.
 Q_SUM_TOLERANCE = 1e-2
 
@@ -207,7 +209,7 @@ def merge_paths(
         raise ValueError(f"paths has {len(paths)} rows, expected {root.shape[0]} as root. Pass [] for an empty row.")
     max_depth = num_nodes - 1 if max_depth is None else max_depth
     rows = [_build_trie([path[:max_depth] for path in row], num_nodes) for row in paths]
-    tokens, parents, valid = torch.tensor(rows, device=root.device).reshape(-1, 3, num_nodes).unbind(1)
+    tokens, parents, valid = on_device(rows, root.device).reshape(-1, 3, num_nodes).unbind(1)
     tokens = torch.cat([root[:, None], tokens[:, 1:]], dim=1)
     return DraftTree(tokens, parents, valid.bool(), max_depth=max_depth)
 
@@ -313,7 +315,7 @@ def _static_structure(branching: tuple[int, ...], device: torch.device) -> tuple
                 depths.append(depth)
         first += children
     with torch.inference_mode(False):  # the cached tensors outlive the call, which may run under inference mode
-        places = torch.tensor([columns, parents, depths], device=device)
+        places = on_device([columns, parents, depths], device)
         valid = torch.ones_like(places[:1], dtype=torch.bool)
         mask = DraftTree(places[:1], places[1:2], valid, max_depth=len(branching)).mask
         return places[0], places[1:2], places[2:], mask, valid

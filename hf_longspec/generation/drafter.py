@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..attention_backends.lengths import SeqLens
+from ..attention_backends.lengths import SeqLens, on_device
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .sampling import TokenRule
@@ -59,7 +59,7 @@ class Verification:
     @property
     def last_nodes(self) -> torch.Tensor:
         """Index `(batch,)` of the last node that each row kept; node 0 for rows that have ended."""
-        last = torch.tensor(self.num_nodes, device=self.path.device).sub_(1).clamp_min_(0)
+        last = on_device(self.num_nodes, self.path.device).sub_(1).clamp_min_(0)
         return self.path.gather(1, last[:, None]).squeeze(1)
 
     @classmethod

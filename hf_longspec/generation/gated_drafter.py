@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..attention_backends.lengths import on_device
 from .draft_tree import DraftTree
 from .drafter import Drafter, Verification
 from .stats import GateDecision
@@ -119,4 +120,4 @@ class GatedDrafter(Drafter):
     def _shadow(self, verification: Verification) -> DraftTree:
         """Propose a tree after a plain step, for comparison only."""
         self._inform(verification)
-        return self.inner.propose(torch.tensor([row[-1] for row in self._emitted], device=verification.path.device))
+        return self.inner.propose(on_device([row[-1] for row in self._emitted], verification.path.device))

@@ -20,6 +20,7 @@ import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
+from ..attention_backends.lengths import on_device
 from .draft_tree import DraftTree
 from .sequences import Sequences
 from .verification import (
@@ -151,8 +152,10 @@ class TokenRule:
             ids = texts[:, start:end]
             if len(rows) == raw.shape[0]:
                 return self.processors(ids, scores)
-            cast = [row if row in rows else rows[0] for row in range(raw.shape[0])]
-            scores[rows] = self.processors(ids[cast], raw[cast])[rows]
+            every = range(raw.shape[0])
+            table = [[row if row in rows else rows[0] for row in every], [row in rows for row in every]]
+            cast, is_own = on_device(table, raw.device)
+            scores = torch.where(is_own.bool()[:, None], self.processors(ids[cast], raw[cast]), scores)
         return scores
 
     def try_out(self, depth: int, tokens: torch.Tensor) -> None:
@@ -169,7 +172,7 @@ class TokenRule:
         if (missing := max(lengths) + depth + 1 - tried.shape[1]) > 0:
             tried = torch.nn.functional.pad(tried, (0, missing))
         self._tried, self._emitted = tried, lengths
-        columns = torch.tensor(lengths, device=tokens.device) + depth
+        columns = on_device(lengths, tokens.device) + depth
         tried[torch.arange(len(tried), device=tokens.device), columns] = tokens
 
     def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
@@ -415,7 +418,7 @@ class Coupling:
 
     def __init__(self, rule: TokenRule | None):
         self._rule = rule
-        self._device = None if rule is None else rule.sequences.tokens.device
+        self._device = None if rule is None else rule.sequences.device
         self._samples = rule is not None and rule.do_sample
         self._processors = () if rule is None else tuple(rule.processors)
         self.idle = not (self._samples or self._processors)

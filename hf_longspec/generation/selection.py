@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..attention_backends.lengths import SeqLens
+from ..attention_backends.lengths import SeqLens, on_device
 from .cache import SpeculativeCache
 from .compact_cache import CompactCache, gather_entries
 
@@ -127,8 +127,8 @@ class SelectedCache(CompactCache):
             equal = min(self._counts) == max(self._counts)
             end = capacity_for(self.used.lengths.longest + self.room)
             place = torch.arange(self._counts[0] if equal else 0, end, device=device)
-            shift = torch.tensor(self._shift, device=device)[:, None, None]
+            shift, counts = on_device([self._shift, self._counts], device)[:, :, None, None]
             slots = (place + shift).clamp_(0, self.cache.layers[0].capacity - 1)
-            is_selected = None if equal else place < torch.tensor(self._counts, device=device)[:, None, None]
+            is_selected = None if equal else place < counts
             self._behind[device] = slots, is_selected
         return self._behind[device]

@@ -9,6 +9,8 @@ import torch
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from ..attention_backends.lengths import on_device
+
 
 class Sequences:
     """Prompts and generated tokens, one row per prompt. Each row grows at its own pace.
@@ -44,10 +46,11 @@ class Sequences:
         self.prompt_length = prompt_length
         self.pad_token_id = pad_token_id
         self.max_length = max_length
-        self.tokens = input_ids.new_full((batch_size, max_length), pad_token_id)
-        self.tokens[:, :prompt_length] = input_ids
-        # emitted tokens; `tokens` holds them too, for processors and criteria, and padding after them
         self.generated: list[array[int]] = [array("q") for _ in range(batch_size)]
+        self._tokens = input_ids.new_full((batch_size, max_length), pad_token_id)
+        self._tokens[:, :prompt_length] = input_ids
+        # number of generated tokens of each row in the buffer
+        self._copied = [0] * batch_size
         self.done = [False] * batch_size
         self.interrupted = False
         self._eos: set[int] = set()
@@ -68,6 +71,28 @@ class Sequences:
     def batch_size(self) -> int:
         """Number of rows."""
         return len(self.done)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the prompts."""
+        return self._tokens.device
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Prompts and generated tokens `(batch, max_length)` for processors and criteria, with padding after them.
+
+        Tokens are generated on the host, and new ones are copied when somebody reads them.
+        """
+        new = [
+            (row, self.prompt_length + place, tokens[place])
+            for row, tokens in enumerate(self.generated)
+            for place in range(self._copied[row], len(tokens))
+        ]
+        if new:
+            row, column, token = on_device(new, self.device).unbind(1)
+            self._tokens[row, column] = token
+            self._copied = list(map(len, self.generated))
+        return self._tokens
 
     @property
     def finished(self) -> bool:
@@ -94,7 +119,7 @@ class Sequences:
             accepted (`Sequence[Sequence[int]]`): Tokens of each row, in order.
             scores (`torch.Tensor` of shape `(batch, M, vocab)`, *optional*): Argument `scores` of custom criteria.
         """
-        counts, starts = [0] * self.batch_size, self.lengths
+        counts = [0] * self.batch_size
         for place in range(max(map(len, accepted))):
             grown = [row for row, tokens in enumerate(accepted) if place < len(tokens) and not self.done[row]]
             for row in grown:
@@ -102,16 +127,11 @@ class Sequences:
                 self.generated[row].append(token)
                 counts[row] += 1
                 length = self.prompt_length + len(self.generated[row])
-                if self._slow:
-                    self.tokens[row, length - 1] = token
                 if token in self._eos or length >= self.max_length:
                     self._stop(row, length)
             if self._slow:
                 self._ask_criteria(grown, None if scores is None else tuple(scores[:, : place + 1].unbind(1)))
             self._end_together()
-        for row, start in enumerate(starts):
-            new = self.generated[row][start - self.prompt_length :].tolist()
-            self.tokens[row, start : start + len(new)] = torch.tensor(new, dtype=torch.long)
         if self._streamer is not None:
             self._stream(self._streamer)
         return counts
@@ -191,8 +211,8 @@ class Sequences:
 
     def output(self) -> torch.Tensor:
         """Return prompts and continuations `(batch, longest)`, with finished rows padded."""
+        self._copied = [0] * self.batch_size  # all of them anew: processors and criteria may have written to the buffer
         output = self.tokens[:, : max(self.lengths)].clone()
         for row, length in enumerate(self.lengths):
-            output[row, self.prompt_length : length] = torch.tensor(self.generated[row].tolist(), dtype=torch.long)
             output[row, length:] = self.pad_token_id
         return output

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from ..attention_backends.beside import name_beside
 from ..attention_backends.contexts import TreeContext
+from ..attention_backends.lengths import on_device
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
@@ -258,7 +259,7 @@ class TargetView:
         positions = cache.lengths.on(device)[:, None] + tree.depths
         context = TreeContext(cache.lengths, positions, tree.mask, capture, windows=self.windows)
         if lowest is not None:
-            positions = torch.maximum(positions, torch.tensor(lowest, device=device)[:, None])
+            positions = torch.maximum(positions, on_device(lowest, device)[:, None])
         if limit is not None:
             positions = positions.clamp_max(limit - 1)
         cache.stage(tree.num_nodes)

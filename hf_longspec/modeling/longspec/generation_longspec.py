@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ...attention_backends.lengths import SeqLens
+from ...attention_backends.lengths import SeqLens, on_device
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select
 from ...generation.beam import Beam, as_tree
 from ...generation.draft_tree import DraftTree
@@ -262,7 +262,7 @@ class LongSpecDrafter(Drafter):
         """Keep the keys of the accepted nodes. Nodes of the deepest level have none until the next draft."""
         if self.foreign_depth:
             return self._observe_tokens(verification)
-        counts = torch.tensor(verification.num_nodes, device=self.device)
+        counts = on_device(verification.num_nodes, self.device)
         path = verification.path.to(self.device)
         self.ring.keep(path, counts, verification.prefix_lengths.on(self.device))
         last = verification.path.gather(1, (counts - 1).clamp_min(0)[:, None].to(verification.path.device))
@@ -272,9 +272,9 @@ class LongSpecDrafter(Drafter):
         """Compute the keys of all committed tokens again, as nodes of other drafters have none in the ring."""
         width = verification.path.shape[1]
         rows = [[*row[:-1], *[0] * (width - len(row))][: width - 1] for row in verification.tokens]
-        drafted = torch.tensor(rows, device=self.root.device, dtype=torch.long)
+        drafted = on_device(rows, self.root.device)
         tokens = torch.cat([self.root[:, None], drafted], dim=1)
-        counts = torch.tensor(verification.num_nodes, device=self.device)
+        counts = on_device(verification.num_nodes, self.device)
         lengths = verification.prefix_lengths.on(self.device)
         places = torch.arange(width, device=self.device)
         # a path may be longer than the window, which then keeps its last tokens

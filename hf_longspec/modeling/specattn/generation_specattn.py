@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
@@ -188,7 +189,7 @@ class SpecAttnDrafter(Drafter):
         device = verification.path.device if capture is None else capture.scores[layer_idx].device
         prefix = verification.prefix_lengths.on(device)
         if capture is None:
-            return select_window(prefix, torch.tensor(counts, device=device), max(counts))
+            return select_window(prefix, on_device(counts, device), max(counts))
         scores = capture.scores.pop(layer_idx)
         if capture.rows == "each_row":
             node = verification.last_nodes.to(device)

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import torch
 
-from ...attention_backends.lengths import SeqLens
+from ...attention_backends.lengths import SeqLens, on_device
 from ...attention_backends.scores import QueryCapture, ScoreCapture
 from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache, gather_entries
@@ -161,10 +161,12 @@ class PartialCache(CompactCache):
             # rows with fewer tokens write to the slot after all entries, which is never read
             source.append([*tokens, *[0] * missing])
             target.append([self.policy.slot(first, token) for token in tokens] + [self.policy.budget] * missing)
-        places = torch.tensor([source, target])
+        places: dict[torch.device, torch.Tensor] = {}
         for index in self.sparse_layers:
-            places = places.to(self.cache.layers[index].keys.device)  # moves once per device, not per layer
-            self._copy(index, places)
+            device = self.cache.layers[index].keys.device
+            if device not in places:
+                places[device] = on_device([source, target], device)
+            self._copy(index, places[device])
 
     def _copy(self, layer_idx: int, places: torch.Tensor) -> None:
         """Copy entries of one layer. `places` `(2, batch, n)` are slots of the target's cache and of the buffer."""
