@@ -21,7 +21,7 @@ READY_MIN := $(VENV_MIN)/.ready
 MIN_TESTS := $(addprefix tests/generation/test_,attention_layers.py cache.py checks.py decoding.py drafter.py \
 	final_norm.py forward_check.py logits.py multimodal.py rotary.py route.py sequences.py target.py target_modules.py \
 	trial.py step.py::test_every_architecture_without_experts_is_one_graph) \
-	$(addprefix tests/modeling/test_,base.py checkpoint.py contract.py loading.py) tests/training/test_trainer.py \
+	$(addprefix tests/modeling/test_,base.py checkpoint.py contract.py settings.py) tests/training/test_trainer.py \
 	$(addprefix tests/robustness/test_,every_architecture.py malformed.py persistence.py properties.py) \
 	tests/hub/test_published.py tests/test_public_api.py
 
