@@ -1,4 +1,4 @@
-"""What mkdocs needs to know of this repository: pages that lie outside of docs/, and links that lead out of it.
+"""Hooks of mkdocs for this repository: pages outside of docs/, and links to files that are no pages.
 
 In the repository links are relative paths, which editors and code hosts follow. On the site a path inside docs/, or of
 a page of `PAGES`, is a link to that page; any other file of the repository becomes a link to `repo_url`, and as long as

@@ -88,7 +88,7 @@ class ScoreCapture:
 
     @property
     def score_rows(self) -> ScoreRows | None:
-        """What a backend may write in place of `collect`; None for scores that need a pass of their own."""
+        """Return the scores that a backend may write in place of `collect`; `None` if they need a pass of their own."""
         if self.rows != "two_rows" or self.score == "quest":
             return None
         return ScoreRows(self.score == "weights", self.granularity == "layer", self.skipped_layers)

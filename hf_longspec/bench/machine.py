@@ -51,7 +51,7 @@ def environment() -> dict[str, Any]:
 def command() -> str:
     """The command line of this process as one would type it, without the folders of this machine.
 
-    What lies below the current folder is written from there; other absolute paths are cut to their name.
+    Paths below the current folder become relative to it, and other absolute paths are cut to their name.
     """
     script, *arguments = sys.argv
     module = getattr(sys.modules["__main__"], "__spec__", None)  # of `python -m`

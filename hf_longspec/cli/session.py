@@ -225,7 +225,7 @@ class Session:
         return str(self.model.dtype).removeprefix("torch.")
 
     def record(self) -> dict[str, str]:
-        """What was loaded and where, for JSON."""
+        """Return the names of target and draft, dtype and device, for JSON."""
         device = str(self.model.device)
         return {"target": self.target, "draft": self.draft_name, "dtype": self.dtype, "device": device}
 

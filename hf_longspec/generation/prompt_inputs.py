@@ -1,4 +1,4 @@
-"""What a call gives the model beside its tokens: images, types of tokens.
+"""Inputs of the model beside its tokens: images, types of tokens.
 
 Plain `generate` passes such inputs to the first forward and decodes text after it. So does the loop: the whole prompt
 runs in one forward of the model's own, and the last tokens of the prompt run once more, as the chain that seeds the
@@ -19,7 +19,7 @@ from .cache import SpeculativeCache
 from .rotary import FrequencyChange, RotaryLimit
 from .target import TargetView
 
-# What the loop takes from generate()'s keyword arguments for the model, or makes itself.
+# Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
 KNOWN_MODEL_KWARGS = {
     "attention_mask",
     "cache_position",

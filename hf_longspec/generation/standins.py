@@ -1,4 +1,4 @@
-"""What a published draft does in place of the parts of this package that its repository leaves out.
+"""Stand-ins for the parts of this package that the repository of a published draft leaves out.
 
 `hub/flatten.py` copies this file where the package itself has compiled_steps.py and gate.py.
 """

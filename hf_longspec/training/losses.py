@@ -192,7 +192,7 @@ def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def rank(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """Count the tokens that come before `wanted` `(m, 1)` in the order of the logits `(m, vocab)`.
 
-    Of equal logits, the lower token id comes first.
+    Tokens with equal logits are ordered by their ids.
 
     >>> rank(torch.tensor([[1.0, 3.0, 2.0, 2.0]]), torch.tensor([[3]])).tolist()
     [2]

@@ -123,7 +123,7 @@ def runs_of(target, prompts, mode, row=1):
 
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 def test_texts_are_those_of_generate(target, prompts, flipping, mode):
-    """Of one call of `generate` with the whole prompt, which shares no cache with the others."""
+    """Times of one call of `generate` with the whole prompt, which shares no cache with the others."""
     runs = runs_of(target, prompts, mode)
     interleave(runs, TOKENS)
     torch.manual_seed(5)

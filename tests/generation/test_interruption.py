@@ -84,7 +84,7 @@ def wrap(monkeypatch, owner, name, bomb):
     monkeypatch.setattr(owner, name, with_bomb)
 
 
-# Of the user's objects; tests/robustness/test_faults.py interrupts the phases of the loop.
+# Interrupted calls of the user's objects; tests/robustness/test_faults.py interrupts the phases of the loop.
 PHASES = {
     "processor": lambda bomb: {"logits_processor": [BombProcessor(bomb)]},
     "criterion": lambda bomb: {"stopping_criteria": [BombCriterion(bomb)]},

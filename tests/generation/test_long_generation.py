@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 SIZES = {"vocab_size": 32, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 
-# Of random tokens, some are accepted.
+# Some random tokens are accepted.
 WIGGLE = 1.5
 
 

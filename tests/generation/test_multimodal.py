@@ -106,7 +106,7 @@ def test_classes_whose_text_differs(name, reason, models):
 
 FRAMES = (torch.arange(40) < 16).long()[None]  # of 40 frames, 16 have sound
 FUYU_PATCHES = "image_patches"  # renamed, and still taken under this name by transformers 5.23
-# Of each class: tokens of an image (or a sound), and the inputs of so many of them.
+# Class: number of tokens of an image or a sound, and the inputs of a batch with one in each row.
 GRID = torch.tensor([[x, y] for y in range(4) for x in range(4)])
 IMAGES = {
     "gemma3": (4, lambda rows: {"pixel_values": torch.randn(rows, 3, 28, 28)}),

@@ -55,7 +55,7 @@ def generate(model, draft, mode, rows=3, new=24, **options):
 
 @pytest.fixture(scope="module")
 def llama():
-    """Of two layers: one is not told from the next by a graph of one."""
+    """Two layers: a graph of one would not show that layers are mixed up."""
     return tiny_target("llama", num_hidden_layers=2)
 
 

@@ -10,7 +10,7 @@ from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import KINDS, make_draft
 
 NEVER, LENGTHS = 1, (33, 3, 13)
-# Of logits with a standard deviation of 3. Measured: 3.1 with our loop and 7.9 with plain decoding, whose padding
+# For logits with a standard deviation of 3. Measured: 3.1 with our loop and 7.9 with plain decoding, whose padding
 # widens the scale of activations; 11.0 and more for the same tokens in another order.
 INT8_GAP = 4.0
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)

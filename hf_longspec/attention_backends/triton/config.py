@@ -1,4 +1,4 @@
-"""What the Triton kernels of this package run on: the guarded import, devices, the interpreter, and tile sizes.
+"""The guarded import of Triton, the devices and the interpreter that its kernels run on, and tile sizes.
 
 Without triton the kernel file still imports, as plain functions that nobody calls.
 
@@ -43,7 +43,8 @@ LIBRARY = "hf_longspec" if __name__.startswith("hf_longspec.") else "hf_longspec
 SMALLEST_TILE = 16
 
 # For 16-bit numbers: the largest size of a vector -> the rows of a program -> block_keys, num_warps, num_stages.
-# What differs from the usual (16 or 32, 128, 4, 2) spilled: with vectors of 128 and 4 warps 16 to 40 bytes a thread.
+# Rows with other numbers than (16 or 32, 128, 4, 2) have them because these spilled: with vectors of 128 and 4 warps,
+# 16 to 40 bytes a thread.
 PREFIX_TILES = {
     64: {16: (128, 4, 2), 32: (64, 4, 3), 64: (64, 8, 3)},
     128: {16: (64, 4, 3), 32: (64, 8, 3), 64: (64, 8, 3)},

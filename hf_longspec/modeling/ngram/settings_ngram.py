@@ -8,7 +8,7 @@ SOURCES = ("both", "pool", "lookup")
 # Each length of keys has tables of its own, and hardly a text repeats this much without repeating more.
 LONGEST_KEY = 16
 
-# Of drafts that propose something else as well; 0 candidates: no n-grams.
+# Defaults of drafts that n-grams may join; with 0 candidates they do not.
 NGRAM_DEFAULTS: dict[str, Any] = {
     "ngram_candidates": 0,
     "ngram_num_tokens": 8,

@@ -1,7 +1,7 @@
 """The kernels in the shipped configurations, compiled for GPUs that need not be there (aot.py).
 
-What the interpreter cannot know: that the real compiler takes the source, that no register is spilled to memory, that
-shared memory suffices, and that the barrier of the move stands where it must. Compiling takes a second per kernel, so
+The interpreter cannot show that the real compiler takes the source, that no register is spilled to memory, that shared
+memory suffices, or that the barrier of the move stands where it must. Compiling takes a second per kernel, so
 the short profile compiles vectors of 128 numbers for sm_90; `pytest -m soak` compiles all configurations for all GPUs.
 """
 
