@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from .testing import MAX_SIGMA, MIN_EXPECTED
-
 EXACT, NEAR_TIE, NOT_LOSSLESS = "exact", "near-tie", "NOT lossless"
 
 # How far the order of additions can move a logit, in machine epsilons of the type times the largest logit of the
@@ -37,6 +35,11 @@ NOISE_OF_WIDE_TYPES = 64.0
 FORBIDDEN = -1e4
 
 FOLLOWS, DEVIATES = "follows the distribution", "does NOT follow the distribution"
+
+# A right sampler exceeds this once in 1.7 million outcomes.
+MAX_SIGMA = 5.0
+# Below this many expected counts a binomial is too skewed for a z-score.
+MIN_EXPECTED = 50
 
 # At every place the likeliest tokens are counted one by one, and all by their rank: the likeliest, the second, the next
 # two, the next four and so on.

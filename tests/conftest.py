@@ -41,7 +41,7 @@ def pytest_report_header() -> str:
 def gates_flip():
     """Gates open and shut at random."""
     # imported here: the interpreter is chosen above
-    from hf_longspec.testing import FlippingGate
+    from tests.gates import FlippingGate
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GATE_OF, lambda wanted, *_: FlippingGate() if wanted else None)
@@ -55,7 +55,7 @@ def every_step_speculates():
     Not by the fixture `monkeypatch`: that one would then be undone after the fixtures that tidy up after a test.
     """
     # imported here: the interpreter is chosen above
-    from hf_longspec.testing import ungated
+    from tests.gates import ungated
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GATE_OF, ungated)

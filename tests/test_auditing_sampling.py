@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_longspec.auditing import DEVIATES, FOLLOWS, _count, audit_sampling
-from hf_longspec.testing import MAX_SIGMA, tiny_prompts, tiny_target
+from hf_longspec.auditing import DEVIATES, FOLLOWS, MAX_SIGMA, _count, audit_sampling
+from hf_longspec.testing import tiny_prompts, tiny_target
 
 SAMPLES, TOKENS = 800, 3
 

@@ -22,7 +22,7 @@ from benchmarks.harness import Run
 from hf_longspec.bench.calls import MODES, PLAIN
 from hf_longspec.bench.results import read_records
 from hf_longspec.generation.gate import gate_of
-from hf_longspec.testing import FlippingGate
+from tests.gates import FlippingGate
 
 WAYS = [PLAIN, "useless, gated", "draft, gated", "draft, ungated"]
 

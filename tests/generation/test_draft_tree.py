@@ -20,7 +20,7 @@ from hf_longspec.generation.draft_tree import (
     tree_depths,
     tree_mask,
 )
-from hf_longspec.testing import random_tree
+from tests.distributions import random_tree
 
 trees = st.builds(
     random_tree,

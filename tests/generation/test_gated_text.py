@@ -15,14 +15,13 @@ from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate, gate_of
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import (
-    FlippingGate,
     RandomTreeDraftModel,
     random_longspec_draft,
     random_tokenswift_draft,
     tiny_prompts,
     tiny_target,
-    ungated,
 )
+from tests.gates import FlippingGate, ungated
 
 LENGTHS = (33, 3, 13)
 NEW = 40

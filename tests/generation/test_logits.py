@@ -16,7 +16,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.sampling import HISTORY_FREE, TokenRule, refuse_stateful
 from hf_longspec.generation.sequences import Sequences
-from hf_longspec.testing import random_tree
+from tests.distributions import random_tree
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_longspec.auditing import MAX_SIGMA
 from hf_longspec.generation.sampling import NoiseRows
 from hf_longspec.generation.verification import draw_noise
-from hf_longspec.testing import MAX_SIGMA
 
 VOCAB = 5
 CPU = torch.device("cpu")

@@ -18,17 +18,17 @@ from transformers.generation.logits_process import (
 )
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec.auditing import MAX_SIGMA
 from hf_longspec.generation import decoding
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import (
-    MAX_SIGMA,
     TINY_TARGETS,
     RandomTreeDraftModel,
-    max_z_score,
     random_longspec_draft,
     random_tokenswift_draft,
     tiny_prompts,
 )
+from tests.distributions import max_z_score
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -14,7 +14,8 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
-from hf_longspec.testing import TINY_TARGETS, WINDOW, random_tree, tiny_prompts, tiny_target
+from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
+from tests.distributions import random_tree
 from tests.pairwise import pairwise
 
 # Largest error of a logit, as a share of the largest logit. float32 summed in another order gives up to 4.3e-6; a wrong

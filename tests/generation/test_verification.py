@@ -19,7 +19,7 @@ from hf_longspec.generation.verification import (
     walk,
     walk_lazily,
 )
-from hf_longspec.testing import random_tree
+from tests.distributions import random_tree
 
 V = 6
 

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
+from hf_longspec.auditing import MAX_SIGMA
 from hf_longspec.generation import verification
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import (
@@ -27,7 +28,7 @@ from hf_longspec.generation.verification import (
     exponential_race,
     walk_lazily,
 )
-from hf_longspec.testing import LONG_ROWS, MAX_SIGMA, SHORT_ROWS, MarkovTarget, distribution_rows, max_z_score
+from tests.distributions import LONG_ROWS, SHORT_ROWS, MarkovTarget, distribution_rows, max_z_score
 
 V = 7
 PREFIX = torch.tensor([2, 5, 5, 0, 3])  # repeats a token and misses others, so that a repetition penalty shows

@@ -1,0 +1,146 @@
+"""The comparison of sampled frequencies with a distribution.
+
+To check a sampler, run it on many rows at once and compare the frequency of every outcome with its probability, in
+standard deviations. A correct sampler stays within a few of them whatever the number of rows. The deviation of a wrong
+one grows with the square root of that number.
+
+    target = MarkovTarget(vocab_size=7, generator=generator)
+    tokens = ...                                   # (rows, 2): the first two tokens after `prefix`, sampled
+    assert max_z_score(tokens, target.pair_distribution(prefix)) < MAX_SIGMA
+"""
+
+import os
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_longspec.auditing import MIN_EXPECTED
+from hf_longspec.generation.draft_tree import DraftTree
+
+# Seconds on one CPU core, and enough to see the wrong rules of tests/generation/test_verification.py by 10 sigma.
+SHORT_ROWS = 20_000
+# The evidence: resolves frequencies to about 0.001.
+LONG_ROWS = 200_000
+
+
+def distribution_rows() -> int:
+    """Rows to sample in a test: `LONG_ROWS` if the environment variable HF_LONGSPEC_SOAK is 1, else `SHORT_ROWS`."""
+    return LONG_ROWS if os.environ.get("HF_LONGSPEC_SOAK") == "1" else SHORT_ROWS
+
+
+def z_scores(samples: Tensor, distribution: Tensor) -> Tensor:
+    """Distance of each outcome's frequency from its probability, in standard deviations.
+
+    Args:
+        samples (`torch.LongTensor` of shape `(rows,)` or `(rows, k)`):
+            Outcomes of independent rows: one token, or k tokens in order.
+        distribution (`torch.Tensor` of shape `(vocab_size,)` or `(vocab_size,) * k`):
+            Probability of every outcome.
+
+    Returns:
+        `torch.Tensor` with one entry per outcome of positive probability, the rarest pooled into one, and one last
+        entry for the impossible outcomes: 0, or infinite if any occurred.
+
+    Raises:
+        ValueError: If `distribution` does not sum to 1, or does not have one dimension per token of a sample.
+
+    >>> z_scores(torch.tensor([0, 1]).repeat_interleave(100), torch.tensor([0.5, 0.5, 0.0])).tolist()
+    [0.0, 0.0, 0.0]
+    """
+    samples = samples if samples.dim() == 2 else samples[:, None]
+    if distribution.dim() != samples.shape[1] or abs(distribution.double().sum().item() - 1) > 1e-5:
+        raise ValueError(
+            f"distribution has {distribution.dim()} dimensions and sum {distribution.sum().item():.6f}, expected "
+            f"{samples.shape[1]} and 1. Pass the joint distribution of the sampled tokens, normalised."
+        )
+    outcome = torch.zeros_like(samples[:, 0])
+    for column, size in zip(samples.unbind(1), distribution.shape, strict=True):
+        outcome = outcome * size + column
+    counts = torch.bincount(outcome, minlength=distribution.numel()).double()
+    p, order = distribution.double().flatten().cpu().sort()
+    counts = counts.cpu()[order]
+    impossible = counts[p == 0].sum() / 0 if counts[p == 0].any() else torch.zeros(())
+    counts, p = _pool_rare(counts[p > 0], p[p > 0])
+    spread = (len(samples) * p * (1 - p)).clamp_min(0).sqrt()
+    z = torch.where(spread > 0, (counts - len(samples) * p) / spread, 0.0)
+    return torch.cat([z, impossible[None].double()])
+
+
+def max_z_score(samples: Tensor, distribution: Tensor) -> float:
+    """The largest of [`z_scores`] in absolute value, to be compared with `MAX_SIGMA`.
+
+    >>> max_z_score(torch.tensor([0, 0, 2]), torch.tensor([0.5, 0.5, 0.0]))
+    inf
+    """
+    return z_scores(samples, distribution).abs().max().item()
+
+
+def _pool_rare(counts: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the smallest outcomes, sorted by probability, until `MIN_EXPECTED` counts are expected of the sum."""
+    expected = p * counts.sum()
+    rare = (expected < MIN_EXPECTED) | (expected.cumsum(0) - expected < MIN_EXPECTED)
+    counts, p = ((torch.cat([x[~rare], x[rare].sum()[None]])) for x in (counts, p))
+    return counts, p
+
+
+class MarkovTarget:
+    """
+    A target model whose logits depend on the last token only: a table instead of a network.
+
+    Processors see the whole prefix, so the processed scores may depend on all of it.
+
+    Args:
+        vocab_size (`int`):
+            Number of tokens; also the number of states.
+        generator (`torch.Generator`):
+            Draws the table.
+        processors (`Sequence[Callable]`, *optional*):
+            Logits processors of transformers, applied in order.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        generator: torch.Generator,
+        processors: Sequence[Callable[[Tensor, Tensor], Tensor]] = (),
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.processors = processors
+        self.table = 1.5 * torch.randn(vocab_size, vocab_size, generator=generator)
+
+    def scores(self, prefix: Tensor) -> Tensor:
+        """Processed scores `(rows, vocab_size)` of the token after `prefix` of shape `(rows, length)`."""
+        scores = self.table[prefix[:, -1]]
+        for processor in self.processors:
+            scores = processor(prefix, scores)
+        return scores
+
+    def node_scores(self, prefix: Tensor, tree: DraftTree) -> Tensor:
+        """Processed scores `(rows, num_nodes, vocab_size)` after every node of trees of equal structure.
+
+        The prefix includes the root. The scores of a node depend on the tokens of its own path alone.
+        """
+        paths = [prefix]
+        for node, parent in enumerate(tree.parents[0].tolist()[1:], start=1):
+            paths.append(torch.cat([paths[parent], tree.tokens[:, node, None]], dim=1))
+        return torch.stack([self.scores(path) for path in paths], dim=1)
+
+    def pair_distribution(self, prefix: Tensor) -> Tensor:
+        """Joint distribution `(vocab_size, vocab_size)` of the two tokens after one `prefix` of shape `(length,)`."""
+        extended = torch.cat([prefix.expand(self.vocab_size, -1), torch.arange(self.vocab_size)[:, None]], dim=1)
+        first = self.scores(prefix[None])[0].double().softmax(-1)
+        return first[:, None] * self.scores(extended).double().softmax(-1)
+
+
+def random_tree(seed: int, batch_size: int, num_nodes: int, vocab_size: int, padding: float = 0.2) -> DraftTree:
+    """Trees of any shape, with duplicated siblings when `vocab_size` is small, and padding among the nodes."""
+    rng = random.Random(seed)
+    tokens = [[rng.randrange(vocab_size) for _ in range(num_nodes)] for _ in range(batch_size)]
+    parents = [[-1, *(rng.randrange(node) for node in range(1, num_nodes))] for _ in range(batch_size)]
+    valid = [[True] for _ in range(batch_size)]
+    for row in range(batch_size):
+        for node in range(1, num_nodes):
+            valid[row].append(valid[row][parents[row][node]] and rng.random() >= padding)
+    return DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(valid))
