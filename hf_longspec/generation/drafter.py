@@ -172,6 +172,7 @@ class Drafter(CandidateGenerator):
     def observe(self, verification: Verification) -> None:
         """Update the drafter's state with the tokens that were verified and committed."""
 
+    @torch.no_grad()
     def get_candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return `input_ids` with the best chain of [`Drafter.propose`], as transformers' candidate generators do.
 
