@@ -36,7 +36,7 @@ NOTE = (
 NOT_RUN = {
     "Token Recycling": "it adapts a table of candidates per target, which is not implemented here",
     "EAGLE, EAGLE-2, EAGLE-3": "their drafts are trained for single targets in formats that are not read here",
-    "Medusa": "its heads are not read; unchained TokenSwift heads (`chained=false`) have the same structure",
+    "Medusa": "its heads, with an activation and a vocabulary head each, are not read",
     "TriForce": "it needs a third, small model beside the target's sparse cache, which is not implemented here",
     "MagicDec": "its engine is not run; `--sweep selection=window,quest` measures both of its selections in this one",
     "SpecExtend": "it is not run; `--sweep selection=last_accepted` measures its criterion in every layer",

@@ -12,7 +12,7 @@ class TokenSwiftConfig(DraftConfig):
         hidden_size (`int`): Width of the target's residual stream.
         num_heads (`int`): Number of heads. Head i predicts the token i places after the one that the target predicts.
         chained (`bool`): Whether the input of a head is the output of the head before it. Otherwise it is the target's
-            own state, as in Medusa.
+            own state, as the input of Medusa's heads is.
         sequential (`bool`): Whether a head also reads the token before the one that it predicts, as in Hydra and
             unlike in the paper. Such heads are chained.
         rms_norm_eps (`float`): Epsilon of the two norms of a head.
