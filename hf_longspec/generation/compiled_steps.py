@@ -213,7 +213,7 @@ class CapturedFunction:
 def capture(function: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
     """Capture a function without arguments; return its outputs and a function that computes them again in place.
 
-    After an error, stream and default generator are as before: a capture that ends early would leave both behind.
+    After an error, stream and default generator are as before: a capture that ends early would change both.
 
     Raises:
         RuntimeError: If `function` returns nothing, since it could not be compiled, or if CUDA refuses the capture.

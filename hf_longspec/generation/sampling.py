@@ -22,7 +22,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 from ..attention_backends.lengths import on_device
 from .draft_tree import DraftTree
-from .sequences import Sequences
+from .sequences import Sequences, TextBuffer
 from .verification import (
     Acceptance,
     accept_greedy,
@@ -128,9 +128,8 @@ class TokenRule:
         self.noise = noise
         self.history_free = all(_is_history_free(processor) for processor in processors)
         self.history_window = _longest_window(processors)
-        # texts with candidates after them, and the number of emitted tokens in each row; made when they are needed
-        self._tried: torch.Tensor | None = None
-        self._emitted: list[int] = []
+        # texts with candidates after them, made when they are needed
+        self._tried: TextBuffer | None = None
 
     def scores_at(self, raw: torch.Tensor, depth: int) -> torch.Tensor:
         """Return processed scores `(batch, vocab)` of logits at `depth` places after the last emitted token.
@@ -147,7 +146,7 @@ class TokenRule:
             texts, end = self.sequences.tokens, length
             if depth and not self.history_free:
                 assert self._tried is not None
-                texts, end = self._tried, length + depth
+                texts, end = self._tried.tokens, length + depth
             start = 0 if self.history_window is None else max(0, end - self.history_window)
             ids = texts[:, start:end]
             if len(rows) == raw.shape[0]:
@@ -164,16 +163,10 @@ class TokenRule:
         They are written to a copy of the texts, which is made once per call and gets the tokens of every step. The
         emitted tokens themselves are never followed by candidates.
         """
-        emitted, lengths = self.sequences.tokens, self.sequences.lengths
-        tried = emitted.clone() if self._tried is None else self._tried
-        for row, (start, end) in enumerate(zip(self._emitted, lengths, strict=False)):
-            if start < end:
-                tried[row, start:end] = emitted[row, start:end]
-        if (missing := max(lengths) + depth + 1 - tried.shape[1]) > 0:
-            tried = torch.nn.functional.pad(tried, (0, missing))
-        self._tried, self._emitted = tried, lengths
-        columns = on_device(lengths, tokens.device) + depth
-        tried[torch.arange(len(tried), device=tokens.device), columns] = tokens
+        if self._tried is None:
+            self._tried = self.sequences.copy_of_tokens()
+        self._tried.read()
+        self._tried.write([length + depth for length in self.sequences.lengths], tokens)
 
     def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Return the token `(batch,)` that the rule chooses by `scores`, with the noise row of `depth`."""

@@ -3,6 +3,7 @@
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -10,6 +11,53 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 
 from ..attention_backends.lengths import on_device
+
+
+class TextBuffer:
+    """Prompts and generated tokens on the device of the prompts, which gets new tokens when somebody reads it.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts.
+        generated (`list[array[int]]`): Generated tokens of every row, which grow on the host.
+        width (`int`): Number of columns.
+        pad_token_id (`int`): Token in all other places.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, generated: "list[array[int]]", width: int, pad_token_id: int):
+        self.generated = generated
+        self.prompt_length = input_ids.shape[1]
+        self.tokens = input_ids.new_full((len(generated), width), pad_token_id)
+        self.tokens[:, : self.prompt_length] = input_ids
+        self._copied = [0] * len(generated)
+
+    def read(self, anew: bool = False) -> torch.Tensor:
+        """Return the buffer `(batch, width)` with all tokens; `anew` copies those again that it had before."""
+        copied = [0] * len(self.generated) if anew else self._copied
+        new = [
+            (row, self.prompt_length + place, tokens[place])
+            for row, tokens in enumerate(self.generated)
+            for place in range(copied[row], len(tokens))
+        ]
+        if new:
+            row, column, token = on_device(new, self.tokens.device).unbind(1)
+            self.tokens[row, column] = token
+            self._copied = list(map(len, self.generated))
+        return self.tokens
+
+    def write(self, columns: Sequence[int], tokens: torch.Tensor) -> None:
+        """Write one token of every row, `(batch,)`, and widen the buffer if it has too few columns."""
+        missing = max(columns) + 1 - self.tokens.shape[1]
+        if missing > 0:
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, missing))
+        rows = torch.arange(len(columns), device=self.tokens.device)
+        self.tokens[rows, on_device(columns, self.tokens.device)] = tokens
+
+    def copy(self) -> "TextBuffer":
+        """Return a buffer of its own for the same text."""
+        other = copy(self)
+        other.tokens = self.read().clone()
+        other._copied = self._copied
+        return other
 
 
 class Sequences:
@@ -47,10 +95,7 @@ class Sequences:
         self.pad_token_id = pad_token_id
         self.max_length = max_length
         self.generated: list[array[int]] = [array("q") for _ in range(batch_size)]
-        self._tokens = input_ids.new_full((batch_size, max_length), pad_token_id)
-        self._tokens[:, :prompt_length] = input_ids
-        # number of generated tokens of each row in the buffer
-        self._copied = [0] * batch_size
+        self._buffer = TextBuffer(input_ids, self.generated, max_length, pad_token_id)
         self.done = [False] * batch_size
         self.interrupted = False
         self._eos: set[int] = set()
@@ -75,24 +120,16 @@ class Sequences:
     @property
     def device(self) -> torch.device:
         """Device of the prompts."""
-        return self._tokens.device
+        return self._buffer.tokens.device
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Prompts and generated tokens `(batch, max_length)` for processors and criteria, with padding after them.
+        """Prompts and generated tokens `(batch, max_length)` for processors and criteria, with padding after them."""
+        return self._buffer.read()
 
-        Tokens are generated on the host, and new ones are copied when somebody reads them.
-        """
-        new = [
-            (row, self.prompt_length + place, tokens[place])
-            for row, tokens in enumerate(self.generated)
-            for place in range(self._copied[row], len(tokens))
-        ]
-        if new:
-            row, column, token = on_device(new, self.device).unbind(1)
-            self._tokens[row, column] = token
-            self._copied = list(map(len, self.generated))
-        return self._tokens
+    def copy_of_tokens(self) -> TextBuffer:
+        """Return another buffer, to which candidates may be written."""
+        return self._buffer.copy()
 
     @property
     def finished(self) -> bool:
@@ -211,8 +248,8 @@ class Sequences:
 
     def output(self) -> torch.Tensor:
         """Return prompts and continuations `(batch, longest)`, with finished rows padded."""
-        self._copied = [0] * self.batch_size  # all of them anew: processors and criteria may have written to the buffer
-        output = self.tokens[:, : max(self.lengths)].clone()
+        # all of them anew, as processors and criteria may have written to the buffer
+        output = self._buffer.read(anew=True)[:, : max(self.lengths)].clone()
         for row, length in enumerate(self.lengths):
             output[row, length:] = self.pad_token_id
         return output

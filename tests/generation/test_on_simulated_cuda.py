@@ -38,9 +38,9 @@ CASES = pairwise(tuple(DRAFTERS), ("off", "graph"), (False, True), ((21,), (23, 
 
 
 @contextmanager
-def simulated():
+def simulated(index=0):
     """The device, with Triton's kernels as the preferred ones, as where Triton compiles."""
-    with pytest.MonkeyPatch.context() as patch, SimulatedCuda(kernels=KERNELS) as device:
+    with pytest.MonkeyPatch.context() as patch, SimulatedCuda(index, kernels=KERNELS) as device:
         patch.setitem(registry._priorities, "hf_longspec_triton", 20)
         registry.select.cache_clear()
         yield device
@@ -132,10 +132,7 @@ def test_a_model_on_another_device_than_the_current_one():
     prompts = tiny_prompts(24, (21,))
     expected = generate(model, draft, *prompts, False)
     draft.generation_config.compile = "graph"
-    with pytest.MonkeyPatch.context() as patch, SimulatedCuda(index=1, kernels=KERNELS) as cuda:
-        patch.setitem(registry._priorities, "hf_longspec_triton", 20)
-        registry.select.cache_clear()
+    with simulated(index=1) as cuda:
         cuda.place(model)
         assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), expected)
         assert cuda.replays
-    registry.select.cache_clear()
