@@ -1,9 +1,9 @@
 """The token sequences of a batch: appending, stopping and streaming, token by token in every row."""
 
+import copy
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class TextBuffer:
 
     def copy(self) -> "TextBuffer":
         """Return a buffer of its own for the same text."""
-        other = copy(self)
+        other = copy.copy(self)
         other.tokens = self.read().clone()
         other._copied = self._copied
         return other
