@@ -127,8 +127,8 @@ MUTATIONS = (
     Mutation(
         "The route is one layer, however often it is installed",
         "generation/route.py",
-        "    stock = stock_assisted_decoding()\n\n    @functools",
-        "    stock = GenerationMixin._assisted_decoding\n\n    @functools",
+        "decode, validate = stock_assisted_decoding(), ",
+        "decode, validate = GenerationMixin._assisted_decoding, ",
         "tests/generation/test_route.py",
     ),
     Mutation(

@@ -84,8 +84,9 @@ def effects():
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_import_replaces_one_function_of_transformers_and_adds_names_to_registries(effects):
-    assert effects["changed"] == ["transformers.generation.utils.GenerationMixin._assisted_decoding"]
+def test_import_wraps_two_functions_of_transformers_and_adds_names_to_registries(effects):
+    mixin = "transformers.generation.utils.GenerationMixin"
+    assert effects["changed"] == [f"{mixin}._assisted_decoding", f"{mixin}._validate_generation_mode"]
     assert effects["removed"] == effects["added"] == effects["lost"] == []
     for registry, names in effects["entries"].items():
         if "Attention" in registry:

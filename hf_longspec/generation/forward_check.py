@@ -42,8 +42,8 @@ def check_target(
 ) -> None:
     """Compare verification and plain forward after the longest row of `cache`, once per process and kind of target.
 
-    A kind is given by class, config, dtype of the weights and attention implementation. The check writes only to free
-    slots of the cache. Call it outside of [`TargetView.attention`].
+    A kind is given by class, config, dtype of the weights and attention implementation, and by whether there is room
+    for a tree of more than a root. The check writes only to free slots of the cache. Call it outside of [`TargetView.attention`].
 
     Args:
         target ([`TargetView`]): The target.
@@ -57,13 +57,14 @@ def check_target(
     Raises:
         ValueError: If the logits disagree in float32. In other precisions a warning is logged.
     """
-    kind = *_kind_of(target), logits is not None
-    if kind in _checked:
-        return
     row = max(range(cache.batch_size), key=cache.lengths.host.__getitem__)
     start = cache.lengths.host[row]
-    slots = cache.max_length + cache.tree_slots - start
+    # A draft that only verifies roots pays for no more.
+    slots = min(cache.tree_slots, cache.max_length + cache.tree_slots - start)
     count = max(1, min(NUM_TOKENS, len(texts[row]), limit - start, (slots + 1) // 2))
+    kind = *_kind_of(target), logits is not None, count > 1
+    if kind in _checked:
+        return
     chain = texts[row][None, -count:]
     tree, nodes = _two_branches(chain)
     positions = torch.arange(start, start + count, device=chain.device)[None]

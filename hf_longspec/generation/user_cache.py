@@ -28,13 +28,10 @@ def user_cache_of(cache: Any) -> "UserCache | None":
     return UserCache(cache)
 
 
-def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, implementation: Any) -> None:
-    """Refuse a cache that the loop cannot continue or update.
+def refuse_cache_implementation(implementation: str | None) -> None:
+    """Refuse ways of storing keys and values that the loop does not have.
 
     Args:
-        cache (*optional*): Argument `past_key_values` of the call.
-        input_ids (`torch.LongTensor` of shape `(batch, P)`): The whole text.
-        mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding.
         implementation (`str`, *optional*): `cache_implementation` of the call. Static ones are accepted, as the loop
             uses buffers of a fixed size anyway.
 
@@ -46,6 +43,21 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
             f"cache_implementation={implementation!r}: with a draft, keys and values are kept as the model computes "
             "them, on its device. Leave cache_implementation out, or call generate() without assistant_model."
         )
+
+
+def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, implementation: Any) -> None:
+    """Refuse a cache that the loop cannot continue or update.
+
+    Args:
+        cache (*optional*): Argument `past_key_values` of the call.
+        input_ids (`torch.LongTensor` of shape `(batch, P)`): The whole text.
+        mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding.
+        implementation (`str`, *optional*): `cache_implementation` of the call, see [`refuse_cache_implementation`].
+
+    Raises:
+        ValueError: With the value, the rule and the remedy.
+    """
+    refuse_cache_implementation(implementation)
     if is_own(cache):
         cache.require(input_ids, mask)
     if user_cache_of(cache) is None:

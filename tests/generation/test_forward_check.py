@@ -143,9 +143,10 @@ def test_a_lost_tree_mask_is_refused(monkeypatch):
 
 
 class TestHowOften:
-    def test_once_per_kind_at_the_cost_of_two_small_forwards(self):
+    @pytest.mark.parametrize(("draft", "sizes"), [(PlainDraftModel, [1, 1]), (NgramDraftModel, [4, 7])])
+    def test_once_per_kind_at_the_cost_of_two_small_forwards(self, draft, sizes):
         model = as_class(Counted)
-        draft = PlainDraftModel.from_target(model)
+        draft = draft.from_target(model)
         assert TargetView(model).why_not() == []  # the trial has forwards of its own
         Counted.forwards.clear()
         generate(model, RAGGED, draft)
@@ -153,10 +154,11 @@ class TestHowOften:
         Counted.forwards.clear()
         generate(model, RAGGED, draft)
         assert first[0] == Counted.forwards[0] == 3 * 32  # the prefill
-        # one row: a chain of as many tokens as fit after the prompt, and a tree with two branches
-        assert first[1:3] == [4, 7] and first[3:] == Counted.forwards[1:]
-        generate(as_class(Counted, seed=1), ONE)  # other weights of the same kind
-        assert 7 not in Counted.forwards
+        # one row: a chain of as many tokens as fit into the draft's trees, and a tree with two branches
+        assert first[1:3] == sizes and first[3:] == Counted.forwards[1:]
+        Counted.forwards.clear()
+        generate(as_class(Counted, seed=1), ONE, draft)  # other weights of the same kind
+        assert Counted.forwards[1:3] != sizes
 
     def test_another_configuration_is_another_kind(self):
         generate(as_class(Counted))

@@ -46,7 +46,7 @@ def test_a_second_copy_of_this_module_replaces_the_patch_instead_of_stacking():
     """A draft from the Hub brings its own copy of every module."""
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location("copy_of_route", route.__file__)
+    spec = importlib.util.spec_from_file_location("hf_longspec.generation.copy_of_route", route.__file__)
     copy = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     stock, ours = route.stock_assisted_decoding(), GenerationMixin._assisted_decoding
