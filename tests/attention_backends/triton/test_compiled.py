@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_longspec.attention_backends.triton.config import prefix_config
+from hf_longspec.attention_backends.triton.tiles import Gpu, hybrid_config
 from tests.attention_backends.triton.machine import python
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -57,9 +57,8 @@ def short(tmp_path_factory):
 def test_no_spills(short):
     assert_fits(short, 90)
     kernels = {call: sorted(report["kernel"] for report in reports) for call, reports in short.items()}
-    assert kernels["hybrid"] == ["combine_kernel"] + ["prefix_kernel"] * 3
-    assert kernels["plain hybrid"] == ["prefix_kernel", "tree_kernel"]
-    assert kernels["tree"] == ["combine_kernel"] + ["tree_kernel"] * 2
+    assert kernels["hybrid"] == ["attention_kernel"] * 9 + ["combine_kernel"] * 2
+    assert kernels["tree"] == ["attention_kernel"] * 2 + ["combine_kernel"]
     assert kernels["sparse"].count("sparse_kernel") == 3
     assert kernels["move"] == ["_move_kernel"] * 4
 
@@ -79,7 +78,7 @@ def test_no_spills_in_any_configuration(capability, tmp_path):
 
 
 def test_the_smallest_gpu_gets_smaller_tiles():
-    large = prefix_config(64, 128, 128, 2, SHARED_MEMORY[90])
-    small = prefix_config(64, 128, 128, 2, SHARED_MEMORY[89])
+    large = hybrid_config(64, 128, 128, 2, Gpu(SHARED_MEMORY[80], False))
+    small = hybrid_config(64, 128, 128, 2, Gpu(SHARED_MEMORY[89], False))
     assert (large.block_keys, small.block_keys) == (64, 32)
     assert small == large._replace(block_keys=32)
