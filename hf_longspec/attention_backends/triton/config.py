@@ -16,7 +16,7 @@ from .tiles import Gpu
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Ampere. Older ones have neither bfloat16 nor asynchronous copies, and 64 KB of shared memory.
 MIN_CAPABILITY = (8, 0)
-# Hopper, and Blackwell of data centers: warpgroups multiply from shared memory. That of desktops (12) has mma.sync only.
+# Hopper, and Blackwell of data centers: warpgroups multiply from shared memory. On other GPUs single warps do.
 WARPGROUP_CAPABILITIES = (9, 10)
 # Shared memory of one program on the smallest GPUs of that age (RTX 30 and 40, L4). Every configuration fits in it
 # where the device does not have more.

@@ -66,6 +66,7 @@ def attention_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     TREE_KEYS: tl.constexpr,
+    TREE_STAGES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     SHORTEST_SPLIT: tl.constexpr,
@@ -110,11 +111,9 @@ def attention_kernel(
         split_keys = tl.maximum(blocks * BLOCK_KEYS, SHORTEST_SPLIT)
         first = begin + (part - (TREE > 0)) * split_keys
         stop = tl.minimum(first + split_keys, stop)
-    if TREE:
-        if part == 0:
-            end = tl.minimum(keys, slots - length)
-            stop = 0
-            first = 0
+    if TREE > 0 and part == 0:
+        end = tl.minimum(keys, slots - length)
+        first = stop
     if first >= stop and end <= 0:
         tl.store(lse + state, float("-inf"), mask=is_row)
         return
@@ -160,7 +159,7 @@ def attention_kernel(
         column_offset = tl.arange(0, TREE_KEYS)
         staged = tl.cast(length, tl.int64)
         m_base = mask + batch * stride_mb + head * stride_mh + node * tl.cast(stride_mn, tl.int64)  # [rows]
-        for start in tl.range(0, end, TREE_KEYS, num_stages=1):
+        for start in tl.range(0, end, TREE_KEYS, num_stages=TREE_STAGES):
             start64 = tl.cast(start, tl.int64)
             column = start + column_offset  # [keys]
             is_cell = is_row[:, None] & (column < end)[None, :]

@@ -232,6 +232,7 @@ def _launch(
             *score_factors(scaling, softcap),
             lowest,
             TREE_KEYS=config.tree_keys,
+            TREE_STAGES=config.tree_stages,
             SHORTEST_SPLIT=config.split_keys,
             PREFIX=lengths is not None,
             TREE=tree,

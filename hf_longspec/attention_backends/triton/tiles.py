@@ -56,6 +56,7 @@ class TileConfig(NamedTuple):
         block_rows (`int`): Query rows of one program.
         block_keys (`int`): Prefix slots or chosen slots per turn of its loop.
         tree_keys (`int`): Nodes per turn of the loop over the tree.
+        tree_stages (`int`): Turns of that loop whose loads are in flight together.
         split_keys (`int`): Prefix slots of one program at least; chosen slots of one program at most.
         block_size (`int`): Size of a query and a key, rounded up.
         block_value (`int`): Size of a value, rounded up.
@@ -66,6 +67,7 @@ class TileConfig(NamedTuple):
     block_rows: int
     block_keys: int
     tree_keys: int
+    tree_stages: int
     split_keys: int
     block_size: int
     block_value: int
@@ -101,9 +103,10 @@ def hybrid_config(rows: int, size: int, value_size: int, itemsize: int, gpu: Gpu
     block_keys, num_warps, num_stages = tiles[block_rows]
     if not plain and block_rows > 16 and block_keys > 32:
         block_keys, num_stages = 32, num_stages + 1
-    tree_keys = 16 if block_rows == 16 or itemsize == 4 else 32
+    # The loop over the tree is short, and stages would spill 56 bytes; in float32 it spills 300 without.
+    tree = (16 if block_rows == 16 else 32, 1) if itemsize == 2 else (16, 2)
     sizes = _padded(size, value_size)
-    tile = TileConfig(block_rows, block_keys, tree_keys, SHORTEST_SPLIT, *sizes, num_warps, num_stages)
+    tile = TileConfig(block_rows, block_keys, *tree, SHORTEST_SPLIT, *sizes, num_warps, num_stages)
     return _fit(tile, itemsize, gpu.shared_memory)
 
 
@@ -127,7 +130,7 @@ def sparse_config(size: int, value_size: int, itemsize: int) -> TileConfig:
         block_keys, num_warps = 32, 8
     else:
         block_keys, num_warps = 64 if max(size, value_size) <= 128 else 32, 4
-    return TileConfig(16, block_keys, 0, SPARSE_SPLIT, *_padded(size, value_size), num_warps, 2)
+    return TileConfig(16, block_keys, 0, 0, SPARSE_SPLIT, *_padded(size, value_size), num_warps, 2)
 
 
 def wanted_splits(row_tiles: int, kv_heads: int, has_tree: bool) -> int:
@@ -141,8 +144,8 @@ def wanted_splits(row_tiles: int, kv_heads: int, has_tree: bool) -> int:
 def most_splits(capacity: int, wanted: int, split_keys: int, block_keys: int) -> int:
     """Return the largest number of splits of any prefix of up to `capacity` slots.
 
-    A prefix of S slots has splits of `k = max(split_keys / block_keys, S // (wanted * block_keys))` blocks, all full but
-    the last: see the kernel. S is below `(k + 1) * wanted` blocks, so there are up to `wanted + wanted / k` splits.
+    A prefix of S slots has splits of `k = max(split_keys / block_keys, S // (wanted * block_keys))` blocks, all full
+    but the last: see the kernel. S is below `(k + 1) * wanted` blocks, so there are up to `wanted + wanted / k` splits.
     """
     shortest = split_keys // block_keys
     return min(-(-capacity // split_keys), wanted + -(-wanted // shortest))

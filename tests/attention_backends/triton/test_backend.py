@@ -112,7 +112,7 @@ def test_without_optional_packages():
     told = python(
         "-c",
         "import sys, torch\n"
-        "for name in ('triton', 'flash_attn', 'flash_attn_interface'): sys.modules[name] = None\n"
+        "for name in ('triton', 'flash_attn', 'flash_attn_interface', 'kernels'): sys.modules[name] = None\n"
         "import hf_longspec\n"
         "from hf_longspec.attention_backends import flash\n"
         "from hf_longspec.attention_backends.interface import register; register()\n"
