@@ -232,7 +232,8 @@ class Count:
 def row(variant: Variant, report: Report) -> dict[str, Any]:
     """What is reported of a variant, for JSON and for the tables."""
     config = variant.config
-    shape = f"{config.block_rows} x {config.block_keys}" if config is not None else ""
+    keys = "block_keys" if variant.constants.get("PREFIX", True) else "tree_keys"
+    shape = f"{config.block_rows} x {getattr(config, keys)}" if config is not None else ""
     stages = variant.constants.get("num_stages")
     found = {
         "variant": variant.name,

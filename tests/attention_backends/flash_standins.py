@@ -15,61 +15,15 @@ from hf_longspec.attention_backends import flash, registry
 
 HALVES = (torch.float16, torch.bfloat16)
 # Arguments of flash_attn_with_kvcache in their order: of flash-attn 2.8, and of version 3 (hopper folder).
-ARGUMENTS = {
-    2: [
-        "q",
-        "k_cache",
-        "v_cache",
-        "k",
-        "v",
-        "rotary_cos",
-        "rotary_sin",
-        "cache_seqlens",
-        "cache_batch_idx",
-        "cache_leftpad",
-        "block_table",
-        "softmax_scale",
-        "causal",
-        "window_size",
-        "softcap",
-        "rotary_interleaved",
-        "alibi_slopes",
-        "num_splits",
-        "return_softmax_lse",
-    ],
-    3: [
-        "q",
-        "k_cache",
-        "v_cache",
-        "k",
-        "v",
-        "qv",
-        "rotary_cos",
-        "rotary_sin",
-        "cache_seqlens",
-        "cache_batch_idx",
-        "cache_leftpad",
-        "page_table",
-        "cu_seqlens_q",
-        "cu_seqlens_k_new",
-        "max_seqlen_q",
-        "rotary_seqlens",
-        "q_descale",
-        "k_descale",
-        "v_descale",
-        "softmax_scale",
-        "causal",
-        "window_size",
-        "attention_chunk",
-        "softcap",
-        "rotary_interleaved",
-        "scheduler_metadata",
-        "num_splits",
-        "pack_gqa",
-        "sm_margin",
-        "return_softmax_lse",
-    ],
+NAMES = {
+    2: "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table "
+    "softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse",
+    3: "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table "
+    "cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal "
+    "window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
+    "return_softmax_lse",
 }
+ARGUMENTS = {version: names.split() for version, names in NAMES.items()}
 # Without splits, a row without keys has lse = +inf in version 2.
 EMPTY = {2: torch.inf, 3: -torch.inf}
 PACKAGES = {2: (8, "flash_attn"), 3: (9, "flash_attn", "flash_attn_interface")}

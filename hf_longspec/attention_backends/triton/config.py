@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .language import INTERPRETED, triton
+from .language import INSTALLED, INTERPRETED
 from .tiles import Gpu
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -43,7 +43,7 @@ def launching_on(tensor: torch.Tensor) -> AbstractContextManager[Any]:
 
 def why_not_device(device: torch.device) -> str | None:
     """Return None if kernels run on this device, or the reason for refusing it."""
-    if triton is None:
+    if not INSTALLED:
         return "triton is not installed: pip install hf_longspec[triton]"
     if INTERPRETED and device.type in ("cpu", "cuda"):
         return None

@@ -211,7 +211,8 @@ def _launch(
     (batch, heads, nodes, _), (kv_heads, slots) = query.shape, key.shape[1:3]
     positions, sliding_window = window
     grid = (-(-(heads // kv_heads * nodes) // config.block_rows), batch * kv_heads, out.shape[3])
-    tree, lowest, mask_strides, keys = NO_TREE, 0.0, (0, 0, 0, 1), 0
+    tree, lowest, keys = NO_TREE, 0.0, 0
+    mask_strides: tuple[int, ...] = (0, 0, 0, 1)
     if mask is not None:
         mask, lowest = _readable(mask)
         mask = (mask[:, None] if mask.dim() == 3 else mask).expand(batch, heads, -1, -1)

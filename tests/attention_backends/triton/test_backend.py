@@ -97,7 +97,7 @@ def test_refusals_of_the_machine(monkeypatch):
     assert why_not(gpu) is None
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "ROCm" in why_not(gpu)
-    monkeypatch.setattr(config, "triton", None)
+    monkeypatch.setattr(config, "INSTALLED", False)
     assert why_not(gpu) == why_not(call) == "triton is not installed: pip install hf_longspec[triton]"
 
 
