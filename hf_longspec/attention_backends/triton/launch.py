@@ -135,9 +135,9 @@ def _(query, key, value, indices, counts, scaling, softcap) -> tuple[torch.Tenso
 
 def split_numbers(query: torch.Tensor, key: torch.Tensor, config: TileConfig, has_tree: bool) -> tuple[int, int]:
     """Return the splits that a long prefix is cut into, and the most of any prefix in this buffer."""
-    kv_heads, slots = key.shape[1:3]
+    batch, kv_heads, slots = key.shape[:3]
     rows = query.shape[1] // kv_heads * query.shape[2]
-    wanted = wanted_splits(max(1, -(-rows // config.block_rows)), kv_heads, has_tree)
+    wanted = wanted_splits(max(1, -(-rows // config.block_rows)), max(1, batch) * kv_heads, has_tree)
     return wanted, most_splits(slots, wanted, config.split_keys, config.block_keys)
 
 

@@ -133,12 +133,15 @@ def sparse_config(size: int, value_size: int, itemsize: int) -> TileConfig:
     return TileConfig(16, block_keys, 0, 0, SPARSE_SPLIT, *_padded(size, value_size), num_warps, 2)
 
 
-def wanted_splits(row_tiles: int, kv_heads: int, has_tree: bool) -> int:
-    """Return the splits of one row's prefix that make `PROGRAMS` programs, with those of the tree.
+def wanted_splits(row_tiles: int, all_kv_heads: int, has_tree: bool) -> int:
+    """Return the splits of a row's prefix that make `PROGRAMS` programs, with those of the tree.
 
-    The batch does not count: a row's sums have the same order in every batch.
+    Args:
+        row_tiles (`int`): Tiles of query rows that share a key head.
+        all_kv_heads (`int`): Key heads of all rows of the batch.
+        has_tree (`bool`): Whether there is a tree.
     """
-    return max(1, -(-PROGRAMS // (row_tiles * kv_heads)) - has_tree)
+    return max(1, -(-PROGRAMS // (row_tiles * all_kv_heads)) - has_tree)
 
 
 def most_splits(capacity: int, wanted: int, split_keys: int, block_keys: int) -> int:

@@ -55,6 +55,13 @@ def test_two_programs_for_every_multiprocessor(nodes, block_rows):
     assert 264 <= row_tiles * 8 * (len(splits) + tree) <= 1.31 * 264
 
 
+def test_a_batch_needs_fewer_splits():
+    """4 rows of 8 key heads: the programs of one row, each of them four times as long."""
+    assert wanted_splits(1, 8, True) == 32
+    assert wanted_splits(1, 4 * 8, True) == 8
+    assert wanted_splits(2, 64 * 8, True) == 1
+
+
 def test_small_gpus_get_no_tile_of_warpgroups():
     assert hybrid_config(500, 128, 128, 2, HOPPER).block_rows == 128
     assert hybrid_config(500, 128, 128, 2, SMALLEST).block_rows == 64
@@ -77,12 +84,13 @@ def hopper(monkeypatch, poisoned_memory):
     monkeypatch.setattr(launch, "wanted_splits", lambda *args: 2)
 
 
-# Rows of a group, and so the tile; the last has two tiles. One size of vectors for every table.
+# Nodes and heads of a group, and so the tile: of 16, 32, 64 and 128 rows, and two of 128.
 TILES = [(1, 3), (3, 7), (16, 4), (31, 4), (33, 4)]
 
 
-@pytest.mark.parametrize(("nodes", "groups"), TILES, ids=lambda number: str(number))
-@pytest.mark.parametrize("size", [64, 128, 136])
+@pytest.mark.parametrize(
+    ("nodes", "groups", "size"), [*((*tile, 128) for tile in TILES), (31, 4, 64), (1, 3, 136), (16, 4, 136)]
+)
 def test_every_tile_with_its_tree(kernel_device, hopper, monkeypatch, nodes, groups, size):
     """Ragged rows: none, a part of a block, and splits longer than the shortest. One launch and one merge."""
     lengths = (0, 37, 450) if nodes < 16 else (450, 33)
@@ -104,7 +112,7 @@ def test_every_tile_with_its_tree(kernel_device, hopper, monkeypatch, nodes, gro
     assert grid == (-(-nodes * groups // config.block_rows), len(lengths), tree + splits)
 
 
-@pytest.mark.parametrize(("nodes", "groups"), TILES[1:4], ids=lambda number: str(number))
+@pytest.mark.parametrize(("nodes", "groups"), TILES[1:4])
 def test_every_tile_with_scores(kernel_device, hopper, nodes, groups):
     """The tiles of 32 keys, a window and a softcap; the scores of node 0 and of the last node by a plain product."""
     query, key, value, lengths, options, exact, plain = prefix_case(nodes, groups, 128, (270, 33), 150, FLOAT16, 3.0)
