@@ -42,7 +42,7 @@ class Watched:
         fill = SelectedCache.fill
 
         def kept(cache, layer_idx, chosen):
-            counts = tuple(cache._counts)
+            counts = tuple(cache.counts)
             self.selected.append((layer_idx, [chosen[row, :, :count].clone() for row, count in enumerate(counts)]))
             return fill(cache, layer_idx, chosen)
 
