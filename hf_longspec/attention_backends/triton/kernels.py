@@ -2,8 +2,8 @@
 
     out[b, h, n] = softmax(q . k_j) v_j        lse[b, h, n] = log2 sum_j 2^score_j        over the keys j of one part
 
-`attention_kernel` and `sparse_kernel` write such partial results, and `combine_kernel` merges all parts and the sinks in
-one pass. Keys and values are never gathered or repeated, there is no mask of the prefix, and scores are not written
+`attention_kernel` and `sparse_kernel` write such partial results, and `combine_kernel` merges all parts and the sinks
+in one pass. Keys and values are never gathered or repeated, there is no mask of the prefix, and scores are not written
 unless they are asked for. reference.py and merge.py define the results; docs/kernels.md explains the kernels.
 
 The G = H // K query heads that share a key head are G * N rows of one program, so that a key is read once for all of
