@@ -30,7 +30,7 @@ class Drafting:
         budget (`int`): Entries of TokenSwift's partial cache.
     """
 
-    trees: Sequence[Sequence[int]] = ((4, 16, 16, 16, 16), (4, 4, 4, 4))
+    trees: Sequence[Sequence[int]] = ((4, 16, 16, 16, 16), (4, 4, 4, 3))
     gammas: Sequence[int] = (6, 9)
     ratio: float = 0.07
     branching: Sequence[int] = (1, 3, 3, 3)
@@ -151,10 +151,10 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--attention-tflops", type=float, help="what the attention kernel reaches (default: as --tflops)")
     add("--batches", type=integers, default=[1, 4, 8], help="default: 1,4,8")
     add("--contexts", type=integers, default=[8192, 32768, 131072], help="default: 8192,32768,131072")
-    add("--nodes", type=integers, default=[17, 69], help="nodes of a verification (default: 17,69)")
+    add("--nodes", type=integers, default=[16, 64], help="nodes of a verification (default: 16,64)")
     add("--weight-bytes", type=float, default=2.0, help="2 for bfloat16, 1 for FP8, 0.5 for 4 bits (default: 2)")
     add("--kv-bytes", type=float, default=2.0, help="likewise for the cache (default: 2)")
-    add("--trees", type=trees, default=usual.trees, help="LongSpec's widths (default: 4+16+16+16+16,4+4+4+4)")
+    add("--trees", type=trees, default=usual.trees, help="LongSpec's widths (default: 4+16+16+16+16,4+4+4+3)")
     add("--gammas", type=integers, default=usual.gammas, help="drafted tokens of SpecAttn (default: 6,9)")
     add("--ratio", type=float, default=usual.ratio, help="share that SpecAttn drafts over (default: %(default)s)")
     add("--branching", type=integers, default=usual.branching, help="TokenSwift's children (default: 1,3,3,3)")

@@ -154,7 +154,7 @@ def test_command_line(tmp_path, capsys):
         shape_named("Llama-3.1-8B"),
         H200,
         [(8, 8192), (8, 131072)],
-        [17, 69],
+        [16, 64],
         Drafting(),
         weight_bytes=2.0,
         kv_bytes=2.0,
