@@ -21,8 +21,8 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks.harness import Run, add_prompts, integers, load_prompts, load_target, parser, prefilled, start
-from benchmarks.prefilled import Decoder, PrefilledPrompts
 from hf_longspec.bench.calls import MODES, Call, HfMethod, changed
+from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
 

@@ -36,10 +36,10 @@ from benchmarks.harness import (
     trees,
 )
 from benchmarks.pages import COMPILED
-from benchmarks.prefilled import Decoder, PrefilledPrompts, row_windows
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.machine import read_gb_per_second, step_bytes
 from hf_longspec.bench.matrix import Cell
+from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.summaries import in_turns, significant, summarize
 
 WARM_UP_TOKENS = 8
@@ -182,6 +182,16 @@ def _first_difference(runs: Mapping[str, Sequence[Call]]) -> str | None:
                 row, place = differs.nonzero()[0].tolist()
                 return f"{name} emits another float32 greedy text than {HF} (turn {turn}, row {row}, token {place})"
     return None
+
+
+def row_windows(num_prompts: int, batch: int, repeats: int) -> list[slice]:
+    """Choose the prompts that make up the batch of each repeat: all of them in turn.
+
+    >>> row_windows(4, 3, repeats=3)
+    [slice(0, 3, None), slice(1, 4, None), slice(0, 3, None)]
+    """
+    starts = [(repeat * batch) % (num_prompts - batch + 1) for repeat in range(repeats)]
+    return [slice(start, start + batch) for start in starts]
 
 
 def order_of_cells(contexts: Sequence[int], batches: Sequence[int], dtypes: Sequence[str]) -> list[Cell]:

@@ -29,9 +29,9 @@ from benchmarks.harness import (
     prefilled,
     start,
 )
-from benchmarks.prefilled import PrefilledPrompts
 from hf_longspec.bench.calls import MODES, PLAIN, HfMethod
 from hf_longspec.bench.machine import read_gb_per_second
+from hf_longspec.bench.prefill import PrefilledPrompts
 
 # Differences are taken to the first: transformers' defaults. The second has the lengths of our defaults.
 LOOKUPS: dict[str, dict[str, Any]] = {

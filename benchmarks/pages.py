@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hf_longspec.bench.calls import HF, PLAIN
@@ -15,7 +14,7 @@ from hf_longspec.bench.markdown import (
     range_of,
     with_defaults,
 )
-from hf_longspec.bench.results import Record, of_kind, read_records
+from hf_longspec.bench.results import Record, of_kind
 
 # A column is a key of the records, or a function of one.
 Columns = Mapping[str, str | Callable[[Record], object]]
@@ -481,14 +480,3 @@ PAGES = {
     ),
     "gate": Page("The gate", GATE_NOTE, _one_table("gate", GATE)),
 }
-
-
-def write_report(path: Path) -> str | None:
-    """Write the report beside a result file and return it; `None` if its benchmark has no page."""
-    records = read_records(path)
-    page = PAGES.get(records[0]["benchmark"])
-    if page is None:
-        return None
-    report = page.report(records)
-    path.with_suffix(".md").write_text(report, encoding="utf-8")
-    return report

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import COMPILED, PAGES, best_of_cells, kinds_of, table, write_report
+from benchmarks.pages import COMPILED, PAGES, Page, best_of_cells, kinds_of, table
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.markdown import environment_line, with_defaults
 from hf_longspec.bench.results import Record, of_kind, read_records
@@ -17,8 +17,8 @@ from hf_longspec.bench.results import Record, of_kind, read_records
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
 
-def section(records: Sequence[Record]) -> tuple[str, str]:
-    """Name of the benchmark, and its headline table with a note and the environment below it.
+def page_of(records: Sequence[Record]) -> tuple[str, Page]:
+    """Name of the benchmark, and how its results are shown.
 
     Raises:
         ValueError: If the records are of no known benchmark.
@@ -27,7 +27,12 @@ def section(records: Sequence[Record]) -> tuple[str, str]:
     name = found[0].get("benchmark") if found else None
     if name not in PAGES:
         raise ValueError(f"benchmark {name!r}: expected one of {', '.join(PAGES)}. Is this a result file?")
-    page = PAGES[name]
+    return name, PAGES[name]
+
+
+def section(records: Sequence[Record]) -> tuple[str, str]:
+    """Name of the benchmark, and its headline table with a note and the environment below it."""
+    name, page = page_of(records)
     parts = [f"### {page.title}", page.headline(records), with_defaults(page.note, records), environment_line(records)]
     return name, "\n\n".join(parts)
 
@@ -202,7 +207,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("nothing to write. Pass --page, --summary, --figure or --reports.")
     try:
         for path in args.results if args.reports else ():
-            write_report(path)
+            records = read_records(path)
+            path.with_suffix(".md").write_text(page_of(records)[1].report(records), encoding="utf-8")
         if args.page:
             print(f"{args.page}: {', '.join(write_tables(args.results, args.page))}")
         if args.summary:

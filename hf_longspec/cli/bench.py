@@ -26,7 +26,7 @@ from ..bench.probes import analyse_cell
 from ..bench.progress import Progress
 from ..bench.prompts import OWN_LENGTH, DocumentPrompts, read_source
 from ..bench.report import FAILED, NOT_RUN, matrix_report, rows_of
-from ..bench.results import ResultFile, TimeGuard, of_kind
+from ..bench.results import ResultFile, of_kind
 from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
 from ..cli import CommandError, options, session
 from ..generation.target import TargetView
@@ -114,8 +114,8 @@ def bench(
         documents, layout = read_source(data, column)
         with session.quiet(progress_bars=not Path(target).is_dir()):
             prompts = DocumentPrompts(session.load_tokenizer(target), documents)
-            guard = TimeGuard(math.inf if minutes is None else minutes)
-            file, interrupted = run.measure(prompts, layout, output, guard, resume)
+            seconds = math.inf if minutes is None else minutes * 60
+            file, interrupted = run.measure(prompts, layout, output, seconds, resume)
         _show(file, plots, as_json, verbose)
         if interrupted:
             print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
@@ -142,7 +142,7 @@ class Bench:
     lookup_tokens: int
 
     def measure(
-        self, prompts: DocumentPrompts, layout: str, output: Path, guard: TimeGuard, resume: bool
+        self, prompts: DocumentPrompts, layout: str, output: Path, seconds: float, resume: bool
     ) -> tuple[ResultFile, bool]:
         """Measure all dtypes, with one model in memory at a time.
 
@@ -156,7 +156,7 @@ class Bench:
             "hf_longspec": __version__,
         }
         settings = self._settings(cells, prompts, layout)
-        file = ResultFile(output, "bench", matrix_report, guard, settings, facts, resume)
+        file = ResultFile(output, "bench", matrix_report, seconds, settings, facts, resume)
         try:
             with file, Progress(len(cells) * len(methods) * self.repeats * len(self.dtypes)) as progress:
                 for name in self.dtypes:

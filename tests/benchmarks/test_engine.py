@@ -3,9 +3,9 @@ import pytest
 import hf_longspec
 from benchmarks.engine import EngineBenchmark, order_of_cells
 from benchmarks.harness import Run
-from benchmarks.prefilled import Decoder
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
 from hf_longspec.bench.matrix import Cell
+from hf_longspec.bench.prefill import Decoder
 from hf_longspec.bench.results import read_records
 from hf_longspec.testing import tiny_target
 
