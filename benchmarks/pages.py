@@ -339,17 +339,15 @@ GPU_NOTE = (
     "values. Floors are computed from the ceilings measured in the same run. Error: relative, of "
     "attention against float64, of a forward against transformers' logits. c: time of a step without a draft over "
     "that of an iteration; c times the tau of a paper is what that tau would give here, not a measured speed-up. "
-    "Speculated: iterations that verified drafted tokens. Captures: CUDA graphs captured in the timed calls; "
-    "iterations in which that happened are left out, or if there are no others the captures are subtracted. Same "
-    "tokens: the text up to there is that of the loop without a draft. Timed by: graph (replay of a CUDA graph), "
-    "events (calls between CUDA events, launches included), wall (host clock)."
+    "Speculated: iterations that verified drafted tokens. The first iteration of a call, which captures CUDA graphs, "
+    "is left out. Same tokens: the text up to there is that of the loop without a draft. Timed by: graph (replay of a "
+    "CUDA graph), events (calls between CUDA events, launches included), wall (host clock)."
 )
 # For each kind of line: title, and the columns in addition to time and floor.
 GPU_TABLES = {
     "iteration": (
         "One iteration of a drafter",
-        "draft compiled batch context nodes speculated iterations captured_iterations captures tau same_tokens c "
-        "c_floor tau_of_paper c_times_tau",
+        "draft compiled batch context nodes speculated iterations tau same_tokens c c_floor tau_of_paper c_times_tau",
     ),
     "forward": ("One forward of the target", "side backend mode batch context nodes error"),
     "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error"),
