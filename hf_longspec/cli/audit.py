@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
-from ..auditing import EXACT, FOLLOWS, NEAR_TIE, NOT_LOSSLESS, Comparison, SamplingReport, audit_sampling, compare
+from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS, Comparison, compare
+from ..auditing_sampling import FOLLOWS, SamplingReport, audit_sampling
 from ..bench.progress import Progress
 from ..cli import CommandError, options
 from .session import Session, opened

@@ -197,7 +197,7 @@ class Bench:
         Raises:
             CommandError: With both numbers.
         """
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
+        limit = session.positions_of(model.config)
         longest, document = max(widths), max(prompts.sizes)
         if longest + self.tokens > limit:
             raise CommandError(
