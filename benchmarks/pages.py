@@ -422,7 +422,7 @@ def left_out(records: Sequence[Record]) -> list[str]:
     """List what was not measured, one line per reason."""
     reasons: dict[str, list[str]] = {}
     for record in of_kind(records, "skipped"):
-        values = [value for name, value in record.items() if name not in ("kind", "reason", "options")]
+        values = [value for name, value in record.items() if name not in ("kind", "reason", "options", "decoding")]
         values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
         reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
     lines = [f"- {reason}: {'; '.join(what)}" for reason, what in reasons.items()]
