@@ -7,32 +7,19 @@ from typing import Any
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.markdown import (
     ACCEPTANCE_NOTE,
+    Column,
     acceptance_table,
     environment_line,
-    markdown_table,
     plus_minus,
     range_of,
+    table,
     with_defaults,
 )
 from hf_longspec.bench.results import Record, of_kind
 
-# A column is a key of the records, or a function of one.
-Columns = Mapping[str, str | Callable[[Record], object]]
+Columns = Mapping[str, Column]
 # Suffix of the name of a method with compiled steps.
 COMPILED = ", compiled"
-
-
-def table(rows: Sequence[Record], columns: Columns) -> str:
-    """A Markdown table with one line per record. Missing values are empty."""
-    lines = [[cell(row.get(of) if isinstance(of, str) else of(row)) for of in columns.values()] for row in rows]
-    return markdown_table(list(columns), lines)
-
-
-def cell(value: object) -> str:
-    """A value as text: numbers with three significant digits, nothing for `None`."""
-    if value is None:
-        return ""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def fixed(key: str, digits: int, scale: float = 1.0) -> Callable[[Record], str]:

@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks.floors import CONFIGS, MACHINES, Iteration, Machine, Roofline, TargetShape, shape_of
 from benchmarks.harness import integers, trees
-from benchmarks.pages import Columns, fixed, table
+from benchmarks.pages import Columns, fixed
+from hf_longspec.bench.markdown import table
 
 
 def iterations(at: Roofline, args: argparse.Namespace) -> list[Iteration]:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import COMPILED, PAGES, Page, best_of_cells, kinds_of, table
+from benchmarks.pages import COMPILED, PAGES, Page, best_of_cells, kinds_of
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.markdown import environment_line, with_defaults
+from hf_longspec.bench.markdown import environment_line, table, with_defaults
 from hf_longspec.bench.results import Record, of_kind, read_records
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
