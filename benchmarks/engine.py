@@ -127,10 +127,10 @@ def measure_speed(
                     wrong |= {row["method"] for row in rows if row["text"] in FAILED}
                 if dtype in dtypes:
                     floor = step_bytes(models[dtype], context, batch) / (bandwidth * 1e9)
-                    write_summaries(results, cell, mode, rows, floor)
+                    write_summaries(results, cell, mode, rows, repeats, floor)
 
 
-def write_summaries(results: Run, cell: Cell, mode: str, rows: Sequence[Record], floor: float) -> None:
+def write_summaries(results: Run, cell: Cell, mode: str, rows: Sequence[Record], repeats: int, floor: float) -> None:
     """One record per method of a cell, from its calls: speed, ratios to the baselines, tau, the share of the floor."""
     what = {"context": cell.context, "batch": cell.batch, "dtype": cell.dtype, "mode": mode}
     runs = of_kind(results.records, "run", **cell.key())
@@ -143,9 +143,13 @@ def write_summaries(results: Run, cell: Cell, mode: str, rows: Sequence[Record],
     for row in rows:
         name, own = row["method"], [run for run in runs if run["method"] == row["method"]]
         to_hf, to_plain = ratio(name, HF), ratio(name, _baseline(name))
-        if row["text"] in FAILED or to_hf is None or to_plain is None:
-            other = f"it emits another float32 text than {own[0]['compared_with']}"
-            results.skip(f"not timed: {other if row['text'] in FAILED else 'no baseline'}", **what, method=name)
+        reason = None
+        if row["text"] in FAILED:
+            reason = f"it emits another float32 text than {own[0]['compared_with']}"
+        elif to_hf is None or to_plain is None or min(len(own), to_hf["count"], to_plain["count"]) < repeats:
+            reason = "it, or what it is compared with, had no time for all turns"
+        if reason is not None:
+            results.skip(f"not timed: {reason}", **what, method=name)
             continue
         found = {
             "tokens_per_second": row["tokens_per_second"],

@@ -412,7 +412,7 @@ def left_out(records: Sequence[Record]) -> list[str]:
         values = [value for name, value in record.items() if name not in ("kind", "reason", "options", "decoding")]
         values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
         reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
-    lines = [f"- {reason}: {'; '.join(what)}" for reason, what in reasons.items()]
+    lines = [f"- {reason}: {'; '.join(dict.fromkeys(what))}" for reason, what in reasons.items()]
     return ["Left out:\n\n" + "\n".join(lines)] if lines else []
 
 

@@ -83,6 +83,21 @@ def test_what_does_not_fit_is_left_out(target, prompts, tmp_path):
     assert set(reasons(records)) == {"no time left"}
 
 
+def test_a_summary_is_of_all_turns(target, prompts, tmp_path, monkeypatch):
+    """The clock of the run jumps to its end after the first turn."""
+    seconds, write = [0.0], Run.write
+
+    def late(self, kind, **values):
+        seconds[0] = 100.0 if values.get("turn") == 1 else seconds[0]
+        return write(self, kind, **values)
+
+    monkeypatch.setattr(Run, "write", late)
+    records = measure(target, prompts, tmp_path, now=lambda: seconds[0])
+    assert [r["turn"] for r in records if r["kind"] == "run"] == [0, 0, 0, 1]
+    assert not [r for r in records if r["kind"] == "decoding"]
+    assert reasons(records, "greedy") == ["not timed: it, or what it is compared with, had no time for all turns"] * 3
+
+
 def test_cells_begin_with_the_longest_context(target, prompts, tmp_path):
     """And other types with a look at the greedy float32 text."""
     half = {"float32": target, "bfloat16": endless(tiny_target("llama", dtype=torch.bfloat16))}
