@@ -251,14 +251,11 @@ class MemoryBenchmark:
             self._generate(prompt, past_key_values=cache, **options)
             return sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
 
-        peak, after = peak_memory(generate, lambda: (self._dynamic_cache(stored),))
+        peak, after = peak_memory(generate, lambda: (dynamic_cache(full_cache(self.model, 1, stored, 1, 1), stored),))
         return Peak(peak.torch_bytes - (after - self.kv_bytes(stored)), peak.python_bytes)
 
     def _generate(self, prompt: torch.Tensor, **options: Any) -> None:
         self.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options)
-
-    def _dynamic_cache(self, stored: int) -> DynamicCache:
-        return dynamic_cache(full_cache(self.model, 1, stored, 1, 1), stored)
 
     def _prompt(self, context: int) -> torch.Tensor:
         return torch.randint(self.shape.vocab, (1, context), generator=torch.Generator().manual_seed(0))

@@ -89,9 +89,11 @@ def acceptance_table(records: Sequence[Record]) -> str:
     lengths = sorted({row["length"] for row in rows})
     by_key = {(row["mode"], _options(row), row["length"]): row for row in rows}
     settings = [{"mode": mode, "setting": setting} for mode, setting in dict.fromkeys(key[:2] for key in by_key)]
-    columns: dict[str, Column] = {"mode": "mode", "setting": "setting"}
-    for length in lengths:
-        columns[f"tau at {length}"] = lambda row, at=length: _tau(by_key.get((row["mode"], row["setting"], at)))
+
+    def tau_at(length: int) -> Column:
+        return lambda row: _tau(by_key.get((row["mode"], row["setting"], length)))
+
+    columns = {"mode": "mode", "setting": "setting"} | {f"tau at {length}": tau_at(length) for length in lengths}
     return table(settings, columns)
 
 

@@ -74,14 +74,14 @@ class Decoder:
         """
         tokens = tokens or self.tokens
         ids = self.prompts.tokens[rows, :context]
-        how = {"decoding": MODES[mode], "tokens": tokens, "seed": seed}
+        prompt, how = (ids, torch.ones_like(ids)), MODES[mode]
         if isinstance(method, HfMethod):
+            cache: Any = self.prompts.dynamic_cache(rows, context - 1)
             with _new_tokens_only(self.model):
-                cache: Any = self.prompts.dynamic_cache(rows, context - 1)
-                return run_call(self.model, method, (ids, torch.ones_like(ids)), cache=cache, **how)
+                return run_call(self.model, method, prompt, decoding=how, tokens=tokens, seed=seed, cache=cache)
         method.generation_config.gate = False  # speculation itself is measured
         cache = self._speculative_cache(method, rows, context, tokens)
-        return run_call(self.model, method, (ids, torch.ones_like(ids)), cache=cache, **how)
+        return run_call(self.model, method, prompt, decoding=how, tokens=tokens, seed=seed, cache=cache)
 
     def _speculative_cache(self, draft: Any, rows: slice, context: int, tokens: int) -> SpeculativeCache:
         """One buffer per batch size and context, filled anew for every run."""

@@ -86,7 +86,8 @@ class DraftedTextStreamer(BaseStreamer):
 
     def _report_recorded(self) -> None:
         """Report the steps whose tokens have arrived and that are recorded; step 0 is the prompt's token."""
-        emitted, drafted = (rows[0] if rows else [] for rows in self._recorded())
+        stats = self._stats()
+        emitted, drafted = (rows[0] if rows else [] for rows in (stats.emitted_per_step, stats.drafted_per_step))
         while self._waiting and self._reported <= len(emitted):
             number = self._reported - 1
             count, proposed = (1, 0) if number < 0 else (emitted[number], drafted[number])
@@ -96,10 +97,6 @@ class DraftedTextStreamer(BaseStreamer):
             del self._waiting[:count]
             self._reported += 1
             self._report(StepText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
-
-    def _recorded(self) -> tuple[list[Any], list[Any]]:
-        stats = self._stats()
-        return stats.emitted_per_step, stats.drafted_per_step
 
 
 def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[str, str]) -> str:
