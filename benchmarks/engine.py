@@ -42,7 +42,7 @@ from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.machine import read_gb_per_second, step_bytes
 from hf_longspec.bench.matrix import Cell, Matrix, Method
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
-from hf_longspec.bench.report import FAILED, rows_of
+from hf_longspec.bench.report import FAILED, IDENTICAL, REFERENCE, rows_of
 from hf_longspec.bench.results import Record, of_kind
 from hf_longspec.bench.summaries import significant
 
@@ -96,7 +96,7 @@ def measure_speed(
 ) -> None:
     """Measure all cells, the most telling first: batch by batch, long contexts before short ones.
 
-    A method whose greedy float32 text is not that of plain `generate` is not timed.
+    A method whose greedy float32 text is not that of plain `generate`, or was not measured, goes no further.
 
     Args:
         models (`Mapping[str, PreTrainedModel]`): The target by name of its dtype; "float32" is required.
@@ -115,16 +115,19 @@ def measure_speed(
     }
     progress = SimpleNamespace(say=results.say, step=lambda count=1: None)
     for batch, context in product(batches, sorted(contexts, reverse=True)):
-        wrong: set[str] = set()
+        right = {method.name for method in methods["float32"]}
         for dtype in dict.fromkeys(["float32", *dtypes]):  # whose texts are compared
             for mode in ("greedy", "sample") if dtype in dtypes else ("greedy",):
                 cell, turns = Cell(dtype, context, batch, MODES[mode]), repeats if dtype in dtypes else 1
-                right = [method for method in methods[dtype] if method.name not in wrong]
-                how = {"model": models[dtype], "methods": right, "prompts": rounded[dtype], "results": results}
+                if HF not in right:
+                    results.skip(f"no float32 text of {HF} to compare with", **cell.key())
+                    continue
+                chosen = [method for method in methods[dtype] if method.name in right]
+                how = {"model": models[dtype], "methods": chosen, "prompts": rounded[dtype], "results": results}
                 PrefilledMatrix(**how, tokens=tokens, repeats=turns).measure(cell, progress)
                 rows = rows_of(of_kind(results.records, "run", **cell.key()))
-                if dtype == "float32":
-                    wrong |= {row["method"] for row in rows if row["text"] in FAILED}
+                if cell == Cell("float32", context, batch):
+                    right = {row["method"] for row in rows if row["text"] in (REFERENCE, IDENTICAL)}
                 if dtype in dtypes:
                     floor = step_bytes(models[dtype], context, batch) / (bandwidth * 1e9)
                     write_summaries(results, cell, mode, rows, repeats, floor)
