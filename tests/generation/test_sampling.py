@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
 )
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.auditing import MAX_SIGMA
+from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.generation import decoding
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import (
