@@ -183,8 +183,7 @@ PROCESSORS = (
     ("kind", "options"),
     [
         *zip([*DRAFTS, *HEADS], cycle(PROCESSORS)),
-        *(("longspec", options) for options in PROCESSORS[:2]),
-        *(("verify_hidden", options) for options in PROCESSORS[:2]),
+        *((kind, PROCESSORS[1]) for kind in ("longspec", "verify_hidden")),
     ],
     ids=str,
 )
