@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.auditing import MAX_SIGMA
 from hf_longspec.generation import decoding
-from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
+from hf_longspec.modeling.specattn import generation_specattn
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 from tests.distributions import max_z_score
 from tests.generation.tiny_models import ATTENTION
@@ -222,13 +222,12 @@ class TestDistribution:
         assert max_z_score(self.draws(model, draft, FREE), expected) < MAX_SIGMA
 
     def test_a_wrong_draft_distribution_is_detected(self, model, monkeypatch):
-        choose = SpecAttnDrafter._choose
+        chain_q = generation_specattn.chain_q
 
-        def uniform(self, logits, depth):
-            token, q = choose(self, logits, depth)
-            return token, torch.full_like(q, 1 / q.shape[-1])
+        def uniform(distributions):
+            return chain_q([torch.full_like(q, 1 / q.shape[-1]) for q in distributions])
 
-        monkeypatch.setattr(SpecAttnDrafter, "_choose", uniform)
+        monkeypatch.setattr(generation_specattn, "chain_q", uniform)
         samples = self.draws(model, self.specattn(model), FREE)
         assert max_z_score(samples, self.exact(model, FREE)) > 2 * MAX_SIGMA
 
