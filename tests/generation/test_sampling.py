@@ -4,6 +4,7 @@ With the coupled rule, the same seed gives the same text with and without specul
 follows the distribution of the bare model.
 """
 
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -20,7 +21,7 @@ from transformers.generation.logits_process import (
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.auditing import MAX_SIGMA
 from hf_longspec.generation import decoding
-from hf_longspec.modeling.specattn import generation_specattn
+from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 from tests.distributions import max_z_score
 from tests.generation.tiny_models import ATTENTION
@@ -222,12 +223,13 @@ class TestDistribution:
         assert max_z_score(self.draws(model, draft, FREE), expected) < MAX_SIGMA
 
     def test_a_wrong_draft_distribution_is_detected(self, model, monkeypatch):
-        chain_q = generation_specattn.chain_q
+        propose = SpecAttnDrafter.propose
 
-        def uniform(distributions):
-            return chain_q([torch.full_like(q, 1 / q.shape[-1]) for q in distributions])
+        def uniform(self, root):
+            tree = propose(self, root)
+            return replace(tree, q=torch.full_like(tree.q, 1 / tree.q.shape[-1]))
 
-        monkeypatch.setattr(generation_specattn, "chain_q", uniform)
+        monkeypatch.setattr(SpecAttnDrafter, "propose", uniform)
         samples = self.draws(model, self.specattn(model), FREE)
         assert max_z_score(samples, self.exact(model, FREE)) > 2 * MAX_SIGMA
 
