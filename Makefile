@@ -53,11 +53,11 @@ demo: $(READY) ## continue a long document with and without speculation, and com
 
 test: $(READY) ## the whole test suite, on the newest transformers
 	@echo "Running the whole test suite and the examples in docstrings on the newest transformers."
-	$(VENV)/bin/python -m pytest -n auto $(ARGS)
+	$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
 test-min: $(READY_MIN) ## the tests of what differs between transformers versions, on the oldest supported one
 	@echo "Running the tests of what differs between transformers versions on the oldest supported one."
-	$(VENV_MIN)/bin/python -m pytest -n auto $(MIN_TESTS) $(ARGS)
+	$(VENV_MIN)/bin/python -m pytest -n auto --dist worksteal $(MIN_TESTS) $(ARGS)
 
 test-torch-min: $(READY_TORCH_MIN) ## compiled steps, kernels and the simulated device, on the oldest supported torch
 	@echo "Running the tests of what depends on torch on the oldest supported torch."
@@ -83,7 +83,7 @@ lint: $(READY) ## ruff (rules and format) and mypy
 
 soak: $(READY) ## long property tests and the tests marked soak
 	@echo "Running the property tests with many more examples, and the tests marked soak. This takes long."
-	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n auto -m "soak or hypothesis" $(ARGS)
+	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n auto --dist worksteal -m "soak or hypothesis" $(ARGS)
 
 bench: $(READY) ## measure the engine; results go to benchmarks/results
 	@echo "Measuring the engine. Leave the machine alone meanwhile."

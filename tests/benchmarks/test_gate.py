@@ -21,7 +21,6 @@ from benchmarks.gate import (
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import MODES, PLAIN
 from hf_longspec.bench.results import read_records
-from hf_longspec.generation.gate import gate_of
 from tests.gates import FlippingGate
 
 WAYS = [PLAIN, "useless, gated", "draft, gated", "draft, ungated"]
@@ -41,8 +40,7 @@ def measured(target, prompts, folder):
     return {row["method"]: row for row in read_records(folder / "gate.jsonl") if row["kind"] == "gate"}
 
 
-def test_ways_run_as_named(target, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
+def test_ways_run_as_named(target, prompts, tmp_path):
     rows = measured(target, prompts, tmp_path)
     assert list(rows) == WAYS
     assert all(row["same_texts"] == row["texts"] == 3 for row in rows.values())
