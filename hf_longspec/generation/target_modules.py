@@ -12,7 +12,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -247,35 +247,56 @@ def refuse_compiled_forward(model: PreTrainedModel) -> None:
             )
 
 
-class FinalNormInput:
-    """Keep the input of the final norm in forwards of this thread, while the context is open.
+class LastCall:
+    """Keep the arguments of this thread's latest call of a module, while the context is open.
 
     Args:
-        model (`PreTrainedModel`): A causal language model.
+        module (`nn.Module`): A part of a model, used as it is.
 
     Attributes:
-        hidden (`torch.Tensor` of shape `(B, N, hidden)`): Input of the final norm in the latest forward.
+        inputs (`tuple`): Positional arguments.
+        keywords (`dict[str, Any]`): Keyword arguments.
     """
 
-    hidden: torch.Tensor
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self.inputs: tuple[Any, ...] = ()
+        self.keywords: dict[str, Any] = {}
 
-    def __init__(self, model: PreTrainedModel):
-        self._norm = final_norm_of(model)
-
-    def __enter__(self) -> "FinalNormInput":
+    def __enter__(self) -> Self:
         self._thread = threading.get_ident()  # another thread may be generating on the same model
-        self._handle = self._norm.register_forward_pre_hook(self._catch)
+        self._handle = self._module.register_forward_pre_hook(self._catch, with_kwargs=True)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._handle.remove()
 
-    def _catch(self, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if torch.compiler.is_compiling():
-            if _traced.wanted:
-                _traced.hidden = inputs[0]
-        elif threading.get_ident() == self._thread:
-            self.hidden = inputs[0]
+    def _catch(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if threading.get_ident() == self._thread:
+            self.inputs, self.keywords = inputs, keywords
+
+
+class FinalNormInput(LastCall):
+    """Keep the input of the final norm in forwards of this thread, while the context is open.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__(final_norm_of(model))
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """Input `(B, N, hidden)` of the final norm in the latest forward."""
+        hidden: torch.Tensor = self.inputs[0]
+        return hidden
+
+    def _catch(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            super()._catch(module, inputs, keywords)
+        elif _traced.wanted:
+            _traced.hidden = inputs[0]
 
 
 class _Traced:
