@@ -133,10 +133,10 @@ MUTATIONS = (
     ),
     Mutation(
         "The draft's own window ends where it was trained to end",
-        "modeling/longspec/generation_longspec.py",
-        "(stored >= 0) & (stored > positions - self.window)",
-        "(stored >= 0)",
-        "tests/modeling/longspec/test_window_ring.py",
+        "generation/window_ring.py",
+        "seen = stored > query - self.window",
+        "seen = stored > -1",
+        "tests/generation/test_window_ring.py",
     ),
     Mutation(
         "Criteria see the whole batch at the length of the new token",

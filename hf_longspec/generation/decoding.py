@@ -151,7 +151,8 @@ class Session:
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
         chunk_size, seed_tokens = self.config.prefill_chunk_size, self.drafter.seed_tokens
-        tails = self.prompts.prefill(self.target, self.cache, self.rotary, seed_tokens, chunk_size)
+        with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.stored):
+            tails = self.prompts.prefill(self.target, self.cache, self.rotary, seed_tokens, chunk_size)
         if self.draft.setting("check_target") and not self.rotary.never_speculates:
             highest = self.rotary.highest(self.max_length)
             check_target(self.target, self.cache, self.prompts.texts, highest, self.prompts.logits)

@@ -55,7 +55,7 @@ def test_what_is_caught_can_leave_a_graph(compiles, graphs):
         torch.testing.assert_close(hidden, caught.hidden, atol=TOLERANCE, rtol=TOLERANCE)
     assert graphs.frame_count == compiles
     assert not final_norm_of(model)._forward_pre_hooks
-    assert final_norm._traced.hidden is None and not final_norm._traced.wanted
+    assert not final_norm._traced.caught and not final_norm._traced.wanted
 
 
 def test_a_graph_that_has_not_asked_catches_nothing(graphs):

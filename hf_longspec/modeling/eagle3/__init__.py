@@ -1,0 +1,14 @@
+"""EAGLE-3: a draft of one layer that reads states of three layers of the target."""
+
+from ..register_draft import register_draft
+from .configuration_eagle3 import Eagle3Config
+from .modeling_eagle3 import Eagle3DraftModel
+
+__all__ = ["Eagle3Config", "Eagle3DraftModel"]
+
+register_draft(
+    Eagle3Config,
+    Eagle3DraftModel,
+    convert="hf_longspec.modeling.eagle3.convert_eagle3:EAGLE3",
+    card="hf_longspec.hub:templates/eagle3.md",
+)
