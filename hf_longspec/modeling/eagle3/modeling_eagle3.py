@@ -174,7 +174,9 @@ class Eagle3DraftModel(DraftModel):
         if position_ids is None:
             position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
         embedded, states, logits = self.embed(tokens, target), self.features(taps.to(self.dtype)), []
-        attention = ChainedAttention([own or window for own in self.config.window_of_layers], sinks)
+        # layers trained with a window saw no sinks beside it
+        spans = [(own, 0) if own else (window, sinks) for own in self.config.window_of_layers]
+        attention = ChainedAttention(spans)
         for step in range(steps):
             count = length - step
             angles = rotary(states, position_ids[:, step:])
@@ -460,16 +462,14 @@ class ChainedAttention:
     the training-time test of EAGLE-3, https://huggingface.co/papers/2503.01840, section 3.2.
 
     Args:
-        windows (`Sequence[int | None]`): Window of each layer. Places of all steps attend to the last `window` entries
-            up to p: the window does not move while drafting.
-        sinks (`int`): First entries that layers with a window attend to as well.
+        spans (`Sequence[tuple[int | None, int]]`): Window and sinks of each layer. Places of all steps attend to the last
+            `window` entries up to p, as the window does not move while drafting, and to the first `sinks` entries.
     """
 
-    def __init__(self, windows: Sequence[int | None], sinks: int = 0):
-        self.windows = windows
-        self.sinks = sinks
-        self._keys: list[list[torch.Tensor]] = [[] for _ in windows]
-        self._values: list[list[torch.Tensor]] = [[] for _ in windows]
+    def __init__(self, spans: Sequence[tuple[int | None, int]]):
+        self.spans = spans
+        self._keys: list[list[torch.Tensor]] = [[] for _ in spans]
+        self._values: list[list[torch.Tensor]] = [[] for _ in spans]
 
     def __call__(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the attention output `(B, H, n, D)` of the next step in a layer."""
@@ -490,8 +490,9 @@ class ChainedAttention:
     def _seen(self, index: int, count: int, length: int, device: torch.device) -> torch.Tensor:
         places, entries = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
         seen = entries <= places
-        if (window := self.windows[index]) is not None:
-            seen = seen & ((entries > places - window) | (entries < self.sinks))
+        window, sinks = self.spans[index]
+        if window is not None:
+            seen = seen & ((entries > places - window) | (entries < sinks))
         return seen
 
 
