@@ -274,14 +274,14 @@ def places():
     return torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]]), torch.tensor([[3], [1]])
 
 
-@pytest.mark.parametrize(
-    ("rows", "options"), [(1, {}), (3, {"do_sample": True, "temperature": 0.9})], ids=["one-row", "sampled-rows"]
-)
-def test_compiled_steps(target, monkeypatch, rows, options):
-    """The same text, and every drafting step in a graph."""
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9}], ids=["greedy", "sampled"])
+def test_compiled_steps(target, graphs, monkeypatch, rows, options):
+    """The same text, with every drafting step in a graph that later calls use again."""
     model = target("llama", vocab_size=12)
-    draft = draft_for(model, tree_widths=[2, 2], draft_vocab_size=10, num_hidden_layers=1)
-    texts, failed, call = [], [], compiled.CompiledRunner.__call__
+    draft, texts, failed = draft_for(model, tree_widths=[7, 5], draft_vocab_size=11), [], []
+    counts: list[int] = []
+    call = compiled.CompiledRunner.__call__
 
     def watching(self, function, *args):
         result = call(self, function, *args)
@@ -289,9 +289,22 @@ def test_compiled_steps(target, monkeypatch, rows, options):
         return result
 
     monkeypatch.setattr(compiled.CompiledRunner, "__call__", watching)
-    for mode in ("off", "compile"):
+    for mode in ("off", "compile", "compile"):
         draft.generation_config.compile = mode
         torch.manual_seed(0)
         texts.append(generate(model, draft, LENGTHS[:rows], **options))
-    assert torch.equal(*texts) and not failed
+        counts.append(graphs.frame_count)
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[1], texts[2]) and not failed
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
     assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_grow"}
+    assert 0 < counts[1] == counts[2]
+
+
+def test_steps_are_compiled_level_by_level_if_processors_read_the_text(target, graphs):
+    model = target("llama", vocab_size=12)
+    draft, texts = draft_for(model, tree_widths=[3, 2]), []
+    for mode in ("off", "compile"):
+        draft.generation_config.compile = mode
+        texts.append(generate(model, draft, (33,), repetition_penalty=1.3))
+    assert torch.equal(*texts)
+    assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_first_level", "_next_level"}
