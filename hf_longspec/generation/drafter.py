@@ -108,7 +108,7 @@ class Drafter(CandidateGenerator):
     max_depth: int = 0
     """Depth of the deepest node of all trees."""
     wants_hidden: bool | tuple[int, ...] = False
-    """Whether [`Verification`] includes the input of the target's final norm, or the layers whose inputs it includes."""
+    """Whether [`Verification`] includes the input of the target's final norm, or the layers whose inputs it has."""
     is_steady: bool = True
     """Whether more verifications of trees of the present shape will follow, so that compiling one is worth it."""
     foreign_depth: int = 0

@@ -274,7 +274,14 @@ class TargetView:
         return Step(logits, context, hidden)
 
     def step(
-        self, tokens, positions, cache, mask, context, fixed_shape: bool = False, with_hidden: bool | tuple[int, ...] = False
+        self,
+        tokens,
+        positions,
+        cache,
+        mask,
+        context,
+        fixed_shape: bool = False,
+        with_hidden: bool | tuple[int, ...] = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the model on `(batch, N)` tokens with an attention context.
 

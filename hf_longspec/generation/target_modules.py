@@ -5,7 +5,8 @@ outside of them are rows of data in this file. tests/generation/test_target_modu
 target's own hidden states, queries and logits.
 
 [`LayerInputs`] catches the residual stream before some layers, and [`FinalNormInput`] the one after the last layer.
-Transformers' `hidden_states[-1]` is the output of the final norm, and `output_hidden_states` keeps the states of all layers.
+Transformers' `hidden_states[-1]` is the output of the final norm, and `output_hidden_states` keeps the states of all
+layers.
 """
 
 import inspect

@@ -7,8 +7,8 @@ class WindowRing:
     """Store keys and values of the first and the last committed tokens of every row, and those of a draft tree.
 
     The `sinks` first tokens of a text stay in the first slots. The token at a later position p lies in slot
-    `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. One spare slot takes the writes that a
-    row does not keep, so that all rows run the same operations.
+    `sinks + (p - sinks) % (window + room)`, node i of the tree in slot `size + i`. One spare slot takes the writes that
+    a row does not keep, so that all rows run the same operations.
 
     Args:
         window (`int`): Positions that a query attends to, its own included.

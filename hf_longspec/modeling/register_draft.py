@@ -120,7 +120,7 @@ def weightless_drafts() -> dict[str, type[DraftModel]]:
 
 
 def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
-    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project; `None` if none does.
+    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`.
 
     Args:
         config (`dict[str, Any]`): Contents of its config.json.

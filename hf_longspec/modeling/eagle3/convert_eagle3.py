@@ -1,8 +1,8 @@
 """Reading and writing of EAGLE-3 drafts in the formats of other projects.
 
-There are two: the authors' (`midlayer.*`, a flat config.json) and that of speculators and ModelOpt (`layers.0.*`), which
-other engines serve. Both hold the same tensors. Config files are read as JSON; the code that a folder may contain is
-never run.
+There are two: the authors' (`midlayer.*`, a flat config.json) and that of speculators and ModelOpt (`layers.0.*`),
+which other engines serve. Both hold the same tensors. Config files are read as JSON; the code that a folder may contain
+is never run.
 """
 
 import json
@@ -177,10 +177,10 @@ def _config_of(
     vocabulary = _draft_vocabulary(source, raw, weights, layer.vocab_size)
     rope = _rope(source, raw, dict(layer.rope_parameters))
     long = rope["rope_type"] == "yarn"
-    described = {} if target is None else {"target": Eagle3Config.describe(target)}
-    if text is not None:
-        described |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        described["target_name_or_path"] = getattr(target, "config", target)._name_or_path or None
+    described: dict[str, Any] = {}
+    if target is not None:
+        described = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        described |= {"target": Eagle3Config.describe(target), "target_name_or_path": _name_of(target)}
     return Eagle3Config(
         vocab_size=layer.vocab_size,
         hidden_size=layer.hidden_size,
@@ -239,8 +239,9 @@ def _flags(source: str, raw: Mapping[str, Any], weights: Mapping[str, torch.Tens
 
     if "speculators_model_type" in raw and "norm_before_residual" not in {*nested, *raw}:
         logger.warning(
-            f"{source}: config.json does not say norm_before_residual, which is taken as False. If few drafts are "
-            "accepted, set it to True in config.json and load the draft again."
+            "%s: config.json has no norm_before_residual, which is taken as False. If few drafts are accepted, set it "
+            "to True in config.json and load the draft again.",
+            source,
         )
     flags = {
         "norm_before_residual": flag("norm_before_residual"),
@@ -274,7 +275,9 @@ def _tapped_width(
     return int(width)
 
 
-def _draft_vocabulary(source: str, raw: Mapping[str, Any], weights: Mapping[str, torch.Tensor], whole: int) -> int | None:
+def _draft_vocabulary(
+    source: str, raw: Mapping[str, Any], weights: Mapping[str, torch.Tensor], whole: int
+) -> int | None:
     """Return the size of a reduced vocabulary, or `None`."""
     size = raw.get("draft_vocab_size") or raw.get("truncated_vocab_size") or whole
     for name, tensor in (("lm_head.weight", weights.get("lm_head.weight")), ("d2t", weights.get("d2t"))):
@@ -298,13 +301,13 @@ def _check_vocabulary(source: str, d2t: torch.Tensor, kept: torch.Tensor | None,
     if len(outside):
         place = int(outside[0])
         raise ValueError(
-            f"{source}: d2t[{place}]={int(d2t[place])} leads to token {int(ids[place])} of {config.vocab_size}. d2t holds "
-            "offsets: the target's id of draft token i is i + d2t[i]. Take all files from one draft."
+            f"{source}: d2t[{place}]={int(d2t[place])} leads to token {int(ids[place])} of {config.vocab_size}. d2t "
+            "holds offsets: the target's id of draft token i is i + d2t[i]. Take all files from one draft."
         )
     if len(ids.unique()) != len(ids):
         raise ValueError(
-            f"{source}: d2t gives {len(ids)} draft tokens only {len(ids.unique())} different ids: expected one for each. "
-            "Take all files from one draft."
+            f"{source}: d2t gives {len(ids)} draft tokens only {len(ids.unique())} different ids: expected one for "
+            "each. Take all files from one draft."
         )
     if kept is not None and not torch.equal(kept.nonzero().flatten(), ids.sort().values):
         raise ValueError(f"{source}: t2d marks other tokens than d2t leads to. Take all files from one draft.")
@@ -341,8 +344,10 @@ def _rope(source: str, raw: Mapping[str, Any], rope: dict[str, Any]) -> dict[str
         )
     if kind == "yarn" and "transformer_layer_config" not in raw and rope["rope_theta"] != 10000.0:
         logger.warning(
-            f"{source}: rope_theta={rope['rope_theta']} with yarn, which the code of such drafts does not read: 10000 is "
-            "used. Set draft.generation_config.rope_theta for another one."
+            "%s: rope_theta=%s with yarn, which the code of such drafts does not read: 10000 is used. Set "
+            "draft.generation_config.rope_theta for another one.",
+            source,
+            rope["rope_theta"],
         )
         rope["rope_theta"] = 10000.0
     return rope
@@ -353,11 +358,13 @@ def _refuse_others(source: str, raw: Mapping[str, Any], names: list[str]) -> Non
     kind = raw.get("speculators_model_type", "eagle3")
     if kind != "eagle3" or "mask_hidden" in names:
         found = kind if kind != "eagle3" else "peagle"
-        raise ValueError(f"{source} is a draft of the kind {found!r}, and only 'eagle3' is supported. Use another draft.")
+        raise ValueError(
+            f"{source} is a draft of the kind {found!r}, and only 'eagle3' is supported. Use another draft."
+        )
     if any("kv_a_proj_with_mqa" in name or "kv_b_proj" in name for name in names):
         raise ValueError(
-            f"{source} is an EAGLE-3 draft with latent attention (MLA: kv_a_proj_with_mqa), which is not supported. Use "
-            "a draft with ordinary attention."
+            f"{source} is an EAGLE-3 draft with latent attention (MLA: kv_a_proj_with_mqa), which is not supported. "
+            "Use a draft with ordinary attention."
         )
     if "fc.weight" not in names:
         raise ValueError(
@@ -372,8 +379,8 @@ def _refuse_first_versions(source: str, weights: Mapping[str, torch.Tensor]) -> 
     hidden = weights["fc.weight"].shape[0]
     if query is not None and query.shape[-1] == hidden:
         raise ValueError(
-            f"{source} is a draft of EAGLE-1 or EAGLE-2 (q_proj reads {hidden} numbers, EAGLE-3's {2 * hidden}), which is "
-            "another model. Use an EAGLE-3 draft of the same target."
+            f"{source} is a draft of EAGLE-1 or EAGLE-2 (q_proj reads {hidden} numbers, EAGLE-3's {2 * hidden}), which "
+            "is another model. Use an EAGLE-3 draft of the same target."
         )
 
 
@@ -381,11 +388,19 @@ def _compare_names(source: str, raw: Mapping[str, Any], target: PreTrainedModel 
     """Warn if config.json names another target than the one that was passed."""
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     named = verifier.get("name_or_path")
-    given = None if target is None else getattr(target, "config", target)._name_or_path
+    given = None if target is None else _name_of(target)
     if named and given and Path(named).name.lower() != Path(given).name.lower():
         logger.warning(
-            f"{source} was made for {named}, and the target is {given}: fewer drafts may be accepted if they differ."
+            "%s was made for %s, and the target is %s: fewer drafts may be accepted if they differ.",
+            source,
+            named,
+            given,
         )
+
+
+def _name_of(target: PreTrainedModel | PreTrainedConfig) -> str | None:
+    config: Any = getattr(target, "config", target)
+    return config._name_or_path or None
 
 
 def save_speculators(draft: Eagle3DraftModel, folder: Any, target: PreTrainedModel | None = None) -> None:
@@ -408,7 +423,7 @@ def save_speculators(draft: Eagle3DraftModel, folder: Any, target: PreTrainedMod
 
 
 def speculators_tensors(draft: Eagle3DraftModel, target: PreTrainedModel | None = None) -> dict[str, torch.Tensor]:
-    """Return the tensors of a draft by their names in the format of speculators; arguments as of [`save_speculators`]."""
+    """Return the tensors of a draft by their names in the format of speculators; see [`save_speculators`]."""
     tensors = {name: value.detach().cpu().contiguous() for name, value in draft.state_dict().items()}
     for name, part in (("embed_tokens.weight", "get_input_embeddings"), ("lm_head.weight", "get_output_embeddings")):
         if name not in tensors:
@@ -425,7 +440,7 @@ def speculators_tensors(draft: Eagle3DraftModel, target: PreTrainedModel | None 
 
 
 def speculators_config(draft: Eagle3DraftModel, target: PreTrainedModel | None = None) -> dict[str, Any]:
-    """Return config.json of a draft in the format of speculators; arguments as of [`save_speculators`]."""
+    """Return config.json of a draft in the format of speculators; see [`save_speculators`]."""
     config = draft.config
     layers = draft.effective("target_layer_ids") or ()
     if not layers and target is None:
@@ -439,8 +454,8 @@ def speculators_config(draft: Eagle3DraftModel, target: PreTrainedModel | None =
     if kind == "qwen3" or window is not None:
         kinds = ["full_attention" if own is None else "sliding_attention" for own in windows]
         extra = {"layer_types": kinds, "sliding_window": window, "use_sliding_window": window is not None}
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "initializer_range", "attention_bias")
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    names += ["num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "initializer_range", "attention_bias"]
     layer = {name: getattr(config, name) for name in names} | extra
     layer |= {"model_type": kind, "max_position_embeddings": config.max_position_embeddings, "rope_parameters": rope}
     layer |= {"tie_word_embeddings": False} | ({"mlp_bias": config.mlp_bias} if kind == "llama" else {})

@@ -1,9 +1,9 @@
 """EAGLE-3: a draft of one layer grows a beam from states of the target, then from its own.
 
 EAGLE-3, https://huggingface.co/papers/2503.01840. An entry joins the target's states at position p ("taps") with token
-p + 1; its place in rotary embeddings is p. The entries of the committed text are in a ring, so that memory does not grow
-with the context. The newest entry predicts the first level of the tree. A node of the tree is an entry too, with the
-state of its parent in place of taps, which the target has only after it verified the node.
+p + 1; its place in rotary embeddings is p. The entries of the committed text are in a ring, so that memory does not
+grow with the context. The newest entry predicts the first level of the tree. A node of the tree is an entry too, with
+the state of its parent in place of taps, which the target has only after it verified the node.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +23,10 @@ from ...generation.target_modules import LayerInputs
 from ...generation.window_ring import WindowRing, visible
 
 
+# Taps, tokens and positions of the entries that the next draft stores, and the place of the last of them in each row.
+Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
 class PromptTaps(LayerInputs):
     """Keep the taps of the first and the last tokens of prompts while the target reads them, in chunks of any size.
 
@@ -37,9 +41,7 @@ class PromptTaps(LayerInputs):
         window (`int`): Number of last tokens that are kept.
     """
 
-    def __init__(
-        self, model: Any, layers: Sequence[int], lengths: Sequence[int], start: int, sinks: int, window: int
-    ):
+    def __init__(self, model: Any, layers: Sequence[int], lengths: Sequence[int], start: int, sinks: int, window: int):
         super().__init__(model, layers)
         self.spans = [[(0, min(sinks, size)), (max(min(sinks, size), size - window), size)] for size in lengths]
         self._next = [start] * len(layers)
@@ -110,7 +112,7 @@ class Eagle3Drafter(Drafter):
             AttentionCall(self.device, self.dtype, draft.config.head_dim, draft.config.head_dim)
         )
         self._prompts: PromptTaps | None = None
-        self.pending: tuple[torch.Tensor, ...] | None = None
+        self.pending: Entries | None = None
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
@@ -184,13 +186,13 @@ class Eagle3Drafter(Drafter):
         lengths = verification.prefix_lengths.on(self.device)[:, None]
         positions = torch.where(places < counts, lengths + places, -1)
         taps = torch.nn.functional.pad(taps, (0, 0, 0, width - taps.shape[1]))
-        new = taps, tokens, positions, (counts - 1).clamp_min(0)
+        last = (counts - 1).clamp_min(0)
         if self.pending is not None:  # a row that committed nothing keeps its last entry
-            new = tuple(
-                torch.where((counts > 0)[..., None] if now.dim() == 3 else counts > 0, now, before)
-                for now, before in zip(new, self.pending, strict=True)
-            )
-        self.pending = new
+            grew = counts > 0
+            taps = torch.where(grew[..., None], taps, self.pending[0])
+            others = zip((tokens, positions, last), self.pending[1:], strict=True)
+            tokens, positions, last = (torch.where(grew, now, before) for now, before in others)
+        self.pending = taps, tokens, positions, last
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a beam of the chosen widths after `root` `(batch,)`."""
@@ -228,12 +230,14 @@ class Eagle3Drafter(Drafter):
             runner (*optional*): Runs the draft level by level, compiled or captured. Candidates are ranked in between.
         """
         beam, end = Beam(root), positions.gather(1, last)
+        states = taps  # of no level yet
         for depth, width in enumerate(self.widths):
-            if depth == 0:
-                function, inputs = _first_level, (taps, tokens, positions, last)
-            else:
-                states = states.gather(1, beam.parent_places.to(self.device)[..., None].expand(-1, -1, states.shape[2]))
-                function, inputs = _next_level, (states, beam.tokens, beam.reach, end + depth, end)
+            inputs: tuple[torch.Tensor, ...] = taps, tokens, positions, last
+            function = _first_level
+            if depth:
+                parents = beam.parent_places.to(self.device)[..., None].expand(-1, -1, states.shape[2])
+                inputs = states.gather(1, parents), beam.tokens, beam.reach, end + depth, end
+                function = _next_level
             found = None if runner is None else self._run_by(runner, function, inputs, depth)
             logits, states = function(inputs, self) if found is None else found
             scores = self.coupling.scores(self._spread(logits.to(root.device)), known, depth, beam.paths)
@@ -272,8 +276,8 @@ class Eagle3Drafter(Drafter):
             tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
             reach (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
             positions (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
-            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes see
-                what it sees: the window does not move while drafting.
+            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes
+                see what it sees: the window does not move while drafting.
         """
         first, nodes = reach.shape[2] - reach.shape[1], reach.shape[2]
         own = reach.to(self.device)

@@ -1,16 +1,14 @@
 """Eagle3DraftModel: one decoder layer on states of three layers of the target, run once per drafted token."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
@@ -20,9 +18,7 @@ from ..loading import HUB_KWARGS
 from ..tree_choices import other_trees
 from .configuration_eagle3 import Eagle3Config, default_layer_ids
 from .generation_eagle3 import Eagle3Drafter
-
-Rotary = tuple[torch.Tensor, torch.Tensor]
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from .layers_eagle3 import Attend, ChainedAttention, Eagle3Layer, Rotary
 
 # The value of `window` that stands for the number of positions that the draft was trained with.
 TRAINED = "trained"
@@ -171,15 +167,16 @@ class Eagle3DraftModel(DraftModel):
         """
         rotary = rotary or self.rotary_embedding(tokens.device)
         length = tokens.shape[1]
-        if position_ids is None:
-            position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
+        positions: torch.Tensor | None = position_ids
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device).expand_as(tokens)
         embedded, states, logits = self.embed(tokens, target), self.features(taps.to(self.dtype)), []
         # layers trained with a window saw no sinks beside it
         spans = [(own, 0) if own else (window, sinks) for own in self.config.window_of_layers]
         attention = ChainedAttention(spans)
         for step in range(steps):
             count = length - step
-            angles = rotary(states, position_ids[:, step:])
+            angles = rotary(states, positions[:, step:])
             outputs, states = self.run(states[:, :count], embedded[:, step:], angles, attention)
             logits.append(self.logits(outputs, target))
         return logits
@@ -229,8 +226,8 @@ class Eagle3DraftModel(DraftModel):
             norm_output (`bool`, *optional*): In place of the config's.
 
         Returns:
-            `tuple[torch.Tensor, torch.Tensor]`: Normalised outputs `(B, n, hidden)`, from which logits are computed, and
-            the states `(B, n, hidden)` that the next step reads.
+            `tuple[torch.Tensor, torch.Tensor]`: Normalised outputs `(B, n, hidden)`, from which logits are computed,
+            and the states `(B, n, hidden)` that the next step reads.
         """
         for index, layer in enumerate(self.layers):
             is_last = index == len(self.layers) - 1
@@ -289,7 +286,7 @@ class Eagle3DraftModel(DraftModel):
         if self.training or (self.device, self.dtype) != (device, dtype):
             # a copy, as the user may be training this draft in another dtype
             draft = copy.deepcopy(self).to(device, dtype).eval()
-        window = getattr(self.generation_config, "window", TRAINED)
+        window: Any = getattr(self.generation_config, "window", TRAINED)
         window = self.config.trained_max_length if window == TRAINED else window
         layers = self.layers_of(binding.target.config)
         return Eagle3Drafter(binding, draft, layers, window, self.setting("sinks"), self._trees(), owner=self)
@@ -306,8 +303,8 @@ class Eagle3DraftModel(DraftModel):
         count = self.config.num_taps
         if not isinstance(layers, list | tuple) or len(layers) != count or not all(type(j) is int for j in layers):
             raise ValueError(
-                f"target_layer_ids={layers!r}: expected a list of {count} integers, as many as fc reads states. The input "
-                "of layer j of the target is its hidden_states[j]. Set draft.generation_config.target_layer_ids."
+                f"target_layer_ids={layers!r}: expected a list of {count} integers, as many as fc reads states. The "
+                "input of layer j of the target is its hidden_states[j]. Set draft.generation_config.target_layer_ids."
             )
         return tuple(layers)
 
@@ -360,140 +357,6 @@ class Eagle3DraftModel(DraftModel):
         widths = self.setting("tree_widths")
         widths = list(widths) if isinstance(widths, list | tuple) else widths
         return [widths, *other_trees(widths, self.setting("tree_choices"), "tree_widths")]
-
-
-class Eagle3Layer(GradientCheckpointingLayer):
-    """One layer: attention and SwiGLU. The first one attends with normalised embedding and state beside each other."""
-
-    def __init__(self, config: Eagle3Config, index: int):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.index = index
-        self.norm_before_residual = config.norm_before_residual
-        if index == 0:
-            self.hidden_norm = nn.RMSNorm(size, eps=eps)
-        self.input_layernorm = nn.RMSNorm(size, eps=eps)
-        self.self_attn = Eagle3Attention(config, 2 * size if index == 0 else size)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
-        self.mlp = Eagle3MLP(config)
-
-    def forward(
-        self,
-        states: torch.Tensor,
-        embedded: torch.Tensor | None,
-        angles: Rotary,
-        attend: Attend,
-        kept: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the residual stream after this layer; see [`Eagle3DraftModel.run`]."""
-        residual = states
-        if embedded is None:
-            normed = self.input_layernorm(states)
-        else:
-            normed = self.hidden_norm(states)
-            residual = normed if self.norm_before_residual else states
-            normed = torch.cat([self.input_layernorm(embedded), normed], -1)
-        query, key, value = self.self_attn.project(normed)
-        query, key = apply_rotary_pos_emb(query, key, *angles)
-        if kept is not None:
-            residual = residual.gather(1, kept[..., None].expand(-1, -1, residual.shape[-1]))
-            places = kept[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[-1])
-            query = query.gather(2, places)
-        states = residual + self.self_attn.output(attend(self.index, query, key, value))
-        return states + self.mlp(self.post_attention_layernorm(states))
-
-
-class Eagle3Attention(nn.Module):
-    """Projections of an attention."""
-
-    def __init__(self, config: Eagle3Config, width: int):
-        super().__init__()
-        self.head_dim, bias = config.head_dim, config.attention_bias
-        heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = nn.Linear(width, heads, bias=bias)
-        self.k_proj = nn.Linear(width, kv_heads, bias=bias)
-        self.v_proj = nn.Linear(width, kv_heads, bias=bias)
-        self.o_proj = nn.Linear(heads, config.hidden_size, bias=bias)
-        if config.qk_norm:
-            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.qk_norm = config.qk_norm
-
-    def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries `(B, H, T, D)`, keys and values `(B, K, T, D)`, not rotated."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (part(normed).unflatten(-1, (-1, self.head_dim)) for part in projections)
-        if self.qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
-    def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """Project attention output `(B, H, T, D)` to `(B, T, hidden)`."""
-        projected: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return projected
-
-
-class Eagle3MLP(nn.Module):
-    """Gated feed-forward layer."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        sizes, bias = (config.hidden_size, config.intermediate_size), config.mlp_bias
-        self.gate_proj = nn.Linear(*sizes, bias=bias)
-        self.up_proj = nn.Linear(*sizes, bias=bias)
-        self.down_proj = nn.Linear(*sizes[::-1], bias=bias)
-        if config.hidden_act not in ACT2FN:
-            raise ValueError(
-                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected the name of an activation of "
-                "transformers, such as 'silu'."
-            )
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the output `(B, T, hidden)` of the layer."""
-        projected: torch.Tensor = self.down_proj(self.act(self.gate_proj(states)) * self.up_proj(states))
-        return projected
-
-
-class ChainedAttention:
-    """Attention of chained steps over whole texts.
-
-    Place p of step s attends to the entries of the text up to p, and to its own entries of the steps 1 to s. This is
-    the training-time test of EAGLE-3, https://huggingface.co/papers/2503.01840, section 3.2.
-
-    Args:
-        spans (`Sequence[tuple[int | None, int]]`): Window and sinks of each layer. Places of all steps attend to the last
-            `window` entries up to p, as the window does not move while drafting, and to the first `sinks` entries.
-    """
-
-    def __init__(self, spans: Sequence[tuple[int | None, int]]):
-        self.spans = spans
-        self._keys: list[list[torch.Tensor]] = [[] for _ in spans]
-        self._values: list[list[torch.Tensor]] = [[] for _ in spans]
-
-    def __call__(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the attention output `(B, H, n, D)` of the next step in a layer."""
-        count, groups = query.shape[2], query.shape[1] // key.shape[1]
-        keys, values = self._keys[index], self._values[index]
-        keys.append(key.repeat_interleave(groups, 1))
-        values.append(value.repeat_interleave(groups, 1))
-        seen = self._seen(index, count, keys[0].shape[2], query.device)
-        scores = (query @ keys[0].transpose(2, 3)).masked_fill(~seen, torch.finfo(query.dtype).min)
-        own = [(query * chained[:, :, :count]).sum(-1, keepdim=True) for chained in keys[1:]]
-        scores = torch.cat([scores, *own], -1).float() * query.shape[-1] ** -0.5
-        weights, length = scores.softmax(-1).to(query.dtype), keys[0].shape[2]
-        out = weights[..., :length] @ values[0]
-        for chained, weight in zip(values[1:], weights[..., length:].unbind(-1), strict=True):
-            out = out + weight[..., None] * chained[:, :, :count]
-        return out
-
-    def _seen(self, index: int, count: int, length: int, device: torch.device) -> torch.Tensor:
-        places, entries = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
-        seen = entries <= places
-        window, sinks = self.spans[index]
-        if window is not None:
-            seen = seen & ((entries > places - window) | (entries < sinks))
-        return seen
 
 
 def _part_of(target: PreTrainedModel | None, part: str) -> PreTrainedModel:

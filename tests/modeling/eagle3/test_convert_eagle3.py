@@ -1,4 +1,4 @@
-"""EAGLE-3 checkpoints of other projects: layouts, flags, conventions, refusals, and a round trip through their format."""
+"""EAGLE-3 checkpoints of other projects: layouts, flags, conventions, refusals, a round trip through their format."""
 
 import json
 import logging
@@ -99,11 +99,12 @@ def test_a_flat_config_and_the_nested_one_say_the_same(copy_of):
     layer = raw["transformer_layer_config"]
     nested = {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
     removed = dict.fromkeys(raw, ...)
+    wanted = {"eagle_config": nested, "truncated_vocab_size": 40}
     folder = copy_of(
         "llama_norm_before_residual",
         as_original,
         **(removed | layer | {"architectures": ["LlamaForCausalLMEagle3"]}),
-        **{"eagle_config": nested, "truncated_vocab_size": 40},
+        **wanted,
     )
     draft = Eagle3DraftModel.from_pretrained(folder)
     assert list(draft.config.target_layer_ids) == [2, 4, 5]
@@ -236,7 +237,7 @@ OTHERS = [
         r"latent attention \(MLA: kv_a_proj_with_mqa\)",
     ),
     ("llama_plain", {"drop": ("fc.weight",)}, "no EAGLE-3 draft: there is no tensor fc.weight"),
-    ("llama_norm_before_fc", {"drop": ("input_norm.weight",)}, "norm_before_fc=True, and there are no tensors input_norm"),
+    ("llama_norm_before_fc", {"drop": ("input_norm.weight",)}, "norm_before_fc=True, and there are no tensors"),
     ("llama_norm_before_fc", {"norm_before_fc": False}, r"norm_before_fc=False, and there are tensors input_norm\.\*"),
     ("llama_eagle31", {"fc_norm": False}, r"fc_norm=False, and there are tensors fc_norm\.\*"),
     ("llama_plain", {"drop": ("norm.weight",)}, r"missing tensors \['norm.weight'\]"),
@@ -256,9 +257,9 @@ OTHERS = [
     ("llama_norm_before_residual", {"tensors": {"t2d": torch.ones(97).bool()}}, "t2d marks other tokens than d2t"),
     ("original_no_theta", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic', expected one of"),
     ("original_no_theta", {"model_type": "llama4"}, "the layer of the draft is of model_type='llama4'"),
-    ("original_no_theta", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm=True, and EAGLE-3 has False"),
+    ("original_no_theta", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm=True, and EAGLE-3"),
     ("original_no_theta", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
-    ("llama_plain", {"tensors": {"embed_tokens.weight": torch.ones(96, 32)}}, r"embed_tokens.weight has shape \(96, 32\)"),
+    ("llama_plain", {"tensors": {"embed_tokens.weight": torch.ones(96, 32)}}, r"embed_tokens.weight has shape \(96"),
 ]
 
 
@@ -270,7 +271,7 @@ def test_refusals_in_one_line(copy_of, name, changes, message):
 
 
 def test_a_truncated_file_is_refused(copy_of):
-    with pytest.raises(ValueError, match="cannot be read .*truncated"):
+    with pytest.raises(ValueError, match=r"cannot be read .*truncated"):
         Eagle3DraftModel.from_pretrained(truncated(copy_of("llama_plain")))
 
 
@@ -306,5 +307,5 @@ def test_warnings(copy_of, model, caplog):
     with caplog.at_level(logging.WARNING):
         Eagle3DraftModel.from_pretrained(folder, target=model)
     model.config._name_or_path = ""
-    assert "does not say norm_before_residual" in caplog.text
+    assert "config.json has no norm_before_residual" in caplog.text
     assert "made for org/Another-Model, and the target is org/This-Model" in caplog.text

@@ -308,3 +308,14 @@ def test_steps_are_compiled_level_by_level_if_processors_read_the_text(target, g
         texts.append(generate(model, draft, (33,), repetition_penalty=1.3))
     assert torch.equal(*texts)
     assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_first_level", "_next_level"}
+
+
+def test_the_window_is_saved(target, tmp_path):
+    """`None` means all of the text, and does not become the default again."""
+    model = target("llama")
+    for window, slots in ((None, 40), (7, 7), ("trained", 40)):
+        draft_for(model, window=window, sinks=0).save_pretrained(tmp_path)
+        draft = Eagle3DraftModel.from_pretrained(tmp_path)
+        assert draft.generation_config.window == window
+        drafter = draft.drafter(Binding(TargetView(model), SpeculativeCache(model.config, 1, 40), None, 40))
+        assert drafter.rings[0].size == slots + drafter.most_new
