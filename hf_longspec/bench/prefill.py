@@ -73,7 +73,7 @@ class Decoder:
             limit = context + max(tokens, self.tokens)
             self._caches[key] = SpeculativeCache(self.model.config, batch, limit)
         nodes = draft.num_tree_nodes(TargetView(self.model))
-        return self.prompts.fill(self._caches[key], rows, context - nodes)
+        return self.prompts.fill(self._caches[key], rows, max(0, context - max(nodes, draft.prompt_tokens)))
 
 
 @torch.no_grad()

@@ -172,6 +172,11 @@ class DraftModel(PreTrainedModel):
         """Return the maximum number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""
         raise NotImplementedError
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of last tokens of a prompt that should run in a call, as the draft reads the target's states there."""
+        return 0
+
     def num_out_of_vocabulary(self, rows: Sequence[Sequence[int]]) -> int:
         """Return how many tokens of some rows this draft cannot propose; none if its vocabulary is the target's."""
         return 0

@@ -10,6 +10,7 @@ register_draft(
     Eagle3Config,
     Eagle3DraftModel,
     convert="hf_longspec.modeling.eagle3.convert_eagle3:EAGLE3",
+    tune="hf_longspec.cli.tune:tune_eagle3",
     reads="hf_longspec.modeling.eagle3.convert_eagle3:is_eagle3",
     card="hf_longspec.hub:templates/eagle3.md",
 )

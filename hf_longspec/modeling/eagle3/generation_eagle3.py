@@ -22,7 +22,6 @@ from ...generation.sampling import Coupling
 from ...generation.target_modules import LayerInputs
 from ...generation.window_ring import WindowRing, visible
 
-
 # Taps, tokens and positions of the entries that the next draft stores, and the place of the last of them in each row.
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

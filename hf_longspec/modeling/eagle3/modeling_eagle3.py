@@ -1,6 +1,7 @@
 """Eagle3DraftModel: one decoder layer on states of three layers of the target, run once per drafted token."""
 
 import copy
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, ClassVar
@@ -286,10 +287,18 @@ class Eagle3DraftModel(DraftModel):
         if self.training or (self.device, self.dtype) != (device, dtype):
             # a copy, as the user may be training this draft in another dtype
             draft = copy.deepcopy(self).to(device, dtype).eval()
-        window: Any = getattr(self.generation_config, "window", TRAINED)
-        window = self.config.trained_max_length if window == TRAINED else window
         layers = self.layers_of(binding.target.config)
-        return Eagle3Drafter(binding, draft, layers, window, self.setting("sinks"), self._trees(), owner=self)
+        return Eagle3Drafter(binding, draft, layers, self._window, self.setting("sinks"), self._trees(), owner=self)
+
+    @property
+    def _window(self) -> int | None:
+        window = getattr(self.generation_config, "window", TRAINED)
+        return self.config.trained_max_length if window == TRAINED else window
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of last tokens of a prompt whose entries are kept; practically all without a window."""
+        return sys.maxsize if self._window is None else self._window
 
     def layers_of(self, text: Any) -> tuple[int, ...]:
         """Return the layers of a target with this text config whose inputs are read.
