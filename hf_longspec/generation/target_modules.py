@@ -262,6 +262,7 @@ class LayerInputs:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+        self._name = type(model).__name__
         self._modules = [layer_at(model, layer) for layer in layers]
         self._caught: dict[int, torch.Tensor] = {}
 
@@ -285,6 +286,11 @@ class LayerInputs:
     def _hook(self, place: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def catch(module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
             states = inputs[0] if inputs else arguments["hidden_states"]
+            if states.dim() != 3:
+                raise ValueError(
+                    f"the layers of {self._name} pass states of shape {tuple(states.shape)}, and the draft reads one "
+                    "stream (batch, tokens, hidden). Use a draft that does not read them, such as SpecAttnDraftModel."
+                )
             if torch.compiler.is_compiling():
                 if _traced.wanted:
                     _traced.caught[place] = states
@@ -305,6 +311,7 @@ class FinalNormInput(LayerInputs):
     """
 
     def __init__(self, model: PreTrainedModel):
+        self._name = type(model).__name__
         self._modules = [final_norm_of(model)]
         self._caught = {}
 

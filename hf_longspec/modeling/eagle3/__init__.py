@@ -9,6 +9,7 @@ __all__ = ["Eagle3Config", "Eagle3DraftModel"]
 register_draft(
     Eagle3Config,
     Eagle3DraftModel,
+    training="hf_longspec.modeling.eagle3.training_eagle3:Eagle3Method",
     convert="hf_longspec.modeling.eagle3.convert_eagle3:EAGLE3",
     tune="hf_longspec.cli.tune:tune_eagle3",
     reads="hf_longspec.modeling.eagle3.convert_eagle3:is_eagle3",

@@ -42,6 +42,7 @@ class Eagle3Config(DraftConfig):
         max_position_embeddings (`int`): As in the checkpoint; no limit of positions.
         layer_windows (`list[int | None]`, *optional*): Windows that the layers were trained with.
         trained_max_length (`int`): Number of positions that a query saw in training, the default of `window`.
+        training_steps (`int`): Number of chained steps in training.
     """
 
     model_type = "longspec_eagle3"
@@ -73,6 +74,7 @@ class Eagle3Config(DraftConfig):
     max_position_embeddings: int = 2048
     layer_windows: list[Any] | tuple[Any, ...] | None = None
     trained_max_length: int = 2048
+    training_steps: int = 3
 
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "Eagle3Config":

@@ -2,7 +2,7 @@
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -42,7 +42,6 @@ class Eagle3DraftModel(DraftModel):
     """
 
     config_class = Eagle3Config
-    supports_gradient_checkpointing = True
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": [8, 8, 8, 8, 8],
@@ -145,8 +144,8 @@ class Eagle3DraftModel(DraftModel):
         position_ids: torch.LongTensor | None = None,
         window: int | None = None,
         sinks: int = 0,
-        rotary: nn.Module | None = None,
-    ) -> list[torch.Tensor]:
+        score: Callable[[int, torch.Tensor], Any] | None = None,
+    ) -> list[Any]:
         """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
 
         Args:
@@ -160,18 +159,19 @@ class Eagle3DraftModel(DraftModel):
             window (`int`, *optional*): Number of entries of the text that each place attends to, in layers that were
                 not trained with a window of their own. All by default.
             sinks (`int`, *optional*, defaults to 0): First entries that all places attend to beside the window.
-            rotary (`nn.Module`, *optional*): Result of [`Eagle3DraftModel.rotary_embedding`], to make it once only.
+            score (`Callable`, *optional*): Function of the step and of its outputs `(B, T - s, hidden)`, for training.
 
         Returns:
-            `list[torch.Tensor]`: For each step s, logits `(B, T - s, draft vocabulary)`. Row p follows the entries 0 to
-            p and s drafted tokens, those of entries p + 1 to p + s.
+            `list[torch.Tensor]`: For each step s, logits `(B, T - s, draft vocabulary)`, or the result of `score`. Row
+            p follows the entries 0 to p and s drafted tokens, those of entries p + 1 to p + s.
         """
-        rotary = rotary or self.rotary_embedding(tokens.device)
+        rotary = self.rotary_embedding(tokens.device)
         length = tokens.shape[1]
         positions: torch.Tensor | None = position_ids
         if positions is None:
             positions = torch.arange(length, device=tokens.device).expand_as(tokens)
-        embedded, states, logits = self.embed(tokens, target), self.features(taps.to(self.dtype)), []
+        embedded, states = self.embed(tokens, target), self.features(taps.to(self.dtype))
+        logits: list[Any] = []
         # layers trained with a window saw no sinks beside it
         spans = [(own, 0) if own else (window, sinks) for own in self.config.window_of_layers]
         attention = ChainedAttention(spans)
@@ -179,7 +179,7 @@ class Eagle3DraftModel(DraftModel):
             count = length - step
             angles = rotary(states, positions[:, step:])
             outputs, states = self.run(states[:, :count], embedded[:, step:], angles, attention)
-            logits.append(self.logits(outputs, target))
+            logits.append(self.logits(outputs, target) if score is None else score(step, outputs))
         return logits
 
     def features(self, taps: torch.Tensor) -> torch.Tensor:
@@ -256,6 +256,27 @@ class Eagle3DraftModel(DraftModel):
             return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
+    def set_vocabulary(self, token_ids: Sequence[int], target: PreTrainedModel | None = None) -> None:
+        """Choose the tokens that a draft with a reduced vocabulary proposes, such as the most frequent ones.
+
+        Args:
+            token_ids (`Sequence[int]`): As many different ids as `draft_vocab_size`.
+            target (`PreTrainedModel`, *optional*): The target, whose rows are copied into a head of the draft's own.
+
+        Raises:
+            ValueError: If the number of ids is another one, or an id is outside of the vocabulary or repeated.
+        """
+        ids = sorted({int(token) for token in token_ids})
+        size = self.config.draft_vocab_size
+        if len(ids) != size or len(ids) != len(token_ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size:
+            raise ValueError(
+                f"{len(token_ids)} token ids, {len(ids)} of them different: expected draft_vocab_size={size} different "
+                f"ids from 0 to {self.config.vocab_size - 1}."
+            )
+        self.d2t.copy_(torch.tensor(ids) - torch.arange(len(ids)))
+        if target is not None:
+            self.copy_from(target)
+
     def rotary_embedding(self, device: torch.device | None = None, rope_theta: float | None = None) -> nn.Module:
         """Return the rotary embedding of the draft, a function of a tensor (for its dtype) and positions `(B, T)`."""
         theta = self.effective("rope_theta", rope_theta)
@@ -292,7 +313,7 @@ class Eagle3DraftModel(DraftModel):
 
     @property
     def _window(self) -> int | None:
-        window = getattr(self.generation_config, "window", TRAINED)
+        window: Any = getattr(self.generation_config, "window", TRAINED)
         return self.config.trained_max_length if window == TRAINED else window
 
     @property
