@@ -13,6 +13,7 @@ from hf_longspec import Eagle3DraftModel, SpecAttnDraftModel
 from hf_longspec.cli import tune as module
 from hf_longspec.cli.tune import LARGE_GAMMA, Trial, distinct_ratios, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
 from hf_longspec.testing import tiny_target
 
 QUICK = ["--context", 64, "--max-new-tokens", 8, "--repeats", 1, "--prompts", 1]
@@ -231,12 +232,19 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp
     assert short.exit_code == 2 and "exceed the 16384 positions" in short.stderr
 
 
-def test_eagle3_reads_the_end_of_the_prompt(tune, tiny, tmp_path):
+def test_eagle3_reads_the_end_of_the_prompt(tune, tiny, tmp_path, monkeypatch):
     """The prompts are decoded after a cache of their beginning, and the draft has entries of their end."""
+    stored, remember = [], Eagle3Drafter.remember
+
+    def counting(self, taps, tokens, positions):
+        stored.append(int((positions >= 0).sum()))
+        remember(self, taps, tokens, positions)
+
+    monkeypatch.setattr(Eagle3Drafter, "remember", counting)
     target = AutoModelForCausalLM.from_pretrained(tiny.target)
-    draft = Eagle3DraftModel.from_target(target, window=16, tree_widths=[1])
-    draft.save_pretrained(tmp_path / "eagle3")
+    Eagle3DraftModel.from_target(target, window=16, tree_widths=[1]).save_pretrained(tmp_path / "eagle3")
     result = tune("--draft", tmp_path / "eagle3", "--dry-run", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert {trial["step"] for trial in found["trials"]} >= {"1 acceptance by reading", "2 speed by tree"}
+    assert min(stored) >= 15  # the last one of the prompt is stored with the first verification

@@ -29,6 +29,7 @@ DRAFTERS = {
     "specattn": ("specattn", {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}, 7, 198),
     "longspec": ("longspec", {"window": 8, "tree_widths": [6, 4]}, 3, 105),
     "longspec, n-grams": ("longspec", {"window": 8, "tree_widths": [2, 2], "ngram_candidates": 2}, 5, 310),
+    "eagle3": ("longspec_eagle3", {"window": 8, "tree_widths": [12, 9]}, 4, 130),
     "tokenswift": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 3, 2]}, 3, 95),
     "partial_kv": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 2, 2], "self_draft": "partial_kv"}, 6, 143),
 }

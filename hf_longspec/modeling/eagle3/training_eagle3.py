@@ -23,7 +23,7 @@ STEP_WEIGHT = 0.8
 
 
 class Eagle3Method(TrainingMethod):
-    """Trains `config.training_steps` chained steps on whole rows. The loss has one term and the counts one level per step.
+    """Trains `config.training_steps` chained steps on whole rows. Loss and counts have one term and one level per step.
 
     Entry p joins the target's states at token p with token p + 1. Its step s (from 0) predicts token p + s + 2. With
     `loss="kl"` the wanted distribution is the target's at token p + s + 1, over the draft's vocabulary; with
@@ -74,7 +74,7 @@ class Eagle3Method(TrainingMethod):
         return totals, counts.sum(0)
 
     def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the steps' weighted mean losses at the positions 0, 1, 2, ..., and the counts of each row."""
+        """Return the sum of the steps' weighted mean losses at the positions 0, 1, 2, ..., and each row's counts."""
         tokens = inputs["input_ids"]
         totals, counts = self._run(model, inputs, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
         return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts

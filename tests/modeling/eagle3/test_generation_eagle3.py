@@ -13,7 +13,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter, PromptTaps
-from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts, tiny_target
+from hf_longspec.testing import TINY_TARGETS, random_eagle3_draft, tiny_prompts, tiny_target
 from tests.modeling.host_reads import HostReads
 
 FIXTURES = Path(__file__).with_name("fixtures")
@@ -25,9 +25,7 @@ CYCLES = ((0, 9), (9, 13))
 
 
 def draft_for(model, **settings):
-    draft = Eagle3DraftModel.from_target(model, **({"tree_widths": [4, 4, 3], "gate": False} | settings))
-    randomize(draft)
-    return draft
+    return random_eagle3_draft(model, **({"tree_widths": [4, 4, 3], "gate": False} | settings))
 
 
 @pytest.fixture
