@@ -134,7 +134,7 @@ MUTATIONS = (
     Mutation(
         "The draft's own window ends where it was trained to end",
         "generation/window_ring.py",
-        "seen = stored > query - self.window",
+        "seen = stored > query - window",
         "seen = stored > -1",
         "tests/generation/test_window_ring.py",
     ),

@@ -34,8 +34,9 @@ def test_the_calls_run(tmp_path, monkeypatch, capsys):
     assert "longspec: tau" in capsys.readouterr().out
     exec(heads, {})  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "heads" / "checkpoint-1" / "model.safetensors").is_file()
-    exec(shrunk(eagle3, SMALLER_EAGLE3), names)  # noqa: S102 - likewise
-    exec(export, names)  # noqa: S102 - likewise
+    own = dict(names)
+    exec(shrunk(eagle3, SMALLER_EAGLE3), own)  # noqa: S102 - likewise
+    exec(export, own)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "eagle3-for-vllm" / "model.safetensors").is_file()
     names["rows"] = names["TokenWindows"](names["tokens"], 40)
     exec(adapt, names)  # noqa: S102 - likewise
