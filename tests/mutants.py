@@ -132,6 +132,20 @@ MUTATIONS = (
         "tests/generation/test_route.py",
     ),
     Mutation(
+        "Graphs of an earlier call are not replayed for a changed target",
+        "generation/cuda_graphs.py",
+        "    return hash(tuple(state))\n",
+        "    return id(model)\n",
+        "tests/generation/test_cuda_graphs.py",
+    ),
+    Mutation(
+        "A cache that was returned is not written by a later call",
+        "generation/decoding.py",
+        "self.workspace is not None and not self.outputs.as_dict",
+        "self.workspace is not None",
+        "tests/generation/test_cuda_graphs.py",
+    ),
+    Mutation(
         "The draft's own window ends where it was trained to end",
         "generation/window_ring.py",
         "seen = stored > query - window",
@@ -176,8 +190,8 @@ MUTATIONS = (
     Mutation(
         "Entries of accepted nodes have the target's own states",
         "modeling/eagle3/generation_eagle3.py",
-        "taps = taps.gather(1, path[..., None]",
-        "taps = taps.gather(1, torch.zeros_like(path)[..., None]",
+        "taps = hidden.gather(1, path[..., None]",
+        "taps = hidden.gather(1, torch.zeros_like(path)[..., None]",
         "tests/modeling/eagle3/test_generation_eagle3.py::test_drafting_is_a_forward_over_the_text",
     ),
     Mutation(

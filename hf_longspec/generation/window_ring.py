@@ -48,6 +48,10 @@ class WindowRing:
         self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
         self._rows = torch.arange(batch_size, device=device)[:, None]
 
+    def clear(self) -> None:
+        """Mark all slots as empty."""
+        self.positions.fill_(-1)
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and positions."""

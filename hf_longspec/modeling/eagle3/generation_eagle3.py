@@ -8,14 +8,13 @@ the state of its parent in place of taps, which the target has only after it ver
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from ...attention_backends.lengths import on_device
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select
-from ...generation.beam import Beam, as_tree
+from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
 from ...generation.sampling import Coupling
@@ -67,6 +66,27 @@ class PromptTaps(LayerInputs):
         return torch.cat(ranges), torch.cat(states, -1)
 
 
+class Angles:
+    """Rotary embedding of a draft, as a part of a workspace.
+
+    Args:
+        rotary (`torch.nn.Module`): Function of a tensor, for its dtype, and of positions.
+    """
+
+    def __init__(self, rotary: Any):
+        self.rotary = rotary
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frequencies."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.rotary.buffers())
+
+    def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines `(B, N, D)` of `positions` `(B, N)`, with the dtype of `like`."""
+        cos, sin = self.rotary(like, positions)
+        return cos, sin
+
+
 class Eagle3Drafter(Drafter):
     """Draft a tree of fixed size with one small decoder.
 
@@ -104,8 +124,11 @@ class Eagle3Drafter(Drafter):
         self.max_depth = max(map(len, trees))
         weight = draft.norm.weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.rotary = draft.rotary_embedding(self.device)
-        self.token_ids = None if draft.d2t is None else draft.token_ids
+        # kept for later calls, as graphs read its tensors
+        theta = draft.effective("rope_theta")
+        self.rotary: Angles = binding.part(
+            (Angles, theta, self.device), lambda: Angles(draft.rotary_embedding(self.device, theta))
+        )
         self.scaling = draft.config.head_dim**-0.5
         self._kernels: AttentionBackend = select(
             AttentionCall(self.device, self.dtype, draft.config.head_dim, draft.config.head_dim)
@@ -130,21 +153,15 @@ class Eagle3Drafter(Drafter):
     @cached_property
     def rings(self) -> list[WindowRing]:
         """Entries of the committed text, for each layer. Layers trained with a window saw no sinks beside it."""
-        config, rows = self.draft.config, self.binding.cache.batch_size
-        return [
-            WindowRing(
-                self.window if own is None else min(own, self.window),
-                self.num_nodes,
-                rows,
-                config.num_key_value_heads,
-                config.head_dim,
-                dtype=self.dtype,
-                device=self.device,
-                sinks=self.sinks if own is None else 0,
-                room=self.most_new,
-            )
-            for own in config.window_of_layers
-        ]
+        config, rings = self.draft.config, []
+        sizes = self.binding.cache.batch_size, config.num_key_value_heads, config.head_dim, self.dtype, self.device
+        for index, own in enumerate(config.window_of_layers):
+            window, sinks = (self.window, self.sinks) if own is None else (min(own, self.window), 0)
+            shape = window, self.num_nodes, *sizes, sinks, self.most_new
+            ring: WindowRing = self.binding.part((WindowRing, index, *shape), partial(WindowRing, *shape))
+            ring.clear()
+            rings.append(ring)
+        return rings
 
     @property
     def state_bytes(self) -> int:
@@ -174,24 +191,42 @@ class Eagle3Drafter(Drafter):
 
     def observe(self, verification: Verification) -> None:
         """Keep taps, tokens and positions of the committed nodes, whose entries the next draft stores first."""
-        assert verification.hidden is not None
-        path, width = verification.path, self.most_new
-        taps = verification.hidden
-        path = path.to(taps.device)
-        taps = taps.gather(1, path[..., None].expand(-1, -1, taps.shape[-1])).to(self.device, self.dtype)
-        rows = [[*tokens, *[0] * width][:width] for tokens in verification.tokens]
-        tokens, counts = on_device(rows, self.device), on_device(verification.num_nodes, self.device)[:, None]
-        places = torch.arange(width, device=self.device)
-        lengths = verification.prefix_lengths.on(self.device)[:, None]
+        assert verification.hidden is not None and verification.tree is not None
+        device, width = verification.path.device, self.most_new
+        if self.pending is None:
+            shape = len(verification.path), width
+            none = torch.full(shape, -1, device=self.device)
+            taps = torch.zeros(*shape, verification.hidden.shape[2], dtype=self.dtype, device=self.device)
+            self.pending = taps, none.clone(), none, none[:, :1] + 1
+        changing = (
+            *(verification.hidden, verification.path, verification.tree.tokens),
+            *(verification.num_nodes.on(device), verification.prefix_lengths.on(device), *self.pending),
+        )
+        self.pending = self.binding.target.replayed(_newest, changing, (self,), self.rings[0])
+
+    def newest(
+        self, hidden: torch.Tensor, path: torch.Tensor, nodes: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor
+    ) -> Entries:
+        """Return the entries of the kept nodes. The token of the last one is the next root, and is not part of them.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(B, N, taps)`): The target's states at the nodes.
+            path (`torch.LongTensor` of shape `(B, M)`): Kept nodes.
+            nodes (`torch.LongTensor` of shape `(B, N)`): Tokens of the nodes.
+            counts (`torch.LongTensor` of shape `(B,)`): Number of kept nodes.
+            lengths (`torch.LongTensor` of shape `(B,)`): Position of the root.
+        """
+        path = torch.nn.functional.pad(path, (0, self.most_new - path.shape[1]))
+        tokens = nodes.gather(1, path).roll(-1, 1).to(self.device)
+        path, counts, lengths = (
+            path.to(hidden.device),
+            counts[:, None].to(self.device),
+            lengths[:, None].to(self.device),
+        )
+        taps = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[2])).to(self.device, self.dtype)
+        places = torch.arange(self.most_new, device=self.device)
         positions = torch.where(places < counts, lengths + places, -1)
-        taps = torch.nn.functional.pad(taps, (0, 0, 0, width - taps.shape[1]))
-        last = (counts - 1).clamp_min(0)
-        if self.pending is not None:  # a row that committed nothing keeps its last entry
-            grew = counts > 0
-            taps = torch.where(grew[..., None], taps, self.pending[0])
-            others = zip((tokens, positions, last), self.pending[1:], strict=True)
-            tokens, positions, last = (torch.where(grew, now, before) for now, before in others)
-        self.pending = taps, tokens, positions, last
+        return taps, tokens, positions, (counts - 1).clamp_min(0)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a beam of the chosen widths after `root` `(batch,)`."""
@@ -203,7 +238,7 @@ class Eagle3Drafter(Drafter):
             fields = self.grow(*inputs, known, runner)
         else:
             fields = self._run_by(runner, _grow, (*inputs, *known)) or self.grow(*inputs, known)
-        return as_tree(fields, len(self.widths))
+        return DraftTree.of_fields(fields, len(self.widths))
 
     def grow(
         self,
@@ -215,20 +250,21 @@ class Eagle3Drafter(Drafter):
         known: Sequence[torch.Tensor] = (),
         runner: Any = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Draft all levels, and return tokens, parents, depths and mask of the tree.
+        """Draft all levels, and return the [`DraftTree.fields`] of the tree.
 
         It writes to the rings and reads nothing on the host.
 
         Args:
             root (`torch.LongTensor` of shape `(B,)`): Last emitted token of every row.
             taps (`torch.Tensor` of shape `(B, M, taps)`): The target's states at the tokens that were committed last.
-            tokens (`torch.LongTensor` of shape `(B, M)`): The token after each of them.
+            tokens (`torch.LongTensor` of shape `(B, M)`): The token after each of them, but for the last.
             positions (`torch.LongTensor` of shape `(B, M)`): Their positions; a negative one marks padding.
             last (`torch.LongTensor` of shape `(B, 1)`): Place of the last of them, whose next token is the root.
             known (sequence of `torch.Tensor`, *optional*): Result of [`Coupling.known`].
             runner (*optional*): Runs the draft level by level, compiled or captured. Candidates are ranked in between.
         """
         beam, end = Beam(root), positions.gather(1, last)
+        tokens = tokens.scatter(1, last, root[:, None].to(tokens.device))
         states = taps  # of no level yet
         for depth, width in enumerate(self.widths):
             inputs: tuple[torch.Tensor, ...] = taps, tokens, positions, last
@@ -324,16 +360,18 @@ class Eagle3Drafter(Drafter):
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits `(B, n, vocab)` of the target's tokens; those that the draft does not have get -inf."""
-        if self.token_ids is None:
+        if self.draft.d2t is None:
             return logits
         everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
-        return everywhere.index_copy(2, self.token_ids.to(logits.device), logits)
+        return everywhere.index_copy(2, self.draft.token_ids.to(logits.device), logits)
 
     def _run_by(self, runner: Any, function: Any, changing: tuple[torch.Tensor, ...], *depth: int) -> Any:
         """Return the result of a function of these inputs, compiled or captured; `None` if that is not possible."""
         sizes = tuple(ring.size for ring in self.rings)
         shape = len(changing[0]), tuple(self.widths), self.most_new, sizes, self.coupling.key, *depth
-        return runner(function, shape, changing, (self,), self._owner, self)
+        # a copy in another dtype is made for every call, and its graphs go with it
+        holder = self.rings[0] if self.draft is self._owner else self.draft
+        return runner(function, shape, changing, (self,), self._owner, holder)
 
     def _read(self, prompts: PromptTaps, texts: Sequence[torch.Tensor]) -> None:
         """Store the entries of the prompts whose taps were kept."""
@@ -352,6 +390,14 @@ class Eagle3Drafter(Drafter):
             taps[row, :usable], places[row, :usable] = states[:usable], positions
             tokens[row, :usable] = text[positions + 1]
         self.remember(taps, tokens.to(self.device), places.to(self.device))
+
+
+def _newest(changing, drafter):
+    """Return the entries of the kept nodes, maybe inside a graph; rows that kept none keep their earlier entries."""
+    grew = changing[3][:, None].to(drafter.device) > 0
+    newest, before = drafter.newest(*changing[:5]), changing[5:]
+    masks = grew[..., None], grew, grew, grew
+    return tuple(torch.where(*three) for three in zip(masks, newest, before, strict=True))
 
 
 def _grow(changing, drafter):
