@@ -101,10 +101,12 @@ def check_levels(levels, draft, model, texts, window=None, sinks=0, shown=lambda
         with torch.no_grad():
             states = model(text[None], output_hidden_states=True).hidden_states
         taps = torch.cat([states[layer] for layer in draft.layers_of(model.config)], -1)
+        before = None
         for steps in levels:
             last = steps[0][0][row]
-            if last >= len(text) - 1:  # beyond the end of the text: the draft after a row has ended
+            if last >= len(text) - 2 or last == before:  # the row has ended, and others go on
                 continue
+            before = last
             drafted = text[1 : last + 2]
             with torch.no_grad():
                 own = draft(taps[:, : last + 1], drafted[None], 1, target=model, window=window, sinks=sinks)[0][0, -1]
