@@ -227,7 +227,10 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp
     full = tune("--output", drafts["longspec"])
     assert full.exit_code == 2 and "is not empty: pass a new folder" in full.stderr
     other = tune("--draft", "ngram", "--dry-run")
-    assert other.exit_code == 2 and "is not tuned: pass one of type longspec or specattn or tokenswift" in other.stderr
+    assert (
+        other.exit_code == 2
+        and "is not tuned: pass one of type longspec_eagle3 or longspec or specattn or tokenswift" in other.stderr
+    )
     short = tune("--draft", drafts["longspec"], "--context", 100_000)
     assert short.exit_code == 2 and "exceed the 16384 positions" in short.stderr
 
