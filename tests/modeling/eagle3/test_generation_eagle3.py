@@ -319,3 +319,12 @@ def test_the_window_is_saved(target, tmp_path):
         assert draft.generation_config.window == window
         drafter = draft.drafter(Binding(TargetView(model), SpeculativeCache(model.config, 1, 40), None, 40))
         assert drafter.rings[0].size == slots + drafter.most_new
+
+
+def test_layers_with_several_streams_are_refused(target):
+    model = target("llama")
+    with (
+        LayerInputs(model, [1]),
+        pytest.raises(ValueError, match=r"LlamaForCausalLM pass states of shape \(4, 1, 3, 64\)"),
+    ):
+        model.model.layers[1](torch.zeros(4, 1, 3, 64))
