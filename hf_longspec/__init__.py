@@ -11,6 +11,7 @@ from .modeling.ngram import NgramConfig, NgramDraftModel  # first: modeling.base
 # isort: split
 from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig
+from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
 from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.plain import PlainConfig, PlainDraftModel
 from .modeling.register_draft import register_draft
@@ -35,6 +36,8 @@ _LAZY = {
 __all__ = [
     "DraftConfig",
     "DraftModel",
+    "Eagle3Config",
+    "Eagle3DraftModel",
     "LongSpecConfig",
     "LongSpecDraftModel",
     "NgramConfig",

@@ -18,6 +18,7 @@ from .generation.draft_tree import DraftTree
 from .generation.drafter import Binding, Drafter, Verification
 from .generation.target import TargetView
 from .modeling.base import DraftModel
+from .modeling.eagle3.modeling_eagle3 import Eagle3DraftModel
 from .modeling.longspec.modeling_longspec import LongSpecDraftModel
 from .modeling.plain.configuration_plain import PlainConfig
 from .modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
@@ -245,6 +246,19 @@ def random_tokenswift_draft(target: Any, seed: int = 3, **overrides: Any) -> Tok
         **overrides: As in `TokenSwiftDraftModel.from_target`.
     """
     draft = TokenSwiftDraftModel.from_target(target, **overrides)
+    randomize(draft, seed)
+    return draft
+
+
+def random_eagle3_draft(target: Any, seed: int = 3, **overrides: Any) -> Eagle3DraftModel:
+    """An untrained EAGLE-3 draft with peaked attention and spread logits, so that a wrong state or position shows.
+
+    Args:
+        target (`PreTrainedModel`): Its target.
+        seed (`int`, *optional*, defaults to 3): Seed of the weights.
+        **overrides: As in `Eagle3DraftModel.from_target`.
+    """
+    draft = Eagle3DraftModel.from_target(target, **overrides)
     randomize(draft, seed)
     return draft
 

@@ -91,7 +91,8 @@ class Decoder:
             limit = context + max(tokens, self.tokens)
             self._caches[key] = SpeculativeCache(self.model.config, batch, limit)
         nodes = draft.num_tree_nodes(TargetView(self.model))
-        return self.prompts.fill(self._caches[key], rows, context - nodes)
+        read = max(nodes, getattr(draft, "prompt_tokens", 0))  # a copy of an older version has no such property
+        return self.prompts.fill(self._caches[key], rows, max(0, context - read))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`hf-longspec convert`: a checkpoint of the authors of LongSpec or TokenSwift as a draft of this package."""
+"""`hf-longspec convert`: a checkpoint of EAGLE-3, LongSpec or TokenSwift as a draft of this package."""
 
 import sys
 from pathlib import Path
@@ -16,9 +16,9 @@ def convert(
     target: Annotated[str | None, typer.Option(help="Id, folder or config.json of its target.")] = None,
     debug: options.Debug = False,
 ) -> None:
-    """Convert a checkpoint of the authors of LongSpec or TokenSwift.
+    """Convert a checkpoint of EAGLE-3, or of the authors of LongSpec or TokenSwift.
 
-    Their published drafts are known by their ids. For other files, also those that the authors' training wrote, name
+    Published drafts are known by their ids. For other files, also those that the authors' training wrote, name
     the target; only its configuration is read.
 
     Examples:
@@ -26,6 +26,7 @@ def convert(
     \b
     hf-longspec convert sail/longspec-Llama-3-8B-Instruct-262k --output longspec-llama-3
     hf-longspec convert TokenSwift/TokenSwift-Qwen2.5-7B --output tokenswift-qwen
+    hf-longspec convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output eagle3-llama
     hf-longspec convert ./draft_model_weights.pth --target my-org/my-target --output my-draft
 
     Exit status: 0; 2 for what cannot be converted.

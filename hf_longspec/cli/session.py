@@ -13,12 +13,20 @@ from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from rich.console import Console
 from rich.markup import escape
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import CONFIG_NAME, logging
 
 from ..cli import CommandError, one_line
 from ..generation.target import TargetView
-from ..modeling.register_draft import weightless_drafts
+from ..modeling.register_draft import reader_of, weightless_drafts
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TINY_TARGET = Path(__file__).resolve().parents[2] / "hub_cards" / "tiny-target"
@@ -156,6 +164,9 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
     """
     find_draft(name)
     with loading(name, "draft"):
+        reader = reader_of(PreTrainedConfig.get_config_dict(name)[0])
+        if reader is not None:  # a checkpoint of another project
+            return reader.from_pretrained(name, target=model)
         draft, info = AutoModel.from_pretrained(name, dtype=model.dtype, output_loading_info=True)
         if not getattr(draft, "_is_longspec_draft", False):
             raise ValueError(f"it is a {type(draft).__name__}, not a draft")

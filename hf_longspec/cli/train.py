@@ -31,7 +31,8 @@ class Recipe:
         dtype (`str`, *optional*, defaults to `"auto"`): Type of the target's weights.
         attn_implementation (`str`, *optional*): Attention of the target while training.
         draft (`str` or `dict[str, Any]`, *optional*): Hub id or folder of a draft to go on with, or settings of a new
-            one, as in `from_target` of the draft's class, which `kind` names: `longspec` (the default) or `tokenswift`.
+            one, as in `from_target` of the draft's class, which `kind` names: `longspec` (the default), `tokenswift` or
+            `longspec_eagle3`.
         pack (`int`, *optional*): Concatenate documents and cut them into rows of so many tokens. Without it every
             document is a row.
         lora (`dict[str, Any]`, *optional*): Arguments of `peft.LoraConfig`: train an adapter on the draft.

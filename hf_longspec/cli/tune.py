@@ -40,6 +40,12 @@ PLATEAU = 0.98
 # LongSpec: chains, then ever wider trees up to the default.
 WIDTHS = ([1], [1, 1], [1, 1, 1], [1, 1, 1, 1], [2, 2], [2, 2, 1], [3, 2, 1, 1], [4, 4, 4, 3])
 
+# EAGLE-3: likewise; its layer is cheaper than a block that reads the target's cache, so trees may be wider.
+EAGLE3_WIDTHS = ([1], [1, 1], [1, 1, 1], [1] * 5, [2, 2, 2], [4, 4, 4], [4] * 5, [8] * 5)
+TRAINERS_THETA = 10000.0
+# Share of tau that another reading of a checkpoint must gain to be believed.
+CLEAR_GAIN = 0.02
+
 # TokenSwift: children of every node, and the most nodes of a tree that are worth a try.
 BRANCHES, MOST_NODES = (1, 2, 3), 64
 
@@ -136,6 +142,32 @@ def tune_tokenswift(draft: Any, target: TargetView, context: int, measure: Measu
     trees = [[1] + [branch] * (level - 1) for branch in BRANCHES for level in levels]
     trees = [tree for tree in trees if num_static_nodes(tree) <= MOST_NODES]
     return _fastest_tree("tree_branching", trees, draft, target, measure)
+
+
+def tune_eagle3(draft: Any, target: TargetView, context: int, measure: Measure) -> Settings:
+    """The reading of the checkpoint that accepts most, then the fastest tree.
+
+    Published files may be wrong about the base of the rotary embedding, as some trainers used 10000 whatever they
+    declare, and about the layers that are read, as they are counted in two ways.
+    """
+    declared = float((draft.config.rope_parameters or {}).get("rope_theta", TRAINERS_THETA))
+    present = draft.setting("rope_theta")
+    thetas = {present or declared: present} | {declared: None if present in (None, declared) else declared}
+    thetas.setdefault(TRAINERS_THETA, TRAINERS_THETA)
+    layers = list(draft.layers_of(target.config))
+    readings = [draft.setting("target_layer_ids")]
+    for shift in (-1, 1):
+        shifted = [layer + shift for layer in layers]
+        if 0 <= min(shifted) and max(shifted) <= target.num_layers:
+            readings.append(shifted)
+    candidates = [{"rope_theta": theta, "target_layer_ids": ids} for theta in thetas.values() for ids in readings]
+    # acceptance does not depend on the clock, so that one run is enough
+    trials = measure("1 acceptance by reading", candidates, 1)
+    best = max(trials, key=lambda trial: trial.tau)
+    chosen = best if best.tau > trials[0].tau * (1 + CLEAR_GAIN) else trials[0]
+    tree = list(draft.setting("tree_widths"))
+    trees = [tree, *(other for other in EAGLE3_WIDTHS if other != tree)]
+    return fastest(measure("2 speed by tree", [chosen.options | {"tree_widths": widths} for widths in trees]))
 
 
 def _fastest_tree(name: str, trees: Sequence[list[int]], draft: Any, target: TargetView, measure: Measure) -> Settings:
@@ -319,7 +351,8 @@ def tune(
 
     specattn: in the three steps of its paper. The share of the cache that drafting reads is raised until acceptance no
     longer grows; then the number of drafted tokens is chosen by speed, and the share once more around its value.
-    LongSpec: the widths of its tree. TokenSwift: the branching of its tree. Prompts are taken from the text and read
+    LongSpec: the widths of its tree. TokenSwift: the branching of its tree. EAGLE-3: what its checkpoint may be wrong
+    about (rope_theta, layers), by tau, and the widths of its tree. Prompts are taken from the text and read
     once; all candidates decode after them in turns.
 
     The winner replaces the present settings if it is faster than they are by more than noise. A draft in a folder gets

@@ -54,6 +54,11 @@ class Beam:
         """Index of the first node of the newest level."""
         return self.num_nodes - self.tokens.shape[1]
 
+    @property
+    def parent_places(self) -> torch.Tensor:
+        """Places `(B, n)` of the newest level's parents within the level above."""
+        return self.parents[-1] - (self.first_node - self.levels[-2].shape[1])
+
     def grow(self, logits: torch.Tensor, width: int) -> None:
         """Add the best `width` continuations of the newest level as the next level.
 

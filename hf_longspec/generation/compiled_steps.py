@@ -205,7 +205,7 @@ class FixedSteps:
         cache: Any,
         mask: torch.Tensor,
         context: Any,
-        with_hidden: bool = False,
+        with_hidden: bool | tuple[int, ...] = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Run one step, or return `None`, with nothing done, if it cannot run compiled or captured.
 
@@ -215,8 +215,8 @@ class FixedSteps:
             cache ([`SpeculativeCache`] or [`CompactCache`]): Cache, to which keys and values of the tokens are written.
             mask (`torch.BoolTensor` of shape `(B, 1, N, N)`): Mask between the tokens.
             context ([`StepContext`]): Attention context, whose capture is filled.
-            with_hidden (`bool`, *optional*, defaults to `False`): Whether to return the input of the final norm too.
-                This needs an open [`FinalNormInput`].
+            with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`): Whether to return the input of
+                the final norm too, or of which layers. This needs the open context of [`states_of`].
 
         Returns:
             `tuple`, *optional*: Logits `(B, N, vocab)`, and the input of the final norm `(B, N, hidden)` or `None`.
@@ -431,7 +431,7 @@ def _step(changing, model, kind, members, known, settings, with_hidden, sizes, b
     def forward():
         return logits_under(context, model, tokens, positions, cache, mask)
 
-    logits, hidden = with_final_norm_input(model, forward) if with_hidden else (forward(), None)
+    logits, hidden = with_final_norm_input(model, forward, with_hidden) if with_hidden else (forward(), None)
     return logits, hidden, kept.layers, kept.scored
 
 

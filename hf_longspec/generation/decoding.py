@@ -159,7 +159,8 @@ class Session:
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
         chunk_size, seed_tokens = self.config.prefill_chunk_size, self.drafter.seed_tokens
-        tails = self.prompts.prefill(self.target, self.cache, self.rotary, seed_tokens, chunk_size)
+        with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.stored):
+            tails = self.prompts.prefill(self.target, self.cache, self.rotary, seed_tokens, chunk_size)
         if self.draft.setting("check_target") and not self.rotary.never_speculates:
             highest = self.rotary.highest(self.max_length)
             check_target(self.target, self.cache, self.prompts.texts, highest, self.prompts.logits)
@@ -301,5 +302,6 @@ class Session:
             self.user_cache.update_from(self.cache)
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.draft_state_bytes = self.drafter.state_bytes
+        self.stats.num_out_of_draft_vocabulary = self.draft.num_out_of_vocabulary(self.sequences.generated)
         self.stats.interrupted = self.sequences.interrupted
         logger.info("%s", self.stats)

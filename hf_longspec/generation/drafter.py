@@ -1,6 +1,7 @@
 """Drafter: a draft bound to a target for one call of `generate`."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -48,8 +49,8 @@ class Verification:
         capture (*optional*): The result of [`Drafter.capture`], filled.
         tokens (`list[list[int]]`, *optional*): Tokens that each row emitted, on the host. The last one is the next
             root. Empty for rows that have ended.
-        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): Input of the final norm at every node, for
-            drafters that set `wants_hidden`.
+        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): What `wants_hidden` of the drafter names, at
+            every node.
         tree ([`DraftTree`], *optional*): The verified tree.
     """
 
@@ -127,8 +128,8 @@ class Drafter(CandidateGenerator):
     """Number of nodes of the largest tree, root included."""
     max_depth: int = 0
     """Depth of the deepest node of all trees."""
-    wants_hidden: bool = False
-    """Whether [`Verification`] includes the input of the target's final norm."""
+    wants_hidden: bool | tuple[int, ...] = False
+    """Whether [`Verification`] includes the input of the target's final norm, or the layers whose inputs it has."""
     is_steady: bool = True
     """Whether more verifications of trees of the present shape will follow, so that compiling one is worth it."""
     foreign_depth: int = 0
@@ -163,6 +164,15 @@ class Drafter(CandidateGenerator):
     def state_bytes(self) -> int:
         """Bytes of the drafter's own state, without the target's cache."""
         return 0
+
+    def watch_prefill(self, lengths: Sequence[int], start: int) -> AbstractContextManager[Any]:
+        """Return a context in which the target reads the prompts. It does nothing by default.
+
+        Args:
+            lengths (`Sequence[int]`): Number of tokens of every row.
+            start (`int`): Number of tokens of every row that are in the cache already.
+        """
+        return nullcontext()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Begin to draft after the prompts.
@@ -223,7 +233,8 @@ class Drafter(CandidateGenerator):
         if not len(missing):
             return
         if len(missing) > self.seed_tokens:
-            target.prefill(missing[None, : -self.seed_tokens], cache, None)
+            with self.watch_prefill([len(tokens)], cache.lengths.host[0]):
+                target.prefill(missing[None, : -self.seed_tokens], cache, None)
             cache.set_lengths([cache.lengths.host[0] + len(missing) - self.seed_tokens])
         tree, sizes = chain_of_last_tokens([missing], self.seed_tokens)
         with target.attention():

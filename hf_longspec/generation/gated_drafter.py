@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class GatedDrafter(Drafter):
         self._emitted: list[array[int]] = []
 
     @property
-    def wants_hidden(self) -> bool:  # type: ignore[override]
+    def wants_hidden(self) -> bool | tuple[int, ...]:  # type: ignore[override]
         """As the other drafter, in the steps that it observes."""
         return self._is_open and self.inner.wants_hidden
 
@@ -68,6 +69,10 @@ class GatedDrafter(Drafter):
     def state_bytes(self) -> int:
         """Bytes of the other drafter."""
         return self.inner.state_bytes
+
+    def watch_prefill(self, lengths: Sequence[int], start: int) -> AbstractContextManager[Any]:
+        """As the other drafter."""
+        return self.inner.watch_prefill(lengths, start)
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Start the other drafter, if speculation is possible."""

@@ -6,16 +6,18 @@ drafter. Tokens of an image must not be part of that chain. The forward shows wh
 their embeddings.
 """
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from .cache import SpeculativeCache
 from .rotary import FrequencyChange, RotaryLimit
 from .target import TargetView
-from .target_modules import LastCall
 
 # Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
 KNOWN_MODEL_KWARGS = {
@@ -204,11 +206,11 @@ class Prompts:
             **{name: pad_sequence(rows, batch_first=True) for name, rows in self.types.items()},
             **self.others,
         )
-        with LastCall(model.get_decoder()) as decoder:
+        with DecoderArguments(model) as decoder:
             logits = model(**inputs, **target.keeping(columns)).logits
         where = last if logits.shape[1] == tokens.shape[1] else of_row
         self.logits = logits[range(len(prompts)), where.to(logits.device)]
-        embedded, used = (decoder.keywords.get(name) for name in ("inputs_embeds", "position_ids"))
+        embedded, used = (decoder.arguments.get(name) for name in ("inputs_embeds", "position_ids"))
         in_place = used is None or bool((used == positions.to(used.device)).all())
         if embedded is None or embedded.shape[:2] != tokens.shape or not in_place:
             raise ValueError(
@@ -233,3 +235,27 @@ class Prompts:
 def _unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     """Return the rows of `(batch, P)` values without padding, where `mask` is 0."""
     return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
+
+
+class DecoderArguments:
+    """Remembers the keyword arguments of this thread's call of the text decoder, while the context is open.
+
+    Args:
+        model (`PreTrainedModel`): A causal language model, used as it is.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._decoder = model.get_decoder()
+        self.arguments: dict[str, Any] = {}
+
+    def __enter__(self) -> "DecoderArguments":
+        self._thread = threading.get_ident()  # another thread may be generating on the same model
+        self._handle = self._decoder.register_forward_pre_hook(self._catch, with_kwargs=True)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._handle.remove()
+
+    def _catch(self, module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        if threading.get_ident() == self._thread:
+            self.arguments = arguments

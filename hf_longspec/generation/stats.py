@@ -45,6 +45,8 @@ class SpeculationStats:
         num_accepted_draft_tokens (`int`): Number of drafted tokens that were emitted.
         num_accepted_ngram_tokens (`int`): Number of these that only n-grams proposed. TokenSwift's beta also credits
             n-grams with tokens that another candidate proposed too.
+        num_out_of_draft_vocabulary (`int`): Number of tokens of the text that the draft cannot propose, because its
+            vocabulary is smaller than the target's.
         num_emitted_tokens (`int`): Number of tokens that verifications emitted, bonus tokens included, without those
             of plain steps.
         acceptance_histogram (`list[int]`): Entry k is the number of row-steps that emitted k drafted tokens.
@@ -71,6 +73,7 @@ class SpeculationStats:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     num_accepted_ngram_tokens: int = 0
+    num_out_of_draft_vocabulary: int = 0
     num_emitted_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0

@@ -19,7 +19,7 @@ from ..attention_backends.lengths import on_device
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .target_modules import FinalNormInput, logits_under
+from .target_modules import logits_under, states_of
 from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_traits
 
 try:
@@ -231,7 +231,7 @@ class TargetView:
         cache: SpeculativeCache,
         capture: Any = None,
         limit: int | None = None,
-        with_hidden: bool = False,
+        with_hidden: bool | tuple[int, ...] = False,
         fixed_shape: bool = False,
         lowest: Sequence[int] | None = None,
     ) -> "Step":
@@ -247,8 +247,8 @@ class TargetView:
             limit (`int`, *optional*):
                 Positions are clamped below it. Nodes there are never emitted, but models with a position table would
                 index beyond its end.
-            with_hidden (`bool`, *optional*, defaults to `False`):
-                Whether to return the input of the final norm.
+            with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`):
+                Whether to return the input of the final norm, or of which layers to return the inputs.
             fixed_shape (`bool`, *optional*, defaults to `False`):
                 Whether more steps with this number of nodes will follow, so that compiling one is worth it.
             lowest (`Sequence[int]`, *optional*):
@@ -276,15 +276,22 @@ class TargetView:
         return Step(logits, context, hidden)
 
     def step(
-        self, tokens, positions, cache, mask, context, fixed_shape: bool = False, with_hidden: bool = False
+        self,
+        tokens,
+        positions,
+        cache,
+        mask,
+        context,
+        fixed_shape: bool = False,
+        with_hidden: bool | tuple[int, ...] = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the model on `(batch, N)` tokens with an attention context.
 
         Returns:
-            `tuple`: Logits `(batch, N, vocab)`, and the input of the final norm `(batch, N, hidden)` if `with_hidden`,
-            else `None`.
+            `tuple`: Logits `(batch, N, vocab)`, and the input of the final norm `(batch, N, hidden)`, or those of the
+            layers that `with_hidden` names, one after another, or `None`.
         """
-        with FinalNormInput(self.model) if with_hidden else nullcontext() as caught:
+        with states_of(self.model, with_hidden) if with_hidden else nullcontext() as caught:
             if fixed_shape and self._fixed is not None:
                 result = self._fixed.run(tokens, positions, cache, mask, context, with_hidden)
                 if result is not None:
@@ -353,7 +360,7 @@ class Step:
     Args:
         logits (`torch.Tensor` of shape `(batch, N, vocab)`): Logits after every node.
         context ([`TreeContext`]): Attention context of the forward.
-        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): Input of the final norm.
+        hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): Input of the final norm, or of named layers.
     """
 
     logits: torch.Tensor

@@ -4,15 +4,16 @@ The modules and functions are the target's own, found and called, never copied. 
 outside of them are rows of data in this file. tests/generation/test_target_modules.py compares each row with the
 target's own hidden states, queries and logits.
 
-[`FinalNormInput`] catches the input of the final norm, the residual stream after the last layer. Transformers'
-`hidden_states[-1]` is the output of the norm, and `output_hidden_states` keeps the states of all layers.
+[`LayerInputs`] catches the residual stream before some layers, and [`FinalNormInput`] the one after the last layer.
+Transformers' `hidden_states[-1]` is the output of the final norm, and `output_hidden_states` keeps the states of all
+layers.
 """
 
 import inspect
 import sys
 import threading
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -247,36 +248,62 @@ def refuse_compiled_forward(model: PreTrainedModel) -> None:
             )
 
 
-class LastCall:
-    """Keep the arguments of this thread's latest call of a module, while the context is open.
+class LayerInputs:
+    """Keep the inputs of some layers in forwards of this thread, while the context is open.
+
+    The input of layer j is the residual stream after j layers, transformers' `hidden_states[j]`.
 
     Args:
-        module (`nn.Module`): A part of a model, used as it is.
+        model (`PreTrainedModel`): A causal language model.
+        layers (`Sequence[int]`): Indices of layers. The number of layers stands for the final norm.
 
-    Attributes:
-        inputs (`tuple`): Positional arguments.
-        keywords (`dict[str, Any]`): Keyword arguments.
+    Raises:
+        ValueError: If the model has no such layers.
     """
 
-    def __init__(self, module: nn.Module):
-        self._module = module
-        self.inputs: tuple[Any, ...] = ()
-        self.keywords: dict[str, Any] = {}
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+        self._name = type(model).__name__
+        self._modules = [layer_at(model, layer) for layer in layers]
+        self._caught: dict[int, torch.Tensor] = {}
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """Inputs of the layers in the latest forward, one after another, `(B, N, layers * hidden)`."""
+        return joined_inputs(self._caught, len(self._modules))
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()  # another thread may be generating on the same model
-        self._handle = self._module.register_forward_pre_hook(self._catch, with_kwargs=True)
+        self._handles = [
+            module.register_forward_pre_hook(self._hook(place), with_kwargs=True)
+            for place, module in enumerate(self._modules)
+        ]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
-    def _catch(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if threading.get_ident() == self._thread:
-            self.inputs, self.keywords = inputs, keywords
+    def _hook(self, place: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        def catch(module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+            states = inputs[0] if inputs else arguments["hidden_states"]
+            if states.dim() != 3:
+                raise ValueError(
+                    f"the layers of {self._name} pass states of shape {tuple(states.shape)}, and the draft reads one "
+                    "stream (batch, tokens, hidden). Use a draft that does not read them, such as SpecAttnDraftModel."
+                )
+            if torch.compiler.is_compiling():
+                if _traced.wanted:
+                    _traced.caught[place] = states
+            elif threading.get_ident() == self._thread:
+                self._keep(place, states)
+
+        return catch
+
+    def _keep(self, place: int, states: torch.Tensor) -> None:
+        self._caught[place] = states
 
 
-class FinalNormInput(LastCall):
+class FinalNormInput(LayerInputs):
     """Keep the input of the final norm in forwards of this thread, while the context is open.
 
     Args:
@@ -284,50 +311,73 @@ class FinalNormInput(LastCall):
     """
 
     def __init__(self, model: PreTrainedModel):
-        super().__init__(final_norm_of(model))
+        self._name = type(model).__name__
+        self._modules = [final_norm_of(model)]
+        self._caught = {}
 
-    @property
-    def hidden(self) -> torch.Tensor:
-        """Input `(B, N, hidden)` of the final norm in the latest forward."""
-        hidden: torch.Tensor = self.inputs[0]
-        return hidden
 
-    def _catch(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        if not torch.compiler.is_compiling():
-            super()._catch(module, inputs, keywords)
-        elif _traced.wanted:
-            _traced.hidden = inputs[0]
+def layer_at(model: PreTrainedModel, layer: int) -> nn.Module:
+    """Return decoder layer `layer` of a model, or its final norm for the number of layers.
+
+    Raises:
+        ValueError: If the model has no such layer, or no list of layers under a known name.
+    """
+    for module in model.get_decoder().modules():
+        layers = getattr(module, "layers", getattr(module, "h", None))
+        if isinstance(layers, nn.ModuleList):
+            if layer == len(layers):
+                return final_norm_of(model)
+            if 0 <= layer < len(layers):
+                return layers[layer]
+            raise ValueError(
+                f"layer {layer}: {type(model).__name__} has {len(layers)} layers. Pass indices from 0 to {len(layers)}."
+            )
+    raise ValueError(
+        f"{type(model).__name__} has no list of layers under one of the names layers, h, whose inputs the draft reads. "
+        "Use a draft that does not read them, such as SpecAttnDraftModel."
+    )
+
+
+def states_of(model: PreTrainedModel, wanted: bool | tuple[int, ...]) -> LayerInputs:
+    """Return the context that keeps the input of the final norm (`True`), or those of the named layers."""
+    return FinalNormInput(model) if isinstance(wanted, bool) else LayerInputs(model, wanted)
+
+
+def joined_inputs(caught: dict[int, torch.Tensor], count: int) -> torch.Tensor:
+    """Return the caught inputs `(B, N, hidden)` of `count` places, joined along the last dimension."""
+    states = [caught[place] for place in range(count)]
+    return states[0] if count == 1 else torch.cat([one.to(states[-1].device) for one in states], -1)
 
 
 class _Traced:
-    """Input of the final norm in a forward that is being traced. It holds nothing outside of tracing.
+    """Inputs of layers in a forward that is being traced. It holds nothing outside of tracing.
 
     A traced function can neither register hooks nor read its thread. The flag `wanted` distinguishes its forward from
-    one that another thread traces while the hook is registered.
+    one that another thread traces while the hooks are registered.
     """
 
     wanted = False
-    hidden: torch.Tensor | None = None
+    caught: ClassVar[dict[int, torch.Tensor]] = {}
 
 
 _traced = _Traced()
 
 
 def with_final_norm_input(
-    model: PreTrainedModel, forward: Callable[[], torch.Tensor]
+    model: PreTrainedModel, forward: Callable[[], torch.Tensor], wanted: bool | tuple[int, ...] = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of `forward`, and the input `(B, N, hidden)` of the final norm in it.
+    """Return the result of `forward`, and the input `(B, N, hidden)` of the final norm in it, or those of layers.
 
-    It may be part of a compiled function if a [`FinalNormInput`] is open during every call of that function.
+    It may be part of a compiled function if the context of [`states_of`] is open during every call of that function.
     """
     if not torch.compiler.is_compiling():
-        with FinalNormInput(model) as caught:
+        with states_of(model, wanted) as caught:
             return forward(), caught.hidden
     _traced.wanted = True
     result = forward()
-    hidden = _traced.hidden
-    _traced.wanted, _traced.hidden = False, None
-    assert hidden is not None
+    hidden = joined_inputs(_traced.caught, 1 if isinstance(wanted, bool) else len(wanted))
+    _traced.wanted = False
+    _traced.caught.clear()
     return result, hidden
 
 

@@ -39,6 +39,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "target": ("generation/target", "generation/compact_cache", "generation/selection"),
     "drafter": ("generation/drafter", "generation/stats", "generation/gated_drafter", "generation/standins"),
     "decoding": tuple(f"generation/{name}" for name in ("checks", "forward_check", "outputs", "decoding", "route")),
+    "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),
     "ngrams": ("modeling/ngram/settings_ngram", "modeling/ngram/generation_ngram"),
     "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "tree_choices", "base")),
 }

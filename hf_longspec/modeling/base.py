@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -180,6 +181,15 @@ class DraftModel(PreTrainedModel):
     def max_nodes(self, target: TargetView) -> int:
         """Return the maximum number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""
         raise NotImplementedError
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of last tokens of a prompt that should run in a call, as the draft reads the target's states there."""
+        return 0
+
+    def num_out_of_vocabulary(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return how many tokens of some rows this draft cannot propose; none if its vocabulary is the target's."""
+        return 0
 
     def check(self, target: TargetView) -> None:
         """Refuse a target that this draft was not made for, and settings that do not exist or contradict each other.

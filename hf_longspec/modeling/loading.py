@@ -84,6 +84,8 @@ def _is_malformed(error: OSError) -> bool:
     return isinstance(error.__context__, json.JSONDecodeError | UnicodeDecodeError)
 
 
+_SNAPSHOT_KWARGS = HUB_KWARGS - {"subfolder", "proxies"}
+
 # In order of preference.
 WEIGHT_FILES = (
     "model.safetensors.index.json",
@@ -101,6 +103,7 @@ class Checkpoint:
 
     Args:
         source (`str`): Hub id, folder or weight file.
+        hub (`Any`): Arguments named in `HUB_KWARGS`.
 
     Attributes:
         names (`list[str]`): Names of all tensors.
@@ -109,8 +112,9 @@ class Checkpoint:
         ValueError: If `source` holds no weight file, or one that cannot be read.
     """
 
-    def __init__(self, source: str):
+    def __init__(self, source: str, **hub: Any):
         self.source = source
+        self._hub = {name: value for name, value in hub.items() if name in _SNAPSHOT_KWARGS}
         path = Path(source)
         self._on_hub = not path.exists()
         self._folder = path.parent if path.is_file() else path
@@ -176,7 +180,7 @@ class Checkpoint:
         raise ValueError(f"{self.source} holds no weights: expected one of {', '.join(WEIGHT_FILES)}.")
 
     def _fetch(self, files: Iterable[str]) -> None:
-        self._folder = Path(snapshot_download(self.source, allow_patterns=list(files)))
+        self._folder = Path(snapshot_download(self.source, allow_patterns=list(files), **self._hub))
 
 
 def _is_plain_name(file: Any) -> bool:

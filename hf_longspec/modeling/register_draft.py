@@ -24,6 +24,7 @@ class RegisteredDraft:
     convert: str | None = None
     tune: str | None = None
     card: str | None = None
+    reads: str | None = None
     aliases: tuple[str, ...] = ()
 
     @property
@@ -32,7 +33,7 @@ class RegisteredDraft:
         return self.config.model_type.removeprefix("longspec_"), *self.aliases
 
     def load(self, role: str) -> Any:
-        """Import the object that the registration names as `"training"`, `"convert"` or `"tune"`."""
+        """Import the object that the registration names as `"training"`, `"convert"`, `"tune"` or `"reads"`."""
         return resolve_name(getattr(self, role))
 
     def card_template(self) -> str:
@@ -62,6 +63,7 @@ def register_draft(
     convert: str | None = None,
     tune: str | None = None,
     card: str | None = None,
+    reads: str | None = None,
     aliases: tuple[str, ...] = (),
 ) -> None:
     """Register a draft under the `model_type` of its config.
@@ -80,6 +82,9 @@ def register_draft(
         tune (`str`, *optional*):
             A function `(draft, target, context, measure) -> settings`, which chooses settings for `hf-longspec tune`.
         card (`str`, *optional*): Template of the model card as `"package:file.md"`. Needed to publish the draft.
+        reads (`str`, *optional*):
+            A function of the contents of a config.json. It returns whether the draft's `from_pretrained(path, target=)`
+            reads this checkpoint of another project.
         aliases (`tuple[str, ...]`, *optional*): Further names on the command line, for drafts without weights.
 
     Raises:
@@ -87,13 +92,13 @@ def register_draft(
             command line is taken.
     """
     kind = config.model_type
-    draft = RegisteredDraft(config, model, training, convert, tune, card, aliases)
+    draft = RegisteredDraft(config, model, training, convert, tune, card, reads, aliases)
     if model.config_class is not config:
         raise ValueError(
             f"{model.__name__}.config_class is {model.config_class.__name__}, and {config.__name__} was passed: pass "
             "the two classes that belong together."
         )
-    for role in ("training", "convert", "tune", "card"):
+    for role in ("training", "convert", "tune", "card", "reads"):
         if (name := getattr(draft, role)) is not None and not all(name.partition(":")):
             raise ValueError(f"{role}={name!r}: expected 'module:attribute', or 'package:file.md' for a card.")
     if kind in CONFIG_MAPPING and CONFIG_MAPPING[kind].__module__.startswith("transformers."):
@@ -112,3 +117,15 @@ def register_draft(
 def weightless_drafts() -> dict[str, type[DraftModel]]:
     """Return the drafts that need no training, by their names on the command line."""
     return {name: draft.model for draft in DRAFTS.values() if draft.model.weightless for name in draft.names}
+
+
+def reader_of(config: dict[str, Any]) -> type[DraftModel] | None:
+    """Return the draft whose `from_pretrained(path, target=)` reads a checkpoint of another project, or `None`.
+
+    Args:
+        config (`dict[str, Any]`): Contents of its config.json.
+    """
+    if config.get("model_type") in DRAFTS:
+        return None
+    readers = (draft for draft in DRAFTS.values() if draft.reads is not None)
+    return next((draft.model for draft in readers if draft.load("reads")(config)), None)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..generation.cache import SpeculativeCache
-from ..generation.target_modules import FinalNormInput, TargetParts
+from ..generation.target_modules import TargetParts, states_of
 
 FACTS_FILE = "store.json"
 # States that a store may hold, and the dimension of a row's tensor that counts its tokens.
@@ -73,16 +73,19 @@ class TargetPass:
 
 
 class HiddenPass:
-    """Runs the frozen target over whole rows, without its head, and keeps the input of its final norm.
+    """Runs the frozen target over whole rows, without its head, and keeps the input of its final norm, or of layers.
 
     Args:
         target (`PreTrainedModel`): The target.
         chunk_size (`int`, *optional*): Tokens per forward; by default a whole row. Between chunks the cache of every
             layer is in memory; without chunks no cache is used.
+        wanted (`bool` or `tuple[int, ...]`, *optional*, defaults to `True`): Layers whose inputs are kept, one after
+            another, in place of the final norm's.
     """
 
-    def __init__(self, target: PreTrainedModel, chunk_size: int | None = None):
+    def __init__(self, target: PreTrainedModel, chunk_size: int | None = None, wanted: bool | tuple[int, ...] = True):
         self.target = target
+        self.wanted = wanted
         self.config = target.config.get_text_config(decoder=True)
         self.chunk_size = chunk_size
 
@@ -90,7 +93,7 @@ class HiddenPass:
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return `(B, L, hidden)` for `input_ids` `(B, L)` at positions 0, 1, 2, ... Padding must be on the right."""
         length, decoder = input_ids.shape[1], self.target.get_decoder()
-        with FinalNormInput(self.target) as caught:
+        with states_of(self.target, self.wanted) as caught:
             if self.chunk_size is None or self.chunk_size >= length:
                 decoder(input_ids=input_ids, use_cache=False)
                 return caught.hidden

@@ -35,7 +35,8 @@ class DraftTrainer(Trainer):
     target's most likely token, or the token of the text with `loss="ce"`.
 
     Args:
-        model ([`LongSpecDraftModel`] or [`TokenSwiftDraftModel`]): The draft, or a `PeftModel` of it.
+        model ([`LongSpecDraftModel`], [`Eagle3DraftModel`] or [`TokenSwiftDraftModel`]): The draft, or a `PeftModel` of
+            it.
         target (`PreTrainedModel`): The causal language model that the draft was created for.
         args ([`DraftTrainingArguments`]): Settings of the run.
         train_dataset (*optional*): Rows with `input_ids`, a text or a conversation, see [`DocumentEncoder`].

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
-from hf_longspec import NgramDraftModel, SpeculationStats
+from hf_longspec import Eagle3DraftModel, NgramDraftModel, SpeculationStats
 from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, StepText, html_page
 from tests.cli.conftest import run_command
@@ -61,6 +61,24 @@ def test_the_text_is_that_of_plain_generate(command, tiny, expected, draft, way)
     result = command("generate", *arguments, input=text if way == "stdin" else None)
     assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
     assert "tau" in result.stderr and "drafted tokens accepted" in result.stderr
+
+
+def test_an_eagle3_checkpoint_of_another_project_is_recognised(command, tiny, target, expected, tmp_path):
+    """In the authors' layout, from a folder, without a word about its kind."""
+    model, _ = target
+    own = Eagle3DraftModel.from_target(model, own_embedding=True, own_head=True)
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    config |= {name: getattr(own.config, name) for name in names} | {"draft_vocab_size": own.config.vocab_size}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weights = {name.replace("layers.0.", "midlayer."): value for name, value in own.state_dict().items()}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    result = command("generate", tiny.notes, "--target", tiny.target, "--draft", tmp_path, "--max-new-tokens", NEW)
+    assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
+    assert "longspec_eagle3: tau" in result.stderr
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    result = command("generate", tiny.notes, "--target", tiny.target, "--draft", tmp_path, "--max-new-tokens", NEW)
+    assert result.exit_code == 2 and "the file is truncated" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_json_is_one_object_with_text_statistics_and_steps(shown, expected):

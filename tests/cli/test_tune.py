@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_longspec import SpecAttnDraftModel
+from hf_longspec import Eagle3DraftModel, SpecAttnDraftModel
 from hf_longspec.cli import tune as module
 from hf_longspec.cli.tune import LARGE_GAMMA, Trial, distinct_ratios, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter
 from hf_longspec.testing import tiny_target
 
 QUICK = ["--context", 64, "--max-new-tokens", 8, "--repeats", 1, "--prompts", 1]
@@ -61,6 +62,30 @@ def simulated(tau, speed):
         return [Trial(step, options, tau(**options), speed(**options)) for options in candidates]
 
     return measure, asked
+
+
+def test_eagle3_takes_the_reading_with_the_highest_tau():
+    """A base of 10000 in place of the declared one, layers one below those of the file; then the fastest tree."""
+    model = tiny_target("llama", num_hidden_layers=6)
+    draft = Eagle3DraftModel.from_target(model, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert draft.layers_of(model.config) == (2, 3, 3)
+
+    def tau(rope_theta, target_layer_ids, tree_widths=None):
+        return 2 + (rope_theta == 1e4) * 0.2 + (target_layer_ids == [1, 2, 2]) * 0.3
+
+    def speed(rope_theta, target_layer_ids, tree_widths=None):
+        return 100 + 10 * (tree_widths == [1, 1, 1])
+
+    measure, asked = simulated(tau, speed)
+    best = plan_for(draft)(draft, TargetView(model), 10_000, measure)
+    assert best == {"rope_theta": 1e4, "target_layer_ids": [1, 2, 2], "tree_widths": [1, 1, 1]}
+    readings = [list(settings.values()) for settings in asked[0][1]]
+    assert readings == [[theta, ids] for theta in (None, 1e4) for ids in (None, [1, 2, 2], [3, 4, 4])]
+    # a gain within noise changes nothing, and neither does a base that is declared already
+    measure, asked = simulated(lambda **settings: 2 + (settings["target_layer_ids"] is not None) * 0.02, speed)
+    draft.config.rope_parameters["rope_theta"] = 1e4
+    best = plan_for(draft)(draft, TargetView(model), 10_000, measure)
+    assert best["rope_theta"] is None and best["target_layer_ids"] is None and len(asked[0][1]) == 3
 
 
 def test_specattn_takes_the_three_steps_of_the_paper():
@@ -202,6 +227,27 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp
     full = tune("--output", drafts["longspec"])
     assert full.exit_code == 2 and "is not empty: pass a new folder" in full.stderr
     other = tune("--draft", "ngram", "--dry-run")
-    assert other.exit_code == 2 and "is not tuned: pass one of type longspec or specattn or tokenswift" in other.stderr
+    assert (
+        other.exit_code == 2
+        and "is not tuned: pass one of type longspec_eagle3 or longspec or specattn or tokenswift" in other.stderr
+    )
     short = tune("--draft", drafts["longspec"], "--context", 100_000)
     assert short.exit_code == 2 and "exceed the 16384 positions" in short.stderr
+
+
+def test_eagle3_reads_the_end_of_the_prompt(tune, tiny, tmp_path, monkeypatch):
+    """The prompts are decoded after a cache of their beginning, and the draft has entries of their end."""
+    stored, remember = [], Eagle3Drafter.remember
+
+    def counting(self, taps, tokens, positions):
+        stored.append(int((positions >= 0).sum()))
+        remember(self, taps, tokens, positions)
+
+    monkeypatch.setattr(Eagle3Drafter, "remember", counting)
+    target = AutoModelForCausalLM.from_pretrained(tiny.target)
+    Eagle3DraftModel.from_target(target, window=16, tree_widths=[1]).save_pretrained(tmp_path / "eagle3")
+    result = tune("--draft", tmp_path / "eagle3", "--dry-run", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert {trial["step"] for trial in found["trials"]} >= {"1 acceptance by reading", "2 speed by tree"}
+    assert min(stored) >= 15  # the last one of the prompt is stored with the first verification

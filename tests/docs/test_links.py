@@ -82,6 +82,7 @@ SYMBOLS = {*"BSNHKDVGpqxnd", "NAME", "PAGE", "x_", "x_i", "A_i", "lse", "expecte
 THEIRS = {"Trainer", "TORCH_INDEX", "torchrun", "tp_plan", "num_return_sequences", "num_beams", "trust_remote_code"}
 THEIRS |= {"cache_implementation", "device_map", "pipeline", "stop_strings", "padding_side"}
 NAMED = ["design", "losslessness", "quicktour", "faq", "models", "specattn", "longspec", "tokenswift", "ngram"]
+NAMED += ["eagle3"]
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", *(f"docs/{name}.md" for name in NAMED)])

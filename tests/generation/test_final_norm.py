@@ -55,7 +55,7 @@ def test_what_is_caught_can_leave_a_graph(compiles, graphs):
         torch.testing.assert_close(hidden, caught.hidden, atol=TOLERANCE, rtol=TOLERANCE)
     assert graphs.frame_count == compiles
     assert not final_norm_of(model)._forward_pre_hooks
-    assert final_norm._traced.hidden is None and not final_norm._traced.wanted
+    assert not final_norm._traced.caught and not final_norm._traced.wanted
 
 
 def test_a_graph_that_has_not_asked_catches_nothing(graphs):
@@ -64,8 +64,8 @@ def test_a_graph_that_has_not_asked_catches_nothing(graphs):
     with torch.no_grad(), FinalNormInput(model) as caught:
         torch.compile(model, fullgraph=True, backend=graphs)(torch.ones(1, 4, dtype=torch.long), use_cache=False)
     assert graphs.frame_count == 1
-    assert not hasattr(caught, "hidden")
-    assert final_norm._traced.hidden is None
+    assert not caught._caught
+    assert not final_norm._traced.caught
 
 
 def test_the_hook_goes_when_the_forward_fails():

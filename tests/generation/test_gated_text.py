@@ -16,6 +16,7 @@ from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate, gate_of
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import (
     RandomTreeDraftModel,
+    random_eagle3_draft,
     random_longspec_draft,
     random_tokenswift_draft,
     tiny_prompts,
@@ -34,6 +35,10 @@ DRAFTS = {
     "longspec, n-grams": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2], **NGRAMS),
     "longspec, trees": lambda model: random_longspec_draft(model, window=8, tree_widths=[2], tree_choices=WIDTHS),
     "longspec, n-grams, trees": lambda model: random_longspec_draft(
+        model, window=8, tree_widths=[3, 2], tree_choices=WIDTHS, **NGRAMS
+    ),
+    "eagle3": lambda model: random_eagle3_draft(model, window=8, tree_widths=[6, 4]),
+    "eagle3, n-grams, trees": lambda model: random_eagle3_draft(
         model, window=8, tree_widths=[3, 2], tree_choices=WIDTHS, **NGRAMS
     ),
     "specattn": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN),

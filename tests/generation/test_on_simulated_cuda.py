@@ -28,6 +28,7 @@ DRAFTERS = {
     "specattn": ("specattn", {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}),
     "longspec": ("longspec", {"window": 8, "tree_widths": [6, 4]}),
     "longspec, n-grams": ("longspec", {"window": 8, "tree_widths": [2, 2], "ngram_candidates": 2}),
+    "eagle3": ("longspec_eagle3", {"window": 8, "tree_widths": [12, 9]}),
     "tokenswift": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 3, 2]}),
     "partial_kv": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 2, 2], "self_draft": "partial_kv"}),
 }

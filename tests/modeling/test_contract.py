@@ -20,6 +20,7 @@ from tests.generation.tiny_models import ATTENTION
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 SETTINGS = {
+    "longspec_eagle3": {"tree_widths": [6, 4], "window": 8, "sinks": 2, "fc_norm": True},
     "longspec": {"window": 8, "tree_widths": [6, 4]},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
     "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},

@@ -6,13 +6,21 @@ import pytest
 import torch
 from transformers import AutoModel, GenerationConfig
 
-from hf_longspec import LongSpecDraftModel, NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
+from hf_longspec import (
+    Eagle3DraftModel,
+    LongSpecDraftModel,
+    NgramDraftModel,
+    PlainDraftModel,
+    SpecAttnDraftModel,
+    TokenSwiftDraftModel,
+)
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
 
-L, N, S, T = LongSpecDraftModel, NgramDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
+E, L, N = Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
+S, T = SpecAttnDraftModel, TokenSwiftDraftModel
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +29,16 @@ def model():
 
 
 REFUSED = [
+    (E, "tree_widths", [3, 0], r"tree_widths=\[3, 0\]: expected a list of positive integers"),
+    (E, "tree_widths", 4, "tree_widths=4: expected a list of positive integers"),
+    (E, "tree_choices", [[2, 0]], r"tree_choices: tree_widths=\[2, 0\]: expected a list of posit"),
+    (E, "window", 0, "window=0: expected an integer of at least 1, 'trained' for the length that the draft was"),
+    (E, "window", "all", "window='all': expected an integer of at least 1"),
+    (E, "sinks", -1, "sinks=-1: expected an integer of at least 0"),
+    (E, "rope_theta", 0, "rope_theta=0: expected None for the draft's own, or a number above 0"),
+    (E, "target_layer_ids", [1, 2], r"target_layer_ids=\[1, 2\]: expected a list of 3 integers, as many as fc"),
+    (E, "target_layer_ids", [1, 2, 4], "layer 4: LlamaForCausalLM has 3 layers. Pass indices from 0 to 3"),
+    (E, "norm_output", "yes", "norm_output='yes': expected None, True or False"),
     (L, "tree_widths", [], r"tree_widths=\[\]: expected a list of positive integers"),
     (L, "tree_widths", [4, 0], r"tree_widths=\[4, 0\]: expected a list of positive integers"),
     (L, "tree_widths", 5, r"tree_widths=5: expected a list of positive integers"),

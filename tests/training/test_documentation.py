@@ -9,6 +9,7 @@ import pytest
 PROJECT = Path(__file__).resolve().parents[2]
 SMALLER = {"max_steps=2000": "max_steps=1", "1024)": "40)", "max_new_tokens=64": "max_new_tokens=4", "size=4": "size=1"}
 SMALLER_HEADS = {"max_steps=500": "max_steps=1", "1024)": "40)"}
+SMALLER_EAGLE3 = {"max_steps=1000": "max_steps=1", "1024)": "40)", "=1000,": "=200,", "[:1000]": "[:200]"}
 
 
 def shrunk(call, sizes):
@@ -21,7 +22,7 @@ def shrunk(call, sizes):
 def test_the_calls_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     text = (PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
-    train, heads, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    train, heads, eagle3, export, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     train, heads = shrunk(train, SMALLER), shrunk(heads, SMALLER_HEADS)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_cards").symlink_to(PROJECT / "hub_cards")
@@ -33,6 +34,10 @@ def test_the_calls_run(tmp_path, monkeypatch, capsys):
     assert "longspec: tau" in capsys.readouterr().out
     exec(heads, {})  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "heads" / "checkpoint-1" / "model.safetensors").is_file()
+    own = dict(names)
+    exec(shrunk(eagle3, SMALLER_EAGLE3), own)  # noqa: S102 - likewise
+    exec(export, own)  # noqa: S102 - likewise
+    assert (tmp_path / "runs" / "eagle3-for-vllm" / "model.safetensors").is_file()
     names["rows"] = names["TokenWindows"](names["tokens"], 40)
     exec(adapt, names)  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "draft" / "checkpoint-1" / "adapter_model.safetensors").is_file()

@@ -112,7 +112,10 @@ def test_shapes_of_another_target_are_refused(tmp_path):
 
 def test_tensors_of_no_known_method_are_refused(target_config, tmp_path):
     torch.save({"model.embed_tokens.weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"known method: .* contains 'cross_attn\.' or 'model\.medusa_layers\.' there"):
+    with pytest.raises(
+        ValueError,
+        match=r"known method: .* contains 'hidden_norm\.' or 'cross_attn\.' or 'model\.medusa_layers\.' there",
+    ):
         convert(str(tmp_path), target_config)
 
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from hf_longspec.modeling.longspec.generation_longspec import WindowRing
+from hf_longspec.generation.window_ring import WindowRing
 
 WINDOW, SLOTS, HEADS, SIZE = 5, 4, 2, 3
 
 
-def make_ring(batch=2, window=WINDOW):
-    return WindowRing(window, SLOTS, batch, HEADS, SIZE, dtype=torch.float32, device=torch.device("cpu"))
+def make_ring(batch=2, window=WINDOW, **sizes):
+    return WindowRing(window, SLOTS, batch, HEADS, SIZE, dtype=torch.float32, device=torch.device("cpu"), **sizes)
 
 
 def entries(batch, count, start=0.0):
@@ -20,8 +20,8 @@ def entries(batch, count, start=0.0):
 
 def stored(ring, row):
     """Return a dictionary from position to key `(heads, size)` of one row."""
-    slots = ring.positions[row, : ring.window]
-    assert torch.equal(ring.values[:, :, : ring.window], -ring.keys[:, :, : ring.window])
+    slots = ring.positions[row, : ring.size]
+    assert torch.equal(ring.values[:, :, : ring.size], -ring.keys[:, :, : ring.size])
     return {int(p): ring.keys[row, :, slot] for slot, p in enumerate(slots) if p >= 0}
 
 
@@ -55,7 +55,7 @@ def test_accepted_nodes_replace_the_oldest_tokens():
 def test_the_window_includes_the_query(position):
     ring = make_ring(batch=1)
     ring.fill(*entries(1, 5), torch.tensor([[7, 8, 9, 10, 11]]))
-    seen = ring.positions[:, :WINDOW][ring.visible(torch.tensor([[position]]))]
+    seen = ring.positions[:, :WINDOW][ring.visible(torch.tensor([[position]]))[:, 0]]
     # WINDOW positions end at the query's own, which is a node of the tree and not in the ring
     assert sorted(seen.tolist()) == [p for p in range(position - WINDOW + 1, position) if p <= 11]
 
@@ -71,3 +71,17 @@ def test_bytes_do_not_depend_on_the_positions():
         ring.fill(*entries(1, 5), torch.arange(start, start + 5)[None])
     # keys and values in float32, positions in int64, one spare slot
     assert ring.nbytes == before == (WINDOW + SLOTS + 1) * (2 * HEADS * SIZE * 4 + 8)
+
+
+@pytest.mark.parametrize(("sinks", "room"), [(0, 3), (2, 0), (3, 4)])
+def test_sinks_stay_and_later_tokens_hide_nothing_from_earlier_queries(sinks, room):
+    """Tokens come in portions of at most `room + 1`; each query sees what a banded mask with sinks shows it."""
+    ring, keys, values = make_ring(1, sinks=sinks, room=room), *entries(1, 23)
+    for first in range(0, 23, room + 1):
+        new = torch.arange(first, min(23, first + room + 1))
+        ring.fill(keys[:, :, new], values[:, :, new], new[None])
+        seen = ring.visible(new[None])[0]
+        for query, slots in zip(new.tolist(), seen, strict=True):
+            expected = [p for p in range(query + 1) if p < sinks or p > query - WINDOW]
+            assert sorted(ring.positions[0, : ring.size][slots].tolist()) == expected
+            assert all(torch.equal(stored(ring, 0)[p], keys[0, :, p]) for p in expected)

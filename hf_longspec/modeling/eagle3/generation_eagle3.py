@@ -1,0 +1,415 @@
+"""EAGLE-3: a draft of one layer grows a beam from states of the target, then from its own.
+
+EAGLE-3, https://huggingface.co/papers/2503.01840. An entry joins the target's states at position p ("taps") with token
+p + 1; its place in rotary embeddings is p. The entries of the committed text are in a ring, so that memory does not
+grow with the context. The newest entry predicts the first level of the tree. A node of the tree is an entry too, with
+the state of its parent in place of taps, which the target has only after it verified the node.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from ...attention_backends.registry import AttentionBackend, AttentionCall, select
+from ...generation.beam import Beam
+from ...generation.draft_tree import DraftTree
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.sampling import Coupling
+from ...generation.target_modules import LayerInputs
+from ...generation.window_ring import WindowRing, visible
+
+# Taps, tokens and positions of the entries that the next draft stores, and the place of the last of them in each row.
+Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class PromptTaps(LayerInputs):
+    """Keep the taps of the first and the last tokens of prompts while the target reads them, in chunks of any size.
+
+    Rows are padded on the right. Each forward continues where the one before ended.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        layers (`Sequence[int]`): Layers whose inputs are kept.
+        lengths (`Sequence[int]`): Number of tokens of every row.
+        start (`int`): Position of the first token that is read.
+        sinks (`int`): Number of first tokens that are kept.
+        window (`int`): Number of last tokens that are kept.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[int], lengths: Sequence[int], start: int, sinks: int, window: int):
+        super().__init__(model, layers)
+        self.spans = [[(0, min(sinks, size)), (max(min(sinks, size), size - window), size)] for size in lengths]
+        self._next = [start] * len(layers)
+        self._pieces: list[list[list[tuple[int, torch.Tensor]]]] = [[[] for _ in lengths] for _ in layers]
+
+    def _keep(self, place: int, states: torch.Tensor) -> None:
+        first = self._next[place]
+        self._next[place] = end = first + states.shape[1]
+        for row, spans in enumerate(self.spans):
+            for begin, stop in ((max(begin, first), min(stop, end)) for begin, stop in spans):
+                if begin < stop:
+                    # a copy, as a view would keep the states of the whole chunk
+                    piece = states[row, begin - first : stop - first].clone()
+                    self._pieces[place][row].append((begin, piece))
+
+    def of_row(self, row: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the kept positions `(n,)` of a row and their taps `(n, layers * hidden)`; `None` if there are none."""
+        places = [pieces[row] for pieces in self._pieces]
+        if not places[0]:
+            return None
+        device = places[-1][0][1].device
+        ranges = [torch.arange(begin, begin + len(piece), device=device) for begin, piece in places[0]]
+        states = [torch.cat([piece for _, piece in pieces]).to(device) for pieces in places]
+        return torch.cat(ranges), torch.cat(states, -1)
+
+
+class Angles:
+    """Rotary embedding of a draft, as a part of a workspace.
+
+    Args:
+        rotary (`torch.nn.Module`): Function of a tensor, for its dtype, and of positions.
+    """
+
+    def __init__(self, rotary: Any):
+        self.rotary = rotary
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frequencies."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.rotary.buffers())
+
+    def __call__(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines `(B, N, D)` of `positions` `(B, N)`, with the dtype of `like`."""
+        cos, sin = self.rotary(like, positions)
+        return cos, sin
+
+
+class Eagle3Drafter(Drafter):
+    """Draft a tree of fixed size with one small decoder.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        draft (`Eagle3DraftModel`): The draft, with device and dtype of the target's final norm.
+        layers (`tuple[int, ...]`): Layers of the target whose inputs are read.
+        window (`int`, *optional*): Number of last entries that are kept. All by default.
+        sinks (`int`): Number of first entries that are kept as well.
+        trees (`Sequence[list[int]]`): Number of nodes of each level, root excluded, for each tree to choose from.
+        owner (`torch.nn.Module`, *optional*): Owner of compiled functions, which later calls use again. The draft by
+            default.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        draft: Any,
+        layers: tuple[int, ...],
+        window: int | None,
+        sinks: int,
+        trees: Sequence[list[int]],
+        owner: torch.nn.Module | None = None,
+    ):
+        super().__init__(binding)
+        self._owner = draft if owner is None else owner
+        self.draft = draft
+        self.wants_hidden = layers
+        self.window = binding.max_length if window is None else min(window, binding.max_length)
+        self.sinks = min(sinks, binding.max_length)
+        self.coupling = Coupling(binding.rule)
+        self._trees = trees
+        self.widths = trees[0]
+        self.num_nodes = 1 + max(map(sum, trees))
+        self.max_depth = max(map(len, trees))
+        weight = draft.norm.weight
+        self.device, self.dtype = weight.device, weight.dtype
+        # kept for later calls, as graphs read its tensors
+        theta = draft.effective("rope_theta")
+        self.rotary: Angles = binding.part(
+            (Angles, theta, self.device), lambda: Angles(draft.rotary_embedding(self.device, theta))
+        )
+        self.scaling = draft.config.head_dim**-0.5
+        self._kernels: AttentionBackend = select(
+            AttentionCall(self.device, self.dtype, draft.config.head_dim, draft.config.head_dim)
+        )
+        self._prompts: PromptTaps | None = None
+        self.pending: Entries | None = None
+
+    @cached_property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """Shapes of the trees, one for each list of widths."""
+        return named((widths, 1 + sum(widths), len(widths)) for widths in self._trees)
+
+    def choose(self, tree: int) -> None:
+        """Propose trees with the widths of this index from now on."""
+        self.widths = self._trees[tree]
+
+    @property
+    def most_new(self) -> int:
+        """Most tokens that a verification commits per row."""
+        return max(self.max_depth, self.foreign_depth) + 1
+
+    @cached_property
+    def rings(self) -> list[WindowRing]:
+        """Entries of the committed text, for each layer. Layers trained with a window saw no sinks beside it."""
+        config, rings = self.draft.config, []
+        sizes = self.binding.cache.batch_size, config.num_key_value_heads, config.head_dim, self.dtype, self.device
+        for index, own in enumerate(config.window_of_layers):
+            window, sinks = (self.window, self.sinks) if own is None else (min(own, self.window), 0)
+            shape = window, self.num_nodes, *sizes, sinks, self.most_new
+            ring: WindowRing = self.binding.part((WindowRing, index, *shape), partial(WindowRing, *shape))
+            ring.clear()
+            rings.append(ring)
+        return rings
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the rings and of the taps of the last verification."""
+        pending = () if self.pending is None else self.pending
+        return sum(ring.nbytes for ring in self.rings) + sum(x.numel() * x.element_size() for x in pending)
+
+    @contextmanager
+    def watch_prefill(self, lengths: Sequence[int], start: int) -> Iterator[None]:
+        """Keep the taps of the first and the last tokens of the prompts."""
+        layers = self.wants_hidden
+        assert isinstance(layers, tuple)
+        self._prompts = PromptTaps(self.binding.target.model, layers, lengths, start, self.sinks, self.window)
+        with self._prompts:
+            yield
+
+    def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Store the entries of the prompts whose taps were kept, and those of the verification."""
+        if self._prompts is not None:
+            self._read(self._prompts, texts)
+            self._prompts = None
+        self.observe(verification)
+
+    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Continue after plain steps. Their tokens have no entries, as the target's states are gone."""
+        self.observe(verification)
+
+    def observe(self, verification: Verification) -> None:
+        """Keep taps, tokens and positions of the committed nodes, whose entries the next draft stores first."""
+        assert verification.hidden is not None and verification.tree is not None
+        device, width = verification.path.device, self.most_new
+        if self.pending is None:
+            shape = len(verification.path), width
+            none = torch.full(shape, -1, device=self.device)
+            taps = torch.zeros(*shape, verification.hidden.shape[2], dtype=self.dtype, device=self.device)
+            self.pending = taps, none.clone(), none, none[:, :1] + 1
+        changing = (
+            *(verification.hidden, verification.path, verification.tree.tokens),
+            *(verification.num_nodes.on(device), verification.prefix_lengths.on(device), *self.pending),
+        )
+        self.pending = self.binding.target.replayed(_newest, changing, (self,), self.rings[0])
+
+    def newest(
+        self, hidden: torch.Tensor, path: torch.Tensor, nodes: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor
+    ) -> Entries:
+        """Return the entries of the kept nodes. The token of the last one is the next root, and is not part of them.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(B, N, taps)`): The target's states at the nodes.
+            path (`torch.LongTensor` of shape `(B, M)`): Kept nodes.
+            nodes (`torch.LongTensor` of shape `(B, N)`): Tokens of the nodes.
+            counts (`torch.LongTensor` of shape `(B,)`): Number of kept nodes.
+            lengths (`torch.LongTensor` of shape `(B,)`): Position of the root.
+        """
+        path = torch.nn.functional.pad(path, (0, self.most_new - path.shape[1]))
+        tokens = nodes.gather(1, path).roll(-1, 1).to(self.device)
+        path, counts, lengths = (
+            path.to(hidden.device),
+            counts[:, None].to(self.device),
+            lengths[:, None].to(self.device),
+        )
+        taps = hidden.gather(1, path[..., None].expand(-1, -1, hidden.shape[2])).to(self.device, self.dtype)
+        places = torch.arange(self.most_new, device=self.device)
+        positions = torch.where(places < counts, lengths + places, -1)
+        return taps, tokens, positions, (counts - 1).clamp_min(0)
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """Return a beam of the chosen widths after `root` `(batch,)`."""
+        assert self.pending is not None
+        runner, lengths = self.binding.target.runner, self.binding.cache.lengths
+        runner = runner if runner is not None and runner.takes(lengths) else None
+        inputs, known = (root, *self.pending), self.coupling.known(len(self.widths))
+        if runner is None or not self.coupling.fits_graphs:
+            fields = self.grow(*inputs, known, runner)
+        else:
+            fields = self._run_by(runner, _grow, (*inputs, *known)) or self.grow(*inputs, known)
+        return DraftTree.of_fields(fields, len(self.widths))
+
+    def grow(
+        self,
+        root: torch.Tensor,
+        taps: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        last: torch.Tensor,
+        known: Sequence[torch.Tensor] = (),
+        runner: Any = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Draft all levels, and return the [`DraftTree.fields`] of the tree.
+
+        It writes to the rings and reads nothing on the host.
+
+        Args:
+            root (`torch.LongTensor` of shape `(B,)`): Last emitted token of every row.
+            taps (`torch.Tensor` of shape `(B, M, taps)`): The target's states at the tokens that were committed last.
+            tokens (`torch.LongTensor` of shape `(B, M)`): The token after each of them, but for the last.
+            positions (`torch.LongTensor` of shape `(B, M)`): Their positions; a negative one marks padding.
+            last (`torch.LongTensor` of shape `(B, 1)`): Place of the last of them, whose next token is the root.
+            known (sequence of `torch.Tensor`, *optional*): Result of [`Coupling.known`].
+            runner (*optional*): Runs the draft level by level, compiled or captured. Candidates are ranked in between.
+        """
+        beam, end = Beam(root), positions.gather(1, last)
+        tokens = tokens.scatter(1, last, root[:, None].to(tokens.device))
+        states = taps  # of no level yet
+        for depth, width in enumerate(self.widths):
+            inputs: tuple[torch.Tensor, ...] = taps, tokens, positions, last
+            function = _first_level
+            if depth:
+                parents = beam.parent_places.to(self.device)[..., None].expand(-1, -1, states.shape[2])
+                inputs = states.gather(1, parents), beam.tokens, beam.reach, end + depth, end
+                function = _next_level
+            found = None if runner is None else self._run_by(runner, function, inputs, depth)
+            logits, states = function(inputs, self) if found is None else found
+            scores = self.coupling.scores(self._spread(logits.to(root.device)), known, depth, beam.paths)
+            beam.grow(scores, width)
+        return beam.fields()
+
+    def remember(self, taps: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store entries in the rings.
+
+        Args:
+            taps (`torch.Tensor` of shape `(B, T, taps)`): The target's states.
+            tokens (`torch.LongTensor` of shape `(B, T)`): The token after each of them.
+            positions (`torch.LongTensor` of shape `(B, T)`): Their positions; a negative one marks padding.
+        """
+        self._enter(taps, tokens, positions, positions[:, :0])
+
+    def first_level(
+        self, taps: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, last: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store entries, and return logits `(B, 1, draft vocabulary)` and state `(B, 1, hidden)` after the last one."""
+        outputs, states = self._enter(taps, tokens, positions, last)
+        return self.draft.logits(outputs, self.binding.target.model), states
+
+    def next_level(
+        self,
+        states: torch.Tensor,
+        tokens: torch.Tensor,
+        reach: torch.Tensor,
+        positions: torch.Tensor,
+        end: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam.
+
+        Args:
+            states (`torch.Tensor` of shape `(B, n, hidden)`): State of each node's parent.
+            tokens (`torch.LongTensor` of shape `(B, n)`): Tokens of the level.
+            reach (`torch.BoolTensor` of shape `(B, n, N)`): Ancestors of each node among the N nodes so far.
+            positions (`torch.LongTensor` of shape `(B, 1)`): Position of the level.
+            end (`torch.LongTensor` of shape `(B, 1)`): Position of the last committed entry, that of the root. Nodes
+                see what it sees: the window does not move while drafting.
+        """
+        first, nodes = reach.shape[2] - reach.shape[1], reach.shape[2]
+        own = reach.to(self.device)
+        own = own & (torch.arange(nodes, device=self.device) > 0)  # the root's entry is a committed one
+
+        def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            ring = self.rings[index]
+            ring.stage(key, value, first)
+            seen = torch.cat([ring.visible(end).expand(-1, own.shape[1], -1), own], -1)
+            return self._attend(ring, query, seen)
+
+        embedded = self.draft.embed(tokens.to(self.device), self.binding.target.model).to(self.device, self.dtype)
+        angles = self.rotary(states, positions.expand_as(tokens))
+        outputs, states = self.draft.run(states, embedded, angles, attend)
+        return self.draft.logits(outputs, self.binding.target.model), states
+
+    def _enter(
+        self, taps: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store entries in the rings; return outputs and states `(B, n, hidden)` of those that are `kept` `(B, n)`."""
+        last_layer = len(self.rings) - 1
+        wanted = positions.gather(1, kept)
+
+        def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            ring = self.rings[index]
+            ring.fill(key, value, positions)
+            if not query.shape[2]:
+                return query
+            if index < last_layer and query.shape[2] > self.most_new:  # the ring has no room for all at once
+                seen = visible(positions, positions, ring.window, ring.sinks)
+                return self._kernels.tree_attention(query, key, value, seen, scaling=self.scaling)[0]
+            return self._attend(ring, query, ring.visible(wanted if index == last_layer else positions))
+
+        embedded = self.draft.embed(tokens, self.binding.target.model).to(self.device, self.dtype)
+        states = self.draft.features(taps.to(self.device, self.dtype))
+        angles = self.rotary(states, positions.clamp_min(0))
+        result: tuple[torch.Tensor, torch.Tensor] = self.draft.run(states, embedded, angles, attend, kept)
+        return result
+
+    def _attend(self, ring: WindowRing, query: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Attend queries `(B, H, n, D)` to the first slots of a ring, as many as the mask `(B, n, slots)` has."""
+        slots = seen.shape[2]
+        stored = ring.keys[:, :, :slots], ring.values[:, :, :slots]
+        return self._kernels.tree_attention(query, *stored, seen, scaling=self.scaling)[0]
+
+    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits `(B, n, vocab)` of the target's tokens; those that the draft does not have get -inf."""
+        if self.draft.d2t is None:
+            return logits
+        everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
+        return everywhere.index_copy(2, self.draft.token_ids.to(logits.device), logits)
+
+    def _run_by(self, runner: Any, function: Any, changing: tuple[torch.Tensor, ...], *depth: int) -> Any:
+        """Return the result of a function of these inputs, compiled or captured; `None` if that is not possible."""
+        sizes = tuple(ring.size for ring in self.rings)
+        shape = len(changing[0]), tuple(self.widths), self.most_new, sizes, self.coupling.key, *depth
+        # a copy in another dtype is made for every call, and its graphs go with it
+        holder = self.rings[0] if self.draft is self._owner else self.draft
+        return runner(function, shape, changing, (self,), self._owner, holder)
+
+    def _read(self, prompts: PromptTaps, texts: Sequence[torch.Tensor]) -> None:
+        """Store the entries of the prompts whose taps were kept."""
+        kept = [(row, found) for row in range(len(texts)) if (found := prompts.of_row(row)) is not None]
+        if not kept:
+            return
+        width = max(len(positions) for _, (positions, _) in kept)
+        first = kept[0][1][1]
+        taps = first.new_zeros(len(texts), width, first.shape[-1])
+        tokens = torch.zeros(len(texts), width, dtype=torch.long, device=first.device)
+        places = torch.full_like(tokens, -1)
+        for row, (positions, states) in kept:
+            text = texts[row].to(first.device)
+            usable = int((positions < len(text) - 1).sum())  # the token after the last one is not part of the text
+            positions = positions[:usable]
+            taps[row, :usable], places[row, :usable] = states[:usable], positions
+            tokens[row, :usable] = text[positions + 1]
+        self.remember(taps, tokens.to(self.device), places.to(self.device))
+
+
+def _newest(changing, drafter):
+    """Return the entries of the kept nodes, maybe inside a graph; rows that kept none keep their earlier entries."""
+    grew = changing[3][:, None].to(drafter.device) > 0
+    newest, before = drafter.newest(*changing[:5]), changing[5:]
+    masks = grew[..., None], grew, grew, grew
+    return tuple(torch.where(*three) for three in zip(masks, newest, before, strict=True))
+
+
+def _grow(changing, drafter):
+    """Run [`Eagle3Drafter.grow`] inside a graph."""
+    return drafter.grow(*changing[:5], changing[5:])
+
+
+def _first_level(changing, drafter):
+    """Run [`Eagle3Drafter.first_level`], inside a graph or not."""
+    return drafter.first_level(*changing)
+
+
+def _next_level(changing, drafter):
+    """Run [`Eagle3Drafter.next_level`], inside a graph or not."""
+    return drafter.next_level(*changing)

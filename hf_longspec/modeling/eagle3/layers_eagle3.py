@@ -1,0 +1,148 @@
+"""The layers of an EAGLE-3 draft, and the attention of chained steps over whole texts."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .configuration_eagle3 import Eagle3Config
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Eagle3Layer(GradientCheckpointingLayer):
+    """One layer: attention and SwiGLU. The first one attends with normalised embedding and state beside each other."""
+
+    def __init__(self, config: Eagle3Config, index: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.index = index
+        self.norm_before_residual = config.norm_before_residual
+        if index == 0:
+            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.self_attn = Eagle3Attention(config, 2 * size if index == 0 else size)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        self.mlp = Eagle3MLP(config)
+
+    def forward(
+        self,
+        states: torch.Tensor,
+        embedded: torch.Tensor | None,
+        angles: Rotary,
+        attend: Attend,
+        kept: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the residual stream after this layer; see [`Eagle3DraftModel.run`]."""
+        residual = states
+        if embedded is None:
+            normed = self.input_layernorm(states)
+        else:
+            normed = self.hidden_norm(states)
+            residual = normed if self.norm_before_residual else states
+            normed = torch.cat([self.input_layernorm(embedded), normed], -1)
+        query, key, value = self.self_attn.project(normed)
+        query, key = apply_rotary_pos_emb(query, key, *angles)
+        if kept is not None:
+            residual = residual.gather(1, kept[..., None].expand(-1, -1, residual.shape[-1]))
+            places = kept[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[-1])
+            query = query.gather(2, places)
+        states = residual + self.self_attn.output(attend(self.index, query, key, value))
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class Eagle3Attention(nn.Module):
+    """Projections of an attention."""
+
+    def __init__(self, config: Eagle3Config, width: int):
+        super().__init__()
+        self.head_dim, bias = config.head_dim, config.attention_bias
+        heads, kv_heads = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(width, heads, bias=bias)
+        self.k_proj = nn.Linear(width, kv_heads, bias=bias)
+        self.v_proj = nn.Linear(width, kv_heads, bias=bias)
+        self.o_proj = nn.Linear(heads, config.hidden_size, bias=bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.qk_norm = config.qk_norm
+
+    def project(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries `(B, H, T, D)`, keys and values `(B, K, T, D)`, not rotated."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (part(normed).unflatten(-1, (-1, self.head_dim)) for part in projections)
+        if self.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """Project attention output `(B, H, T, D)` to `(B, T, hidden)`."""
+        projected: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return projected
+
+
+class Eagle3MLP(nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        sizes, bias = (config.hidden_size, config.intermediate_size), config.mlp_bias
+        self.gate_proj = nn.Linear(*sizes, bias=bias)
+        self.up_proj = nn.Linear(*sizes, bias=bias)
+        self.down_proj = nn.Linear(*sizes[::-1], bias=bias)
+        if config.hidden_act not in ACT2FN:
+            raise ValueError(
+                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected the name of an activation of "
+                "transformers, such as 'silu'."
+            )
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the output `(B, T, hidden)` of the layer."""
+        projected: torch.Tensor = self.down_proj(self.act(self.gate_proj(states)) * self.up_proj(states))
+        return projected
+
+
+class ChainedAttention:
+    """Attention of chained steps over whole texts.
+
+    Place p of step s attends to the entries of the text up to p, and to its own entries of the steps 1 to s. This is
+    the training-time test of EAGLE-3, https://huggingface.co/papers/2503.01840, section 3.2.
+
+    Args:
+        spans (`Sequence[tuple[int | None, int]]`): Window and sinks of each layer. Places of all steps attend to the
+            last `window` entries up to p, as the window does not move while drafting, and to the first `sinks` entries.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int | None, int]]):
+        self.spans = spans
+        self._keys: list[list[torch.Tensor]] = [[] for _ in spans]
+        self._values: list[list[torch.Tensor]] = [[] for _ in spans]
+
+    def __call__(self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the attention output `(B, H, n, D)` of the next step in a layer."""
+        count, groups = query.shape[2], query.shape[1] // key.shape[1]
+        keys, values = self._keys[index], self._values[index]
+        keys.append(key.repeat_interleave(groups, 1))
+        values.append(value.repeat_interleave(groups, 1))
+        seen = self._seen(index, count, keys[0].shape[2], query.device)
+        scores = (query @ keys[0].transpose(2, 3)).masked_fill(~seen, torch.finfo(query.dtype).min)
+        own = [(query * chained[:, :, :count]).sum(-1, keepdim=True) for chained in keys[1:]]
+        scores = torch.cat([scores, *own], -1).float() * query.shape[-1] ** -0.5
+        weights, length = scores.softmax(-1).to(query.dtype), keys[0].shape[2]
+        out = weights[..., :length] @ values[0]
+        for chained, weight in zip(values[1:], weights[..., length:].unbind(-1), strict=True):
+            out = out + weight[..., None] * chained[:, :, :count]
+        return out
+
+    def _seen(self, index: int, count: int, length: int, device: torch.device) -> torch.Tensor:
+        places, entries = torch.arange(count, device=device)[:, None], torch.arange(length, device=device)
+        seen = entries <= places
+        window, sinks = self.spans[index]
+        if window is not None:
+            seen = seen & ((entries > places - window) | (entries < sinks))
+        return seen

@@ -1,0 +1,406 @@
+"""Eagle3DraftModel: one decoder layer on states of three layers of the target, run once per drafted token."""
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ...generation.drafter import Binding, Drafter
+from ...generation.target import TargetView
+from ...generation.target_modules import device_of, final_norm_of, layer_at, refuse_compiled_forward
+from ..base import DraftModel
+from ..loading import HUB_KWARGS
+from ..tree_choices import other_trees
+from .configuration_eagle3 import Eagle3Config, default_layer_ids
+from .generation_eagle3 import Eagle3Drafter
+from .layers_eagle3 import Attend, ChainedAttention, Eagle3Layer, Rotary
+
+# The value of `window` that stands for the number of positions that the draft was trained with.
+TRAINED = "trained"
+
+
+class Eagle3DraftModel(DraftModel):
+    """A draft of one decoder layer, which reads the target's residual stream at three places ("taps").
+
+    An entry joins the taps of one token with the embedding of the next. The layer turns it into a state from which the
+    token after that is predicted, and which takes the place of the taps in the next step of drafting. Keys and values
+    are the draft's own; with one layer they depend on their entry alone, so that a window over the last entries is
+    exact.
+
+    ```python
+    draft = Eagle3DraftModel.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", target=target)
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Source: EAGLE-3, https://huggingface.co/papers/2503.01840.
+    """
+
+    config_class = Eagle3Config
+    _no_split_modules = ["Eagle3Layer"]
+    settings: ClassVar[dict[str, Any]] = {
+        "tree_widths": [8, 8, 8, 8, 8],
+        "tree_choices": None,
+        "window": TRAINED,
+        "sinks": 4,
+        "rope_theta": None,
+        "target_layer_ids": None,
+        "norm_output": None,
+    }
+
+    def __init__(self, config: Eagle3Config, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        taps = config.num_taps * config.target_hidden_size
+        eps = config.rms_norm_eps
+        self.fc = nn.Linear(taps, config.hidden_size, bias=config.fc_bias)
+        self.input_norm = nn.RMSNorm(taps, eps=eps) if config.norm_before_fc else None
+        norms = [nn.RMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_taps)]
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=eps)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+        size = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, size, bias=False) if config.own_head else None
+        # Target id of draft token i is i + d2t[i].
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.long) if config.draft_vocab_size else None)
+        self.post_init()
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "Eagle3DraftModel":
+        """Return an untrained draft for `target` in eval mode, with its dtype, on the device of its final norm."""
+        norm = final_norm_of(target)  # refuses targets without a final norm
+        draft = super().from_target(target, **overrides)
+        assert isinstance(draft, cls)
+        draft.copy_from(target)
+        weight = target.get_input_embeddings().weight
+        return draft.to(device_of(norm, weight.device), weight.dtype).eval()
+
+    @torch.no_grad()
+    def copy_from(self, target: PreTrainedModel) -> None:
+        """Copy the target's embedding and the rows of its head into those that the draft has of its own.
+
+        Raises:
+            ValueError: If the draft has another width, or the target's weights are not in memory.
+        """
+        for own, module, what in (
+            (self.embed_tokens, target.get_input_embeddings(), "own_embedding"),
+            (self.lm_head, target.get_output_embeddings(), "own_head"),
+        ):
+            if own is None:
+                continue
+            if module.weight.is_meta or module.weight.shape[1] != own.weight.shape[1]:
+                raise ValueError(
+                    f"{what}=True: the target's rows would be copied, and they are {tuple(module.weight.shape)} on "
+                    f"{module.weight.device}. Load the target without offloading, with the width of the draft."
+                )
+            rows = module.weight if own is self.embed_tokens else module.weight[self.token_ids.to(module.weight.device)]
+            own.weight.copy_(rows)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, target: PreTrainedModel | None = None, **kwargs: Any
+    ) -> Any:
+        """Load a draft of this package, or an EAGLE-3 checkpoint as other projects publish it.
+
+        The code that a repository may contain is never run.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id.
+            target (`PreTrainedModel`, *optional*): The target. With it, the draft is checked at once, and moved to the
+                target's device and dtype. Checkpoints of other projects need it if they do not say which layers of the
+                target they read.
+            kwargs (`Any`): Settings of drafting by name, and arguments of `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            OSError: If a file is missing or cannot be read.
+            ValueError: If the files are no EAGLE-3 draft, do not fit together, or were made for another target.
+        """
+        settings = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.settings}
+        if target is not None:
+            kwargs.setdefault("dtype", target.get_input_embeddings().weight.dtype)
+        draft = None
+        if kwargs.get("config") is None:
+            draft = _converted(pretrained_model_name_or_path, target, kwargs)
+        if draft is None:
+            draft = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        loaded = draft[0] if isinstance(draft, tuple) else draft
+        loaded.generation_config.update(**settings)
+        if target is not None:
+            loaded.check(TargetView(target))
+            loaded.to(device_of(final_norm_of(target), target.get_input_embeddings().weight.device))
+        return draft
+
+    def forward(
+        self,
+        taps: torch.Tensor,
+        tokens: torch.LongTensor,
+        steps: int = 1,
+        target: PreTrainedModel | None = None,
+        position_ids: torch.LongTensor | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        score: Callable[[int, torch.Tensor], Any] | None = None,
+    ) -> list[Any]:
+        """Return the logits of chained steps over whole texts, in which every drafted token is that of the text.
+
+        Args:
+            taps (`torch.Tensor` of shape `(B, T, num_taps * target_hidden_size)`): Inputs of the target's layers
+                `target_layer_ids` at each of the T entries, joined.
+            tokens (`torch.LongTensor` of shape `(B, T)`): Token of each entry, the one after the token of the taps.
+            steps (`int`, *optional*, defaults to 1): Number of chained steps.
+            target (`PreTrainedModel`, *optional*): The target, for drafts without an embedding or head of their own.
+            position_ids (`torch.LongTensor` of shape `(B, T)`, *optional*): Positions of the entries. 0, 1, 2, ... by
+                default.
+            window (`int`, *optional*): Number of entries of the text that each place attends to, in layers that were
+                not trained with a window of their own. All by default.
+            sinks (`int`, *optional*, defaults to 0): First entries that all places attend to beside the window.
+            score (`Callable`, *optional*): Function of the step and of its outputs `(B, T - s, hidden)`, for training.
+
+        Returns:
+            `list[torch.Tensor]`: For each step s, logits `(B, T - s, draft vocabulary)`, or the result of `score`. Row
+            p follows the entries 0 to p and s drafted tokens, those of entries p + 1 to p + s.
+        """
+        rotary = self.rotary_embedding(tokens.device)
+        length = tokens.shape[1]
+        positions: torch.Tensor | None = position_ids
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        embedded, states = self.embed(tokens, target), self.features(taps.to(self.dtype))
+        logits: list[Any] = []
+        # layers trained with a window saw no sinks beside it
+        spans = [(own, 0) if own else (window, sinks) for own in self.config.window_of_layers]
+        attention = ChainedAttention(spans)
+        for step in range(steps):
+            count = length - step
+            angles = rotary(states, positions[:, step:])
+            outputs, states = self.run(states[:, :count], embedded[:, step:], angles, attention)
+            logits.append(self.logits(outputs, target) if score is None else score(step, outputs))
+        return logits
+
+    def features(self, taps: torch.Tensor) -> torch.Tensor:
+        """Return what the first layer reads in place of a parent's state, `(B, T, hidden)`, of taps `(B, T, taps)`."""
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
+        if self.fc_norm is not None:
+            parts = taps.chunk(self.config.num_taps, -1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        features: torch.Tensor = self.fc(taps)
+        return features
+
+    def embed(self, tokens: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
+        """Return embeddings `(B, T, hidden)` of target ids `(B, T)`, without a factor that the target applies.
+
+        Raises:
+            ValueError: If the draft has no embedding of its own, and no target is given.
+        """
+        if self.embed_tokens is not None:
+            embedded: torch.Tensor = self.embed_tokens(tokens)
+            return embedded
+        module = _part_of(target, "embedding").get_input_embeddings()
+        embedded = module(tokens.to(module.weight.device) if module.weight.device.type != "meta" else tokens)
+        scale = getattr(module, "embed_scale", None)  # of gemma, whose table EAGLE-3 reads as it is
+        return (embedded if scale is None else embedded / scale).to(self.norm.weight)
+
+    def run(
+        self,
+        states: torch.Tensor,
+        embedded: torch.Tensor,
+        angles: Rotary,
+        attend: Attend,
+        kept: torch.Tensor | None = None,
+        norm_output: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layers.
+
+        Args:
+            states (`torch.Tensor` of shape `(B, T, hidden)`): Features of taps, or the parents' states.
+            embedded (`torch.Tensor` of shape `(B, T, hidden)`): Embeddings of the entries' tokens.
+            angles (`tuple[torch.Tensor, torch.Tensor]`): Cosines and sines of the entries' positions.
+            attend (`Callable`): Attention of a layer, from its index, query `(B, H, n, D)`, key and value
+                `(B, K, T, D)` to `(B, H, n, D)`.
+            kept (`torch.LongTensor` of shape `(B, n)`, *optional*): Entries whose result is wanted. All by default.
+            norm_output (`bool`, *optional*): In place of the config's.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Normalised outputs `(B, n, hidden)`, from which logits are computed,
+            and the states `(B, n, hidden)` that the next step reads.
+        """
+        for index, layer in enumerate(self.layers):
+            is_last = index == len(self.layers) - 1
+            states = layer(states, embedded if index == 0 else None, angles, attend, kept if is_last else None)
+        outputs = self.norm(states)
+        return outputs, outputs if self.effective("norm_output", norm_output) else states
+
+    def logits(self, outputs: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
+        """Return logits `(..., draft vocabulary)` of normalised outputs `(..., hidden)`.
+
+        Raises:
+            ValueError: If the draft has no head of its own, and no target is given.
+        """
+        if self.lm_head is not None:
+            logits: torch.Tensor = self.lm_head(outputs)
+            return logits
+        head = _part_of(target, "head").get_output_embeddings()
+        logits = head(outputs)
+        return logits if self.d2t is None else logits[..., self.token_ids.to(logits.device)]
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Target ids `(draft vocabulary,)` of the draft's tokens, in increasing order in all published drafts."""
+        if self.d2t is None:
+            return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def set_vocabulary(self, token_ids: Sequence[int], target: PreTrainedModel | None = None) -> None:
+        """Choose the tokens that a draft with a reduced vocabulary proposes, such as the most frequent ones.
+
+        Args:
+            token_ids (`Sequence[int]`): As many different ids as `draft_vocab_size`.
+            target (`PreTrainedModel`, *optional*): The target, whose rows are copied into a head of the draft's own.
+
+        Raises:
+            ValueError: If the number of ids is another one, or an id is outside of the vocabulary or repeated.
+        """
+        ids = sorted({int(token) for token in token_ids})
+        size = self.config.draft_vocab_size
+        if len(ids) != size or len(ids) != len(token_ids) or ids[0] < 0 or ids[-1] >= self.config.vocab_size:
+            raise ValueError(
+                f"{len(token_ids)} token ids, {len(ids)} of them different: expected draft_vocab_size={size} different "
+                f"ids from 0 to {self.config.vocab_size - 1}."
+            )
+        self.d2t.copy_(torch.tensor(ids) - torch.arange(len(ids)))
+        if target is not None:
+            self.copy_from(target)
+
+    def rotary_embedding(self, device: torch.device | None = None, rope_theta: float | None = None) -> nn.Module:
+        """Return the rotary embedding of the draft, a function of a tensor (for its dtype) and positions `(B, T)`."""
+        theta = self.effective("rope_theta", rope_theta)
+        config = copy.deepcopy(self.config)
+        if theta is not None:
+            config.rope_parameters = (config.rope_parameters or {}) | {"rope_theta": float(theta)}
+        return LlamaRotaryEmbedding(config).to(device or self.device)
+
+    def effective(self, name: str, value: Any = None) -> Any:
+        """Return a value, or if it is `None` that of the setting, or if it is `None` too that of the config."""
+        for found in (value, getattr(self.generation_config, name, None), getattr(self.config, name, None)):
+            if found is not None:
+                return found
+        return None
+
+    def num_out_of_vocabulary(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return how many tokens of some rows this draft cannot propose."""
+        if self.d2t is None:
+            return 0
+        known = set(self.token_ids.tolist())
+        return sum(token not in known for row in rows for token in row)
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """Return a drafter with the present settings, on the device of the target's final norm."""
+        model = binding.target.model
+        embedding = model.get_input_embeddings().weight
+        device, dtype = device_of(final_norm_of(model), embedding.device), embedding.dtype
+        draft = self
+        if self.training or (self.device, self.dtype) != (device, dtype):
+            # a copy, as the user may be training this draft in another dtype
+            draft = copy.deepcopy(self).to(device, dtype).eval()
+        layers = self.layers_of(binding.target.config)
+        return Eagle3Drafter(binding, draft, layers, self._window, self.setting("sinks"), self._trees(), owner=self)
+
+    @property
+    def _window(self) -> int | None:
+        window: Any = getattr(self.generation_config, "window", TRAINED)
+        return self.config.trained_max_length if window == TRAINED else window
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of last tokens of a prompt whose entries are kept; practically all without a window."""
+        return sys.maxsize if self._window is None else self._window
+
+    def layers_of(self, text: Any) -> tuple[int, ...]:
+        """Return the layers of a target with this text config whose inputs are read.
+
+        Raises:
+            ValueError: If they are not as many as the draft reads.
+        """
+        layers = self.effective("target_layer_ids") or (
+            default_layer_ids(text.num_hidden_layers) if self.config.num_taps == 3 else []
+        )
+        count = self.config.num_taps
+        if not isinstance(layers, list | tuple) or len(layers) != count or not all(type(j) is int for j in layers):
+            raise ValueError(
+                f"target_layer_ids={layers!r}: expected a list of {count} integers, as many as fc reads states. The "
+                "input of layer j of the target is its hidden_states[j]. Set draft.generation_config.target_layer_ids."
+            )
+        return tuple(layers)
+
+    def max_nodes(self, target: TargetView) -> int:
+        """Return the number of nodes of the largest tree, root included."""
+        return 1 + max(map(sum, self._trees()))
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse targets of other sizes, layers that do not exist, and values out of range."""
+        refuse_compiled_forward(target.model)
+        self._check_target(target)
+        for layer in self.layers_of(target.config):
+            layer_at(target.model, layer)
+        for name, widths in zip(["tree_widths"] + ["tree_choices: tree_widths"] * 3, self._trees(), strict=False):
+            if not isinstance(widths, list | tuple) or not widths or not all(type(w) is int and w > 0 for w in widths):
+                raise ValueError(f"{name}={widths!r}: expected a list of positive integers, the nodes of each level.")
+        window, sinks = getattr(self.generation_config, "window", TRAINED), self.setting("sinks")
+        if window not in (None, TRAINED) and (type(window) is not int or window < 1):
+            raise ValueError(
+                f"window={window!r}: expected an integer of at least 1, {TRAINED!r} for the length that the draft was "
+                "trained with, or None for all of the text."
+            )
+        if type(sinks) is not int or sinks < 0:
+            raise ValueError(f"sinks={sinks!r}: expected an integer of at least 0.")
+        theta = self.setting("rope_theta")
+        if theta is not None and (isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0):
+            raise ValueError(f"rope_theta={theta!r}: expected None for the draft's own, or a number above 0.")
+        if self.setting("norm_output") not in (None, True, False):
+            raise ValueError(f"norm_output={self.setting('norm_output')!r}: expected None, True or False.")
+
+    def _check_target(self, target: TargetView) -> None:
+        found = target.config.vocab_size, target.config.hidden_size
+        for name, size, own in zip(("vocab_size", "target_hidden_size"), found, self._sizes(), strict=True):
+            if own != size:
+                raise ValueError(
+                    f"the draft has {name}={own}, and the target has {size}: it was made for another target. Pass the "
+                    "target that the draft was trained for."
+                )
+        if self.config.hidden_size != target.config.hidden_size and not (self.embed_tokens and self.lm_head):
+            raise ValueError(
+                f"the draft has hidden_size={self.config.hidden_size} and no embedding or head of its own, and the "
+                f"target's have {target.config.hidden_size}. Pass the target that the draft was trained for."
+            )
+
+    def _sizes(self) -> tuple[int, int]:
+        return self.config.vocab_size, self.config.target_hidden_size
+
+    def _trees(self) -> list[Any]:
+        """Return the widths of all trees, the configured ones first."""
+        widths = self.setting("tree_widths")
+        widths = list(widths) if isinstance(widths, list | tuple) else widths
+        return [widths, *other_trees(widths, self.setting("tree_choices"), "tree_widths")]
+
+
+def _part_of(target: PreTrainedModel | None, part: str) -> PreTrainedModel:
+    if target is None:
+        raise ValueError(f"this draft has no {part} of its own and uses the target's: pass target=.")
+    return target
+
+
+def _converted(path: Any, target: PreTrainedModel | None, arguments: dict[str, Any]) -> "Eagle3DraftModel | None":
+    """Return a checkpoint of another project as a draft; `None` for a draft in the format of this package."""
+    try:
+        reader = import_module("hf_longspec.modeling.eagle3.convert_eagle3")  # by name, as published copies lack it
+    except ImportError:
+        return None
+    hub = {name: value for name, value in arguments.items() if name in HUB_KWARGS}
+    draft: Eagle3DraftModel | None = reader.from_other_format(path, target, arguments.get("dtype"), **hub)
+    return draft

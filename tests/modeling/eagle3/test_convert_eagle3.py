@@ -1,0 +1,311 @@
+"""EAGLE-3 checkpoints of other projects: layouts, flags, conventions, refusals, a round trip through their format."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from hf_longspec import Eagle3DraftModel
+from hf_longspec.modeling.convert import convert
+from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
+from hf_longspec.modeling.register_draft import reader_of
+from hf_longspec.testing import tiny_target
+
+FIXTURES = Path(__file__).with_name("fixtures")
+SPECULATORS = sorted(path.name for path in FIXTURES.iterdir() if not path.name.startswith("original"))
+ORIGINAL = sorted(path.name for path in FIXTURES.iterdir() if path.name.startswith("original"))
+TOLERANCE = 1e-4  # see test_modeling_eagle3.py
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_target("llama", vocab_size=97, hidden_size=32, num_hidden_layers=6)
+
+
+@pytest.fixture
+def copy_of(tmp_path):
+    """A checkpoint with other values in config.json, other names, and other tensors."""
+
+    def copy(name, rename=lambda name: name, tensors=None, drop=(), **changes):
+        folder = shutil.copytree(FIXTURES / name, tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}")
+        raw = json.loads((folder / "config.json").read_text())
+        raw = {key: value for key, value in (raw | changes).items() if value is not ...}
+        (folder / "config.json").write_text(json.dumps(raw))
+        weights = weights_of(folder) | (tensors or {})
+        for file in ("model.safetensors", "pytorch_model.bin"):
+            (folder / file).unlink(missing_ok=True)
+        kept = {rename(key): value.clone() for key, value in weights.items() if key not in drop}
+        save_file(kept, folder / "model.safetensors")
+        return folder
+
+    return copy
+
+
+def weights_of(folder):
+    if (folder / "model.safetensors").exists():
+        return load_file(folder / "model.safetensors")
+    return torch.load(folder / "pytorch_model.bin", weights_only=True)
+
+
+def levels_of(draft):
+    expected = load_file(FIXTURES / "llama_plain" / "expected.safetensors")
+    with torch.no_grad():
+        return draft(taps=expected["taps"][None], tokens=expected["tokens_after"][None], steps=3)
+
+
+def assert_same_logits(left, right):
+    for one, other in zip(levels_of(left), levels_of(right), strict=True):
+        assert torch.equal(one, other)
+
+
+def as_original(name):
+    return name.replace("layers.0.", "midlayer.")
+
+
+def below_model(name):
+    return f"model.{name}"
+
+
+def with_old_norms(name):
+    for index, old in enumerate(("low", "mid", "high")):
+        name = name.replace(f"fc_norm.{index}.", f"aux_norm_{old}.")
+    return name
+
+
+@pytest.mark.parametrize(
+    ("name", "rename"),
+    [
+        ("llama_norm_before_residual", as_original),
+        ("llama_eagle31", below_model),
+        ("llama_eagle31", with_old_norms),
+        ("original_theta_5000", lambda name: name),
+    ],
+)
+def test_the_same_draft_in_another_layout(copy_of, name, rename):
+    folder = copy_of(name, rename)
+    unused = {"verifier_norm.weight": torch.ones(32), "midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(load_file(folder / "model.safetensors") | unused, folder / "model.safetensors")
+    draft = Eagle3DraftModel.from_pretrained(folder)
+    assert_same_logits(draft, Eagle3DraftModel.from_pretrained(FIXTURES / name))
+
+
+def test_a_flat_config_and_the_nested_one_say_the_same(copy_of):
+    raw = json.loads((FIXTURES / "llama_norm_before_residual" / "config.json").read_text())
+    layer = raw["transformer_layer_config"]
+    nested = {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    removed = dict.fromkeys(raw, ...)
+    wanted = {"eagle_config": nested, "truncated_vocab_size": 40}
+    folder = copy_of(
+        "llama_norm_before_residual",
+        as_original,
+        **(removed | layer | {"architectures": ["LlamaForCausalLMEagle3"]}),
+        **wanted,
+    )
+    draft = Eagle3DraftModel.from_pretrained(folder)
+    assert list(draft.config.target_layer_ids) == [2, 4, 5]
+    assert_same_logits(draft, Eagle3DraftModel.from_pretrained(FIXTURES / "llama_norm_before_residual"))
+
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("top", "nested", "expected"),
+    [
+        ([1, 2, 3], None, (1, 2, 3)),  # inputs, as they are
+        (None, [1, 2, 3], (2, 3, 4)),  # outputs
+        (None, [2, 4, 6], (2, 4, 6)),  # with the number of layers among them they can only be inputs
+        (None, None, (2, 3, 3)),  # 6 layers: 2, n // 2, n - 3
+        ([1, 2, 6], [1, 2, 3], (1, 2, 6)),
+    ],
+)
+def test_conventions_of_layers(copy_of, model, top, nested, expected):
+    changes = {IDS: ... if top is None else top} | ({} if nested is None else {"eagle_config": {IDS: nested}})
+    draft = Eagle3DraftModel.from_pretrained(copy_of("llama_plain", **changes), target=model)
+    assert draft.layers_of(model.config) == expected
+
+
+def test_positions_are_the_drafts_own(copy_of, caplog):
+    def theta_of(name, **changes):
+        draft = Eagle3DraftModel.from_pretrained(copy_of(name, **changes))
+        return draft.config.rope_parameters, draft.config.trained_max_length
+
+    assert theta_of("original_no_theta") == ({"rope_type": "default", "rope_theta": 10000.0}, 64)
+    assert theta_of("original_theta_5000")[0]["rope_theta"] == 5000.0
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 |= {"original_max_position_embeddings": 8192}
+    found, length = theta_of("original_theta_5000", rope_scaling=llama3, max_position_embeddings=131072)
+    assert found == llama3 | {"rope_theta": 5000.0} and length == 2048
+    yarn = {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 2048}
+    with caplog.at_level(logging.WARNING):
+        found, length = theta_of("original_theta_5000", rope_scaling=yarn, max_position_embeddings=65536)
+    assert found["rope_theta"] == 10000.0 and "rope_theta=5000.0 with yarn" in caplog.text
+    assert length == 65536  # such drafts are trained on long texts
+
+
+def test_code_of_a_repository_is_never_run(copy_of, tmp_path):
+    folder = copy_of("llama_plain")
+    (folder / "config.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    Eagle3DraftModel.from_pretrained(folder)
+    assert reader_of(json.loads((folder / "config.json").read_text())) is Eagle3DraftModel
+    assert not (tmp_path / "ran").exists()
+
+
+def test_embedding_and_head_may_be_absent(copy_of, model):
+    whole = copy_of("llama_norm_before_residual", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    weights = load_file(whole / "model.safetensors")
+    ids = torch.arange(40) + weights["d2t"]
+    rows = {
+        "embed_tokens.weight": model.get_input_embeddings().weight.detach(),
+        "lm_head.weight": model.get_output_embeddings().weight.detach()[ids],
+    }
+    save_file(weights | rows, whole / "model.safetensors", metadata={"format": "pt"})
+    without = copy_of("llama_norm_before_residual", drop=rows, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    texts, ids = [], torch.arange(20)[None]
+    for folder in (whole, without):
+        draft = Eagle3DraftModel.from_pretrained(folder, target=model, gate=False)
+        assert draft.config.own_head is draft.config.own_embedding is (folder == whole)
+        model.generate(ids, assistant_model=draft, max_new_tokens=40, do_sample=False, eos_token_id=999)
+        texts.append(draft.last_speculation.acceptance_histogram)
+    assert texts[0] == texts[1]
+
+
+def test_a_head_size_apart_from_the_width():
+    config = Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain").config
+    assert config.head_dim * config.num_attention_heads == 64 and config.hidden_size == 32
+
+
+@pytest.mark.parametrize("name", SPECULATORS + ORIGINAL)
+def test_our_own_format(name, tmp_path):
+    draft = Eagle3DraftModel.from_pretrained(FIXTURES / name)
+    draft.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert type(loaded) is Eagle3DraftModel and reader_of(loaded.config.to_dict()) is None
+    assert_same_logits(draft, loaded)
+    assert torch.equal(draft.token_ids, loaded.token_ids)
+
+
+def test_convert_writes_a_draft_for_its_target(copy_of, model, tmp_path):
+    model.config.save_pretrained(tmp_path / "target")
+    draft = convert(str(FIXTURES / "original_theta_5000"), str(tmp_path / "target"))
+    assert draft.config.target["num_hidden_layers"] == 6 and draft.layers_of(model.config) == (2, 3, 3)
+    draft.save_pretrained(tmp_path / "draft")
+    loaded = Eagle3DraftModel.from_pretrained(tmp_path / "draft", target=model)
+    assert_same_logits(loaded, Eagle3DraftModel.from_pretrained(FIXTURES / "original_theta_5000"))
+    with pytest.raises(ValueError, match="made for a target with"):
+        Eagle3DraftModel.from_pretrained(tmp_path / "draft", target=tiny_target("qwen3", vocab_size=97, hidden_size=32))
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_a_round_trip_through_the_format_of_speculators(name, tmp_path):
+    """Names, shapes, types and values of tensors, and every key of config.json that its reader has."""
+    draft = Eagle3DraftModel.from_pretrained(FIXTURES / name)
+    save_speculators(draft, tmp_path)
+    theirs, ours = weights_of(FIXTURES / name), weights_of(tmp_path)
+    assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in theirs.items()}
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (FIXTURES / name, tmp_path)]
+    for raw in configs:
+        for key in ("auto_map", "transformers_version"):  # code, and who wrote it
+            raw.pop(key, None)
+        for key in ("transformers_version", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"):
+            raw["transformer_layer_config"].pop(key, None)
+        for key in ("pretraining_tp", "max_window_layers", "attention_dropout"):  # read by no draft
+            raw["transformer_layer_config"].pop(key, None)
+        raw["speculators_config"]["proposal_methods"][0].pop("speculative_tokens")  # a setting of ours
+    assert configs[0] == configs[1]
+    assert_same_logits(draft, Eagle3DraftModel.from_pretrained(tmp_path))
+
+
+def truncated(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return folder
+
+
+OTHERS = [
+    ("llama_plain", {"speculators_model_type": "dflash"}, "is a draft of the kind 'dflash', and only 'eagle3'"),
+    ("llama_plain", {"tensors": {"mask_hidden": torch.ones(1, 1, 96)}}, "of the kind 'peagle'"),
+    (
+        "llama_plain",
+        {"tensors": {"layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.ones(3, 3)}},
+        r"latent attention \(MLA: kv_a_proj_with_mqa\)",
+    ),
+    ("llama_plain", {"drop": ("fc.weight",)}, "no EAGLE-3 draft: there is no tensor fc.weight"),
+    ("llama_norm_before_fc", {"drop": ("input_norm.weight",)}, "norm_before_fc=True, and there are no tensors"),
+    ("llama_norm_before_fc", {"norm_before_fc": False}, r"norm_before_fc=False, and there are tensors input_norm\.\*"),
+    ("llama_eagle31", {"fc_norm": False}, r"fc_norm=False, and there are tensors fc_norm\.\*"),
+    ("llama_plain", {"drop": ("norm.weight",)}, r"missing tensors \['norm.weight'\]"),
+    ("llama_plain", {"tensors": {"layers.0.extra": torch.ones(1)}}, r"unknown tensors \['layers.0.extra'\]"),
+    ("llama_norm_before_residual", {"drop": ("d2t",)}, "lacks the tensor d2t: 40 of 97 tokens are drafted"),
+    ("llama_norm_before_residual", {"draft_vocab_size": 41}, "draft_vocab_size=41, and lm_head.weight has 40 rows"),
+    (
+        "llama_norm_before_residual",
+        {"tensors": {"d2t": torch.arange(40) * -1}},
+        "d2t gives 40 draft tokens only 1 different ids",
+    ),
+    (
+        "llama_norm_before_residual",
+        {"tensors": {"d2t": torch.full((40,), 90)}},
+        r"d2t\[7\]=90 leads to token 97 of 97. d2t holds offsets",
+    ),
+    ("llama_norm_before_residual", {"tensors": {"t2d": torch.ones(97).bool()}}, "t2d marks other tokens than d2t"),
+    ("original_no_theta", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic', expected one of"),
+    ("original_no_theta", {"model_type": "llama4"}, "the layer of the draft is of model_type='llama4'"),
+    ("original_no_theta", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm=True, and EAGLE-3"),
+    ("original_no_theta", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
+    ("llama_plain", {"tensors": {"embed_tokens.weight": torch.ones(96, 32)}}, r"embed_tokens.weight has shape \(96"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), OTHERS, ids=range(len(OTHERS)))
+def test_refusals_in_one_line(copy_of, name, changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Eagle3DraftModel.from_pretrained(copy_of(name, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_truncated_file_is_refused(copy_of):
+    with pytest.raises(ValueError, match=r"cannot be read .*truncated"):
+        Eagle3DraftModel.from_pretrained(truncated(copy_of("llama_plain")))
+
+
+def test_the_first_eagle_is_refused_by_name(tmp_path):
+    """Its fc joins embedding and state, and its layer is an ordinary one."""
+    (tmp_path / "config.json").write_text((FIXTURES / "original_no_theta" / "config.json").read_text())
+    weights = {"fc.weight": torch.ones(32, 64), "embed_tokens.weight": torch.ones(97, 32)}
+    weights |= {f"layers.0.self_attn.{part}_proj.weight": torch.ones(32, 32) for part in "qkvo"}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"EAGLE-1 or EAGLE-2 \(q_proj reads 32 numbers, EAGLE-3's 64\)"):
+        Eagle3DraftModel.from_pretrained(tmp_path)
+
+
+def test_other_targets_are_refused(model):
+    for other, message in (
+        (tiny_target("llama", vocab_size=96, hidden_size=32), "the draft has vocab_size=97, and the target has 96"),
+        (tiny_target("llama", vocab_size=97), "made for another target"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Eagle3DraftModel.from_pretrained(FIXTURES / "llama_norm_before_residual", target=other)
+    shallow = tiny_target("llama", vocab_size=97, hidden_size=32, num_hidden_layers=4)
+    with pytest.raises(ValueError, match="layer 5: LlamaForCausalLM has 4 layers"):
+        Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain", target=shallow)
+    with pytest.raises(ValueError, match=r"target_layer_ids=\[1\]: expected a list of 3 integers"):
+        Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain", target=model, target_layer_ids=[1])
+
+
+def test_warnings(copy_of, model, caplog):
+    raw = json.loads((FIXTURES / "llama_plain" / "config.json").read_text())["speculators_config"]
+    raw["verifier"]["name_or_path"] = "org/Another-Model"
+    folder = copy_of("llama_plain", norm_before_residual=..., speculators_config=raw)
+    model.config._name_or_path = "org/This-Model"
+    with caplog.at_level(logging.WARNING):
+        Eagle3DraftModel.from_pretrained(folder, target=model)
+    model.config._name_or_path = ""
+    assert "config.json has no norm_before_residual" in caplog.text
+    assert "made for org/Another-Model, and the target is org/This-Model" in caplog.text

@@ -1,0 +1,330 @@
+"""EAGLE-3's drafter: the trees of the authors' code, the logits of a forward over the whole text, taps and windows."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_longspec import Eagle3DraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec.generation import compiled_steps as compiled
+from hf_longspec.generation.drafter import Binding
+from hf_longspec.generation.target import TargetView
+from hf_longspec.generation.target_modules import LayerInputs
+from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter, PromptTaps
+from hf_longspec.testing import TINY_TARGETS, random_eagle3_draft, tiny_prompts, tiny_target
+from tests.modeling.host_reads import HostReads
+
+FIXTURES = Path(__file__).with_name("fixtures")
+LENGTHS = (33, 3, 13)
+NEVER = 999
+# float32 sums in another order
+TOLERANCE = 1e-4
+CYCLES = ((0, 9), (9, 13))
+
+
+def draft_for(model, **settings):
+    return random_eagle3_draft(model, **({"tree_widths": [4, 4, 3], "gate": False} | settings))
+
+
+@pytest.fixture
+def levels(monkeypatch):
+    """What is returned for each level of each draft: position of the last entry, tokens, logits."""
+    found, first, following = [], Eagle3Drafter.first_level, Eagle3Drafter.next_level
+
+    def first_level(self, taps, tokens, positions, last):
+        result = first(self, taps, tokens, positions, last)
+        found.append([(positions.gather(1, last)[:, 0].tolist(), None, None, result[0])])
+        return result
+
+    def next_level(self, states, tokens, reach, positions, end):
+        result = following(self, states, tokens, reach, positions, end)
+        found[-1].append((end[:, 0].tolist(), tokens, reach, result[0]))
+        return result
+
+    monkeypatch.setattr(Eagle3Drafter, "first_level", first_level)
+    monkeypatch.setattr(Eagle3Drafter, "next_level", next_level)
+    return found
+
+
+def restated_tree(logits, ids, root, top=3, total=13):
+    """The authors' tree: of all candidates of all levels, the best by their cumulative log-probability."""
+    tokens, parents, scores = [], [], []
+    beam = [(None, 0.0)]
+    for level in logits:
+        best, chosen = level.log_softmax(-1).topk(top)
+        first = len(tokens)
+        for (parent, score), values, places in zip(beam, best, chosen, strict=True):
+            for value, place in zip(values, places, strict=True):
+                tokens.append(int(ids[place]))
+                parents.append(parent)
+                scores.append(score + float(value))
+        order = sorted(range(first, len(tokens)), key=lambda node: -scores[node])
+        beam = [(node, scores[node]) for node in order[:top]]
+    kept = sorted(sorted(range(len(tokens)), key=lambda node: -scores[node])[: total - 1])
+    place = {node: 1 + index for index, node in enumerate(kept)} | {None: 0}
+    mask, depths = torch.eye(total, dtype=torch.bool), [0]
+    for node in kept:
+        mask[place[node]] |= mask[place[parents[node]]]
+        depths.append(depths[place[parents[node]]] + 1)
+    return [root, *(tokens[node] for node in kept)], mask, depths
+
+
+@pytest.mark.parametrize("name", ["original_no_theta", "original_theta_5000"])
+def test_levels_and_trees_of_the_authors_code(levels, name):
+    """A prompt, and entries appended to it, as after a verification. The tree is made of these levels."""
+    expected = load_file(FIXTURES / name / "expected.safetensors")
+    model = tiny_target("llama", vocab_size=97, hidden_size=32)
+    draft = Eagle3DraftModel.from_pretrained(FIXTURES / name, target=model, tree_widths=[3, 3, 3], window=None)
+    binding = Binding(TargetView(model), SpeculativeCache(model.config, 1, 64, tree_slots=10), None, 64)
+    drafter, taps, ids = draft.drafter(binding), expected["taps"][None], expected["ids"][None]
+    for cycle, (first, end) in enumerate(CYCLES):
+        entries, tokens = slice(first, end - 1), slice(first + 1, end)
+        with torch.no_grad():
+            drafter.remember(taps[:, entries], ids[:, tokens], torch.arange(first, end - 1)[None])
+            newest = taps[:, end - 1 : end], ids[:, end : end + 1], torch.tensor([[end - 1]]), torch.tensor([[0]])
+            drafter.grow(ids[:, end], *newest)
+        found = [logits[0] for *_, logits in levels[-1]]
+        for level, logits in enumerate(found):
+            torch.testing.assert_close(logits, expected[f"cycle_{cycle}_level_{level}"], rtol=0, atol=TOLERANCE)
+        tree = restated_tree(found, draft.token_ids, int(ids[0, end]))
+        assert tree[0] == expected[f"cycle_{cycle}_tree_tokens"].tolist()
+        assert torch.equal(tree[1], expected[f"cycle_{cycle}_tree_mask"])
+        assert tree[2] == expected[f"cycle_{cycle}_tree_depth"].tolist()
+
+
+def check_levels(levels, draft, model, texts, window=None, sinks=0, shown=lambda row, p: True):
+    """Every level is that of a forward over the text up to the root and one path of the tree, with hidden_states."""
+    compared, deepest = 0, 0
+    for row, text in enumerate(texts):
+        with torch.no_grad():
+            states = model(text[None], output_hidden_states=True).hidden_states
+        taps = torch.cat([states[layer] for layer in draft.layers_of(model.config)], -1)
+        before = None
+        for steps in levels:
+            last = steps[0][0][row]
+            if last >= len(text) - 2 or last == before:  # the row has ended, and others go on
+                continue
+            before = last
+            drafted = text[1 : last + 2]
+            with torch.no_grad():
+                own = draft(taps[:, : last + 1], drafted[None], 1, target=model, window=window, sinks=sinks)[0][0, -1]
+            torch.testing.assert_close(steps[0][3][row, 0], own, rtol=0, atol=TOLERANCE)
+            tokens = torch.cat([drafted[last : last + 1], *(level[1][row] for level in steps[1:])])
+            for depth, (_, _, reach, logits) in enumerate(steps[1:], start=1):
+                for node in range(reach.shape[1]):
+                    path = reach[row, node].nonzero().flatten()[1:]  # without the root, whose entry is in the text
+                    ids = torch.cat([drafted, tokens[path]])[None]
+                    padded = torch.cat([taps[:, : last + 1], taps[:, :1].expand(-1, depth, -1)], 1)
+                    with torch.no_grad():
+                        chained = draft(padded, ids, depth + 1, target=model, window=window, sinks=sinks)
+                    torch.testing.assert_close(logits[row, node], chained[depth][0, last], rtol=0, atol=TOLERANCE)
+                    compared, deepest = compared + 1, max(deepest, depth)
+    assert compared > 50 and deepest == 2
+
+
+def generate(model, draft, lengths=LENGTHS, **options):
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    options = {"max_new_tokens": 12, "eos_token_id": NEVER, "do_sample": False, "pad_token_id": 0} | options
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "chunk"),
+    [
+        ("llama", {"window": None}, None),
+        ("gemma3", {"window": None, "norm_output": True, "fc_norm": True}, 7),
+        ("deepseek_v3", {"window": None, "norm_before_residual": True, "num_hidden_layers": 2}, 5),
+        ("qwen3", {"window": 5, "sinks": 0}, 4),
+        ("gpt_oss", {"window": 6, "sinks": 3, "qk_norm": True, "norm_before_fc": True}, None),
+        ("llama", {"layer_windows": [4], "sinks": 3}, 6),
+    ],
+    ids=str,
+)
+def test_drafting_is_a_forward_over_the_text(target, levels, name, settings, chunk):
+    """Ragged rows; windows that hide tokens; accepted and refused nodes; prompts in chunks."""
+    model = target(name, vocab_size=12)
+    draft = draft_for(model, **settings)
+    sequences = generate(model, draft, prefill_chunk_size=chunk)
+    assert 0 < draft.last_speculation.num_accepted_draft_tokens < draft.last_speculation.num_draft_tokens
+    mask = tiny_prompts(12, LENGTHS)[1]
+    width = mask.shape[1]
+    texts = [row[width - int(keep.sum()) :] for row, keep in zip(sequences, mask, strict=True)]
+    check_levels(levels, draft, model, texts, settings.get("window"), settings.get("sinks", 4))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 100])
+def test_taps_are_hidden_states(target, chunk):
+    """Of the same forward to the bit; over chunks within rounding. Only first and last positions are kept."""
+    model = target("llama")
+    ids, _ = tiny_prompts(128, (23,))
+    layers = (0, 2, 3)
+    with torch.no_grad(), LayerInputs(model, layers) as caught, FinalInputs(model) as final:
+        states = model(ids, output_hidden_states=True).hidden_states
+    assert torch.equal(caught.hidden, torch.cat([states[0], states[2], final.hidden], -1))
+    cache = SpeculativeCache(model.config, 1, 40)
+    view = TargetView(model)
+    with torch.no_grad(), PromptTaps(model, layers, [23], 0, sinks=3, window=6) as taps:
+        view.prefill(ids[:, :22], cache, chunk)
+    positions, kept = taps.of_row(0)
+    assert positions.tolist() == [0, 1, 2, 17, 18, 19, 20, 21]
+    largest = float(caught.hidden.abs().max())
+    torch.testing.assert_close(kept, caught.hidden[0, positions], rtol=0, atol=1e-5 * largest)
+    held = sum(piece.untyped_storage().nbytes() for rows in taps._pieces for row in rows for _, piece in row)
+    assert held == 3 * len(positions) * 64 * 4  # nothing of the other positions is in memory
+
+
+class FinalInputs(LayerInputs):
+    def __init__(self, model):
+        super().__init__(model, [model.config.num_hidden_layers])
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+def test_greedy_text_as_tree_and_as_chain(target, name):
+    model = target(name, vocab_size=12)
+    expected = generate(model, None)
+    for widths, sampled in product(([5, 5, 5], [1, 1, 1]), (False,)):
+        draft = draft_for(model, tree_widths=widths, draft_vocab_size=7, window=6)
+        assert torch.equal(generate(model, draft, do_sample=sampled), expected)
+        assert draft.last_speculation.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"ngram_candidates": 3, "ngram_num_tokens": 6}], ids=str)
+@pytest.mark.parametrize("options", [{"temperature": 0.8}, {"top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
+def test_same_seed_same_text(target, settings, options):
+    model = target("llama", vocab_size=12)
+    texts = []
+    for draft in (PlainDraftModel.from_target(model), draft_for(model, draft_vocab_size=9, **settings)):
+        torch.manual_seed(3)
+        texts.append(generate(model, draft, do_sample=True, **options))
+    assert torch.equal(*texts)
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+def test_sampled_tokens_have_the_distribution_of_the_target(target):
+    """Second and third token after one prompt, against the exact probabilities."""
+    model, rows = target("llama", vocab_size=12), 3000
+    ids = tiny_prompts(12, (9,))[0]
+    draft = draft_for(model, tree_widths=[3, 3], draft_vocab_size=8)
+    torch.manual_seed(0)
+    out = model.generate(
+        ids.repeat(rows, 1),
+        attention_mask=torch.ones(rows, 9, dtype=torch.long),
+        assistant_model=draft,
+        max_new_tokens=3,
+        do_sample=True,
+        top_k=0,
+        temperature=0.7,
+        eos_token_id=NEVER,
+        pad_token_id=0,
+    )[:, 9:]
+    assert draft.last_speculation.num_accepted_draft_tokens > rows / 4
+    exact = torch.zeros(12, 12)
+    with torch.no_grad():
+        first = (model(ids).logits[0, -1] / 0.7).softmax(-1)
+        for token in range(12):
+            following = model(torch.cat([ids, torch.tensor([[token]])], 1)).logits[0, -1]
+            exact[token] = first[token] * (following / 0.7).softmax(-1)
+    counts = torch.zeros(12, 12).index_put_((out[:, 0], out[:, 1]), torch.ones(rows), accumulate=True)
+    # chi-squared over the pairs that are expected at least 5 times; 5 standard deviations
+    common = exact * rows >= 5
+    chi = ((counts - exact * rows) ** 2 / (exact * rows))[common].sum()
+    freedom = int(common.sum())
+    assert abs(float(chi) - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_memory_does_not_grow_with_the_context(target):
+    model = target("llama", max_position_embeddings=1 << 17)
+    draft, view = draft_for(model, window=64), TargetView(model)
+    sizes = []
+    for length in (2048, 65536):
+        cache = SpeculativeCache(model.config, 1, 1, tree_slots=16)
+        drafter = draft.drafter(Binding(view, cache, None, length))
+        sizes.append(drafter.state_bytes)
+    # keys and values of 2 heads of size 16 and a position per slot: window, sinks, new tokens, tree, spare slot
+    assert sizes[0] == sizes[1] == (64 + 4 + 4 + 12 + 1) * (2 * 2 * 16 * 4 + 8)
+
+
+def test_tokens_outside_of_the_drafts_vocabulary_are_counted(target):
+    model = target("llama", vocab_size=12)
+    draft = draft_for(model, draft_vocab_size=5)
+    draft.d2t.copy_(torch.tensor([1, 2, 2, 3, 6]))
+    assert draft.token_ids.tolist() == [1, 3, 4, 6, 10]
+    sequences = generate(model, draft, (33,), return_dict_in_generate=True).sequences
+    stats = draft.last_speculation
+    assert stats.num_out_of_draft_vocabulary == sum(int(t) not in {1, 3, 4, 6, 10} for t in sequences[0, 33:]) > 0
+    assert "num_out_of_draft_vocabulary" in stats.to_dict()
+    whole = draft_for(model)
+    generate(model, whole, (33,))
+    assert whole.last_speculation.num_out_of_draft_vocabulary == 0
+
+
+def test_nothing_is_read_on_the_host_while_drafting(target):
+    model = target("llama", vocab_size=12)
+    draft = draft_for(model, draft_vocab_size=9)
+    view, cache = TargetView(model), SpeculativeCache(model.config, 2, 64, tree_slots=16)
+    drafter = draft.drafter(Binding(view, cache, None, 64))
+    with torch.no_grad(), HostReads() as reads:
+        drafter.grow(torch.tensor([3, 4]), torch.randn(2, 4, 192), torch.ones(2, 4).long(), *places())
+    assert reads.count == 0
+
+
+def places():
+    return torch.tensor([[0, 1, 2, 3], [0, 1, -1, -1]]), torch.tensor([[3], [1]])
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "temperature": 0.9}], ids=["greedy", "sampled"])
+def test_compiled_steps(target, graphs, monkeypatch, rows, options):
+    """The same text, with every drafting step in a graph that later calls use again."""
+    model = target("llama", vocab_size=12)
+    draft, texts, failed = draft_for(model, tree_widths=[7, 5], draft_vocab_size=11), [], []
+    counts: list[int] = []
+    call = compiled.CompiledRunner.__call__
+
+    def watching(self, function, *args):
+        result = call(self, function, *args)
+        failed.extend([function.__name__] if result is None else [])
+        return result
+
+    monkeypatch.setattr(compiled.CompiledRunner, "__call__", watching)
+    for mode in ("off", "compile", "compile"):
+        draft.generation_config.compile = mode
+        torch.manual_seed(0)
+        texts.append(generate(model, draft, LENGTHS[:rows], **options))
+        counts.append(graphs.frame_count)
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[1], texts[2]) and not failed
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+    assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_grow"}
+    assert 0 < counts[1] == counts[2]
+
+
+def test_steps_are_compiled_level_by_level_if_processors_read_the_text(target, graphs):
+    model = target("llama", vocab_size=12)
+    draft, texts = draft_for(model, tree_widths=[3, 2]), []
+    for mode in ("off", "compile"):
+        draft.generation_config.compile = mode
+        texts.append(generate(model, draft, (33,), repetition_penalty=1.3))
+    assert torch.equal(*texts)
+    assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_first_level", "_next_level"}
+
+
+def test_the_window_is_saved(target, tmp_path):
+    """`None` means all of the text, and does not become the default again."""
+    model = target("llama")
+    for window, slots in ((None, 40), (7, 7), ("trained", 40)):
+        draft_for(model, window=window, sinks=0).save_pretrained(tmp_path)
+        draft = Eagle3DraftModel.from_pretrained(tmp_path)
+        assert draft.generation_config.window == window
+        drafter = draft.drafter(Binding(TargetView(model), SpeculativeCache(model.config, 1, 40), None, 40))
+        assert drafter.rings[0].size == slots + drafter.most_new
+
+
+def test_layers_with_several_streams_are_refused(target):
+    model = target("llama")
+    with (
+        LayerInputs(model, [1]),
+        pytest.raises(ValueError, match=r"LlamaForCausalLM pass states of shape \(4, 1, 3, 64\)"),
+    ):
+        model.model.layers[1](torch.zeros(4, 1, 3, 64))

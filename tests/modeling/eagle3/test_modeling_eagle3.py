@@ -1,0 +1,124 @@
+"""The EAGLE-3 model against the outputs of the projects that publish such drafts, and a loop over single places."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_longspec import Eagle3DraftModel
+from hf_longspec.testing import randomize, tiny_target
+
+FIXTURES = Path(__file__).with_name("fixtures")
+SPECULATORS = sorted(path.name for path in FIXTURES.iterdir() if not path.name.startswith("original"))
+# float32 logits of 5 to 7, summed in another order: at most 2.2e-5 was seen
+TOLERANCE = 1e-4
+
+
+def expected_of(name):
+    return load_file(FIXTURES / name / "expected.safetensors")
+
+
+@torch.no_grad()
+def logits_of(draft, expected, **options):
+    taps, tokens = expected["taps"][None], expected["tokens_after"][None]
+    return [level[0] for level in draft(taps=taps, tokens=tokens, steps=3, **options)]
+
+
+def error_of(draft, expected, **options):
+    levels = logits_of(draft, expected, **options)
+    return max(float((level - expected[f"level_{step}"]).abs().max()) for step, level in enumerate(levels))
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_logits_of_three_chained_steps(name):
+    expected, draft = expected_of(name), Eagle3DraftModel.from_pretrained(FIXTURES / name)
+    shapes = [tuple(level.shape) for level in logits_of(draft, expected)]
+    assert shapes == [tuple(expected[f"level_{step}"].shape) for step in range(3)]
+    assert error_of(draft, expected) < TOLERANCE
+
+
+FLAGS = {
+    "llama_norm_before_residual": "norm_before_residual",
+    "llama_norm_before_fc": "norm_before_residual",
+    "llama_eagle31": "norm_output",
+    "qwen3_eagle31_window": "norm_output",
+}
+
+
+@pytest.mark.parametrize(("name", "flag"), FLAGS.items())
+def test_a_flag_that_is_ignored_shows(name, flag):
+    """The fixtures tell the flags apart, so that none of them can be dropped unseen."""
+    draft, expected = Eagle3DraftModel.from_pretrained(FIXTURES / name), expected_of(name)
+    assert getattr(draft.config, flag)
+    config = copy.deepcopy(draft.config)
+    setattr(config, flag, False)
+    without = Eagle3DraftModel(config)
+    without.load_state_dict(draft.state_dict())
+    assert error_of(without, expected) > 100 * TOLERANCE
+
+
+def test_settings_override_the_checkpoint():
+    expected = expected_of("llama_eagle31")
+    draft = Eagle3DraftModel.from_pretrained(FIXTURES / "llama_eagle31", norm_output=False)
+    assert error_of(draft, expected) > 100 * TOLERANCE
+    draft.generation_config.norm_output = None
+    assert error_of(draft, expected) < TOLERANCE
+    draft.generation_config.rope_theta = 1e4
+    assert error_of(draft, expected) > 100 * TOLERANCE
+    draft.generation_config.rope_theta = 5000
+    assert error_of(draft, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(3, 0), (3, 2), (11, 0), (40, 3)])
+def test_a_window_is_a_banded_mask(window, sinks):
+    """One place after another, with the entries that it may see and no others."""
+    draft, expected = Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain"), expected_of("llama_plain")
+    taps, tokens = expected["taps"], expected["tokens_after"]
+    levels = logits_of(draft, expected, window=window, sinks=sinks)
+    for place in range(len(tokens) - 2):
+        seen = [p for p in range(place + 1) if p < sinks or p > place - window]
+        ids = torch.cat([tokens[seen], tokens[place + 1 : place + 3]])[None]
+        positions = torch.tensor([[*seen, place + 1, place + 2]])
+        padded = torch.cat([taps[seen], taps[:2]])[None]
+        with torch.no_grad():
+            alone = draft(taps=padded, tokens=ids, steps=3, position_ids=positions)
+        for step, level in enumerate(alone):
+            gap = (level[0, len(seen) - 1] - levels[step][place]).abs().max()
+            assert gap < TOLERANCE, (place, step)
+
+
+def test_a_window_that_holds_everything_changes_nothing():
+    draft, expected = Eagle3DraftModel.from_pretrained(FIXTURES / "llama_plain"), expected_of("llama_plain")
+    whole = logits_of(draft, expected)
+    for left, right in zip(whole, logits_of(draft, expected, window=11), strict=True):
+        assert torch.equal(left, right)
+    assert not torch.allclose(whole[0], logits_of(draft, expected, window=4)[0], atol=TOLERANCE)
+
+
+def test_embedding_and_head_of_the_target():
+    """A draft without its own gives the logits of one that holds copies."""
+    model = tiny_target("gemma3", vocab_size=31)  # its embedding module has a factor, which the draft must not see
+    draft = Eagle3DraftModel.from_target(model, draft_vocab_size=9)
+    draft.d2t.copy_(torch.tensor([0, 1, 1, 4, 4, 5, 7, 8, 11]))
+    randomize(draft)
+    own = Eagle3DraftModel.from_target(model, draft_vocab_size=9, own_embedding=True, own_head=True)
+    own.load_state_dict(draft.state_dict(), strict=False)
+    own.copy_from(model)
+    taps, tokens = torch.randn(2, 7, 3 * 64, generator=torch.Generator().manual_seed(0)), torch.randint(31, (2, 7))
+    with torch.no_grad():
+        shared, copied = draft(taps, tokens, 2, target=model), own(taps, tokens, 2)
+    assert shared[0].shape == (2, 7, 9)
+    for left, right in zip(shared, copied, strict=True):
+        torch.testing.assert_close(left, right, rtol=0, atol=TOLERANCE)
+    with pytest.raises(ValueError, match="no embedding of its own and uses the target's: pass target="):
+        draft(taps, tokens)
+
+
+def test_gradients_reach_every_weight():
+    draft = Eagle3DraftModel.from_pretrained(FIXTURES / "llama_norm_before_fc").train()
+    expected = expected_of("llama_norm_before_fc")
+    taps, tokens = expected["taps"][None], expected["tokens_after"][None]
+    sum(level.logsumexp(-1).sum() for level in draft(taps=taps, tokens=tokens, steps=3)).backward()
+    assert all(weight.grad is not None and weight.grad.any() for _, weight in draft.named_parameters())

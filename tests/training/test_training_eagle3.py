@@ -1,0 +1,192 @@
+"""Training of EAGLE-3 drafts: the loss against a loop over steps and places, resumption, the layout that is written."""
+
+import json
+
+import pytest
+import torch
+
+from hf_longspec import Eagle3DraftModel
+from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
+from hf_longspec.training import TokenWindows
+
+ROWS = [(0, 33), (40, 21), (70, 4), (90, 2)]
+NEVER = 999
+
+
+@pytest.fixture
+def make_eagle3(target):
+    """`make_eagle3(fc_norm=True)`: a draft with the same weights every time."""
+
+    def make(**overrides):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            return Eagle3DraftModel.from_target(target, **overrides)
+
+    return make
+
+
+@pytest.fixture
+def rows(tokens):
+    """Ragged rows, the last too short for any step. Some labels of the second are ignored."""
+    rows = [{"input_ids": tokens[start : start + length]} for start, length in ROWS]
+    rows[1]["labels"] = rows[1]["input_ids"].masked_fill(torch.arange(21) % 7 < 3, -100)
+    return rows
+
+
+def definition(draft, target, rows, loss, window=None):
+    """The weighted losses, and the share of hits of every step, one place at a time."""
+    losses, wins = [[], [], []], [[], [], []]
+    ids = draft.token_ids.tolist()
+    for row in rows:
+        tokens = row["input_ids"]
+        labels = row.get("labels", tokens).tolist()
+        with torch.no_grad():
+            out = target(tokens[None], output_hidden_states=True)
+            taps = torch.cat([out.hidden_states[j] for j in draft.layers_of(target.config)], -1)[:, :-1]
+            steps = min(3, len(tokens) - 1)
+            drafted = draft(taps, tokens[None, 1:], steps, target=target, window=window, sinks=4)
+        wanted = out.logits[0].double()
+        for step, logits in enumerate(drafted):
+            for entry in range(len(tokens)):
+                ahead = entry + step + 2
+                if ahead >= len(tokens) or labels[ahead] == -100 or (loss == "ce" and labels[ahead] not in ids):
+                    continue
+                log_draft = logits[0, entry].double().log_softmax(-1)
+                log_target = wanted[ahead - 1][ids].log_softmax(-1)
+                token = labels[ahead] if loss == "ce" else int(wanted[ahead - 1].argmax())
+                divergence = (log_target.exp() * (log_target - log_draft)).sum()
+                losses[step].append(divergence if loss == "kl" else -log_draft[ids.index(token)])
+                wins[step].append(ids[int(log_draft.argmax())] == token)
+    mean = sum(0.8**step * float(sum(own)) / len(own) for step, own in enumerate(losses))
+    return mean, {f"acceptance_step_{step}": sum(own) / len(own) for step, own in enumerate(wins, start=1)}
+
+
+REDUCED = {"draft_vocab_size": 20, "own_head": True}
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings"),
+    [
+        ("kl", {}),
+        ("kl", REDUCED),
+        ("ce", REDUCED),
+        ("kl", {"window": 6, "fc_norm": True}),
+        ("ce", {"num_hidden_layers": 2}),
+    ],
+    ids=str,
+)
+def test_the_loss_is_the_definition(make_trainer, make_eagle3, target, rows, loss, settings):
+    """In the first step of a run, and in an evaluation in one batch."""
+    draft = make_eagle3(**settings)
+    if draft.d2t is not None:
+        draft.set_vocabulary(range(3, 23), target)
+    expected, shares = definition(draft, target, rows, loss, settings.get("window"))
+    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "loss_chunk_size": 7}
+    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, loss=loss, max_steps=1, **sizes)
+    metrics = trainer.evaluate()
+    trainer.train()
+    log = trainer.state.log_history[0]
+    # sums of about 40 losses around 3, in float32 against float64
+    assert log["loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert {name: log[name] for name in shares} == pytest.approx(shares)
+    assert {name: metrics[f"eval_{name}"] for name in shares} == pytest.approx(shares)
+    tau = 1 + shares["acceptance_step_1"] * (1 + shares["acceptance_step_2"] * (1 + shares["acceptance_step_3"]))
+    assert log["estimated_tau"] == pytest.approx(tau)
+
+
+def test_every_weight_changes_but_the_copied_embedding(make_trainer, make_eagle3, pristine_target, target):
+    draft = make_eagle3(own_embedding=True, norm_before_fc=True, **REDUCED)
+    before = {name: value.clone() for name, value in draft.state_dict().items()}
+    make_trainer(model=draft).train()
+    same = [name for name, value in draft.state_dict().items() if torch.equal(value, before[name])]
+    assert same == ["d2t", "embed_tokens.weight"]
+    assert all(torch.equal(value, pristine_target.state_dict()[name]) for name, value in target.state_dict().items())
+
+
+def test_positions_after_the_anchors_are_shifted(make_trainer, make_eagle3, monkeypatch):
+    seen, forward = [], Eagle3DraftModel.forward
+
+    def recording(self, **arguments):
+        seen.append(arguments["position_ids"])
+        return forward(self, **arguments)
+
+    monkeypatch.setattr(Eagle3DraftModel, "forward", recording)
+    make_trainer(model=make_eagle3(), max_offset=200, anchors=3, max_steps=2).train()
+    positions = torch.cat(seen)
+    assert (positions[:, :3] == torch.arange(3)).all() and (positions[:, 3:].diff() == 1).all()
+    assert positions[:, 3].unique().numel() > 1 and positions.max() > 33
+    seen.clear()
+    make_trainer(model=make_eagle3(), max_steps=1).train()
+    assert (seen[0] == torch.arange(32)).all()
+
+
+@pytest.mark.parametrize("offset", [0, 100])
+def test_a_resumed_run_is_the_uninterrupted_one(make_trainer, make_eagle3, tmp_path, offset):
+    """To the bit, weights and log, with the length of the longest row."""
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_offset": offset}
+    whole = make_eagle3(**REDUCED)
+    trainer = make_trainer(model=whole, max_steps=4, **settings, output_dir=str(tmp_path / "whole"))
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    first = make_trainer(model=make_eagle3(**REDUCED), max_steps=4, **settings, output_dir=str(tmp_path / "whole2"))
+    first.train()
+    resumed = make_eagle3(**REDUCED)
+    again = make_trainer(model=resumed, max_steps=4, **settings, output_dir=str(tmp_path / "again"))
+    again.train(resume_from_checkpoint=str(tmp_path / "whole2" / "checkpoint-2"))
+    assert all(torch.equal(value, resumed.state_dict()[name]) for name, value in whole.state_dict().items())
+    logs = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in (trainer, again)]
+    assert logs[0] == logs[1]
+    assert Eagle3DraftModel.from_pretrained(tmp_path / "saved").config.trained_max_length == 33
+
+
+def test_stored_states_give_the_losses_with_the_target(make_trainer, make_eagle3, rows, tmp_path):
+    def losses(**settings):
+        trainer = make_trainer(model=make_eagle3(), dataset=rows, max_steps=2, **settings)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    # padding depends on the batch, and with it the order of float32 sums
+    assert losses(target_kv_dir=str(tmp_path / "states")) == pytest.approx(losses(), rel=1e-4)
+
+
+def test_the_draft_learns_and_drafts_better(make_trainer, make_eagle3, target, tokens, tmp_path):
+    """On texts of the target, whose most frequent tokens are drafted. The draft that is written for other engines is
+    the trained one.
+    """
+    starts = tokens[: 8 * 5].view(8, 5)
+    texts = target.generate(starts, max_new_tokens=28, do_sample=False, eos_token_id=NEVER, pad_token_id=0)
+    rows = TokenWindows(texts.flatten(), 33)
+    draft = make_eagle3(tree_widths=[1, 1, 1], gate=False, own_embedding=True, draft_vocab_size=60, own_head=True)
+    draft.set_vocabulary(texts.flatten().bincount(minlength=260).topk(60).indices, target)
+
+    def tau():
+        target.generate(starts, assistant_model=draft, max_new_tokens=28, do_sample=False, eos_token_id=NEVER)
+        return draft.last_speculation.mean_acceptance_length
+
+    untrained = tau()
+    settings = {"per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 1e-2}
+    trainer = make_trainer(model=draft, dataset=rows, eval_dataset=rows, **settings)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.7 * before["eval_loss"]
+    assert after["eval_estimated_tau"] > before["eval_estimated_tau"] + 0.3
+    draft.eval()
+    drafted = tau()
+    assert drafted > untrained + 0.5
+    save_speculators(draft, tmp_path / "theirs", target)
+    raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert raw["speculators_model_type"] == "eagle3" and raw["draft_vocab_size"] == 60
+    assert raw["eagle_aux_hidden_state_layer_ids"] == list(draft.layers_of(target.config))
+    loaded = Eagle3DraftModel.from_pretrained(tmp_path / "theirs", target=target, tree_widths=[1, 1, 1], gate=False)
+    assert all(torch.equal(value, draft.state_dict()[name]) for name, value in loaded.state_dict().items())
+    draft = loaded
+    assert tau() == drafted
+
+
+def test_refusals(make_trainer, make_eagle3):
+    with pytest.raises(ValueError, match="training_steps=0 in the draft's config: expected at least 1"):
+        make_trainer(model=make_eagle3(training_steps=0))
+    with pytest.raises(ValueError, match="3 token ids, 2 of them different: expected draft_vocab_size=20"):
+        make_eagle3(**REDUCED).set_vocabulary([3, 4, 4])
