@@ -9,6 +9,7 @@ from typing import Any
 from .modeling.ngram import NgramConfig, NgramDraftModel  # first: modeling.base imports from this folder
 
 # isort: split
+from .modeling.assistant import AssistantConfig, AssistantDraftModel
 from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig
 from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
@@ -33,6 +34,8 @@ _LAZY = {
     "SpeculativeCache": "generation.cache",
 }
 __all__ = [
+    "AssistantConfig",
+    "AssistantDraftModel",
     "DraftConfig",
     "DraftModel",
     "LongSpecConfig",

@@ -1,6 +1,7 @@
 """Drafter: a draft bound to a target for one call of `generate`."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
@@ -14,6 +15,7 @@ from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .sampling import TokenRule
 from .target import Step, TargetView, chain_of_last_tokens
+from .verification import draw_noise, exponential_race
 
 
 @dataclass
@@ -143,6 +145,10 @@ class Drafter(CandidateGenerator):
         """Bytes of the drafter's own state, without the target's cache."""
         return 0
 
+    def attention(self) -> AbstractContextManager[None]:
+        """Return the context in which the loop decodes; drafters that run another model switch its attention here."""
+        return nullcontext()
+
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Begin to draft after the prompts.
 
@@ -210,3 +216,31 @@ class Drafter(CandidateGenerator):
         cache.commit(None, sizes)
         path = torch.arange(sizes[0], device=tokens.device)[None]
         self.start([tokens], Verification.of(step, path, sizes, [[root]]))
+
+
+def draft_token(
+    rule: TokenRule | None, logits: torch.Tensor, depth: int, is_drawn: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the token of every row that a draft of a chain proposes by its logits.
+
+    Args:
+        rule ([`TokenRule`], *optional*): The target's. Without one, the token is the argmax.
+        logits (`torch.Tensor` of shape `(B, V)`): The draft's.
+        depth (`int`): Number of tokens of the chain so far.
+        is_drawn (`bool`): When sampling, whether to draw from the draft's own distribution, for rejection sampling.
+            Otherwise the token is chosen by the noise with which the target will choose at this position.
+
+    Returns:
+        `tuple`: Tokens `(B,)`, and the distribution `(B, V)` that they were drawn from, or `None`.
+    """
+    if rule is None:
+        return logits.argmax(-1), None
+    scores, distribution = rule.scores_at(logits, depth), None
+    if rule.do_sample and is_drawn:
+        token = exponential_race(scores, draw_noise(*scores.shape, generator=rule.generator, device=scores.device))
+        distribution = scores.softmax(-1)
+    else:
+        token = rule.choose(scores, depth)
+    if not rule.history_free:
+        rule.try_out(depth, token)
+    return token, distribution

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -68,6 +69,10 @@ class GatedDrafter(Drafter):
     def state_bytes(self) -> int:
         """Bytes of the other drafter."""
         return self.inner.state_bytes
+
+    def attention(self) -> AbstractContextManager[None]:
+        """As the other drafter."""
+        return self.inner.attention()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Start the other drafter, if speculation is possible."""

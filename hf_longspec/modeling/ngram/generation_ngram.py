@@ -13,6 +13,7 @@ same tokens share nodes.
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -316,6 +317,10 @@ class JoinedDrafter(Drafter):
     def state_bytes(self) -> int:
         """Bytes of the state of both drafters."""
         return self.inner.state_bytes + self.ngrams.state_bytes
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Return the context of the other drafter."""
+        return self.inner.attention()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Begin with both drafters."""

@@ -21,10 +21,9 @@ from torch import nn
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, draft_token, named
 from ...generation.selection import SelectedCache, budget, select_top, select_window
 from ...generation.target import TargetView
-from ...generation.verification import draw_noise, exponential_race
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
@@ -152,8 +151,9 @@ class SpecAttnDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`."""
         tokens, distributions = [root], [torch.empty(0)]
+        is_drawn = self.settings.acceptance == "rejection"
         for depth in range(self.gamma):
-            token, distribution = self._choose(self._draft_step(tokens[-1]), depth)
+            token, distribution = draft_token(self.binding.rule, self._draft_step(tokens[-1]), depth, is_drawn)
             tokens.append(token)
             if distribution is not None:
                 distributions.append(distribution)
@@ -201,18 +201,3 @@ class SpecAttnDrafter(Drafter):
         logits, _ = self.selected.step(self.binding.target, token, self.binding.max_length)
         self.selected.advance()
         return logits
-
-    def _choose(self, logits: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the drafted token of every row, and the distribution it was drawn from if acceptance depends on it."""
-        rule = self.binding.rule
-        if rule is None:
-            return logits.argmax(-1), None
-        scores, distribution = rule.scores_at(logits, depth), None
-        if rule.do_sample and self.settings.acceptance == "rejection":
-            token = exponential_race(scores, draw_noise(*scores.shape, generator=rule.generator, device=scores.device))
-            distribution = scores.softmax(-1)
-        else:  # greedy, or coupled: sampled with the noise row that the target will use at this position
-            token = rule.choose(scores, depth)
-        if not rule.history_free:
-            rule.try_out(depth, token)
-        return token, distribution
