@@ -250,16 +250,15 @@ class AssistantDraftModel(DraftModel):
 
     def check_sampling(self) -> None:
         """Refuse trees and n-grams together with drawn tokens, as rejection sampling supports chains only."""
-        if self.setting("acceptance") == "rejection":
-            for name in ("tree_widths", "ngram_candidates"):
-                if (value := self.setting(name)) or self._has_trees():
-                    raise ValueError(
-                        f"acceptance='rejection' with {name}={value}: when sampling, tokens that are drawn from a "
-                        "distribution form chains. Use acceptance='coupled', or chains without n-grams."
-                    )
-
-    def _has_trees(self) -> bool:
-        return not all(isinstance(shape, int) for shape in self._shapes())
+        if self.setting("acceptance") != "rejection":
+            return
+        has_trees = not all(isinstance(shape, int) for shape in self._shapes())
+        for name in ("tree_widths", "tree_choices", "ngram_candidates"):
+            if (value := self.setting(name)) and (has_trees or name == "ngram_candidates"):
+                raise ValueError(
+                    f"acceptance='rejection' with {name}={value}: when sampling, tokens that are drawn from a "
+                    "distribution form chains. Use acceptance='coupled', or chains without n-grams."
+                )
 
 
 # Arguments of `from_pretrained` that are passed on to the model of a saved draft.
