@@ -8,8 +8,8 @@ from the Hub, and the other way round.
 mask and each other under the N x N tree mask. The two are separate calls, so that no (N, S + N) mask exists and a
 kernel without masks can run over the prefix.
 
-[`LevelContext`] is the same attention for one level of a draft tree whose earlier levels are staged already, with which a
-model with a cache of its own drafts.
+[`LevelContext`] is the same attention for one level of a draft tree whose earlier levels are staged already. A model
+with a cache of its own drafts with it.
 
 [`SparseContext`] is sparse attention, which drafts on selected keys and values. The layers in `dense_layers` read the
 target's whole cache. Every other layer reads a compact buffer with its own selected entries. Positions have no meaning

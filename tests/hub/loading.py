@@ -25,6 +25,7 @@ CLASSES = {
     "specattn": "SpecAttnDraftModel",
     "longspec_plain": "PlainDraftModel",
     "longspec_ngram": "NgramDraftModel",
+    "longspec_assistant": "AssistantDraftModel",
 }
 KINDS = tuple(CLASSES)
 ENGINE_COMMIT = f"{99:040x}"

@@ -1,13 +1,13 @@
 """Draft chains and trees with another causal language model, which has a cache of its own.
 
-The draft keeps the keys of the nodes that were accepted. Only the deepest node of a tree was never its input, so each
-iteration begins with the last committed token and the root. With a window, the cache holds the first and the last tokens
-of the text, whose number does not grow with it: the draft of MagicDec (https://huggingface.co/papers/2408.11049) with
-StreamingLLM's selection, by a model of its own.
+The draft keeps the keys of the accepted nodes. The deepest node of a tree was never its input, so each iteration begins
+with the last committed token and the root. With a window, the cache holds the first and the last tokens of the text,
+and the cost of a step does not grow with the text. This is the draft of MagicDec
+(https://huggingface.co/papers/2408.11049) with StreamingLLM's selection and a model of its own.
 
 A model that was trained with PARD (https://huggingface.co/papers/2504.18583) proposes all tokens of a chain in one
-forward: `num_assistant_tokens - 1` mask tokens follow the root, and the logits after the root and each mask are those of
-the chain. Keys of masks are dropped, so the forward begins with the tokens that were accepted since.
+forward: `num_assistant_tokens - 1` mask tokens follow the root, and the logits after the root and each mask propose the
+tokens of the chain. Keys of masks are dropped, so the next forward begins with the tokens that were accepted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,8 +42,8 @@ class AssistantSettings:
     """Settings of one call, which are keys of `draft.generation_config`.
 
     Args:
-        shapes (`Sequence[int | list[int]]`): Drafted tokens of a chain, or nodes of each level of a tree, for each draft
-            to choose from.
+        shapes (`Sequence[int | list[int]]`): Chains by the number of drafted tokens, and trees by the nodes of each
+            level. The first one is the configured one.
         window (`int`, *optional*): Number of last tokens that the draft keeps.
         sinks (`int`): Number of first tokens that it keeps besides.
         is_drawn (`bool`): When sampling, whether tokens are drawn from the draft's own distribution.

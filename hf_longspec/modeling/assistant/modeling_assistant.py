@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
@@ -26,8 +26,8 @@ OWN_WINDOW = 512
 class AssistantDraftModel(DraftModel):
     """Draft with another causal language model of the same tokenizer, in chains or trees and for any batch size.
 
-    The model runs through the same attention as a target and is checked by the same rules. With `window`, it keeps only
-    the first and last tokens of the text in its cache, so that its cost does not grow with the context. Without a model,
+    The model runs through the same attention as a target and is checked by the same rules. With `window`, its cache
+    keeps the first and last tokens of the text only, so that its cost does not grow with the context. Without a model,
     the target drafts for itself with such a window.
 
     ```python
@@ -79,7 +79,7 @@ class AssistantDraftModel(DraftModel):
             ValueError: As in `from_model`.
         """
         if assistant is None:
-            return super().from_target(target, **({"window": OWN_WINDOW} | overrides))  # type: ignore[return-value]
+            return super().from_target(target, **({"window": OWN_WINDOW} | overrides))
         refuse_other_tokens(assistant, target)
         draft = super().from_target(target, **overrides)
         assert isinstance(draft, cls)
@@ -149,8 +149,8 @@ class AssistantDraftModel(DraftModel):
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to.
-            assistant_weights (`bool`, *optional*): Whether to write the weights of the model, in the folder `assistant`.
-                By default they are written if the model has no Hub id by which others could load it.
+            assistant_weights (`bool`, *optional*): Whether to write the model's weights, in the folder `assistant`. By
+                default they are written if the model has no Hub id by which others could load it.
             kwargs (`Any`): Arguments of `PreTrainedModel.save_pretrained` for the weights.
 
         Raises:
@@ -161,8 +161,8 @@ class AssistantDraftModel(DraftModel):
             assistant_weights = name is not None and (name == BESIDE or Path(name).exists())
         if not assistant_weights and name == BESIDE:
             raise ValueError(
-                "assistant_weights=False, and the model that drafts has no name to load it by: save its weights, or set "
-                "draft.config.assistant_name_or_path to its Hub id."
+                "assistant_weights=False, and the model that drafts has no name to load it by: save its weights, or "
+                "set draft.config.assistant_name_or_path to its Hub id."
             )
         written = self.config.assistant_name_or_path = BESIDE if assistant_weights and name is not None else name
         try:
@@ -204,8 +204,8 @@ class AssistantDraftModel(DraftModel):
         name = self.config.assistant_name_or_path
         if self.assistant is None and name is not None:
             raise ValueError(
-                f"assistant_name_or_path={name!r} was not loaded: load the draft with from_pretrained, or make one with "
-                "from_model(assistant, target)."
+                f"assistant_name_or_path={name!r} was not loaded: load the draft with from_pretrained, or make one "
+                "with from_model(assistant, target)."
             )
         if self.assistant is not None and (reasons := TargetView(self.assistant).why_not()):
             raise ValueError(
@@ -244,8 +244,8 @@ class AssistantDraftModel(DraftModel):
             raise ValueError(f"pard_token={token}: the model that drafts has the tokens 0 to {size - 1}.")
         if trees := [shape for shape in self._shapes() if not isinstance(shape, int)]:
             raise ValueError(
-                f"the tree {trees[0]} with pard_token={token}: a model of PARD proposes chains. Set tree_widths to None, "
-                "and tree_choices to numbers of drafted tokens."
+                f"the tree {trees[0]} with pard_token={token}: a model of PARD proposes chains. Set tree_widths to "
+                "None, and tree_choices to numbers of drafted tokens."
             )
 
     def check_sampling(self) -> None:
@@ -276,15 +276,18 @@ def refuse_other_tokens(assistant: PreTrainedModel, target: PreTrainedModel) -> 
     models = (assistant, target)
     names = [model.config._name_or_path for model in models]
     sizes = [text_config(model).vocab_size for model in models]
-    labels = [f"{name or type(model).__name__} ({size:,} tokens)" for name, model, size in zip(names, models, sizes)]
+    labels = [
+        f"{name or type(model).__name__} ({size:,} tokens)"
+        for name, model, size in zip(names, models, sizes, strict=True)
+    ]
     vocabularies = [_vocabulary(name) for name in names]
     if None in vocabularies:
         if sizes[0] == sizes[1]:
             return
-        missing = " and ".join(label for label, known in zip(labels, vocabularies) if known is None)
+        missing = " and ".join(label for label, known in zip(labels, vocabularies, strict=True) if known is None)
         raise ValueError(
-            f"the vocabularies of {labels[0]}, which drafts, and of the target {labels[1]} differ in size, and whether by "
-            f"padding alone is unknown, as the tokenizer of {missing} was not found. Load both models by names that "
+            f"the vocabularies of {labels[0]}, which drafts, and of the target {labels[1]} differ in size, and whether "
+            f"by padding alone is unknown, as the tokenizer of {missing} was not found. Load both models by names that "
             "have a tokenizer, or take a draft of the target's family."
         )
     first, second = vocabularies
@@ -301,6 +304,8 @@ def _vocabulary(name: str) -> Any:
     """Return the tokens of a tokenizer by number; `None` if it cannot be loaded."""
     if not name:
         return None
+    from transformers import AutoTokenizer  # loads another library, which only this needs
+
     try:
         return {number: token for token, number in AutoTokenizer.from_pretrained(name).get_vocab().items()}
     except Exception:  # each kind of tokenizer raises its own
@@ -310,7 +315,7 @@ def _vocabulary(name: str) -> Any:
 def _placed(assistant: PreTrainedModel, target: PreTrainedModel | None) -> PreTrainedModel:
     """Return the model in eval mode, on the device of the target unless its weights were distributed."""
     if target is not None and getattr(assistant, "hf_device_map", None) is None:
-        assistant = assistant.to(target.device)  # type: ignore[arg-type]
+        assistant = assistant.to(target.device)
     return assistant.eval()
 
 

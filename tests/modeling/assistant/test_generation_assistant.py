@@ -197,7 +197,7 @@ def test_a_draft_catches_up_after_plain_steps(model, small, kind):
 
 
 def transformers_rounds(model, small, ids, new, length):
-    """Tokens per target forward in transformers' assisted generation at a constant length and no confidence threshold."""
+    """Text and target forwards of transformers' assisted generation, with a constant length and no threshold."""
     small.generation_config.num_assistant_tokens = length
     small.generation_config.num_assistant_tokens_schedule = "constant"
     small.generation_config.assistant_confidence_threshold = 0.0

@@ -1,5 +1,7 @@
 """AssistantDraftModel: loading, saving, vocabularies, PARD, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModel
@@ -7,6 +9,7 @@ from transformers import AutoModel
 from hf_longspec import AssistantDraftModel, SpeculativeCache
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
+from hf_longspec.hub import Card, write_repository
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import SPECIAL, byte_tokenizer, character_tokenizer
 
@@ -76,6 +79,16 @@ def test_a_saved_draft_loads_with_its_model(named, tmp_path, weights):
         assert (tmp_path / "again" / file).read_text() == (tmp_path / "saved" / file).read_text()
 
 
+def test_a_published_draft_brings_the_weights_of_its_model(named, tmp_path):
+    target, folder = named
+    draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=2)
+    files = write_repository(draft, tmp_path / "published", Card(base_model="org/target"))
+    assert Path("assistant/model.safetensors") in files and Path("assistant.py") in files
+    loaded = AutoModel.from_pretrained(tmp_path / "published", trust_remote_code=True)
+    assert torch.equal(generate(target, loaded), generate(target, None))
+    assert loaded.last_speculation.acceptance_histogram[1:] != []
+
+
 def test_a_hub_id_is_saved_as_a_name(model, small, tmp_path):
     draft = AssistantDraftModel.from_model(small, model)
     draft.config.assistant_name_or_path = "org/small"
@@ -92,7 +105,9 @@ def test_the_model_is_left_as_it_was(model, small):
     assert small.config._attn_implementation == attention
     assert all(torch.equal(weight, before[name]) for name, weight in small.state_dict().items())
     input_ids, _ = tiny_prompts(12, (7,))
-    assert torch.equal(small(input_ids).logits, tiny_target("llama", 5, vocab_size=12, num_hidden_layers=2)(input_ids).logits)
+    assert torch.equal(
+        small(input_ids).logits, tiny_target("llama", 5, vocab_size=12, num_hidden_layers=2)(input_ids).logits
+    )
 
 
 def test_one_draft_serves_targets_of_other_shapes(model, small):
@@ -170,7 +185,7 @@ def test_a_draft_that_cannot_be_rolled_back_is_refused(model):
     from transformers import MambaConfig, MambaForCausalLM
 
     mamba = MambaForCausalLM(MambaConfig(vocab_size=12, hidden_size=16, num_hidden_layers=1, state_size=4))
-    with pytest.raises(ValueError, match="MambaForCausalLM cannot draft: .* Take another model as the draft"):
+    with pytest.raises(ValueError, match=r"MambaForCausalLM cannot draft: .* Take another model as the draft"):
         AssistantDraftModel.from_model(mamba, model)
 
 
