@@ -54,6 +54,7 @@ class AssistantDraftModel(DraftModel):
     def __init__(self, config: AssistantConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         self.assistant: PreTrainedModel | None = None
+        self._is_loaded = False  # whether the draft loaded the model, and may move it
 
     @classmethod
     def from_model(cls, assistant: PreTrainedModel, target: PreTrainedModel, **overrides: Any) -> "AssistantDraftModel":
@@ -141,6 +142,7 @@ class AssistantDraftModel(DraftModel):
             name, inner = source, "/".join(filter(None, [kwargs.get("subfolder"), WEIGHTS]))
             kwargs |= {"subfolder": inner}
         self.assistant = _placed(AutoModelForCausalLM.from_pretrained(name, **kwargs), target)
+        self._is_loaded = True
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, assistant_weights: bool | None = None, **kwargs: Any
@@ -176,6 +178,8 @@ class AssistantDraftModel(DraftModel):
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
         assistant = binding.target.model if self.assistant is None else self.assistant
+        if self._is_loaded and getattr(assistant, "hf_device_map", None) is None:
+            assistant = assistant.to(binding.target.model.device)
         if self.assistant is not None and assistant.training:  # a copy, as the user may be training the model
             assistant = copy.deepcopy(assistant).eval()
         settings = AssistantSettings(
