@@ -16,6 +16,7 @@ from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.plain import PlainConfig, PlainDraftModel
 from .modeling.register_draft import register_draft
 from .modeling.specattn import SpecAttnConfig, SpecAttnDraftModel
+from .modeling.token_recycling import TokenRecyclingConfig, TokenRecyclingDraftModel
 from .modeling.tokenswift import TokenSwiftConfig, TokenSwiftDraftModel
 
 __version__ = "0.1.0"
@@ -46,6 +47,8 @@ __all__ = [
     "PlainDraftModel",
     "SpecAttnConfig",
     "SpecAttnDraftModel",
+    "TokenRecyclingConfig",
+    "TokenRecyclingDraftModel",
     "TokenSwiftConfig",
     "TokenSwiftDraftModel",
     "register_draft",

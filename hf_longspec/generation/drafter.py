@@ -49,6 +49,7 @@ class Verification:
             root. Empty for rows that have ended.
         hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): Input of the final norm at every node, for
             drafters that set `wants_hidden`.
+        logits (`torch.Tensor` of shape `(batch, N, vocab)`, *optional*): The target's logits after every node.
     """
 
     path: torch.Tensor
@@ -57,6 +58,7 @@ class Verification:
     capture: Any = None
     tokens: list[list[int]] = field(default_factory=list)
     hidden: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
 
     @property
     def last_nodes(self) -> torch.Tensor:
@@ -67,7 +69,7 @@ class Verification:
     @classmethod
     def of(cls, step: Step, path: torch.Tensor, num_nodes: list[int], tokens: list[list[int]]) -> "Verification":
         """Return the result of a step in which these nodes were kept and these tokens emitted."""
-        return cls(path, num_nodes, step.context.lengths, step.context.capture, tokens, step.hidden)
+        return cls(path, num_nodes, step.context.lengths, step.context.capture, tokens, step.hidden, step.logits)
 
 
 @dataclass(frozen=True)
