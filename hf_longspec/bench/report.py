@@ -34,7 +34,6 @@ NOTE = (
 
 # Methods that the papers compare with and this benchmark does not run, and why not.
 NOT_RUN = {
-    "Token Recycling": "it adapts a table of candidates per target, which is not implemented here",
     "EAGLE, EAGLE-2, EAGLE-3": "their drafts are trained for single targets in formats that are not read here",
     "Medusa": "its heads, with an activation and a vocabulary head each, are not read",
     "TriForce": "it needs a third, small model beside the target's sparse cache, which is not implemented here",

@@ -38,9 +38,7 @@ class TokenRecyclingDraftModel(DraftModel):
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
-        return TokenRecyclingDrafter(
-            binding, self._sizes(), self.setting("max_depth"), self.setting("num_candidates")
-        )
+        return TokenRecyclingDrafter(binding, self._sizes(), self.setting("max_depth"), self.setting("num_candidates"))
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of the largest tree, root included."""
@@ -53,7 +51,10 @@ class TokenRecyclingDraftModel(DraftModel):
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse numbers out of range."""
-        for name, value in (*((name, self.setting(name)) for name in RANGES), *(("num_nodes", n) for n in self._sizes())):
+        for name, value in (
+            *((name, self.setting(name)) for name in RANGES),
+            *(("num_nodes", n) for n in self._sizes()),
+        ):
             least, most = RANGES[name]
             if type(value) is not int or not least <= value <= most:
                 raise ValueError(f"{name}={value!r}: expected an integer from {least} to {most}.")
