@@ -132,6 +132,20 @@ MUTATIONS = (
         "tests/generation/test_route.py",
     ),
     Mutation(
+        "Graphs of an earlier call are not replayed for a changed target",
+        "generation/cuda_graphs.py",
+        "    return hash(tuple(state))\n",
+        "    return id(model)\n",
+        "tests/generation/test_cuda_graphs.py",
+    ),
+    Mutation(
+        "A cache that was returned is not written by a later call",
+        "generation/decoding.py",
+        "self.workspace is not None and not self.outputs.as_dict",
+        "self.workspace is not None",
+        "tests/generation/test_cuda_graphs.py",
+    ),
+    Mutation(
         "The draft's own window ends where it was trained to end",
         "modeling/longspec/generation_longspec.py",
         "(stored >= 0) & (stored > positions - self.window)",

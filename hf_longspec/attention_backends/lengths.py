@@ -44,6 +44,11 @@ class SeqLens:
         self._slots: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
+    def of(cls, lengths: "SeqLens | Sequence[int]") -> "SeqLens":
+        """Return `lengths`, made of numbers on the host if they are not a `SeqLens`."""
+        return lengths if isinstance(lengths, SeqLens) else cls(lengths)
+
+    @classmethod
     def equal(cls, length: int, batch_size: int) -> "SeqLens":
         """Return the lengths of rows that all have the same length, which may be symbolic."""
         lengths = cls(None)
@@ -93,8 +98,13 @@ class SeqLens:
         self._tensors.append(tensor)
         return tensor
 
-    def plus(self, count: int) -> "SeqLens":
-        """Return every length plus `count`, on the devices that have the lengths already."""
+    def plus(self, count: "int | SeqLens") -> "SeqLens":
+        """Return the sums with one number, or one for each row, on the devices that have both already."""
+        if isinstance(count, SeqLens):
+            added = {tensor.device: tensor for tensor in count._tensors}
+            lengths = SeqLens([one + more for one, more in zip(self.host, count.host, strict=True)])
+            lengths._tensors = [one + added[one.device] for one in self._tensors if one.device in added]
+            return lengths
         lengths = SeqLens(None)
         lengths.host = tuple(length + count for length in self.host)
         lengths.longest = None if self.longest is None else self.longest + count

@@ -76,7 +76,8 @@ class ScoreCapture:
         sum_ranks (`Callable`, *optional*): Where the heads of a layer are divided among processes: sums a tensor over
             them. Scores per KV head stay where their head is.
         scores (`dict[int, torch.Tensor]`): Filled by the forward: `(B, 1 or K, S)` per layer, with `each_row`
-            `(B, 1 or K, N, S)`. S is the longest prefix; entries after a row's own prefix are arbitrary.
+            `(B, 1 or K, N, S)`. S is at least the longest prefix; entries after a row's own prefix are arbitrary.
+        is_replayed (`bool`): Whether the scores lie where a replayed graph writes them.
     """
 
     last_node: torch.Tensor
@@ -86,6 +87,7 @@ class ScoreCapture:
     skipped_layers: frozenset[int] = frozenset()
     sum_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None
     scores: dict[int, torch.Tensor] = field(default_factory=dict)
+    is_replayed: bool = False
 
     @property
     def score_rows(self) -> ScoreRows | None:
@@ -96,7 +98,7 @@ class ScoreCapture:
 
     def keep_scores(self, layer_idx: int, scores: torch.Tensor, lengths: SeqLens) -> None:
         """Take one layer's `(B, 1 or K, S)`, S at least the longest prefix."""
-        self._keep(layer_idx, scores[..., : lengths.longest])
+        self._keep(layer_idx, scores)
 
     def collect(
         self,

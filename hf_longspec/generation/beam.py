@@ -2,8 +2,6 @@
 
 import torch
 
-from .draft_tree import DraftTree
-
 
 class Beam:
     """Grow a draft tree level by level.
@@ -79,26 +77,13 @@ class Beam:
         self.parents.append(parent + first)
         self._reaches.append(self.reach)
 
-    def fields(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return tokens, parents and depths `(B, N)` and the tree mask `(B, N, N)` of all levels, in level order."""
+    def fields(self) -> tuple[torch.Tensor, ...]:
+        """Return the [`DraftTree.fields`] of all levels, in level order."""
         tokens = torch.cat(self.levels, 1)
         depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(self.levels)], 1)
         total = tokens.shape[1]
         mask = torch.cat([torch.nn.functional.pad(r, (0, total - r.shape[2])) for r in self._reaches], 1)
-        return tokens, torch.cat(self.parents, 1), depths, mask
-
-
-def as_tree(fields: tuple[torch.Tensor, ...], max_depth: int) -> DraftTree:
-    """Return the draft tree of the given [`Beam.fields`].
-
-    Args:
-        fields (`tuple[torch.Tensor, ...]`): Tokens, parents, depths and mask.
-        max_depth (`int`): Bound on the depth of any node.
-    """
-    tokens, parents, depths, mask = fields
-    tree = DraftTree(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), max_depth=max_depth)
-    tree.__dict__.update(depths=depths, mask=mask)  # fills the cached properties
-    return tree
+        return tokens, torch.cat(self.parents, 1), torch.ones_like(tokens, dtype=torch.bool), depths, mask
 
 
 def log_normaliser(logits: torch.Tensor) -> torch.Tensor:

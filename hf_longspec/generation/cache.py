@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..attention_backends.lengths import SeqLens, on_device
+from ..attention_backends.lengths import SeqLens
 
 try:
     from ..attention_backends.triton.commit import can_move, move_nodes
@@ -25,12 +25,14 @@ class Rows:
     Attributes:
         lengths ([`SeqLens`]): Committed tokens of every row.
         staged (`bool`): Whether the next update writes nodes after the committed tokens without committing them.
+        layout (`int`): Number of times that a buffer of these layers was replaced.
     """
 
     def __init__(self, batch_size: int):
         self.batch_size = batch_size
         self.lengths = SeqLens((0,) * batch_size)
         self.staged = False
+        self.layout = 0
 
 
 # Bytes. Addresses of torch's own allocations are multiples of this.
@@ -82,7 +84,6 @@ class SpeculativeLayer(CacheLayerMixin):
             )
         self._allocate(key_states, value_states, self.capacity)
         self.device = key_states.device
-        self.is_initialized = True
 
     def _allocate(self, key_states: torch.Tensor, value_states: torch.Tensor, capacity: int) -> None:
         """Allocate buffers of `capacity` slots with the rows, heads, widths and dtypes of these states."""
@@ -90,7 +91,12 @@ class SpeculativeLayer(CacheLayerMixin):
         keys, values = (
             lazy_zeros(states, *states.shape[:2], capacity, states.shape[-1]) for states in (key_states, value_states)
         )
-        self.keys, self.values = keys, values
+        self.place(keys, values)
+
+    def place(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Use these buffers `(B, K, S, D)`."""
+        self.keys, self.values, self.is_initialized = keys, values, True
+        self.rows.layout += 1
 
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots; a buffer that is too small grows by at least half."""
@@ -226,15 +232,21 @@ class SpeculativeCache(Cache):
         return self.rows.lengths
 
     @property
+    def layout(self) -> tuple[int, ...]:
+        """Numbers that change when a buffer is replaced."""
+        return (self.rows.layout,)
+
+    @property
     def max_length(self) -> int:
         """Committed tokens that a row can hold without reallocation."""
         return min(layer.capacity for layer in self.layers) - self.tree_slots
 
-    def set_lengths(self, lengths: Sequence[int]) -> None:
+    def set_lengths(self, lengths: SeqLens | Sequence[int]) -> None:
         """Set the number of tokens that each row holds; entries beyond it, as of right padding, are dropped."""
-        if len(lengths) != self.batch_size:
-            raise ValueError(f"{len(lengths)} lengths for a cache of {self.batch_size} rows.")
-        self.rows.lengths = SeqLens(lengths)
+        lengths = SeqLens.of(lengths)
+        if len(lengths.host) != self.batch_size:
+            raise ValueError(f"{len(lengths.host)} lengths for a cache of {self.batch_size} rows.")
+        self.rows.lengths = lengths
         for layer in self.layers:
             layer.length = self.lengths.longest
 
@@ -277,23 +289,23 @@ class SpeculativeCache(Cache):
             )
         self.rows.staged = True
 
-    def commit(self, path: torch.Tensor | None, num_nodes: Sequence[int]) -> None:
+    def commit(self, path: torch.Tensor | None, num_nodes: SeqLens | Sequence[int]) -> None:
         """Keep the accepted nodes: move them right after the prefix and add `num_nodes[b]` to every row's length.
 
         Args:
             path (`torch.LongTensor` of shape `(batch, M)`, *optional*):
                 Indices of the staged nodes to keep, node 0 first. Entries from `num_nodes[b]` on are ignored. `None`
                 if the first nodes of every row are kept, as in a chain: nothing moves.
-            num_nodes (`Sequence[int]`):
+            num_nodes ([`SeqLens`] or `Sequence[int]`):
                 Number of nodes to keep of each row.
         """
-        longest = max(num_nodes)
-        if path is not None and longest > 1:
-            self._move(path[:, :longest], num_nodes)
+        counts = SeqLens.of(num_nodes)
+        if path is not None and counts.longest > 1:
+            self._move(path[:, : counts.longest], counts)
         self.rows.staged = False
-        self.set_lengths([length + count for length, count in zip(self.lengths.host, num_nodes, strict=True)])
+        self.set_lengths(self.lengths.plus(counts))
 
-    def _move(self, path: torch.Tensor, num_nodes: Sequence[int]) -> None:
+    def _move(self, path: torch.Tensor, counts: SeqLens) -> None:
         """Copy the nodes of `path` to the slots after the prefix, with Triton in one launch per device."""
         together: dict[torch.device, list[torch.Tensor]] = {}
         for layer in self.layers:
@@ -302,8 +314,7 @@ class SpeculativeCache(Cache):
             elif layer.is_initialized:
                 layer.move(path)
         for device, buffers in together.items():
-            counts = on_device(num_nodes, device)
-            move_nodes(buffers, path.to(device), self.lengths.on(device), counts)
+            move_nodes(buffers, path.to(device), self.lengths.on(device), counts.on(device))
 
     def rollback(self) -> None:
         """Drop the staged nodes. Their slots keep stale entries until the next step overwrites them."""

@@ -5,6 +5,7 @@ from transformers.cache_utils import Cache
 
 from ..attention_backends.contexts import SparseContext
 from .cache import Rows, SpeculativeCache, SpeculativeLayer
+from .draft_tree import DraftTree
 from .target import TargetView
 
 
@@ -47,6 +48,11 @@ class CompactCache(Cache):
         ]
 
     @property
+    def layout(self) -> tuple[int, ...]:
+        """Numbers that change when a buffer is replaced."""
+        return self.used.layout, self.dense_used.layout
+
+    @property
     def nbytes(self) -> int:
         """Size of the copies in bytes; dense layers have none."""
         own = [self.layers[index] for index in self.sparse_layers if self.layers[index].is_initialized]
@@ -57,7 +63,8 @@ class CompactCache(Cache):
         self.dense_used.lengths = self.cache.lengths
         for index in self.dense_layers:
             source, layer = self.cache.layers[index], self.layers[index]
-            layer.keys, layer.values, layer.is_initialized = source.keys, source.values, source.is_initialized
+            if source.is_initialized and layer.keys is not source.keys:
+                layer.place(source.keys, source.values)
 
     def step(
         self, target: TargetView, token: torch.Tensor, max_length: int, with_hidden: bool = False
@@ -78,11 +85,13 @@ class CompactCache(Cache):
         """
         device = token.device
         used, dense = self.used.lengths, self.dense_used.lengths
-        position = dense.on(device)[:, None].clamp_max(max_length - 1)
+        position = dense.on(device)[:, None]
+        if dense.longest >= max_length:
+            position = position.clamp_max(max_length - 1)
         context = SparseContext(
             used.plus(1), position, dense.plus(1), dense_layers=self.dense_layers, windows=target.windows
         )
-        mask = torch.ones(len(token), 1, 1, 1, dtype=torch.bool, device=device)
+        mask = DraftTree.root_only(token).mask[:, None]
         logits, hidden = target.step(token[:, None], position, self, mask, context, True, with_hidden)
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 

@@ -3,19 +3,14 @@
 [`CompiledRunner`] compiles a function in one graph that serves all prefix lengths. A length is passed as the size of an
 empty tensor, which the compiler keeps symbolic: one size if all rows are equally long, one for each row otherwise. In
 large batches of different lengths, the lengths stay in a tensor, and attention masks the slots beyond them. The graph
-reads nothing else on the host, so no graph is built twice.
-
-[`CapturedRunner`] captures a function as a CUDA graph, once per cache and bucket of lengths, and replays it. A graph
-holds addresses, so small inputs are copied into its own tensors. Kernels read the lengths on the device, and buffers
-are read up to the next power of two. A function that cannot be captured is not tried again. `capture` contains all
-calls of CUDA. It was tested on a simulated device and has never run on a GPU.
+reads nothing else on the host, so no graph is built twice. `cuda_graphs.py` has the same interface for captures.
 
 `_step` is the content of a graph. It gets the cache as buffers and lengths, and builds around them the few objects that
 the model's forward expects; the attention context of a step is made again by its own class.
 """
 
-from collections.abc import Callable
-from threading import Lock
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,9 +21,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
+from ..attention_backends.contexts import SparseContext
 from ..attention_backends.lengths import SeqLens
 from .cache import Rows
+from .cuda_graphs import CapturedRunner
+from .draft_tree import DraftTree
+from .sampling import TokenRule, warped
 from .target_modules import logits_under, with_final_norm_input
+from .verification import Acceptance, chain_q, exponential_race, packed
 
 logger = logging.get_logger(__name__)
 
@@ -51,6 +51,8 @@ _compiled: WeakKeyDictionary[torch.nn.Module, dict[tuple, Any]] = WeakKeyDiction
 class CompiledRunner:
     """Run functions compiled. Each is compiled once per module and shape."""
 
+    captures = False
+
     def takes(self, lengths: SeqLens) -> bool:
         """Return whether steps after prefixes of these lengths are compiled."""
         return lengths.longest >= SHORTEST_PREFIX
@@ -68,6 +70,10 @@ class CompiledRunner:
         for carrier in carriers:
             torch._dynamo.mark_dynamic(carrier, 0)
         return carriers
+
+    def key_of(self, sizes: Sequence[torch.Tensor], *places: int) -> tuple[int, ...]:
+        """Return nothing, since one graph serves all sizes, and buffers at all places."""
+        return ()
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """Mark the capacity of a buffer `(B, K, capacity, D)` as symbolic, as it differs between calls; return it."""
@@ -114,153 +120,12 @@ def _in_one_graph(function: Callable[..., Any], number: int) -> Any:
     return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, backend=BACKEND)
 
 
-SMALLEST_BUCKET = 1024
-WARM_UP = 3
-
-_NOT_CAPTURED = (
-    "A step of %s could not be captured as a CUDA graph (%s), so it runs as it is. Set "
-    "draft.generation_config.compile to 'off' to skip the attempt."
-)
-
-# A graph is bound to the buffers of one cache or drafter, and is dropped with it.
-_captured: WeakKeyDictionary[Any, dict[tuple, "CapturedFunction"]] = WeakKeyDictionary()
-# Functions and shapes of a target or a draft that could not be captured, and are not tried again.
-_not_captured: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
-_capturing = Lock()
-
-
-class CapturedRunner:
-    """Run functions as captured graphs.
-
-    Args:
-        inner ([`CompiledRunner`], *optional*): Compiles the functions before they are captured.
-    """
-
-    def __init__(self, inner: Callable[..., Any] | None = None):
-        self.inner = inner
-
-    def takes(self, lengths: SeqLens) -> bool:
-        """Return `True`: any prefix can be captured."""
-        return True
-
-    def knows(self, lengths: SeqLens) -> int:
-        """Return 0: a captured graph would reuse the lengths it was captured with, so none is passed as a size."""
-        return 0
-
-    def sizes(self, lengths: SeqLens, nodes: int, capacity: int) -> list[torch.Tensor]:
-        """Return one empty tensor whose first size plus `nodes` is the bucket of these lengths."""
-        return [torch.empty(bucket(lengths.longest + nodes, capacity) - nodes, 0)]
-
-    def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the buffer unchanged."""
-        return buffer
-
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        shape: tuple,
-        changing: tuple[torch.Tensor, ...],
-        fixed: tuple,
-        module: torch.nn.Module,
-        holder: Any,
-    ) -> Any:
-        """Return `function(changing, *fixed)`, which the next call overwrites; `None` if it cannot be captured.
-
-        See [`CompiledRunner`] for the arguments.
-        """
-        graphs, failed = _captured.setdefault(holder, {}), _not_captured.setdefault(module, set())
-        if (function, shape) in failed:
-            return None
-        addresses = tuple(x.data_ptr() for x in _tensors(fixed) if x.numel())
-        sizes = tuple(x.shape for x in _tensors(fixed))
-        key = (function, shape, sizes, addresses)
-        if key not in graphs:
-
-            def run(inputs: tuple[torch.Tensor, ...]) -> Any:
-                if self.inner is None:
-                    return function(inputs, *fixed)
-                return self.inner(function, (shape, sizes), inputs, fixed, module, holder)
-
-            try:
-                graphs[key] = CapturedFunction(run, changing)
-            except Exception as error:  # CUDA, Triton and torch share no class of errors
-                failed.add((function, shape))
-                logger.warning(_NOT_CAPTURED, type(module).__name__, (str(error) or repr(error)).splitlines()[0])
-                return None
-        return graphs[key](changing)
-
-
-class CapturedFunction:
-    """Replay one graph on inputs that are copied into its own tensors.
-
-    Args:
-        function (`Callable`): A function of a tuple of tensors. It must be idempotent, as it runs several times before
-            it is captured.
-        inputs (`tuple[torch.Tensor, ...]`): Inputs of the first call, which decide the shapes.
-    """
-
-    def __init__(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...]):
-        self.inputs = tuple(x.clone() for x in inputs)
-        self.outputs, self.replay = capture(lambda: function(self.inputs), inputs[0].device)
-
-    def __call__(self, inputs: tuple[torch.Tensor, ...]) -> Any:
-        for own, new in zip(self.inputs, inputs, strict=True):
-            own.copy_(new)
-        self.replay()
-        return self.outputs
-
-
-def capture(function: Callable[[], Any], device: torch.device) -> tuple[Any, Callable[[], None]]:
-    """Capture a function without arguments; return its outputs and a function that computes them again in place.
-
-    After an error, stream and default generator are as before: a capture that ends early would change both.
-
-    Raises:
-        RuntimeError: If `function` returns nothing, since it could not be compiled, or if CUDA refuses the capture.
-    """
-    with _capturing, torch.cuda.device(device):
-        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        state = generator.clone_state()
-        try:
-            stream.wait_stream(before)
-            with torch.cuda.stream(stream):
-                for _ in range(WARM_UP):  # kernels are compiled and chosen before the capture, which allows neither
-                    if function() is None:
-                        raise RuntimeError("it could not be compiled")
-            before.wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may go on to launch kernels, and to wait for them, on this device.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                outputs = function()
-        except BaseException:
-            torch.cuda.set_stream(before)
-            generator.graphsafe_set_state(state)
-            raise
-    return outputs, graph.replay
-
-
-def bucket(length: int, capacity: int) -> int:
-    """Return the number of slots that a graph reads for `length` used ones: a power of two, at most `capacity`.
-
-    >>> [bucket(length, 5000) for length in (5, 1024, 1025, 4097)]
-    [1024, 1024, 2048, 5000]
-    """
-    return min(capacity, max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
-
-
 COMPILE_MODES = ("auto", "graph", "compile", "off")
 Runner = CompiledRunner | CapturedRunner
 
 
-def runner_of(mode: str, device: torch.device) -> Runner | None:
-    """Return the runner of a mode on a device; `None` if steps run as they are.
+def runner_of(mode: str, model: PreTrainedModel, draft: torch.nn.Module, device: torch.device) -> Runner | None:
+    """Return the runner of a mode for one call; `None` if steps run as they are.
 
     "auto" captures graphs on a GPU, as launching the kernels of a step takes longer than running them. On a CPU "auto"
     compiles nothing, as compilation delays the first token by half a minute or more, which pays off in long outputs
@@ -268,7 +133,9 @@ def runner_of(mode: str, device: torch.device) -> Runner | None:
 
     Args:
         mode (`str`): One of `COMPILE_MODES`.
-        device (`torch.device`): Device of the target.
+        model (`PreTrainedModel`): The target.
+        draft (`torch.nn.Module`): The draft.
+        device (`torch.device`): Device of the prompts.
 
     Raises:
         ValueError: If the mode does not exist, or needs a GPU.
@@ -281,7 +148,38 @@ def runner_of(mode: str, device: torch.device) -> Runner | None:
         return None
     if device.type != "cuda":
         return CompiledRunner()
-    return CapturedRunner(CompiledRunner() if mode == "compile" else None)
+    return CapturedRunner(model, draft, CompiledRunner() if mode == "compile" else None)
+
+
+@dataclass
+class Layout:
+    """Where the entries of a cache lie, which is the same in all steps until a buffer is replaced.
+
+    Args:
+        number (`tuple[int, ...]`): `layout` of the cache.
+        groups (`list[Rows]`): The different rows of its layers: one, or two for a compact cache with dense layers.
+        members (`tuple[int, ...]`): For every layer, the index of its rows.
+        capacity (`int`): Slots of the smallest buffer.
+        buffers (`list[tuple[torch.Tensor, torch.Tensor]]`): Keys and values of every layer.
+    """
+
+    number: tuple[int, ...]
+    groups: list[Rows]
+    members: tuple[int, ...]
+    capacity: int
+    buffers: list[tuple[torch.Tensor, torch.Tensor]]
+
+    @classmethod
+    def of(cls, cache: Any, buffer: Callable[[torch.Tensor], torch.Tensor]) -> "Layout":
+        """Return the layout of a cache whose layers are initialized; `buffer` marks a tensor for the runner."""
+        groups: list[Rows] = []
+        for layer in cache.layers:
+            if not any(layer.rows is rows for rows in groups):
+                groups.append(layer.rows)
+        members = tuple(next(i for i, rows in enumerate(groups) if rows is layer.rows) for layer in cache.layers)
+        capacity = min(layer.keys.shape[2] for layer in cache.layers)
+        buffers = [(buffer(layer.keys), buffer(layer.values)) for layer in cache.layers]
+        return cls(cache.layout, groups, members, capacity, buffers)
 
 
 class FixedSteps:
@@ -295,6 +193,10 @@ class FixedSteps:
     def __init__(self, model: PreTrainedModel, runner: Runner):
         self.model = model
         self.runner = runner
+        self._layouts: dict[int, Layout] = {}
+        # Logits of the last step and distributions of the last chain, which the next replay overwrites.
+        self._logits: torch.Tensor | None = None
+        self._q: torch.Tensor | None = None
 
     def run(
         self,
@@ -319,30 +221,140 @@ class FixedSteps:
         Returns:
             `tuple`, *optional*: Logits `(B, N, vocab)`, and the input of the final norm `(B, N, hidden)` or `None`.
         """
-        groups = _groups(cache)
-        prefixes = [rows.lengths for rows in groups]
-        if not all(map(self.runner.takes, prefixes)) or not all(layer.is_initialized for layer in cache.layers):
+        layout = self._layout(cache)
+        if layout is None:
             return None
-        nodes, capacity = tokens.shape[1], min(layer.keys.shape[2] for layer in cache.layers)
-        members = tuple(groups.index(layer.rows) for layer in cache.layers)
+        prefixes = [rows.lengths for rows in layout.groups]
+        if not all(map(self.runner.takes, prefixes)):
+            return None
+        nodes, members, buffers = tokens.shape[1], layout.members, layout.buffers
         known = tuple(map(self.runner.knows, prefixes))
-        sizes = [self.runner.sizes(prefix, nodes, capacity) for prefix in prefixes]
-        buffers = [(self.runner.buffer(layer.keys), self.runner.buffer(layer.values)) for layer in cache.layers]
+        sizes = [self.runner.sizes(prefix, nodes, layout.capacity) for prefix in prefixes]
         lengths = [prefix.on(tokens.device) for prefix in prefixes]
         more, settings = context.of_step()
         changing = (tokens, positions, mask, *lengths, *more)
-        shape = *tokens.shape, type(context), known, members, settings, with_hidden
+        graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
+        shape = *tokens.shape, type(context), known, members, settings, with_hidden, graph
         fixed = self.model, type(context), members, known, settings, with_hidden, sizes, buffers
         result = self.runner(_step, shape, changing, fixed, self.model, cache)
         if result is None:
             return None
         logits, hidden, collected, scored = result
+        if scored and self.runner.captures:
+            context.capture.is_replayed = True
         for layer_idx, scores in scored:
             context.capture.keep_scores(layer_idx, scores, context.lengths)
         for layer_idx, query, lse, options in collected:
             stored = buffers[layer_idx][0][:, :, : prefixes[members[layer_idx]].longest + nodes]
             context.capture.collect(layer_idx, query, stored, lse, lengths=context.lengths, **options)
+        self._logits = logits if self.runner.captures else None
         return logits, hidden
+
+    def _layout(self, cache: Any) -> Layout | None:
+        """Return the layout of a cache; `None` if a layer has no buffer yet."""
+        layout = self._layouts.get(id(cache))
+        if layout is None or layout.number != cache.layout:
+            if not all(layer.is_initialized for layer in cache.layers):
+                return None
+            layout = self._layouts[id(cache)] = Layout.of(cache, self.runner.buffer)
+        return layout
+
+    def chain(
+        self,
+        root: torch.Tensor,
+        count: int,
+        rule: TokenRule | None,
+        cache: Any,
+        windows: Any,
+        limit: int,
+        draws: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Draft a chain with the target over a compact cache, in one graph.
+
+        Args:
+            root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
+            count (`int`): Number of tokens to draft.
+            rule ([`TokenRule`], *optional*): Rule that chooses the tokens; the argmax without one.
+            cache ([`CompactCache`]): Cache of the drafting steps.
+            windows (`tuple[int | None, ...]`): Sliding window of every layer.
+            limit (`int`): Bound on positions.
+            draws (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Noise to draw the tokens with, independent
+                of the rule's.
+
+        Returns:
+            `tuple`, *optional*: The roots and the drafted tokens `(B, count + 1)`, and with `draws` the distributions
+            that they were drawn from, `(B, count + 1, vocab)`. `None`, with nothing done, if this cannot be captured.
+        """
+        layout = self._layout(cache) if self.runner.captures and (rule is None or rule.fits_graphs) else None
+        if layout is None:
+            return None
+        prefixes = [rows.lengths for rows in layout.groups]
+        # a step reads one slot more than the step before it
+        ends = (SeqLens.equal(prefix.longest + count - 1, len(root)) for prefix in prefixes)
+        sizes = [self.runner.sizes(end, 1, layout.capacity) for end in ends]
+        noise: tuple[torch.Tensor, ...] = () if draws is None else (draws,)
+        if draws is None and rule is not None and rule.do_sample:
+            noise = (rule.noise_of(count).transpose(0, 1),)
+        lengths = [prefix.on(root.device) for prefix in prefixes]
+        changing = (root, cache.dense_used.lengths.on(root.device), *lengths, *noise)
+        graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
+        shape = len(root), count, () if rule is None else rule.key, windows, limit, draws is not None, graph
+        settings = cache.dense_layers, windows
+        fixed = self.model, layout.members, sizes, layout.buffers, settings, count, rule, limit, draws is not None
+        result = self.runner(_chain, shape, changing, fixed, self.model, cache)
+        if result is not None:
+            self._q = result[1]
+        return result
+
+    def accept(
+        self, tree: DraftTree, logits: torch.Tensor, rule: TokenRule, cache: Any
+    ) -> tuple[Acceptance, torch.Tensor] | None:
+        """Accept the nodes of a tree in one graph.
+
+        Args:
+            tree ([`DraftTree`]): The verified tree.
+            logits (`torch.Tensor` of shape `(B, N, vocab)`): The target's logits after its nodes.
+            rule ([`TokenRule`]): The target's rule.
+            cache ([`SpeculativeCache`]): The target's cache, with which the graph is dropped.
+
+        Returns:
+            `tuple`, *optional*: [`Acceptance`], and the result of [`packed`]; `None`, with nothing done, if the logits
+            are not those of the last captured step, or this acceptance cannot be captured.
+        """
+        q = tree.q
+        if logits is not self._logits or not rule.fits_graphs or (q is not None and q is not self._q):
+            return None
+        changing = (tree.tokens, tree.parents, tree.valid, *rule.draws_for(tree))
+        places = logits.data_ptr(), None if q is None else q.data_ptr()
+        shape = *logits.shape, *places, tree.max_depth, tree.is_chain, rule.key
+        fixed = logits, q, rule, tree.max_depth, tree.is_chain
+        return self.runner(_accept, shape, changing, fixed, self.model, cache)
+
+
+def _chain(changing, model, members, sizes, buffers, settings, count, rule, limit, with_q):
+    """Run [`FixedSteps.chain`] inside a graph."""
+    root, first, *rest = changing
+    lengths, noise = rest[: len(sizes)], rest[len(sizes) :]
+    tokens, distributions, mask = [root], [], root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
+    for depth in range(count):
+        position = (first + depth)[:, None].clamp_max(limit - 1)
+        step = (tokens[-1][:, None], position, mask, *(length + depth for length in lengths), position)
+        known = (0,) * len(sizes)
+        logits = _step(step, model, SparseContext, members, known, settings, False, sizes, buffers)[0][:, 0]
+        scores = logits if rule is None else warped(rule.processors, logits[:, None])[:, 0]
+        tokens.append(exponential_race(scores, noise[0][depth]) if noise else scores.argmax(-1))
+        if with_q:
+            distributions.append(scores.softmax(-1))
+    return torch.stack(tokens, 1), chain_q(distributions) if with_q else None
+
+
+def _accept(changing, logits, q, rule, max_depth, is_chain):
+    """Run [`FixedSteps.accept`] inside a graph."""
+    tokens, parents, valid, *draws = changing
+    tree = DraftTree(tokens, parents, valid, q, is_chain=is_chain, max_depth=max_depth)
+    acceptance = rule.accept_scored(tree, warped(rule.processors, logits), *draws)
+    acceptance.next_root  # noqa: B018  (a cached property, which becomes an output of the graph)
+    return acceptance, packed(acceptance, valid)
 
 
 class StepCache(Cache):
@@ -424,12 +436,3 @@ def _places(members, prefixes, tokens) -> list[tuple]:
         slots = offsets + (prefix.on(tokens.device)[:, None] if prefix.is_ragged else prefix.shared)
         of_group.append((not prefix.is_ragged, slots, None if prefix.longest is None else prefix.longest + nodes))
     return [of_group[group] for group in members]
-
-
-def _groups(cache: Any) -> list[Rows]:
-    """Return the different rows of the layers of a cache: one, or two for a compact cache with dense layers."""
-    groups: list[Rows] = []
-    for layer in cache.layers:
-        if not any(layer.rows is rows for rows in groups):
-            groups.append(layer.rows)
-    return groups

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from ..attention_backends.lengths import on_device
+from ..attention_backends.lengths import SeqLens, on_device
 from .cache import SpeculativeCache
 from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
@@ -30,6 +30,7 @@ from .sequences import Sequences
 from .stats import SpeculationStats
 from .target import Step, TargetView, chain_of_last_tokens
 from .user_cache import is_own, user_cache_of
+from .verification import Acceptance, packed
 
 try:
     from .compiled_steps import runner_of
@@ -61,7 +62,7 @@ def decode(
         KeyboardInterrupt: After Ctrl-C. The text so far is `draft.last_speculation.partial_sequences`, and
             `past_key_values` holds a beginning of it.
     """
-    target = TargetView(model, runner_of(draft.setting("compile"), input_ids.device))
+    target = TargetView(model, runner_of(draft.setting("compile"), model, draft, input_ids.device))
     refuse_unsupported(target, draft, input_ids, logits_processor, generation_config, model_kwargs)
     session = Session(
         target, draft, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs
@@ -90,14 +91,14 @@ class Emission(NamedTuple):
         path (`torch.LongTensor` of shape `(B, M)`): Accepted nodes, see [`Acceptance`].
         paths (`list[list[int]]`): The same on the host.
         tokens (`list[list[int]]`): Tokens that each row emitted, up to its stop.
-        counts (`list[int]`): Number of these tokens.
+        counts ([`SeqLens`]): Number of these tokens.
         proposed (`list[int]`): Number of drafted tokens of each row.
     """
 
     path: torch.Tensor
     paths: list[list[int]]
     tokens: list[list[int]]
-    counts: list[int]
+    counts: SeqLens
     proposed: list[int]
 
 
@@ -132,6 +133,8 @@ class Session:
         self.rule = TokenRule(logits_processor, do_sample, self.sequences, noise)
         self.outputs = Outputs(generation_config, batch_size)
         self.root = input_ids[:, -1]
+        # which rows emitted tokens, on the host and on the device, in the last step in which a row did not
+        self._going: tuple[list[bool], torch.Tensor] = [], self.root
 
         given = model_kwargs.get("past_key_values")
         self.user_cache = user_cache_of(given)
@@ -141,11 +144,16 @@ class Session:
         self.rotary = RotaryLimit(target.model, target.config, [len(text) for text in self.prompts.texts])
         self.rotary.refuse(width, self.max_length, self.stored, generation_config.prefill_chunk_size)
         nodes = draft.num_tree_nodes(target)
-        self.cache = own or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
+        is_lent = own is not None or self.user_cache is not None
+        self.workspace = None if is_lent else target.workspace(draft, batch_size, self.max_length)
+        kept = None if self.workspace is None else self.workspace.cache
+        self.cache = own or kept or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
         self.cache.reserve(self.max_length, nodes)
         if self.user_cache is not None:
             self.user_cache.lend_to(self.cache)
         binding = Binding(target, self.cache, self.rule, self.max_length)
+        if self.workspace is not None:
+            binding.part = self.workspace.part
         self.drafter = gated(draft.drafter(binding), draft, self.stats, self._may_speculate)
 
     def prefill(self) -> list[torch.Tensor]:
@@ -166,7 +174,7 @@ class Session:
         tokens = self._emit(DraftTree.root_only(tree.tokens[:, 0]), last).tokens
         self.cache.commit(None, sizes)
         path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
-        self.drafter.start(self.prompts.texts, Verification.of(step, path, sizes, tokens))
+        self.drafter.start(self.prompts.texts, Verification.of(tree, step, path, sizes, tokens))
         self.stats.prefill_seconds = time.perf_counter() - self.started
 
     def iterate(self) -> None:
@@ -186,7 +194,7 @@ class Session:
         committed = time.perf_counter()
 
         if not self.sequences.finished:
-            self.drafter.observe(Verification.of(step, emission.path, emission.counts, emission.tokens))
+            self.drafter.observe(Verification.of(tree, step, emission.path, emission.counts, emission.tokens))
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
@@ -217,10 +225,8 @@ class Session:
 
     def _emit(self, tree: DraftTree, logits: torch.Tensor) -> Emission:
         """Accept nodes, emit tokens up to each row's stop, and set the next roots."""
-        acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
-        # the only host read of an iteration: nodes kept, nodes proposed, tokens emitted, path
-        counts = torch.stack([acceptance.num_nodes, tree.valid.sum(1)], dim=1)
-        host = torch.cat([counts, acceptance.tokens, acceptance.path], dim=1).tolist()
+        acceptance, scores, whole = self._accept(tree, logits)
+        host = whole.tolist()  # the only host read of an iteration
         waiting = self.rotary.waiting(self.cache.lengths.host)
         chosen = [[] if waits else row[2 : 2 + row[0]] for row, waits in zip(host, waiting, strict=True)]
         emitted = self.sequences.append(chosen, scores)
@@ -230,21 +236,44 @@ class Session:
         self.outputs.keep(scores, logits, acceptance.path, emitted)
         tokens = [row[:count] for row, count in zip(chosen, emitted, strict=True)]
         paths = [row[2 + acceptance.tokens.shape[1] :] for row in host]
-        return Emission(acceptance.path, paths, tokens, emitted, [row[1] - 1 for row in host])
+        counts = SeqLens(emitted, self._counts_on_device(emitted, [row[0] for row in host], acceptance.num_nodes))
+        return Emission(acceptance.path, paths, tokens, counts, [row[1] - 1 for row in host])
+
+    def _counts_on_device(self, emitted: list[int], accepted: list[int], num_nodes: torch.Tensor) -> torch.Tensor:
+        """Return the emitted counts on the device, without a copy unless a row has just stopped."""
+        going = [bool(count) for count in emitted]
+        if emitted != [count * on for count, on in zip(accepted, going, strict=True)]:
+            return on_device(emitted, num_nodes.device)  # a row stopped before its last accepted token
+        if all(going):
+            return num_nodes
+        if going != self._going[0]:  # rows that have ended stay the same in most steps
+            self._going = going, on_device(going, num_nodes.device)
+        return num_nodes * self._going[1]
+
+    def _accept(self, tree: DraftTree, logits: torch.Tensor) -> tuple[Acceptance, torch.Tensor | None, torch.Tensor]:
+        """Return the accepted nodes, processed scores along the path if they are wanted, and what the host reads."""
+        if not self.outputs.wants_scores and (found := self.target.accept(tree, logits, self.rule, self.cache)):
+            acceptance, whole = found
+            return acceptance, None, whole
+        acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
+        return acceptance, scores, packed(acceptance, tree.valid)
 
     def _record(self, tree: DraftTree, emission: Emission) -> None:
         is_plain = tree.num_nodes == 1 < self.drafter.num_nodes
         first = self.drafter.first_ngram_node
-        kept = [path[1:count] for path, count in zip(emission.paths, emission.counts, strict=True)]
+        kept = [path[1:count] for path, count in zip(emission.paths, emission.counts.host, strict=True)]
         ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in kept]
-        self.stats.record_forward(emission.counts, None if is_plain else emission.proposed, ngrams)
+        self.stats.record_forward(emission.counts.host, None if is_plain else emission.proposed, ngrams)
 
     def close(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """Update the user's cache, end the stream, and return the result of `generate`."""
         self._settle()
         self.sequences.end()
         cache = self.cache if self.user_cache is None else self.user_cache.cache
-        return self.outputs.result(self.sequences, cache, self.stats)
+        result = self.outputs.result(self.sequences, cache, self.stats)
+        if self.workspace is not None and not self.outputs.as_dict:  # a cache that was returned is the caller's
+            self.target.keep_workspace(self.draft, self.workspace, self.cache)
+        return result
 
     def keep_partial(self) -> None:
         """Keep after Ctrl-C the generated text and the committed part of the cache, and end the stream."""

@@ -70,12 +70,30 @@ class DraftTree:
             q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*): As of the class.
         """
         batch_size, num_nodes = tokens.shape
-        parents, depths, mask, all_valid = _chain_structure(num_nodes, tokens.device)
-        everywhere = all_valid.expand(batch_size, -1)
-        tree = cls(tokens, parents.expand(batch_size, -1), everywhere if valid is None else valid, q, is_chain=True)
+        structure = dict(_chain_structure(batch_size, num_nodes, tokens.device))
+        parents, all_valid = structure.pop("parents"), structure.pop("valid")
+        tree = cls(tokens, parents, all_valid if valid is None else valid, q, is_chain=True)
         if valid is None:  # fills the cached properties, so that a step launches no kernel for them
-            tree.__dict__.update(depths=depths.expand(batch_size, -1), mask=mask.expand(batch_size, -1, -1))
+            tree.__dict__.update(structure)
         return tree
+
+    @classmethod
+    def of_fields(cls, fields: Sequence[Tensor], max_depth: int) -> "DraftTree":
+        """Return the tree of which `fields` are the [`DraftTree.fields`].
+
+        Args:
+            fields (`Sequence[torch.Tensor]`): Tokens, parents, validity, depths and mask.
+            max_depth (`int`): Bound on the depth of any node.
+        """
+        tokens, parents, valid, depths, mask = fields
+        tree = cls(tokens, parents, valid, max_depth=max_depth)
+        tree.__dict__.update(depths=depths, mask=mask)  # fills the cached properties
+        return tree
+
+    @property
+    def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Tokens, parents, validity and depths `(batch_size, num_nodes)`, and the mask of the tree."""
+        return self.tokens, self.parents, self.valid, self.depths, self.mask
 
     @classmethod
     def root_only(cls, root: Tensor) -> "DraftTree":
@@ -96,6 +114,11 @@ class DraftTree:
     def depths(self) -> Tensor:
         """Distance of each node from the root, `(batch_size, num_nodes)`; 0 for padding."""
         return tree_depths(self.mask)
+
+    @cached_property
+    def last_node(self) -> Tensor:
+        """Index `(batch_size,)` of the last node of each row that is not padding, if padding comes last."""
+        return self.valid.sum(1) - 1
 
     def best_chain(self, row: int = 0) -> Tensor:
         """Return the tokens of the longest path of one batch row, without the root; the first of equally long paths.
@@ -203,13 +226,26 @@ def merge_paths(
     >>> tree.tokens.tolist(), tree.parents.tolist(), tree.valid.sum().item()
     ([[5, 7, 9, 3, 0]], [[-1, 0, 1, 1, 0]], 4)
     """
+    max_depth = num_nodes - 1 if max_depth is None else max_depth
+    return trie_of(trie_table(paths, root, num_nodes, max_depth), root, max_depth)
+
+
+def trie_table(paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes: int, max_depth: int) -> Tensor:
+    """Return tokens, parents and validity of the trie of [`merge_paths`], `(batch_size, 3, num_nodes)`.
+
+    The tokens of the roots are 0. The table reaches the device of the roots in one copy.
+    """
     if num_nodes < 1:
         raise ValueError(f"num_nodes is {num_nodes}, expected at least 1. The root needs a node.")
     if len(paths) != root.shape[0]:
         raise ValueError(f"paths has {len(paths)} rows, expected {root.shape[0]} as root. Pass [] for an empty row.")
-    max_depth = num_nodes - 1 if max_depth is None else max_depth
     rows = [_build_trie([path[:max_depth] for path in row], num_nodes) for row in paths]
-    tokens, parents, valid = on_device(rows, root.device).reshape(-1, 3, num_nodes).unbind(1)
+    return on_device(rows, root.device).reshape(-1, 3, num_nodes)
+
+
+def trie_of(table: Tensor, root: Tensor, max_depth: int) -> DraftTree:
+    """Return the tree of the given [`trie_table`] and roots. It may be part of a graph."""
+    tokens, parents, valid = table.unbind(1)
     tokens = torch.cat([root[:, None], tokens[:, 1:]], dim=1)
     return DraftTree(tokens, parents, valid.bool(), max_depth=max_depth)
 
@@ -290,12 +326,20 @@ def num_static_nodes(branching: Sequence[int]) -> int:
 
 
 @lru_cache(maxsize=64)
-def _chain_structure(num_nodes: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return parents, depths, mask and validity of a chain, each with a batch dimension of 1 to expand."""
+def _chain_structure(batch_size: int, num_nodes: int, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of a chain that do not depend on its tokens, by their names in [`DraftTree`].
+
+    They are contiguous, as a graph copies its inputs in one launch only then.
+    """
     with torch.inference_mode(False):  # the cached tensors outlive the call, which may run under inference mode
-        depths = torch.arange(num_nodes, device=device)[None]
-        mask = depths[:, :, None] >= depths[:, None, :]
-        return depths - 1, depths, mask, torch.ones_like(depths, dtype=torch.bool)
+        depths = torch.arange(num_nodes, device=device).repeat(batch_size, 1)
+        return {
+            "parents": depths - 1,
+            "valid": torch.ones_like(depths, dtype=torch.bool),
+            "depths": depths,
+            "mask": depths[:, :, None] >= depths[:, None, :],
+            "last_node": torch.full((batch_size,), num_nodes - 1, device=device),
+        }
 
 
 @lru_cache(maxsize=64)

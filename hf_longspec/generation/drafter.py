@@ -1,6 +1,6 @@
 """Drafter: a draft bound to a target for one call of `generate`."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from ..attention_backends.lengths import SeqLens, on_device
+from ..attention_backends.lengths import SeqLens
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .sampling import TokenRule
 from .target import Step, TargetView, chain_of_last_tokens
-from .verification import draw_noise, exponential_race
 
 
 @dataclass
@@ -28,12 +27,15 @@ class Binding:
         rule ([`TokenRule`], *optional*): The target's token rule, for drafters that sample under it. `None` if the
             drafter runs inside transformers' own assisted decoding.
         max_length (`int`): Maximum number of tokens of a row.
+        part (`Callable`, *optional*): Function of a key and of a function that makes buffers. It returns the buffers of
+            this key that an earlier call left, if there are any.
     """
 
     target: TargetView
     cache: SpeculativeCache
     rule: TokenRule | None
     max_length: int
+    part: Callable[[tuple, Callable[[], Any]], Any] = lambda key, make: make()
 
 
 @dataclass
@@ -42,34 +44,53 @@ class Verification:
 
     Args:
         path (`torch.LongTensor` of shape `(batch, M)`): Indices of the accepted nodes, node 0 first.
-        num_nodes (`list[int]`): Number of nodes that each row kept; 0 for rows that have ended.
+        num_nodes ([`SeqLens`]): Number of nodes that each row kept; 0 for rows that have ended.
         prefix_lengths ([`SeqLens`]): Number of committed tokens of each row before this commit.
         capture (*optional*): The result of [`Drafter.capture`], filled.
         tokens (`list[list[int]]`, *optional*): Tokens that each row emitted, on the host. The last one is the next
             root. Empty for rows that have ended.
         hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): Input of the final norm at every node, for
             drafters that set `wants_hidden`.
+        tree ([`DraftTree`], *optional*): The verified tree.
         logits (`torch.Tensor` of shape `(batch, N, vocab)`, *optional*): The target's logits after every node.
     """
 
     path: torch.Tensor
-    num_nodes: list[int]
+    num_nodes: SeqLens
     prefix_lengths: SeqLens
     capture: Any = None
     tokens: list[list[int]] = field(default_factory=list)
     hidden: torch.Tensor | None = None
+    tree: DraftTree | None = None
     logits: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def last_nodes(self) -> torch.Tensor:
         """Index `(batch,)` of the last node that each row kept; node 0 for rows that have ended."""
-        last = on_device(self.num_nodes, self.path.device).sub_(1).clamp_min_(0)
-        return self.path.gather(1, last[:, None]).squeeze(1)
+        return last_of(self.path, self.num_nodes.on(self.path.device))
 
     @classmethod
-    def of(cls, step: Step, path: torch.Tensor, num_nodes: list[int], tokens: list[list[int]]) -> "Verification":
-        """Return the result of a step in which these nodes were kept and these tokens emitted."""
-        return cls(path, num_nodes, step.context.lengths, step.context.capture, tokens, step.hidden, step.logits)
+    def of(
+        cls,
+        tree: DraftTree,
+        step: Step,
+        path: torch.Tensor,
+        num_nodes: SeqLens | Sequence[int],
+        tokens: list[list[int]],
+    ) -> "Verification":
+        """Return the result of a step over a tree in which these nodes were kept and these tokens emitted."""
+        context = step.context
+        counts = SeqLens.of(num_nodes)
+        return cls(path, counts, context.lengths, context.capture, tokens, step.hidden, tree, step.logits)
+
+
+def last_of(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return the last of the first `counts[b]` entries of each row of `values` `(B, M)`; the first entry if it is 0.
+
+    >>> last_of(torch.tensor([[4, 5, 6], [7, 8, 9]]), torch.tensor([2, 0])).tolist()
+    [5, 7]
+    """
+    return values.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -217,32 +238,4 @@ class Drafter(CandidateGenerator):
             step = target.verify(tree, cache, self.capture(tree), with_hidden=self.wants_hidden)
         cache.commit(None, sizes)
         path = torch.arange(sizes[0], device=tokens.device)[None]
-        self.start([tokens], Verification.of(step, path, sizes, [[root]]))
-
-
-def draft_token(
-    rule: TokenRule | None, logits: torch.Tensor, depth: int, is_drawn: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the token of every row that a draft of a chain proposes by its logits.
-
-    Args:
-        rule ([`TokenRule`], *optional*): The target's. Without one, the token is the argmax.
-        logits (`torch.Tensor` of shape `(B, V)`): The draft's.
-        depth (`int`): Number of tokens of the chain so far.
-        is_drawn (`bool`): When sampling, whether to draw from the draft's own distribution, for rejection sampling.
-            Otherwise the token is chosen by the noise with which the target will choose at this position.
-
-    Returns:
-        `tuple`: Tokens `(B,)`, and the distribution `(B, V)` that they were drawn from, or `None`.
-    """
-    if rule is None:
-        return logits.argmax(-1), None
-    scores, distribution = rule.scores_at(logits, depth), None
-    if rule.do_sample and is_drawn:
-        token = exponential_race(scores, draw_noise(*scores.shape, generator=rule.generator, device=scores.device))
-        distribution = scores.softmax(-1)
-    else:
-        token = rule.choose(scores, depth)
-    if not rule.history_free:
-        rule.try_out(depth, token)
-    return token, distribution
+        self.start([tokens], Verification.of(tree, step, path, sizes, [[root]]))

@@ -43,7 +43,8 @@ def check_target(
     """Compare verification and plain forward after the longest row of `cache`, once per process and kind of target.
 
     A kind is given by class, config, dtype of the weights and attention implementation, and by whether there is room
-    for a tree of more than a root. The check writes only to free slots of the cache. Call it outside of [`TargetView.attention`].
+    for a tree of more than a root. The check writes only to free slots of the cache. Call it outside of
+    [`TargetView.attention`].
 
     Args:
         target ([`TargetView`]): The target.

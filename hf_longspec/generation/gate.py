@@ -328,7 +328,8 @@ def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None) -> Gate | None:
     """
     if not wanted or drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
         return None
-    gate = SpeculationGate(drafter.trees, drafter.speedup_bound, ShadowDraft() if drafter.can_shadow else None)
+    shadow, clock = ShadowDraft() if drafter.can_shadow else None, drafter.binding.target.clock
+    gate = SpeculationGate(drafter.trees, drafter.speedup_bound, shadow, clock)
     return gate if ranks is None else SharedGate(gate, ranks)
 
 

@@ -1,9 +1,9 @@
 """The route from `model.generate(..., assistant_model=draft)` to the decoding loop of this package.
 
-It is a removable patch: two methods of `GenerationMixin` are wrapped once per process. `_assisted_decoding` leads to the
-loop, and `_validate_generation_mode` refuses before `generate` builds a cache. Drafts are recognised by their attribute
-`_is_longspec_draft`, because an installed copy of this package and one loaded from the Hub have different classes. All
-other assistants run the functions of transformers.
+It is a removable patch: two methods of `GenerationMixin` are wrapped once per process. `_assisted_decoding` leads to
+the loop, and `_validate_generation_mode` refuses before `generate` builds a cache. Drafts are recognised by their
+attribute `_is_longspec_draft`, because an installed copy of this package and one loaded from the Hub have different
+classes. All other assistants run the functions of transformers.
 """
 
 import functools

@@ -34,6 +34,9 @@ from .verification import (
     walk_lazily,
 )
 
+# Rows of noise that are drawn at once. Fewer would be more launches on a GPU, more would be wasted by short texts.
+BLOCK = 8
+
 
 class NoiseRows:
     """Noise for sampling: row t of a batch row decides its t-th generated token.
@@ -65,10 +68,10 @@ class NoiseRows:
     def rows(self, count: int) -> torch.Tensor:
         """Return the noise `(batch, count, vocab)` of the next `count` tokens of every row. Do not write to it."""
         for generator, kept in zip(self._generators, self._kept, strict=True):
-            # One draw per row: on a GPU the random numbers depend on the size of the draw, which must not depend on the
-            # step.
+            # Blocks of one size: on a GPU the random numbers depend on the size of the draw, which must not depend on
+            # the step.
             while len(kept) < count:
-                kept.append(draw_noise(self.vocab_size, generator=generator, device=self.device))
+                kept += draw_noise(BLOCK, self.vocab_size, generator=generator, device=self.device).unbind()
         wanted = [noise for kept in self._kept for noise in kept[:count]]
         noise = wanted[0] if len(wanted) == 1 else torch.stack(wanted)
         return noise.view(-1, count, self.vocab_size)
@@ -95,6 +98,14 @@ HISTORY_FREE = {
     "TopKLogitsWarper",
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
+}
+# Processors that compute with tensors and numbers alone, so that they can be part of a graph.
+IN_GRAPHS = {
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "MinPLogitsWarper",
+    "ContextualPenaltyLogitsProcessor",  # of contextual_penalty.py
 }
 # Processors of transformers that run the model or keep state. A call on a path that is rejected would change the state.
 STATEFUL = {
@@ -128,6 +139,11 @@ class TokenRule:
         self.noise = noise
         self.history_free = all(_is_history_free(processor) for processor in processors)
         self.history_window = _longest_window(processors)
+        names = [type(processor).__name__ for processor in processors]
+        # whether the processors may be part of a graph, and the settings that such a graph depends on
+        self.is_made_of_tensors = IN_GRAPHS.issuperset(names)
+        settings = (tuple(vars(processor).items()) for processor in processors)
+        self.key = (do_sample, *zip(names, settings, strict=True)) if self.is_made_of_tensors else ()
         # texts with candidates after them, made when they are needed
         self._tried: TextBuffer | None = None
 
@@ -199,21 +215,42 @@ class TokenRule:
         else:
             acceptance, walked = self._accept_stepwise(tree, logits)
             return acceptance, walked if with_scores else None
-        acceptance = self._accept_scored(tree, scores)
+        acceptance = self.accept_scored(tree, scores, *self.draws_for(tree))
         if not with_scores:
             return acceptance, None
         return acceptance, along_path(scores, acceptance.path)
 
-    def _accept_scored(self, tree: DraftTree, scores: torch.Tensor) -> Acceptance:
+    def draws_for(self, tree: DraftTree) -> tuple[torch.Tensor, ...]:
+        """Return the random numbers that the acceptance of a tree depends on.
+
+        Returns:
+            `tuple[torch.Tensor, ...]`: Nothing if the rule is greedy. The noise `(batch, max_depth + 1, vocab)` of the
+            next tokens if candidates are coupled. Uniform numbers `(batch, N - 1)` and noise `(batch, vocab)` for a
+            tree with `q`.
+        """
         if not self.do_sample:
+            return ()
+        if tree.q is None:
+            return (self.noise_of(tree.max_depth + 1),)
+        (batch_size, num_nodes, vocab_size), device = tree.q.shape, tree.q.device
+        uniforms = torch.empty(batch_size, num_nodes - 1, device=device).uniform_(generator=self.generator)
+        return uniforms, draw_noise(batch_size, vocab_size, generator=self.generator, device=device)
+
+    def accept_scored(self, tree: DraftTree, scores: torch.Tensor, *draws: torch.Tensor) -> Acceptance:
+        """Accept the nodes of a tree by processed scores `(batch, N, vocab)` and `draws_for` it.
+
+        It may be part of a graph.
+        """
+        if not draws:
             return accept_greedy(tree, scores)
         if tree.q is None:
-            return accept_sampled(tree, scores, self.noise_of(tree.max_depth + 1))
-        generator = self.generator
-        batch_size, num_nodes, vocab_size = scores.shape
-        uniforms = torch.empty(batch_size, num_nodes - 1, device=scores.device).uniform_(generator=generator)
-        noise = draw_noise(batch_size, vocab_size, generator=generator, device=scores.device)
-        return accept_rejection(tree, scores, uniforms, noise)
+            return accept_sampled(tree, scores, *draws)
+        return accept_rejection(tree, scores, *draws)
+
+    @property
+    def fits_graphs(self) -> bool:
+        """Whether `accept_scored` of all nodes' logits may be part of a graph."""
+        return self.history_free and self.is_made_of_tensors
 
     @property
     def generator(self) -> torch.Generator:
@@ -386,14 +423,6 @@ def _longest_window(processors: LogitsProcessorList) -> int | None:
 # chosen. Chains do not depend on this factor, trees little: with 4+4+4+3 nodes of the bundled draft tau was 3.30, 3.45,
 # 3.54, 3.50 at 0.5, 1, 2, 3.3.
 SHARPNESS = 2.0
-# Processors that compute with tensors and numbers alone, so that they can be part of a graph.
-IN_GRAPHS = {
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "MinPLogitsWarper",
-    "ContextualPenaltyLogitsProcessor",  # of contextual_penalty.py
-}
 
 
 Paths = torch.Tensor | Callable[[], torch.Tensor]
@@ -416,20 +445,16 @@ class Coupling:
         self._processors = () if rule is None else tuple(rule.processors)
         self.idle = not (self._samples or self._processors)
         self._history_free = rule is None or rule.history_free
-        names = [type(processor).__name__ for processor in self._processors]
-        self._tensors_only = IN_GRAPHS.issuperset(names)
-        settings = (tuple(vars(processor).items()) for processor in self._processors)
-        self._key = (self._samples, *zip(names, settings, strict=True)) if self._tensors_only else ()
 
     @property
     def fits_graphs(self) -> bool:
         """Whether `scores` may be part of a graph now. It may not while a text is shorter than a processor's window."""
-        return self._tensors_only and (self._rule is None or self._rule.has_recent)
+        return self._rule is None or (self._rule.is_made_of_tensors and self._rule.has_recent)
 
     @property
     def key(self) -> tuple:
         """Settings that such a graph depends on."""
-        return self._key if self.fits_graphs else ()
+        return self._rule.key if self._rule is not None and self.fits_graphs else ()
 
     def known(self, depths: int) -> tuple[torch.Tensor, ...]:
         """Return the tensors besides logits that decide the next `depths` tokens.

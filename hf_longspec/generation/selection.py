@@ -23,19 +23,18 @@ def select_top(scores: torch.Tensor, prefix_lengths: torch.Tensor, count: int) -
 
     Args:
         scores (`torch.Tensor` of shape `(B, K, S)`): Scores of the entries, which are overwritten. Entries after a
-            row's prefix are selected last.
+            row's prefix are selected last. S is at least the longest prefix.
         prefix_lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's prefix.
         count (`int`): Number of entries to select, at most S.
 
     Returns:
         `torch.LongTensor` of shape `(B, K, count)`: Slots of the entries.
     """
-    scores[..., :SINK_TOKENS] = torch.inf
     slots = torch.arange(scores.shape[-1], device=scores.device)
-    if scores.shape[0] > 1:
-        scores.masked_fill_((slots >= prefix_lengths[:, None])[:, None], -torch.inf)
-    # rows share one count, so a row with a smaller budget takes the first ones, and the result is sorted
-    return scores.topk(count, dim=-1, sorted=scores.shape[0] > 1).indices
+    scores.masked_fill_((slots >= prefix_lengths[:, None])[:, None], -torch.inf)
+    scores[..., :SINK_TOKENS] = torch.inf
+    # a row with a smaller budget takes the first ones
+    return scores.topk(count, dim=-1).indices
 
 
 def select_window(prefix_lengths: torch.Tensor, counts: torch.Tensor, count: int) -> torch.Tensor:
@@ -71,36 +70,73 @@ class SelectedCache(CompactCache):
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], room: int):
         super().__init__(cache, dense_layers)
         self.room = room
-        self._counts: list[int] = []
+        self.counts: list[int] = []
         self._shift: list[int] = []
-        self._behind: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._rest: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def begin(self, counts: Sequence[int], tails: Sequence[int]) -> None:
         """Start a phase with `counts[b]` selected entries and the last `tails[b]` committed tokens of every row."""
-        self.used.lengths = SeqLens([count + tail for count, tail in zip(counts, tails, strict=True)])
-        self.share_dense()
-        self._counts = list(counts)
+        self.counts = list(counts)
+        used = [count + tail for count, tail in zip(counts, tails, strict=True)]
         # difference between a slot of the target's cache and its place after the selected entries
-        pairs = zip(self.cache.lengths.host, self.used.lengths.host, strict=True)
-        self._shift = [stored - used for stored, used in pairs]
-        self._behind.clear()
+        self._shift = [stored - own for stored, own in zip(self.cache.lengths.host, used, strict=True)]
+        self.used.lengths = SeqLens(used)
+        self.share_dense()
+        self._rest.clear()
+        size = capacity_for(self.used.lengths.longest + self.room)
+        for index in self.sparse_layers:
+            source, layer = self.cache.layers[index], self.layers[index]
+            if not layer.is_initialized or layer.keys.shape[2] != size:
+                buffers = source.keys, source.values
+                layer.place(*(x.new_empty(*x.shape[:2], size, x.shape[3]) for x in buffers))
+
+    def table(self, device: torch.device) -> torch.Tensor:
+        """Return the shift and the number of selected entries of every row, `(2, B)`, and keep the used lengths.
+
+        All that a phase needs to have on the device reaches it in one copy.
+        """
+        table = on_device([self._shift, self.counts], device)
+        self.used.lengths = SeqLens(self.used.lengths.host, self.cache.lengths.on(device) - table[0])
+        return table
 
     def fill(self, layer_idx: int, selected: torch.Tensor) -> None:
         """Copy one layer's selected entries and tail.
 
         Args:
             layer_idx (`int`): Index of the layer.
-            selected (`torch.LongTensor` of shape `(B, 1 or K, max(counts))`): Slots of the selected entries. The first
+            selected (`torch.LongTensor` of shape `(B, 1 or K, n)`): Slots of the selected entries, of which the first
                 `counts[b]` of a row are valid.
         """
+        source = self.cache.layers[layer_idx]
+        device = source.keys.device
+        if device not in self._rest:
+            self._rest[device] = self.rest(self.table(device))
+        self.gather(layer_idx, selected.to(device), *self._rest[device])
+
+    def fill_all(self, scores: Sequence[torch.Tensor], prefix_lengths: torch.Tensor, table: torch.Tensor) -> None:
+        """Select the best entries of all sparse layers by these scores, and copy them. It may be part of a graph.
+
+        Args:
+            scores (`Sequence[torch.Tensor]`): Scores `(B, 1 or K, S)` of each layer.
+            prefix_lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's scored prefix.
+            table (`torch.LongTensor` of shape `(2, B)`): Result of `table`.
+        """
+        rest = self.rest(table)
+        for layer_idx, of_layer in zip(self.sparse_layers, scores, strict=True):
+            count = min(of_layer.shape[-1], rest[0].shape[-1])
+            self.gather(layer_idx, select_top(of_layer, prefix_lengths, count), *rest)
+
+    def rest(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return slots `(B, 1, T)` of the tail at its places, and which places `(B, 1, T)` selected entries take."""
+        size = self.layers[self.sparse_layers[0]].keys.shape[2]
+        places, (shift, counts) = torch.arange(size, device=table.device), table[:, :, None, None]
+        return (places + shift).clamp_(0, self.cache.layers[0].capacity - 1), places < counts
+
+    def gather(self, layer_idx: int, selected: torch.Tensor, rest: torch.Tensor, is_selected: torch.Tensor) -> None:
+        """Copy one layer's entries: selected ones `(B, 1 or K, n)` at their places, and the `rest`."""
+        padded = torch.nn.functional.pad(selected, (0, rest.shape[-1] - selected.shape[-1]))
+        slots = torch.where(is_selected, padded, rest)
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
-        slots = self._slots(selected.to(source.keys.device))
-        if not layer.is_initialized or layer.keys.shape[2] != slots.shape[-1]:
-            layer.keys, layer.values = (
-                buffer.new_empty(*buffer.shape[:2], slots.shape[-1], buffer.shape[3])
-                for buffer in (source.keys, source.values)
-            )
-            layer.is_initialized = True
         gather_entries(source.keys, slots, layer.keys)
         gather_entries(source.values, slots, layer.values)
 
@@ -108,27 +144,3 @@ class SelectedCache(CompactCache):
         """Count one drafted token that was written in every row."""
         for rows in (self.used, self.dense_used):
             rows.lengths = rows.lengths.plus(1)
-
-    def _slots(self, selected: torch.Tensor) -> torch.Tensor:
-        """Return the slots `(B, 1 or K, T)` of the selected entries, then of the tail, then arbitrary ones."""
-        rest, is_selected = self._behind_selected(selected.device)
-        if is_selected is None:
-            return torch.cat([selected, rest.expand(-1, selected.shape[1], -1)], dim=-1)
-        padded = torch.nn.functional.pad(selected, (0, rest.shape[-1] - selected.shape[-1]))
-        return torch.where(is_selected, padded, rest)
-
-    def _behind_selected(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the slots after the selected entries, and a mask of the selected ones, for all layers of a device.
-
-        If all rows have the same count, the slots are `(B, 1, T - count)` and the mask is `None`. Otherwise both have
-        the shape `(B, 1, T)`, and the mask is True in places of selected entries.
-        """
-        if device not in self._behind:
-            equal = min(self._counts) == max(self._counts)
-            end = capacity_for(self.used.lengths.longest + self.room)
-            place = torch.arange(self._counts[0] if equal else 0, end, device=device)
-            shift, counts = on_device([self._shift, self._counts], device)[:, :, None, None]
-            slots = (place + shift).clamp_(0, self.cache.layers[0].capacity - 1)
-            is_selected = None if equal else place < counts
-            self._behind[device] = slots, is_selected
-        return self._behind[device]

@@ -21,7 +21,7 @@ _NO_GATE = (
 )
 
 
-def runner_of(mode: str, device: torch.device) -> None:
+def runner_of(mode: str, model: Any, draft: Any, device: torch.device) -> None:
     """Return `None`: every step runs as it is.
 
     Raises:

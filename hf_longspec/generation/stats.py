@@ -1,6 +1,7 @@
 """Statistics of speculation in one call of `generate`, and the decisions of the gate."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -105,11 +106,11 @@ class SpeculationStats:
         tokens = self.num_emitted_tokens + self.num_plain_steps
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def record_forward(self, emitted: list[int], drafted: list[int] | None, ngrams: list[int]) -> None:
+    def record_forward(self, emitted: Sequence[int], drafted: list[int] | None, ngrams: list[int]) -> None:
         """Count one verification. All lists have one entry per row.
 
         Args:
-            emitted (`list[int]`): Number of tokens that each row emitted; 0 in rows that took no part.
+            emitted (`Sequence[int]`): Number of tokens that each row emitted; 0 in rows that took no part.
             drafted (`list[int]`, *optional*): Number of drafted tokens that were verified; `None` for a plain step.
             ngrams (`list[int]`): Number of emitted tokens that only n-grams had proposed.
         """

@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,9 +24,10 @@ from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_trai
 
 try:
     from .compiled_steps import FixedSteps
+    from .cuda_graphs import CapturedRunner, keep_workspace, take_workspace
     from .parallel import Ranks
 except ImportError:  # a published draft runs every step as it is, in one process
-    FixedSteps = Ranks = None  # type: ignore[assignment,misc]
+    FixedSteps = Ranks = CapturedRunner = keep_workspace = take_workspace = None  # type: ignore[assignment,misc]
 
 ATTENTION_NAME = "hf_longspec"
 # One lock per model, held while its attention implementation is switched. Re-entrant, as a criterion may call generate.
@@ -260,7 +262,7 @@ class TargetView:
         context = TreeContext(cache.lengths, positions, tree.mask, capture, windows=self.windows)
         if lowest is not None:
             positions = torch.maximum(positions, on_device(lowest, device)[:, None])
-        if limit is not None:
+        if limit is not None and cache.lengths.longest + tree.max_depth >= limit:
             positions = positions.clamp_max(limit - 1)
         cache.stage(tree.num_nodes)
         mask = tree.mask[:, None]
@@ -289,6 +291,55 @@ class TargetView:
                     return result
             logits = logits_under(context, self.model, tokens, positions, cache, mask)
         return logits.to(tokens.device), None if caught is None else caught.hidden
+
+    def clock(self) -> float:
+        """Return a time in seconds, without the time that captures took, which serve many steps."""
+        return time.perf_counter() - getattr(self.runner, "seconds", 0.0)
+
+    def workspace(self, draft: Any, batch_size: int, max_length: int) -> Any:
+        """Return the [`Workspace`] of a call of `generate`; `None` if steps are not captured."""
+        if self.runner is None or not self.runner.captures:
+            return None
+        return take_workspace(draft, self.runner, batch_size, max_length)
+
+    def keep_workspace(self, draft: Any, workspace: Any, cache: SpeculativeCache) -> None:
+        """Keep the workspace and the cache of a call that has returned neither, for the next call."""
+        assert isinstance(self.runner, CapturedRunner)
+        keep_workspace(draft, self.runner, workspace, cache)
+
+    def replayed(
+        self, function: Any, changing: tuple[torch.Tensor, ...], fixed: tuple, holder: Any, settings: tuple = ()
+    ) -> Any:
+        """Return `function(changing, *fixed, *settings)`, by a captured graph if steps are captured.
+
+        Args:
+            function (`Callable`): A function of tensors without a closure, which may run more than once.
+            changing (`tuple[torch.Tensor, ...]`): Small inputs.
+            fixed (`tuple`): Objects that stay the same for the same `holder` and `settings`.
+            holder (`Any`): Object with which the graph is dropped.
+            settings (`tuple`): Hashable values.
+        """
+        if self.runner is not None and self.runner.captures:
+            shape = *(x.shape for x in changing), settings
+            result = self.runner(function, shape, changing, (*fixed, *settings), self.model, holder)
+            if result is not None:
+                return result
+        return function(changing, *fixed, *settings)
+
+    def draft_chain(
+        self, root: torch.Tensor, count: int, rule: Any, cache: Any, limit: int, draws: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Return a chain that the target drafts over a compact cache, and its `q`; `None` if it is not captured.
+
+        See [`FixedSteps.chain`] for the arguments.
+        """
+        if self._fixed is None:
+            return None
+        return self._fixed.chain(root, count, rule, cache, self.windows, limit, draws)
+
+    def accept(self, tree: DraftTree, logits: torch.Tensor, rule: Any, cache: SpeculativeCache) -> Any:
+        """Return acceptance and [`packed`] result by a captured graph; `None` if the acceptance is not captured."""
+        return None if self._fixed is None else self._fixed.accept(tree, logits, rule, cache)
 
 
 @dataclass

@@ -15,8 +15,9 @@ distribution that each token was drawn from. All are batched over rows, with sha
 without a host sync.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -42,12 +43,27 @@ class Acceptance:
     num_nodes: Tensor
     tokens: Tensor
 
-    @property
+    @cached_property
     def next_root(self) -> Tensor:
         """The bonus token of each row, `(batch_size,)`, which the next tree grows from."""
         if self.tokens.shape[1] == 1:
             return self.tokens[:, 0]
         return self.tokens.gather(1, self.num_nodes[:, None] - 1).squeeze(1)
+
+
+def packed(acceptance: Acceptance, valid: Tensor) -> Tensor:
+    """Return all that the host reads of a verification, `(batch_size, 2 + 2 M)`.
+
+    Args:
+        acceptance ([`Acceptance`]): Its result.
+        valid (`torch.BoolTensor` of shape `(batch_size, num_nodes)`): Nodes of the tree that are not padding.
+
+    Returns:
+        `torch.LongTensor`: For each row the number of nodes on the path, the number of nodes of the tree, the emitted
+        tokens, and the path.
+    """
+    counts = torch.stack([acceptance.num_nodes, valid.sum(1)], dim=1)
+    return torch.cat([counts, acceptance.tokens, acceptance.path], dim=1)
 
 
 def walk_lazily(tree: DraftTree, choose: Callable[[int, Tensor], Tensor]) -> Acceptance:
@@ -194,6 +210,14 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
         return exponential_race(_row(scores, node), noise[:, depth])
 
     return walk_lazily(tree, draw)
+
+
+def chain_q(distributions: Sequence[Tensor]) -> Tensor:
+    """Return the `q` of a chain, `(batch_size, num_nodes, vocab_size)`, by the distribution of each drafted token.
+
+    The root was not drawn, so its row is 0.
+    """
+    return torch.stack([torch.zeros_like(distributions[0]), *distributions], 1)
 
 
 def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: Tensor) -> Acceptance:

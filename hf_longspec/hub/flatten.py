@@ -19,6 +19,7 @@ LEFT_OUT = (
     "attention_backends/reference",
     "attention_backends/triton",
     "generation/compiled_steps",
+    "generation/cuda_graphs",
     "generation/gate",
     "generation/parallel",
     "generation/tree_tuner",

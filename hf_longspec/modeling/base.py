@@ -24,6 +24,11 @@ from .loading import HUB_KWARGS, read_settings, readable_errors, require_complet
 from .ngram.settings_ngram import NGRAM_DEFAULTS, NgramSettings
 
 try:
+    from ..generation.cuda_graphs import release_workspaces
+except ImportError:  # a published draft captures nothing
+    release_workspaces = None  # type: ignore[assignment]
+
+try:
     from .ngram.generation_ngram import JoinedDrafter, NgramDrafter
 except ImportError:  # a published draft has n-grams if its own method uses them
     JoinedDrafter = NgramDrafter = None  # type: ignore[assignment,misc]
@@ -120,6 +125,11 @@ class DraftModel(PreTrainedModel):
     ) -> Any:
         """Generate without the installed route. Transformers passes no streamer to a `custom_generate` function."""
         return decode(model, self, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
+
+    def release_buffers(self) -> None:
+        """Drop the buffers and CUDA graphs that calls of `generate` left for the next call."""
+        if release_workspaces is not None:
+            release_workspaces(self)
 
     def drafter(self, binding: Binding) -> Drafter:
         """Return the drafter of one call, with n-grams if the settings enable them."""

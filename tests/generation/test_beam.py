@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longspec.generation.beam import Beam, as_tree, log_normaliser
+from hf_longspec.generation.beam import Beam, log_normaliser
 from hf_longspec.generation.draft_tree import DraftTree
 
 VOCAB = 11
@@ -39,7 +39,7 @@ def test_against_the_double_loop(widths):
     for level, width in enumerate(widths):
         tables.append(random_logits(3, beam.tokens.shape[1], level))
         beam.grow(tables[-1], width)
-    tree = as_tree(beam.fields(), len(beam.levels) - 1)
+    tree = DraftTree.of_fields(beam.fields(), len(beam.levels) - 1)
     tree.validate()
     assert tree.num_nodes == 1 + sum(widths) and tree.max_depth == len(widths)
     for row in range(3):
@@ -59,7 +59,7 @@ def test_a_node_without_allowed_continuations_is_the_last_choice():
     beam.grow(logits, 3)
     assert (beam.parents[-1] == 2).all() and beam.scores.isfinite().all()
     beam.grow(torch.full((1, 3, VOCAB), -torch.inf), 2)  # a level without any allowed token keeps its size
-    as_tree(beam.fields(), len(beam.levels) - 1).validate()
+    DraftTree.of_fields(beam.fields(), len(beam.levels) - 1).validate()
 
 
 def test_a_level_has_no_more_nodes_than_continuations():
@@ -67,7 +67,7 @@ def test_a_level_has_no_more_nodes_than_continuations():
     beam.grow(random_logits(1, 1, 0, vocab=3), 8)
     beam.grow(random_logits(1, 3, 1, vocab=3), 8)
     assert [level.shape[1] for level in beam.levels] == [1, 3, 8]
-    as_tree(beam.fields(), len(beam.levels) - 1).validate()
+    DraftTree.of_fields(beam.fields(), len(beam.levels) - 1).validate()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

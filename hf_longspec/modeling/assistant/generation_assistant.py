@@ -22,11 +22,12 @@ from transformers.utils import logging
 
 from ...attention_backends.contexts import LevelContext, TreeContext
 from ...attention_backends.lengths import SeqLens, on_device
-from ...generation.beam import Beam, as_tree
+from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, draft_token, named
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
 from ...generation.sampling import Coupling
 from ...generation.target import TargetView
+from ...generation.verification import chain_q, draw_noise, exponential_race
 from ...generation.windowed_cache import WindowedCache
 
 logger = logging.get_logger(__name__)
@@ -87,14 +88,12 @@ class AssistantDrafter(Drafter):
         embedding = assistant.model.get_input_embeddings().weight
         self.device, self.num_embeddings = assistant.model.device, embedding.shape[0]
         self.coupling = Coupling(binding.rule)
-        self.cache = WindowedCache(
-            assistant.config,
-            binding.cache.batch_size,
-            binding.max_length,
-            max(CATCH_UP, 2 * self.num_nodes),
-            settings.window,
-            settings.sinks,
+        slots = max(CATCH_UP, 2 * self.num_nodes)
+        shape = binding.cache.batch_size, binding.max_length, slots, settings.window, settings.sinks
+        self.cache: WindowedCache = binding.part(
+            (WindowedCache, assistant.model, *shape), lambda: WindowedCache(assistant.config, *shape)
         )
+        self.cache.reset()
         self._is_switched = False
         self._proposed_chain = True
         # Committed tokens that are no input of the draft yet, and their number in every row.
@@ -153,7 +152,7 @@ class AssistantDrafter(Drafter):
             is_chain = isinstance(self.shape, int)
             tree = self._chain(root, self.shape) if isinstance(self.shape, int) else self._beam(root, self.shape)
         self.cache.rows.lengths = self.prefix  # the nodes stay behind it, in their order, until the next step
-        self._tokens, self._proposed_chain = tree.tokens, is_chain
+        self._proposed_chain = is_chain
         return tree
 
     def observe(self, verification: Verification) -> None:
@@ -168,11 +167,12 @@ class AssistantDrafter(Drafter):
 
     def _keep_nodes(self, verification: Verification) -> None:
         """Keep all accepted nodes. The last one, which may never have been an input, is run again."""
+        assert verification.tree is not None
         counts = verification.num_nodes
         self.cache.commit(None if self._proposed_chain else verification.path.to(self.device), counts)
-        last = self._tokens.gather(1, verification.last_nodes[:, None]).to(self.device)
-        grows = on_device(counts, self.device)[:, None] > 0
-        self.pending, self.counts = torch.where(grows, last, self.pending[:, :1]), [1] * len(counts)
+        last = verification.tree.tokens.gather(1, verification.last_nodes[:, None]).to(self.device)
+        grows = counts.on(self.device)[:, None] > 0
+        self.pending, self.counts = torch.where(grows, last, self.pending[:, :1]), [1] * len(counts.host)
 
     def _keep_root(self, verification: Verification) -> None:
         """Keep the root alone: behind it are masks, or nodes that others proposed are on the path."""
@@ -180,25 +180,28 @@ class AssistantDrafter(Drafter):
         width = max(verification.path.shape[1] - 1, 1)
         self.pending = on_device([row + [0] * (width - len(row)) for row in map(list, kept)], self.device)
         self.counts = [len(row) for row in kept]
-        self.cache.commit(None, [int(count > 0) for count in verification.num_nodes])
+        self.cache.commit(None, [int(count > 0) for count in verification.num_nodes.host])
 
     def _chain(self, root: torch.Tensor, length: int) -> DraftTree:
         """Return a chain of drafted tokens, one forward for each, or one for all with PARD."""
-        rule, is_drawn, mask_token = self.binding.rule, self.settings.is_drawn, self.settings.mask_token
+        rule, mask_token = self.binding.rule, self.settings.mask_token
         logits = self._first(root, 0 if mask_token is None else length - 1)
-        tokens, distributions = [root], [torch.empty(0)]
+        tokens, distributions = [root], []
         for depth in range(length):
             if depth and mask_token is None:
                 logits = self._after(tokens[-1])
             here = logits[:, depth] if mask_token is not None else logits[:, 0]
-            token, distribution = draft_token(rule, self._of_target(here, root.device), depth, is_drawn)
-            tokens.append(token)
-            if distribution is not None:
-                distributions.append(distribution)
-        if len(distributions) == 1:
-            return DraftTree.chain(torch.stack(tokens, 1))
-        distributions[0] = torch.zeros_like(distributions[1])  # the root was not drawn
-        return DraftTree.chain(torch.stack(tokens, 1), q=torch.stack(distributions, 1))
+            scores = self._of_target(here, root.device)
+            scores = scores if rule is None else rule.scores_at(scores, depth)
+            if rule is not None and rule.do_sample and self.settings.is_drawn:
+                noise = draw_noise(*scores.shape, generator=rule.generator, device=scores.device)
+                tokens.append(exponential_race(scores, noise))
+                distributions.append(scores.softmax(-1))
+            else:
+                tokens.append(scores.argmax(-1) if rule is None else rule.choose(scores, depth))
+            if rule is not None and not rule.history_free:
+                rule.try_out(depth, tokens[-1])
+        return DraftTree.chain(torch.stack(tokens, 1), q=chain_q(distributions) if distributions else None)
 
     def _beam(self, root: torch.Tensor, widths: list[int]) -> DraftTree:
         """Return the tree of a beam, one forward for each level."""
@@ -207,7 +210,7 @@ class AssistantDrafter(Drafter):
             logits = self._level(beam, depth) if depth else self._first(root)
             scores = self.coupling.scores(self._of_target(logits, root.device), known, depth, beam.paths)
             beam.grow(scores, width)
-        return as_tree(beam.fields(), len(widths))
+        return DraftTree.of_fields(beam.fields(), len(widths))
 
     def _first(self, root: torch.Tensor, masks: int = 0) -> torch.Tensor:
         """Run pending tokens, root and masks, and return the logits `(B, 1 + masks, V)` from the root on."""
@@ -262,7 +265,9 @@ class AssistantDrafter(Drafter):
         if count > self.cache.tree_slots:
             self.cache.reserve(self.cache.most, count)
         self.cache.stage(count)
-        positions = self.cache.true_positions(slots).clamp_max(self._last_position)
+        positions = self.cache.true_positions(slots)
+        if max(self.cache.positions) + count > self._last_position:
+            positions = positions.clamp_max(self._last_position)
         mask = context.mask[:, None]
         logits, _ = self.assistant.step(self._known(tokens), positions, self.cache, mask, context, is_fixed)
         return logits

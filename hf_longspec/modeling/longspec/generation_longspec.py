@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ...attention_backends.lengths import SeqLens, on_device
+from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionBackend, AttentionCall, select
-from ...generation.beam import Beam, as_tree
+from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, last_of, named
 from ...generation.sampling import Coupling
 from ...generation.target_modules import TargetParts
 
@@ -56,6 +56,10 @@ class WindowRing:
         # position of the token in each slot; a negative position marks an empty slot
         self.positions = torch.full((batch_size, self.spare + 1), -1, device=device)
         self._rows = torch.arange(batch_size, device=device)[:, None]
+
+    def clear(self) -> None:
+        """Mark all slots as empty."""
+        self.positions.fill_(-1)
 
     @property
     def nbytes(self) -> int:
@@ -161,9 +165,9 @@ class LongSpecDrafter(Drafter):
         weight = block.input_layernorm.weight
         self.device, self.dtype = weight.device, weight.dtype
         sizes = (config.num_key_value_heads, config.head_dim)
-        self.ring = WindowRing(
-            config.window, self.num_nodes, binding.cache.batch_size, *sizes, dtype=self.dtype, device=self.device
-        )
+        shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)
+        self.ring: WindowRing = binding.part((WindowRing, *shape), lambda: WindowRing(*shape))
+        self.ring.clear()
         self.scaling = config.head_dim**-0.5
         self._kernels: AttentionBackend = select(
             AttentionCall(self.device, self.dtype, config.head_dim, config.head_dim)
@@ -212,9 +216,7 @@ class LongSpecDrafter(Drafter):
         else:
             changing = *inputs, cache.lengths.on(self.device), *known
             fields = self._run_by(runner, _grow, changing, target) or self.grow(*inputs, target, known)
-        tree = as_tree(fields, len(self.widths))
-        self.tokens = tree.tokens
-        return tree
+        return DraftTree.of_fields(fields, len(self.widths))
 
     def grow(
         self,
@@ -224,7 +226,7 @@ class LongSpecDrafter(Drafter):
         known: Sequence[torch.Tensor] = (),
         runner: Any = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Draft all levels, and return tokens, parents, depths and mask of the tree.
+        """Draft all levels, and return the [`DraftTree.fields`] of the tree.
 
         It writes to the ring and reads nothing on the host.
 
@@ -255,33 +257,32 @@ class LongSpecDrafter(Drafter):
         known = runner.knows(target.lengths)
         sizes = runner.sizes(target.lengths, 0, target.keys.shape[2])
         fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *depth
-        shape = len(self.root), tuple(self.widths), known, self.coupling.key, *depth
-        return runner(function, shape, changing, fixed, self._owner, self)
+        graph = runner.key_of(sizes, *self.binding.cache.layout)
+        shape = len(self.root), tuple(self.widths), known, self.coupling.key, *depth, graph
+        return runner(function, shape, changing, fixed, self._owner, self.ring)
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of the accepted nodes. Nodes of the deepest level have none until the next draft."""
-        if self.foreign_depth:
-            return self._observe_tokens(verification)
-        counts = on_device(verification.num_nodes, self.device)
-        path = verification.path.to(self.device)
-        self.ring.keep(path, counts, verification.prefix_lengths.on(self.device))
-        last = verification.path.gather(1, (counts - 1).clamp_min(0)[:, None].to(verification.path.device))
-        self.last_token = self.tokens.gather(1, last).squeeze(1)
+        assert verification.tree is not None
+        device, counts = verification.path.device, verification.num_nodes
+        changing = (
+            *(verification.tree.tokens, verification.path),
+            *(counts.on(device), verification.prefix_lengths.on(device)),
+        )
+        function = _compute_again if self.foreign_depth else _keep
+        self.last_token = self.binding.target.replayed(function, changing, (self,), self.ring)
 
-    def _observe_tokens(self, verification: Verification) -> None:
-        """Compute the keys of all committed tokens again, as nodes of other drafters have none in the ring."""
-        width = verification.path.shape[1]
-        rows = [[*row[:-1], *[0] * (width - len(row))][: width - 1] for row in verification.tokens]
-        drafted = on_device(rows, self.root.device)
-        tokens = torch.cat([self.root[:, None], drafted], dim=1)
-        counts = on_device(verification.num_nodes, self.device)
-        lengths = verification.prefix_lengths.on(self.device)
-        places = torch.arange(width, device=self.device)
+    def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Keep the keys of the accepted nodes of the draft's own tree, see [`WindowRing.keep`]."""
+        self.ring.keep(path.to(self.device), counts.to(self.device), lengths.to(self.device))
+
+    def compute_again(self, tokens: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Compute the keys of the committed tokens `(B, M)`, as nodes of other drafters have none in the ring."""
+        counts, lengths = counts[:, None].to(self.device), lengths[:, None].to(self.device)
+        places = torch.arange(tokens.shape[1], device=self.device)
         # a path may be longer than the window, which then keeps its last tokens
-        kept = (places < counts[:, None]) & (places >= counts[:, None] - self.config.window)
-        self._remember(tokens, lengths[:, None] + places, kept)
-        last = (counts - 1).clamp_min(0)[:, None].to(tokens.device)
-        self.last_token = tokens.gather(1, last).squeeze(1)
+        kept = (places < counts) & (places >= counts - self.config.window)
+        self._remember(tokens, lengths + places, kept)
 
     def _remember(self, tokens: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor) -> None:
         """Store keys and values of those `tokens` `(B, T)` in the ring that are `kept` `(B, T)`."""
@@ -351,3 +352,18 @@ def _level(changing, drafter, known, sizes, keys, values, depth):
     """Run [`LongSpecDrafter.level`] inside a graph."""
     *inputs, lengths = changing
     return drafter.level(tuple(inputs), depth, Prefix(keys, values, SeqLens.in_graph(lengths, sizes, known)))
+
+
+def _keep(changing, drafter):
+    """Run [`LongSpecDrafter.keep`], maybe inside a graph, and return the last committed token of every row."""
+    tokens, path, counts, lengths = changing
+    drafter.keep(path, counts, lengths)
+    return last_of(tokens.gather(1, path), counts)
+
+
+def _compute_again(changing, drafter):
+    """Run [`LongSpecDrafter.compute_again`], maybe inside a graph, and return the last committed tokens."""
+    tokens, path, counts, lengths = changing
+    committed = tokens.gather(1, path)
+    drafter.compute_again(committed, counts, lengths)
+    return last_of(committed, counts)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...generation.draft_tree import DraftTree, merge_paths, merge_trees
+from ...generation.draft_tree import DraftTree, merge_trees, trie_of, trie_table
 from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
 from .settings_ngram import NgramSettings
 
@@ -249,12 +249,14 @@ class NgramDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a trie of the best paths after `root` `(batch,)`, the last token of each row's text."""
-        return merge_paths([self._paths(index) for index in self.indexes], root, *self._size)
+        target, cache, max_depth = self.binding.target, self.binding.cache, self.settings.num_tokens
+        fields = target.replayed(_trie, (self.table(root), root), (), cache, (max_depth,))
+        return DraftTree.of_fields(fields, max_depth)
 
-    @property
-    def _size(self) -> tuple[int, int]:
-        """Number of nodes and depth of the next tree."""
-        return 1 + self.settings.num_nodes, self.settings.num_tokens
+    def table(self, root: torch.Tensor) -> torch.Tensor:
+        """Return the [`trie_table`] of the best paths after `root` `(batch,)`."""
+        paths = [self._paths(index) for index in self.indexes]
+        return trie_table(paths, root, 1 + self.settings.num_nodes, self.settings.num_tokens)
 
     def _paths(self, index: TextIndex) -> list[tuple[int, ...]]:
         """Return the paths of one row, best first. They are more than `candidates`, because paths share nodes."""
@@ -335,7 +337,10 @@ class JoinedDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return one tree after `root` `(batch,)`: that of the other drafter, then n-grams that it does not contain."""
         own = self.inner.propose(root)
-        tree = merge_trees([own, self.ngrams.propose(root)])
+        table, depths = self.ngrams.table(root), (own.max_depth, self.ngrams.settings.num_tokens)
+        target, cache = self.binding.target, self.binding.cache
+        fields = target.replayed(_merged, (*own.fields, table, root), (), cache, depths)
+        tree = DraftTree.of_fields(fields, max(depths))
         self._proposed = tree, own
         return tree
 
@@ -348,3 +353,15 @@ class JoinedDrafter(Drafter):
         """Update both drafters. The path may contain nodes that the other drafter did not propose."""
         self.inner.observe(verification)
         self.ngrams.observe(verification)
+
+
+def _trie(changing, max_depth):
+    """Return the fields of the tree of a [`trie_table`] and the roots. It may be part of a graph."""
+    table, root = changing
+    return trie_of(table, root, max_depth).fields
+
+
+def _merged(changing, own_depth, more_depth):
+    """Return the fields of a tree merged with that of a [`trie_table`]. It may be part of a graph."""
+    own, (table, root) = DraftTree.of_fields(changing[:5], own_depth), changing[5:]
+    return merge_trees([own, trie_of(table, root, more_depth)]).fields

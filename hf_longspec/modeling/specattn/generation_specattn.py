@@ -21,9 +21,10 @@ from torch import nn
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, draft_token, named
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
 from ...generation.selection import SelectedCache, budget, select_top, select_window
 from ...generation.target import TargetView
+from ...generation.verification import chain_q, draw_noise, exponential_race
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
@@ -114,7 +115,8 @@ class SpecAttnDrafter(Drafter):
         self.num_nodes = max(self.gammas) + 1
         self.max_depth = max(self.gammas)
         dense_layers = binding.target.sliding_layers
-        self.selected = SelectedCache(binding.cache, dense_layers, room=self.max_depth)
+        shape = (binding.cache, dense_layers, self.max_depth)
+        self.selected: SelectedCache = binding.part((SelectedCache, *shape), lambda: SelectedCache(*shape))
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
@@ -150,24 +152,29 @@ class SpecAttnDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`."""
-        tokens, distributions = [root], [torch.empty(0)]
-        is_drawn = self.settings.acceptance == "rejection"
+        rule, target = self.binding.rule, self.binding.target
+        draws = self._draws(len(root), root.device)
+        chain = target.draft_chain(root, self.gamma, rule, self.selected, self.binding.max_length, draws)
+        if chain is not None:
+            return DraftTree.chain(chain[0], q=chain[1])
+        tokens, distributions = [root], []
         for depth in range(self.gamma):
-            token, distribution = draft_token(self.binding.rule, self._draft_step(tokens[-1]), depth, is_drawn)
-            tokens.append(token)
-            if distribution is not None:
-                distributions.append(distribution)
-        if len(distributions) == 1:
-            return DraftTree.chain(torch.stack(tokens, 1))
-        distributions[0] = torch.zeros_like(distributions[1])  # the root was not drawn
-        return DraftTree.chain(torch.stack(tokens, 1), q=torch.stack(distributions, 1))
+            scores = self._scores(self._draft_step(tokens[-1]), depth)
+            if draws is not None:
+                tokens.append(exponential_race(scores, draws[depth]))
+                distributions.append(scores.softmax(-1))
+            else:  # greedy, or coupled: sampled with the noise row that the target will use at this position
+                tokens.append(scores.argmax(-1) if rule is None else rule.choose(scores, depth))
+            if rule is not None and not rule.history_free:
+                rule.try_out(depth, tokens[-1])
+        return DraftTree.chain(torch.stack(tokens, 1), q=chain_q(distributions) if distributions else None)
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         """Return a capture of the prefix's scores, unless the selection needs none."""
         if self.settings.selection == "window":
             return None
         return ScoreCapture(
-            last_node=tree.valid.sum(1) - 1,
+            last_node=tree.last_node,
             rows=CAPTURED_ROWS[self.settings.selection],
             score="pages" if self.settings.selection == "pages" else self.settings.score,
             granularity=self.settings.granularity,
@@ -179,10 +186,23 @@ class SpecAttnDrafter(Drafter):
         """Select the entries of the next phase: the best ones of the scored prefix, and all tokens committed since."""
         prefix, settings = verification.prefix_lengths.host, self.settings
         counts = [budget(length, settings.sparse_ratio, settings.sparse_min_tokens) for length in prefix]
-        self.selected.begin(counts, verification.num_nodes)
-        for layer_idx in self.selected.sparse_layers:
-            chosen = self._select(layer_idx, verification, counts)
-            self.selected.fill(layer_idx, chosen)
+        selected, capture = self.selected, verification.capture
+        selected.begin(counts, verification.num_nodes.host)
+        if capture is not None and capture.is_replayed and selected.sparse_layers:
+            scores = [capture.scores.pop(layer_idx) for layer_idx in selected.sparse_layers]
+            if len({of_layer.device for of_layer in scores}) == 1:
+                self._select_all(scores, verification)
+                return
+            capture.scores.update(zip(selected.sparse_layers, scores, strict=True))
+        for layer_idx in selected.sparse_layers:
+            selected.fill(layer_idx, self._select(layer_idx, verification, counts))
+
+    def _select_all(self, scores: list[torch.Tensor], verification: Verification) -> None:
+        """Select the entries of all layers by scores that a graph wrote, in another graph."""
+        selected, device = self.selected, scores[0].device
+        changing = verification.prefix_lengths.on(device), selected.table(device)
+        settings = (scores[0].data_ptr(), tuple(scores[0].shape), selected.layout)
+        self.binding.target.replayed(_fill_all, changing, (selected, scores), selected, settings)
 
     def _select(self, layer_idx: int, verification: Verification, counts: list[int]) -> torch.Tensor:
         capture = verification.capture
@@ -196,8 +216,24 @@ class SpecAttnDrafter(Drafter):
             scores = scores[torch.arange(len(counts), device=device), :, node]
         return select_top(scores, prefix, max(counts))
 
+    def _draws(self, rows: int, device: torch.device) -> torch.Tensor | None:
+        """Return noise `(gamma, rows, vocab)` for tokens that are drawn independently of the target's noise, if any."""
+        rule = self.binding.rule
+        if rule is None or not rule.do_sample or self.settings.acceptance != "rejection":
+            return None
+        return draw_noise(self.gamma, rows, self.binding.target.vocab_size, generator=rule.generator, device=device)
+
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
         """Run the target on one token per row over the selected entries, and return logits `(batch, vocab)`."""
         logits, _ = self.selected.step(self.binding.target, token, self.binding.max_length)
         self.selected.advance()
         return logits
+
+    def _scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
+        return logits if self.binding.rule is None else self.binding.rule.scores_at(logits, depth)
+
+
+def _fill_all(changing, selected, scores, *settings):
+    """Run [`SelectedCache.fill_all`], maybe inside a graph."""
+    selected.fill_all(scores, *changing)
+    return ()

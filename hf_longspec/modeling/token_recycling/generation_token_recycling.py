@@ -1,8 +1,9 @@
 """Token Recycling: a table of the target's candidates after each token, and a static tree that is read from it.
 
-Token Recycling, https://huggingface.co/papers/2408.08696. Every verification computes the target's logits after all nodes
-of a tree, also after those that are refused. The best candidates after each node's token are written to a table, and the
-next tree is read from it: the children of a node are the candidates after its token. Each row has a table of its own.
+Token Recycling, https://huggingface.co/papers/2408.08696. Every verification computes the target's logits after all
+nodes of a tree, also after those that are refused. The best candidates after each node's token are written to a table,
+and the next tree is read from it: the children of a node are the candidates after its token. Each row has a table of
+its own.
 """
 
 from collections.abc import Sequence
@@ -102,15 +103,11 @@ class TokenRecyclingDrafter(Drafter):
                 found = successors(text.tolist(), self.num_candidates)
                 if found:
                     self.table[row, on_device(list(found), device)] = on_device(list(found.values()), device).int()
-        self.resume(texts, verification)
+        self._recycle(verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Write the candidates after the verified tokens, which are the last ones of the texts."""
-        width = max(max(verification.num_nodes), 1)
-        last = [text[len(text) - count :] for text, count in zip(texts, verification.num_nodes, strict=True)]
-        tokens = torch.stack([torch.nn.functional.pad(text, (0, width - len(text))) for text in last])
-        counts = on_device(verification.num_nodes, tokens.device)[:, None]
-        self._recycle(tokens, torch.arange(width, device=tokens.device) < counts, verification)
+        """Write the candidates after the last tokens of the texts, which were verified."""
+        self._recycle(verification)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the static tree after `root` `(batch,)`; nodes without a candidate are padding."""
@@ -123,25 +120,26 @@ class TokenRecyclingDrafter(Drafter):
             found = self.table[rows, tokens[:, above], ranks[level]].long()
             valid = torch.cat([valid, valid[:, above] & (found >= 0)], 1)
             tokens = torch.cat([tokens, found.clamp_min(0)], 1)
-        self._proposed = tokens, valid
         all_parents = torch.cat([parents.new_full((1,), -1), parents]).expand_as(tokens)
         return DraftTree(tokens, all_parents, valid, max_depth=self._tree[-1][2])
 
     def observe(self, verification: Verification) -> None:
         """Write the candidates after all nodes of the tree, accepted or not."""
-        self._recycle(*self._proposed, verification)
+        self._recycle(verification)
 
-    def _recycle(self, tokens: torch.Tensor, valid: torch.Tensor, verification: Verification) -> None:
-        """Write the best candidates after `tokens` `(B, N)`, where `valid`, to the table.
+    def _recycle(self, verification: Verification) -> None:
+        """Write the best candidates after the tokens of all nodes to the table.
 
         A token may occur at several nodes. The last node of the path with this token wins, else the last node.
         """
+        assert verification.tree is not None
+        tokens, valid = verification.tree.tokens, verification.tree.valid
         assert self.table is not None and verification.logits is not None
         nodes = tokens.shape[1]
-        best = verification.logits[:, :nodes].topk(self.num_candidates, dim=-1).indices.to(self.table)
+        best = verification.logits.topk(self.num_candidates, dim=-1).indices.to(self.table)
         place = torch.arange(nodes, device=tokens.device).expand_as(tokens)
         on_path = torch.zeros_like(tokens, dtype=torch.bool)
-        on_path.scatter_(1, verification.path.clamp_max(nodes - 1), verification.path < nodes)
+        on_path.scatter_(1, verification.path, True)
         weight = torch.where(valid, place + nodes * on_path, -1)
         same = tokens[:, :, None] == tokens[:, None, :]
         beaten = (same & (weight[:, None, :] > weight[:, :, None])).any(-1)

@@ -22,9 +22,10 @@ from ...attention_backends.scores import QueryCapture, ScoreCapture
 from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache, gather_entries
 from ...generation.draft_tree import DraftTree, num_static_nodes, sibling_tree, static_tree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, last_of, named
 from ...generation.sampling import Coupling
 from ...generation.selection import SINK_TOKENS
+from ...generation.target import TargetView
 from ...generation.target_modules import TargetEnds
 
 POLICIES = ("dynamic", "static", "full")
@@ -109,8 +110,13 @@ class PartialCache(CompactCache):
     def __init__(self, cache: SpeculativeCache, dense_layers: frozenset[int], policy: PartialKVPolicy):
         super().__init__(cache, dense_layers)
         self.policy = policy
-        self.built: list[int | None] = [None] * cache.batch_size
-        self.held = [0] * cache.batch_size
+        self.built: list[int | None]
+        self.held: list[int]
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all builds, and keep the buffers."""
+        self.built, self.held = [None] * self.cache.batch_size, [0] * self.cache.batch_size
 
     def due(self, count: int) -> list[int]:
         """Return the rows that need a build before `count` more tokens are committed."""
@@ -140,35 +146,44 @@ class PartialCache(CompactCache):
             layer.values[one, :, : chosen.shape[-1]] = gather_entries(source.values[one], chosen)
         self.built[row] = self.held[row] = length
 
-    def catch_up(self) -> None:
-        """Copy the entries that were committed since the last call. Every row must have been built."""
+    def catch_up(self, width: int, target: TargetView) -> None:
+        """Copy the entries that were committed since the last call. Every row must have been built.
+
+        Args:
+            width (`int`): Most tokens that a step commits. Steps that commit fewer run the same graph.
+            target ([`TargetView`]): Runs the copy.
+        """
         self.share_dense()
         lengths = self.cache.lengths.host
         if not self.sparse_layers:
             return
         built = [length or 0 for length in self.built]
-        self.used.lengths = SeqLens([self.policy.used(*row) for row in zip(built, lengths, strict=True)])
+        used = [self.policy.used(*row) for row in zip(built, lengths, strict=True)]
+        self.used.lengths = SeqLens(used)
         if self.policy.dynamic and self.held != list(lengths):
-            self._copy_new(built, lengths)
+            self._copy_new(built, used, width, target)
         self.held = list(lengths)
 
-    def _copy_new(self, built: list[int], lengths: tuple[int, ...]) -> None:
-        """Copy the entries of the tokens from `held` to `lengths` to their slots."""
-        count = max(length - held for length, held in zip(lengths, self.held, strict=True))
-        source, target = [], []
-        for first, held, length in zip(built, self.held, lengths, strict=True):
+    def _copy_new(self, built: list[int], used: list[int], width: int, target: TargetView) -> None:
+        """Copy the entries of the tokens that were committed since `held` to their slots."""
+        lengths = self.cache.lengths.host
+        count = max(width, *(length - held for length, held in zip(lengths, self.held, strict=True)))
+        rows = []
+        for first, held, length, end in zip(built, self.held, lengths, used, strict=True):
             tokens, missing = range(held, length), count - (length - held)
             # rows with fewer tokens write to the slot after all entries, which is never read
-            source.append([*tokens, *[0] * missing])
-            target.append([self.policy.slot(first, token) for token in tokens] + [self.policy.budget] * missing)
-        places: dict[torch.device, torch.Tensor] = {}
-        for index in self.sparse_layers:
-            device = self.cache.layers[index].keys.device
-            if device not in places:
-                places[device] = on_device([source, target], device)
-            self._copy(index, places[device])
+            source = [*tokens, *[0] * missing]
+            slots = [self.policy.slot(first, token) for token in tokens] + [self.policy.budget] * missing
+            rows.append([*source, *slots, end])
+        devices = {self.cache.layers[index].keys.device for index in self.sparse_layers}
+        for device in devices:
+            table = on_device(rows, device)
+            if len(devices) == 1:
+                self.used.lengths = SeqLens(used, table[:, -1])
+            layers = tuple(i for i in self.sparse_layers if self.cache.layers[i].keys.device == device)
+            target.replayed(_copy_entries, (table,), (self,), self, (layers, self.layout, self.cache.layout))
 
-    def _copy(self, layer_idx: int, places: torch.Tensor) -> None:
+    def copy(self, layer_idx: int, places: torch.Tensor) -> None:
         """Copy entries of one layer. `places` `(2, batch, n)` are slots of the target's cache and of the buffer."""
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
         old, new = places
@@ -181,9 +196,20 @@ class PartialCache(CompactCache):
         source, layer = self.cache.layers[index], self.layers[index]
         batch, heads, _, _ = source.keys.shape
         slots = self.policy.budget + 1
-        layer.keys = source.keys.new_zeros(batch, heads, slots, source.keys.shape[3])
-        layer.values = source.values.new_zeros(batch, heads, slots, source.values.shape[3])
-        layer.is_initialized = True
+        layer.place(
+            source.keys.new_zeros(batch, heads, slots, source.keys.shape[3]),
+            source.values.new_zeros(batch, heads, slots, source.values.shape[3]),
+        )
+
+
+def _copy_entries(changing, partial, layers, *layouts):
+    """Run [`PartialCache.copy`] for these layers, maybe inside a graph, by source slots, target slots and lengths."""
+    (table,) = changing
+    width = table.shape[1] // 2
+    places = torch.stack([table[:, :width], table[:, width : 2 * width]])
+    for layer_idx in layers:
+        partial.copy(layer_idx, places)
+    return ()
 
 
 SELF_DRAFTS = ("verify_hidden", "partial_kv")
@@ -288,7 +314,7 @@ class TokenSwiftDrafter(Drafter):
         # All heads share one latent, so there is one selection per layer, by scores that are comparable between heads.
         # Keys exist during the forward only, so all nodes are scored there.
         return ScoreCapture(
-            tree.valid.sum(1) - 1,
+            tree.last_node,
             rows="each_row",
             score="weights",
             skipped_layers=skipped,
@@ -297,15 +323,16 @@ class TokenSwiftDrafter(Drafter):
 
     def observe(self, verification: Verification) -> None:
         """Keep the hidden state at the last accepted token, or bring the partial cache up to date."""
-        node = verification.last_nodes
         if self.partial is None:
-            assert verification.hidden is not None
             hidden = verification.hidden
-            self.hidden = hidden[torch.arange(len(hidden), device=hidden.device), node.to(hidden.device)]
+            assert hidden is not None
+            device = hidden.device
+            changing = hidden, verification.path.to(device), verification.num_nodes.on(device)
+            self.hidden = self.binding.target.replayed(_last_hidden, changing, (), self.binding.cache)
             return
         for row in self.due:
-            self._build(row, node[row : row + 1], verification)
-        self.partial.catch_up()
+            self._build(row, verification.last_nodes[row : row + 1], verification)
+        self.partial.catch_up(verification.path.shape[1], self.binding.target)
 
     def _build(self, row: int, node: torch.Tensor, verification: Verification) -> None:
         length, capture = verification.prefix_lengths.host[row], verification.capture
@@ -334,7 +361,7 @@ class TokenSwiftDrafter(Drafter):
         if runner is None or self._owner is None:
             return None
         shape = len(changing[0]), self.coupling.key, *fixed[2:4]
-        return runner(function, shape, changing, fixed, self._owner, self)
+        return runner(function, shape, changing, fixed, self._owner, self._owner)
 
     def _partial_cache(self) -> PartialCache:
         target, cache, settings = self.binding.target, self.binding.cache, self.settings
@@ -344,7 +371,16 @@ class TokenSwiftDrafter(Drafter):
             dynamic=settings.partial_kv_policy == "dynamic",
         )
         keep_all = frozenset(range(target.num_layers))
-        return PartialCache(cache, keep_all if settings.partial_kv_policy == "full" else target.sliding_layers, policy)
+        shape = cache, keep_all if settings.partial_kv_policy == "full" else target.sliding_layers, policy
+        partial: PartialCache = self.binding.part((PartialCache, *shape), lambda: PartialCache(*shape))
+        partial.forget()
+        return partial
+
+
+def _last_hidden(changing: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the hidden state `(B, hidden)` at the last of the kept nodes of each row. It may be part of a graph."""
+    hidden, path, counts = changing
+    return hidden[torch.arange(len(hidden), device=hidden.device), last_of(path, counts)]
 
 
 def _logits(

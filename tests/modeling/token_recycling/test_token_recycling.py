@@ -70,7 +70,7 @@ def test_trees_are_read_from_what_the_target_ranked(vocab_size):
 
         def started(texts, verification):
             start(texts, verification)
-            for row, (text, count) in enumerate(zip(texts, verification.num_nodes, strict=True)):
+            for row, (text, count) in enumerate(zip(texts, verification.num_nodes.host, strict=True)):
                 rows.append(Restated(text.tolist(), 5))
                 rows[-1].write(text[len(text) - count :].tolist(), verification.logits[row], list(range(count)))
 

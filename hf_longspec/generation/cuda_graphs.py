@@ -1,0 +1,331 @@
+"""Functions of fixed shapes, captured as CUDA graphs and replayed, and the buffers that graphs are bound to.
+
+A graph holds addresses, so small inputs are copied into tensors of its own. Kernels read the lengths of the rows on the
+device, and buffers are read up to the next power of two, so that one graph serves many lengths. A function that cannot
+be captured is not tried again. `capture` contains all calls of CUDA. It was tested on a simulated device and has never
+run on a GPU.
+
+Graphs stay valid while the buffers and the model do, so a [`Workspace`] keeps both for the next call of `generate`.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..attention_backends.lengths import SeqLens
+from .cache import SpeculativeCache
+
+logger = logging.get_logger(__name__)
+
+SMALLEST_BUCKET = 1024
+WARM_UP = 3
+# Graphs of one cache or draft. The oldest are dropped, since every temperature of a call may need graphs of its own.
+MOST_GRAPHS = 128
+
+_NOT_CAPTURED = (
+    "A step of %s could not be captured as a CUDA graph (%s), so it runs as it is. Set "
+    "draft.generation_config.compile to 'off' to skip the attempt."
+)
+
+# A graph is bound to the buffers of one cache or drafter, and is dropped with it.
+_captured: WeakKeyDictionary[Any, dict[tuple, "CapturedFunction"]] = WeakKeyDictionary()
+# Functions and shapes of a target or a draft that could not be captured, and are not tried again.
+_not_captured: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
+# Graphs of one target never run at the same time, so they share the memory of intermediate results.
+_pools: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+_capturing = Lock()
+
+
+class CapturedRunner:
+    """Run functions as captured graphs, for one call of `generate`.
+
+    Args:
+        model (`PreTrainedModel`): The target.
+        draft (`torch.nn.Module`, *optional*): The draft.
+        inner (`Callable`, *optional*): A [`CompiledRunner`] that compiles the functions before they are captured.
+
+    Attributes:
+        seconds (`float`): Time that captures took.
+        state (`tuple`): State of target and draft, see [`state_of`].
+    """
+
+    captures = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        draft: torch.nn.Module | None = None,
+        inner: Callable[..., Any] | None = None,
+    ):
+        self.model = model
+        self.inner = inner
+        self.seconds = 0.0
+        self.state = state_of(model), None if draft is None else state_of(draft)
+        # Graphs of this call, by what differs within one call. It takes microseconds to look one up.
+        self._known: dict[tuple, CapturedFunction] = {}
+
+    def takes(self, lengths: SeqLens) -> bool:
+        """Return `True`: any prefix can be captured."""
+        return True
+
+    def knows(self, lengths: SeqLens) -> int:
+        """Return 0: a captured graph would reuse the lengths it was captured with, so none is passed as a size."""
+        return 0
+
+    def sizes(self, lengths: SeqLens, nodes: int, capacity: int) -> list[torch.Tensor]:
+        """Return one empty tensor whose first size plus `nodes` is the bucket of these lengths."""
+        return [torch.empty(bucket(lengths.longest + nodes, capacity) - nodes, 0)]
+
+    def key_of(self, sizes: Sequence[torch.Tensor], *places: int) -> tuple[int, ...]:
+        """Return the sizes and the places of the buffers, since each has a graph of its own."""
+        return *(size.shape[0] for size in sizes), *places
+
+    def buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the buffer unchanged."""
+        return buffer
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        shape: tuple,
+        changing: tuple[torch.Tensor, ...],
+        fixed: tuple,
+        module: torch.nn.Module,
+        holder: Any,
+    ) -> Any:
+        """Return `function(changing, *fixed)`, which the next call overwrites; `None` if it cannot be captured.
+
+        Args:
+            function (`Callable`): A function without a closure. It must be idempotent, as it runs several times before
+                it is captured.
+            shape (`tuple`): Hashable values. Within one call of `generate`, calls with the same function, shape and
+                holder have the same `fixed`.
+            changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
+            fixed (`tuple`): Modules, constants, and the buffers that are read and written.
+            module (`torch.nn.Module`): Owner of the function, by which it is remembered if it cannot be captured.
+            holder (`Any`): Owner of the buffers. The graph is dropped with it.
+        """
+        key = function, shape, id(holder)
+        graph = self._known.get(key)
+        if graph is None:
+            graph = self._of_earlier_calls(function, shape, changing, fixed, module, holder)
+            if graph is None:
+                return None
+            self._known[key] = graph
+        return graph(changing)
+
+    def _of_earlier_calls(self, function, shape, changing, fixed, module, holder) -> "CapturedFunction | None":
+        """Return the graph that an earlier call captured, or capture it; `None` if that is not possible."""
+        graphs, failed = _captured.setdefault(holder, {}), _not_captured.setdefault(module, set())
+        if (function, shape) in failed:
+            return None
+        tensors = _tensors(fixed)
+        sizes = tuple(x.shape for x in tensors)
+        key = function, shape, sizes, self.state, tuple(x.data_ptr() for x in tensors if x.numel())
+        if key in graphs:
+            return graphs[key]
+
+        def run(inputs: tuple[torch.Tensor, ...]) -> Any:
+            if self.inner is None:
+                return function(inputs, *fixed)
+            return self.inner(function, (shape, sizes), inputs, fixed, module, holder)
+
+        while len(graphs) >= MOST_GRAPHS:
+            del graphs[next(iter(graphs))]
+        started = time.perf_counter()
+        try:
+            graphs[key] = CapturedFunction(run, changing, self._pool())
+        except Exception as error:  # CUDA, Triton and torch share no class of errors
+            is_new = all(function is not other for other, _ in failed)
+            failed.add((function, shape))
+            if is_new:
+                logger.warning(_NOT_CAPTURED, type(module).__name__, (str(error) or repr(error)).splitlines()[0])
+            return None
+        finally:
+            self.seconds += time.perf_counter() - started
+        return graphs[key]
+
+    def _pool(self) -> Any:
+        if self.model not in _pools:
+            _pools[self.model] = torch.cuda.graph_pool_handle()
+        return _pools[self.model]
+
+
+class CapturedFunction:
+    """Replay one graph on inputs that are copied into its own tensors.
+
+    Args:
+        function (`Callable`): A function of a tuple of tensors. It must be idempotent, as it runs several times before
+            it is captured.
+        inputs (`tuple[torch.Tensor, ...]`): Inputs of the first call, which decide the shapes.
+        pool (*optional*): Memory of graphs that never run at the same time.
+    """
+
+    def __init__(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], pool: Any = None):
+        own = tuple(x.clone() for x in inputs)
+        self.outputs, self.replay = capture(lambda: function(own), inputs[0].device, pool)
+        # by dtype, as torch copies such a list in one launch
+        places: dict[torch.dtype, list[int]] = {}
+        for place, x in enumerate(own):
+            places.setdefault(x.dtype, []).append(place)
+        self._copied = [(group, [own[place] for place in group]) for group in places.values()]
+
+    def __call__(self, inputs: tuple[torch.Tensor, ...]) -> Any:
+        for places, own in self._copied:
+            torch._foreach_copy_(own, [inputs[place] for place in places])
+        self.replay()
+        return self.outputs
+
+
+def capture(function: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[Any, Callable[[], None]]:
+    """Capture a function without arguments; return its outputs and a function that computes them again in place.
+
+    After an error, stream and default generator are as before: a capture that ends early would change both.
+
+    Raises:
+        RuntimeError: If `function` returns nothing, since it could not be compiled, or if CUDA refuses the capture.
+    """
+    with _capturing, torch.cuda.device(device):
+        stream, before = torch.cuda.Stream(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.clone_state()
+        try:
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):  # kernels are compiled and chosen before the capture, which allows neither
+                    if function() is None:
+                        raise RuntimeError("it could not be compiled")
+            before.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on to launch kernels, and to wait for them, on this device.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                outputs = function()
+        except BaseException:
+            torch.cuda.set_stream(before)
+            generator.graphsafe_set_state(state)
+            raise
+    return outputs, graph.replay
+
+
+def bucket(length: int, capacity: int) -> int:
+    """Return the number of slots that a graph reads for `length` used ones: a power of two, at most `capacity`.
+
+    >>> [bucket(length, 5000) for length in (5, 1024, 1025, 4097)]
+    [1024, 1024, 2048, 5000]
+    """
+    return min(capacity, max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+def state_of(model: torch.nn.Module) -> int:
+    """Return a number that changes when a model would compute something else, or with weights at other addresses.
+
+    It covers modules, their forwards, hooks and plain attributes, such as the active adapter of PEFT and training mode,
+    and the settings of torch that choose kernels. It does not depend on the values of weights, which a graph reads.
+    """
+    state: list[Any] = [id(model), torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cuda")]
+    if isinstance(model, PreTrainedModel):
+        state.append(model.config.to_json_string(use_diff=False))
+    for module in model.modules():
+        state += [id(module), id(getattr(module.forward, "__func__", module.forward))]
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | float | str | None):
+                state += [name, value]
+            elif name in ("_parameters", "_buffers"):
+                state += [0 if x is None else x.data_ptr() for x in value.values()]
+            elif isinstance(value, dict | list | tuple | set) and name != "_modules":
+                state += [name, *_plain(value)]
+    return hash(tuple(state))
+
+
+def _plain(values: Any) -> Iterator[Any]:
+    """Yield the plain values in a collection, and the identity of functions, such as hooks."""
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, bool | int | float | str | None):
+            yield value
+        elif callable(value):
+            yield id(value)
+
+
+class Workspace:
+    """Buffers of one call of `generate` that a later call may use again, with the graphs that are bound to them.
+
+    Args:
+        cache ([`SpeculativeCache`], *optional*): The target's cache.
+
+    Attributes:
+        parts (`dict[tuple, Any]`): Buffers of the drafter, by what they were made for.
+    """
+
+    def __init__(self, cache: SpeculativeCache | None = None):
+        self.cache = cache
+        self.parts: dict[tuple, Any] = {}
+
+    def part(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """Return the part of this key, made by `make` if no earlier call left one."""
+        if key not in self.parts:
+            self.parts[key] = make()
+        return self.parts[key]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, without the memory of graphs."""
+        parts = [*self.parts.values(), *([] if self.cache is None else [self.cache])]
+        return sum(part.nbytes for part in parts)
+
+
+# Most workspaces of a draft, one for each of the batch sizes that it decoded last, and most bytes of their buffers.
+MOST_WORKSPACES = 4
+MOST_BYTES = 2**31
+# Workspaces that no call is using, last used last, and the state of target and draft that they are valid for.
+_workspaces: WeakKeyDictionary[torch.nn.Module, tuple[Any, list[Workspace]]] = WeakKeyDictionary()
+_workspaces_lock = Lock()
+
+
+def take_workspace(draft: torch.nn.Module, runner: CapturedRunner, batch_size: int, max_length: int) -> Workspace:
+    """Return a workspace whose cache fits, or an empty one. It belongs to the caller until [`keep_workspace`].
+
+    Workspaces for another state of target or draft, for example on another device, are dropped.
+    """
+    with _workspaces_lock:
+        state, kept = _workspaces.get(draft, (None, []))
+        if state != runner.state:
+            _workspaces.pop(draft, None)
+            return Workspace()
+        for workspace in reversed(kept):
+            cache = workspace.cache
+            if cache is not None and cache.batch_size == batch_size and cache.max_length >= max_length:
+                kept.remove(workspace)
+                return workspace
+    return Workspace()
+
+
+def keep_workspace(
+    draft: torch.nn.Module, runner: CapturedRunner, workspace: Workspace, cache: SpeculativeCache
+) -> None:
+    """Keep a workspace and the cache of its call for the next call, and drop the oldest beyond the bounds."""
+    cache.reset()
+    workspace.cache = cache
+    with _workspaces_lock:
+        state, kept = _workspaces.get(draft, (runner.state, []))
+        kept = [*(kept if state == runner.state else []), workspace]
+        while kept and (len(kept) > MOST_WORKSPACES or sum(one.nbytes for one in kept) > MOST_BYTES):
+            del kept[0]
+        _workspaces[draft] = runner.state, kept
+
+
+def release_workspaces(draft: torch.nn.Module) -> None:
+    """Drop the workspaces of a draft, with their graphs."""
+    with _workspaces_lock:
+        _workspaces.pop(draft, None)

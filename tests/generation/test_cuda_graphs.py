@@ -1,0 +1,154 @@
+"""Buffers and graphs that calls leave for the next one: when they are used again, and when they must not be."""
+
+import pytest
+import torch
+
+from hf_longspec import SpeculativeCache
+from hf_longspec.generation import cuda_graphs
+from hf_longspec.generation.cuda_graphs import CapturedRunner, state_of
+from hf_longspec.generation.drafter import Binding
+from hf_longspec.generation.gate import gate_of
+from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.register_draft import DRAFTS
+from hf_longspec.testing import randomize, tiny_prompts, tiny_target
+from tests.generation.test_on_simulated_cuda import generate, simulated, why_not
+
+pytestmark = [
+    pytest.mark.usefixtures("every_step_speculates"),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def pair():
+    """A target and a LongSpec draft for it."""
+    model = tiny_target("llama", vocab_size=24)
+    draft = DRAFTS["longspec"].model.from_target(model, window=8, tree_widths=[3, 2])
+    randomize(draft)
+    return model, draft
+
+
+def text_of(model, draft, prompts, **options):
+    draft.generation_config.compile = "off"
+    text = generate(model, draft, *prompts, False, **options)
+    draft.generation_config.compile = "graph"
+    return text
+
+
+class TestNextCall:
+    def test_a_returned_cache_belongs_to_the_caller(self, pair):
+        model, draft = pair
+        prompts = tiny_prompts(24, (21,))
+        expected = text_of(model, draft, prompts)
+        with simulated() as cuda:
+            cuda.place(model), cuda.place(draft)
+            out = generate(model, draft, *cuda.place(prompts), False, return_dict_in_generate=True)
+            assert isinstance(out.past_key_values, SpeculativeCache)
+            keys = out.past_key_values.layers[0].keys
+            before = cuda.fetch(keys).clone()
+            again = generate(model, draft, *cuda.place(tiny_prompts(24, (30,))), False)
+            assert again.shape[1] == 44
+            assert torch.equal(cuda.fetch(keys), before)
+            assert torch.equal(cuda.fetch(out.sequences), expected)
+
+    def test_a_longer_call_replaces_the_buffers(self, pair):
+        model, draft = pair
+        short, long = tiny_prompts(24, (21,)), tiny_prompts(24, (60,))
+        expected = [text_of(model, draft, prompts) for prompts in (short, long)]
+        with simulated() as cuda:
+            cuda.place(model), cuda.place(draft)
+            for prompts, text in zip((short, long, short), (*expected, expected[0]), strict=True):
+                assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), text)
+
+    @pytest.mark.parametrize("change", ["weights", "activation", "hook"])
+    def test_a_changed_target_gets_graphs_of_its_own(self, pair, change):
+        """Each of these changes what the model computes, and leaves a graph of before what it was."""
+        model, draft = pair
+        prompts = tiny_prompts(24, (21,))
+
+        def apply(place):
+            if change == "weights":
+                torch.manual_seed(1)
+                moved = torch.randn(model.lm_head.weight.shape)
+                model.lm_head.weight = torch.nn.Parameter(place(moved), requires_grad=False)
+            elif change == "activation":
+                model.model.layers[0].mlp.act_fn = torch.nn.Tanh()
+            else:
+                return model.model.norm.register_forward_hook(lambda module, args, output: -output)
+
+        before = text_of(model, draft, prompts)
+        weight, activation = model.lm_head.weight, model.model.layers[0].mlp.act_fn
+        hook = apply(lambda x: x)
+        after = text_of(model, draft, prompts)
+        assert not torch.equal(before, after)
+        model.lm_head.weight, model.model.layers[0].mlp.act_fn = weight, activation
+        if hook is not None:
+            hook.remove()
+        with simulated() as cuda:
+            cuda.place(model), cuda.place(draft)
+            assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), before)
+            hook = apply(cuda.place)
+            assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), after)
+        if hook is not None:
+            hook.remove()
+
+    @pytest.mark.parametrize("drop", ["release", "bytes"])
+    def test_buffers_are_dropped(self, pair, drop, monkeypatch):
+        model, draft = pair
+        prompts = tiny_prompts(24, (21,))
+        if drop == "bytes":
+            monkeypatch.setattr(cuda_graphs, "MOST_BYTES", 1000)
+        with simulated() as cuda:
+            cuda.place(model), cuda.place(draft)
+            generate(model, draft, *cuda.place(prompts), False)
+            captured = len(cuda.graphs)
+            if drop == "release":
+                draft.release_buffers()
+            generate(model, draft, *cuda.place(prompts), False)
+            assert len(cuda.graphs) >= 2 * captured - 2  # those without buffers are kept with the target
+
+
+def test_the_gate_does_not_count_captures(pair):
+    model, draft = pair
+    runner = CapturedRunner(model, draft)
+    target = TargetView(model, runner)
+    drafter = draft.drafter(Binding(target, SpeculativeCache(model.config, 1, 64), None, 64))
+    gate = gate_of(True, drafter, None)
+    before = gate.clock()
+    runner.seconds += 100
+    assert gate.clock() - before < 0
+
+
+class TestState:
+    @pytest.fixture
+    def model(self):
+        return tiny_target("llama", vocab_size=24)
+
+    def test_it_stays_the_same_for_other_values_of_weights(self, model):
+        before = state_of(model)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        assert state_of(model) == before
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda model: model.train(),
+            lambda model: setattr(model.config, "hidden_act", "gelu"),
+            lambda model: setattr(model.model.layers[1], "active_adapters", ["b"]),
+            lambda model: setattr(model.model.layers[1], "scaling", {"a": 2.0}),
+            lambda model: model.model.register_forward_pre_hook(print),
+            lambda model: setattr(model.model.norm, "forward", print),
+            lambda model: setattr(model.model.norm, "weight", torch.nn.Parameter(model.model.norm.weight.clone())),
+        ],
+    )
+    def test_it_changes_with_what_is_computed(self, model, change):
+        before = state_of(model)
+        change(model)
+        assert state_of(model) != before
