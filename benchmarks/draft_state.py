@@ -40,7 +40,7 @@ def measure(target: torch.nn.Module, draft: hf_longspec.LongSpecDraftModel, cont
     cache = full_cache(target, 1, context, nodes, nodes)
     drafter = draft.drafter(Binding(view, cache, None, context + nodes))
     text = torch.randint(3, target.config.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
-    drafter.start([text], Verification(torch.zeros(1, 1, dtype=torch.long), [1], SeqLens([context - 1])))
+    drafter.start([text], Verification(torch.zeros(1, 1, dtype=torch.long), SeqLens([1]), SeqLens([context - 1])))
     seconds = [seconds_of(lambda: drafter.propose(text[-1:])) for _ in range(repeats + WARM_UPS)][WARM_UPS:]
     return {
         "draft_state_bytes": drafter.state_bytes,

@@ -40,7 +40,7 @@ from benchmarks.harness import RESULTS, Skip, Timing, integers, names, set_threa
 from benchmarks.predictions import PREDICTIONS
 from hf_longspec.bench.calls import PLAIN, TokenClock
 from hf_longspec.bench.summaries import significant
-from hf_longspec.generation import compiled_steps
+from hf_longspec.generation import cuda_graphs
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView
 
@@ -264,23 +264,23 @@ def iteration_ms(
 @contextmanager
 def watched_captures() -> Iterator[list[tuple[float, float]]]:
     """Yield a list that gets begin and end of every capture of a CUDA graph while the context is open."""
-    capture, found = compiled_steps.capture, []
+    capture, found = cuda_graphs.capture, []
 
-    def watched(function: Callable[[], Any], device: torch.device) -> Any:
+    def watched(*args: Any) -> Any:
         began = time.perf_counter()
         try:
-            result = capture(function, device)
+            result = capture(*args)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # its warm-up calls are part of it
             return result
         finally:
             found.append((began, time.perf_counter()))
 
-    compiled_steps.capture = watched
+    cuda_graphs.capture = watched
     try:
         yield found
     finally:
-        compiled_steps.capture = capture
+        cuda_graphs.capture = capture
 
 
 @contextmanager

@@ -141,9 +141,9 @@ class SelectionProbe:
         def watched(layer: int, verification: Any, counts: list[int]) -> torch.Tensor:
             capture = verification.capture
             if capture is not None and capture.rows == "each_row":
-                self._pair(capture.scores[layer], capture.last_node.tolist(), counts, verification.num_nodes)
+                self._pair(capture.scores[layer], capture.last_node.tolist(), counts, verification.num_nodes.host)
             chosen: torch.Tensor = select(layer, verification, counts)
-            self._follow(layer, chosen, counts, verification.num_nodes)
+            self._follow(layer, chosen, counts, verification.num_nodes.host)
             return chosen
 
         inner._select = watched

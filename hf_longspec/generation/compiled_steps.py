@@ -328,7 +328,13 @@ class FixedSteps:
         places = logits.data_ptr(), None if q is None else q.data_ptr()
         shape = *logits.shape, *places, tree.max_depth, tree.is_chain, rule.key
         fixed = logits, q, rule, tree.max_depth, tree.is_chain
-        return self.runner(_accept, shape, changing, fixed, self.model, cache)
+        result = self.runner(_accept, shape, changing, fixed, self.model, cache)
+        if result is None:
+            return None
+        *fields, next_root, whole = result
+        acceptance = Acceptance(*fields)
+        acceptance.__dict__["next_root"] = next_root  # fills the cached property
+        return acceptance, whole
 
 
 def _chain(changing, model, members, sizes, buffers, settings, count, rule, limit, with_q):
@@ -353,8 +359,8 @@ def _accept(changing, logits, q, rule, max_depth, is_chain):
     tokens, parents, valid, *draws = changing
     tree = DraftTree(tokens, parents, valid, q, is_chain=is_chain, max_depth=max_depth)
     acceptance = rule.accept_scored(tree, warped(rule.processors, logits), *draws)
-    acceptance.next_root  # noqa: B018  (a cached property, which becomes an output of the graph)
-    return acceptance, packed(acceptance, valid)
+    fields = acceptance.path, acceptance.num_nodes, acceptance.tokens
+    return *fields, acceptance.next_root, packed(acceptance, valid)
 
 
 class StepCache(Cache):

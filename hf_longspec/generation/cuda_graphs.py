@@ -37,7 +37,6 @@ _NOT_CAPTURED = (
 _captured: WeakKeyDictionary[Any, dict[tuple, "CapturedFunction"]] = WeakKeyDictionary()
 # Functions and shapes of a target or a draft that could not be captured, and are not tried again.
 _not_captured: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
-# Graphs of one target never run at the same time, so they share the memory of intermediate results.
 _pools: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 _capturing = Lock()
 
@@ -140,7 +139,7 @@ class CapturedRunner:
             del graphs[next(iter(graphs))]
         started = time.perf_counter()
         try:
-            graphs[key] = CapturedFunction(run, changing, self._pool())
+            graphs[key] = CapturedFunction(run, changing, self.model)
         except Exception as error:  # CUDA, Triton and torch share no class of errors
             is_new = all(function is not other for other, _ in failed)
             failed.add((function, shape))
@@ -151,11 +150,6 @@ class CapturedRunner:
             self.seconds += time.perf_counter() - started
         return graphs[key]
 
-    def _pool(self) -> Any:
-        if self.model not in _pools:
-            _pools[self.model] = torch.cuda.graph_pool_handle()
-        return _pools[self.model]
-
 
 class CapturedFunction:
     """Replay one graph on inputs that are copied into its own tensors.
@@ -164,12 +158,12 @@ class CapturedFunction:
         function (`Callable`): A function of a tuple of tensors. It must be idempotent, as it runs several times before
             it is captured.
         inputs (`tuple[torch.Tensor, ...]`): Inputs of the first call, which decide the shapes.
-        pool (*optional*): Memory of graphs that never run at the same time.
+        target (`torch.nn.Module`): The target, whose graphs share the memory of intermediate results.
     """
 
-    def __init__(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], pool: Any = None):
+    def __init__(self, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], target: torch.nn.Module):
         own = tuple(x.clone() for x in inputs)
-        self.outputs, self.replay = capture(lambda: function(own), inputs[0].device, pool)
+        self.outputs, self.replay = capture(lambda: function(own), inputs[0].device, target)
         # by dtype, as torch copies such a list in one launch
         places: dict[torch.dtype, list[int]] = {}
         for place, x in enumerate(own):
@@ -183,10 +177,13 @@ class CapturedFunction:
         return self.outputs
 
 
-def capture(function: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[Any, Callable[[], None]]:
+def capture(
+    function: Callable[[], Any], device: torch.device, target: torch.nn.Module
+) -> tuple[Any, Callable[[], None]]:
     """Capture a function without arguments; return its outputs and a function that computes them again in place.
 
-    After an error, stream and default generator are as before: a capture that ends early would change both.
+    Graphs of one target share the memory of intermediate results, as they never run at the same time. After an error,
+    stream and default generator are as before: a capture that ends early would change both.
 
     Raises:
         RuntimeError: If `function` returns nothing, since it could not be compiled, or if CUDA refuses the capture.
@@ -202,9 +199,11 @@ def capture(function: Callable[[], Any], device: torch.device, pool: Any = None)
                     if function() is None:
                         raise RuntimeError("it could not be compiled")
             before.wait_stream(stream)
+            if target not in _pools:
+                _pools[target] = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on to launch kernels, and to wait for them, on this device.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=_pools[target], capture_error_mode="thread_local"):
                 outputs = function()
         except BaseException:
             torch.cuda.set_stream(before)

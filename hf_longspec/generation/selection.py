@@ -31,8 +31,8 @@ def select_top(scores: torch.Tensor, prefix_lengths: torch.Tensor, count: int) -
         `torch.LongTensor` of shape `(B, K, count)`: Slots of the entries.
     """
     slots = torch.arange(scores.shape[-1], device=scores.device)
-    scores.masked_fill_((slots >= prefix_lengths[:, None])[:, None], -torch.inf)
     scores[..., :SINK_TOKENS] = torch.inf
+    scores.masked_fill_((slots >= prefix_lengths[:, None])[:, None], -torch.inf)
     # a row with a smaller budget takes the first ones
     return scores.topk(count, dim=-1).indices
 

@@ -33,7 +33,7 @@ from hf_longspec.attention_backends.registry import register_backend
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.bench.calls import PLAIN
 from hf_longspec.bench.results import read_records
-from hf_longspec.generation import compiled_steps, decoding
+from hf_longspec.generation import cuda_graphs, decoding
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -167,13 +167,13 @@ def test_predictions_are_judged_by_the_lines():
 CAPTURE = 0.3  # seconds, far more than an iteration of the tiny target
 
 
-def replayed(function, device):
+def replayed(function, device, target):
     """A stand-in for a CUDA graph, which takes long to capture: it calls the function again, outputs in place."""
     outputs = function()
     time.sleep(CAPTURE)
 
     def replay():
-        for old, new in zip(compiled_steps._tensors(outputs), compiled_steps._tensors(function()), strict=True):
+        for old, new in zip(cuda_graphs._tensors(outputs), cuda_graphs._tensors(function()), strict=True):
             old.copy_(new)
 
     return outputs, replay
@@ -182,9 +182,9 @@ def replayed(function, device):
 @pytest.mark.parametrize("draft", FIRST)
 def test_captures_are_counted_and_not_timed(make_run, monkeypatch, draft):
     """Drafts keep buffers of their own, so each call captures their graphs anew; the target's are there already."""
-    monkeypatch.setattr(compiled_steps, "capture", replayed)
-    monkeypatch.setattr(compiled_steps, "SMALLEST_BUCKET", 16)
-    monkeypatch.setattr(decoding, "runner_of", lambda mode, device: compiled_steps.CapturedRunner())
+    monkeypatch.setattr(cuda_graphs, "capture", replayed)
+    monkeypatch.setattr(cuda_graphs, "SMALLEST_BUCKET", 16)
+    monkeypatch.setattr(decoding, "runner_of", lambda mode, *pair: cuda_graphs.CapturedRunner(*pair[:2]))
     run = make_run()
     timed, cache = gpu.first_drafts(run.model, SMOKE)[draft], run.cache(1, 48, slots=9, room=30)
     first, second = (gpu.generate(run, timed.draft, cache, 48, stored=40, tokens=20) for _ in range(2))
@@ -201,12 +201,12 @@ def test_iterations_begin_and_end_with_tokens(monkeypatch):
     assert iteration_ms(arrivals, emitted, []) == [(1000, 0), (2000, 0), (4000, 0), (500, 0)]
     captures = [(-1.0, 0.0), (0.5, 0.75), (3.5, 4.0), (5.0, 6.0)]  # the first one for the first token
     assert iteration_ms(arrivals, emitted, captures) == [(750, 250), (2000, 0), (2500, 1500), (500, 0)]
-    monkeypatch.setattr(compiled_steps, "capture", (before := lambda function, device: function()))
+    monkeypatch.setattr(cuda_graphs, "capture", (before := lambda function, device, target: function()))
     with watched_captures() as found:
-        assert compiled_steps.capture(lambda: 7, "cpu") == 7
+        assert cuda_graphs.capture(lambda: 7, "cpu", None) == 7
         with pytest.raises(ZeroDivisionError):
-            compiled_steps.capture(lambda: 1 / 0, "cpu")
-    assert len(found) == 2 and compiled_steps.capture is before
+            cuda_graphs.capture(lambda: 1 / 0, "cpu", None)
+    assert len(found) == 2 and cuda_graphs.capture is before
 
 
 def test_no_time_left_is_said_and_the_run_ends(make_run):

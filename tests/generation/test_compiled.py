@@ -145,5 +145,5 @@ def test_longspec_drafts_over_rows_of_any_lengths_share_one_graph(graphs, no_mas
 
 
 def propose(drafter, texts, root):
-    drafter.start(texts, Verification(torch.zeros(3, 1, dtype=torch.long), [1] * 3, SeqLens((0,) * 3)))
+    drafter.start(texts, Verification(torch.zeros(3, 1, dtype=torch.long), SeqLens([1] * 3), SeqLens((0,) * 3)))
     return drafter.propose(root)

@@ -189,7 +189,7 @@ def test_paths_of_a_beam():
     for width in (3, 4, 2):
         logits = torch.randn(2, beam.tokens.shape[1], VOCAB, generator=random)
         beam.grow(logits, width)
-    tokens, parents, _, _ = beam.fields()
+    tokens, parents, *_ = beam.fields()
     first = beam.first_node
     for row in range(2):
         for place in range(2):

@@ -32,7 +32,9 @@ def test_a_drafter_is_told_what_was_emitted_and_what_the_final_norm_was_given(pl
     for number, step in enumerate(draft.verifications):
         best = ends.head(norm(step.hidden)).argmax(-1)
         for row, tokens in enumerate(step.tokens):
-            kept = step.path[row, : len(tokens)] if number else [step.num_nodes[row] - 1]  # the seed emits one token
+            kept = (
+                step.path[row, : len(tokens)] if number else [step.num_nodes.host[row] - 1]
+            )  # the seed emits one token
             assert [int(best[row, node]) for node in kept] == tokens
             told[row] += tokens
     # the last step is told to nobody

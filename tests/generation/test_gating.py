@@ -1,5 +1,6 @@
 """The setting `gate`, and the warning that a user gets."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,9 @@ class Chain(Drafter):
     num_nodes, max_depth = 5, 4
 
 
+BINDING = SimpleNamespace(target=SimpleNamespace(clock=time.perf_counter))
+
+
 class TestSetting:
     @pytest.mark.parametrize("value", ["auto", 1, None])
     def test_values_that_are_no_bool_are_refused(self, value):
@@ -26,10 +30,10 @@ class TestSetting:
             check_flags({"gate": True, "check_target": value}.get)
 
     def test_a_drafter_of_the_root_alone_has_no_gate(self):
-        chain = Chain(None)
+        chain = Chain(BINDING)
         gate = gate_of(True, chain, None)
         assert type(gate) is SpeculationGate and gate.tuner.arms[0].most_tokens == 5
-        assert gate_of(False, chain, None) is gate_of(True, Drafter(None), None) is None
+        assert gate_of(False, chain, None) is gate_of(True, Drafter(BINDING), None) is None
         assert gate.shadow is None
         chain.can_shadow = True
         assert gate_of(True, chain, None).shadow is not None
@@ -40,11 +44,11 @@ def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
     monkeypatch.setattr(distributed, "get_rank", lambda group: 0)
     monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 2)
     pair = Ranks("pair", torch.device("cpu"))
-    assert type(gate_of(True, Chain(None), None)) is SpeculationGate
-    assert type(gate_of(True, Chain(None), pair)) is SharedGate
+    assert type(gate_of(True, Chain(BINDING), None)) is SpeculationGate
+    assert type(gate_of(True, Chain(BINDING), pair)) is SharedGate
     # two groups of two ranks
     monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 4 if group is None else 2)
-    assert gate_of(True, Chain(None), pair) is None
+    assert gate_of(True, Chain(BINDING), pair) is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longspec.auditing import MAX_SIGMA
-from hf_longspec.generation.sampling import NoiseRows
+from hf_longspec.generation.sampling import BLOCK, NoiseRows
 from hf_longspec.generation.verification import draw_noise
 
 VOCAB = 5
@@ -70,15 +70,17 @@ def test_no_draw_spans_two_rows_and_none_is_repeated(batch_size):
             noise.rows(count)
         noise.advance([2] * batch_size)
         noise.rows(4)
-    assert draws.sizes == [VOCAB] * 6 * batch_size
+        assert draws.sizes == [BLOCK * VOCAB] * batch_size
+        noise.rows(BLOCK)
+    assert draws.sizes == [BLOCK * VOCAB] * 2 * batch_size
 
 
 def test_tokens_emitted_without_noise_use_no_noise_row():
     """Rejection sampling emits tokens without a noise row, and later draws continue after the last drawn row."""
-    noise, expected = seeded(2), seeded(2).rows(4)
+    noise, expected = seeded(2), seeded(2).rows(BLOCK + 2)
     noise.rows(2)
-    noise.advance([5, 1])
-    assert torch.equal(noise.rows(2)[0], expected[0, 2:]) and torch.equal(noise.rows(2)[1], expected[1, 1:3])
+    noise.advance([BLOCK + 3, 1])
+    assert torch.equal(noise.rows(2)[0], expected[0, BLOCK:]) and torch.equal(noise.rows(2)[1], expected[1, 1:3])
 
 
 def test_noise_differs_between_rows_positions_and_seeds():

@@ -4,6 +4,7 @@ With the coupled rule, the same seed gives the same text with and without specul
 follows the distribution of the bare model.
 """
 
+from dataclasses import replace
 from itertools import cycle
 
 import pytest
@@ -233,13 +234,13 @@ class TestDistribution:
         assert max_z_score(self.draws(model, draft, FREE), expected) < MAX_SIGMA
 
     def test_a_wrong_draft_distribution_is_detected(self, model, monkeypatch):
-        choose = SpecAttnDrafter._choose
+        propose = SpecAttnDrafter.propose
 
-        def uniform(self, logits, depth):
-            token, q = choose(self, logits, depth)
-            return token, torch.full_like(q, 1 / q.shape[-1])
+        def uniform(self, root):
+            tree = propose(self, root)
+            return replace(tree, q=torch.full_like(tree.q, 1 / tree.q.shape[-1]))
 
-        monkeypatch.setattr(SpecAttnDrafter, "_choose", uniform)
+        monkeypatch.setattr(SpecAttnDrafter, "propose", uniform)
         samples = self.draws(model, self.specattn(model), FREE)
         assert max_z_score(samples, self.exact(model, FREE)) > 2 * MAX_SIGMA
 

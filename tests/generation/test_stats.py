@@ -61,7 +61,7 @@ def test_counts_agree_with_the_text(plain_run, kind, lengths):
     if hasattr(draft, "verifications"):  # what the drafter was told, without the seeding chain and the last step
         steps = draft.verifications[1:]
         assert stats.num_forwards == len(steps) + 1
-        assert all(1 <= n <= 7 or n == 0 for verification in steps for n in verification.num_nodes)
+        assert all(1 <= n <= 7 or n == 0 for verification in steps for n in verification.num_nodes.host)
 
 
 def test_last_speculation_is_that_of_the_last_call(plain_run):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
-from hf_longspec.generation import compiled_steps as captured
+from hf_longspec.generation import cuda_graphs as captured
 from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, _compiled, runner_of
 from hf_longspec.testing import (
     PAD_TOKEN_ID,
@@ -132,15 +132,20 @@ def test_code_generation_keeps_the_text():
 
 
 def test_modes():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    assert runner_of("off", cpu) is runner_of("auto", cpu) is runner_of("off", cuda) is None
-    assert type(runner_of("compile", cpu)) is CompiledRunner
-    assert runner_of("auto", cuda).inner is runner_of("graph", cuda).inner is None
-    assert type(runner_of("compile", cuda).inner) is CompiledRunner
+    model, cpu, cuda = tiny_target("llama"), torch.device("cpu"), torch.device("cuda", 0)
+    draft = PlainDraftModel.from_target(model)
+
+    def of(mode, device):
+        return runner_of(mode, model, draft, device)
+
+    assert of("off", cpu) is of("auto", cpu) is of("off", cuda) is None
+    assert type(of("compile", cpu)) is CompiledRunner
+    assert of("auto", cuda).inner is of("graph", cuda).inner is None
+    assert type(of("compile", cuda).inner) is CompiledRunner
     with pytest.raises(ValueError, match=r"compile='graph' captures CUDA graphs, and the model is on cpu"):
-        runner_of("graph", cpu)
+        of("graph", cpu)
     with pytest.raises(ValueError, match=r"compile='fast': expected one of auto, graph, compile, off"):
-        generate(tiny_target("llama"), PlainDraftModel.from_target(tiny_target("llama")), "fast")
+        generate(model, draft, "fast")
 
 
 class Recorder:
@@ -150,7 +155,7 @@ class Recorder:
         self.captures = self.replays = 0
         self.inside = False
 
-    def __call__(self, function, device):
+    def __call__(self, function, device, target):
         self.captures += 1
         for _ in range(3):
             outputs = self.run(function)
@@ -195,7 +200,10 @@ def test_captured_steps(kind, options, llama, monkeypatch):
         patch.setattr(captured, "SMALLEST_BUCKET", 32)
         # the torch backend reads lengths back, as kernels for GPUs do not; where a graph may not break, it masks
         patch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
-        patch.setattr("hf_longspec.generation.decoding.runner_of", lambda mode, device: captured.CapturedRunner())
+        patch.setattr(
+            "hf_longspec.generation.decoding.runner_of",
+            lambda _, *pair: captured.CapturedRunner(*pair[:2]),
+        )
         captured_text = generate(llama, draft, "off", new=40, **options)
     assert torch.equal(captured_text, generate(llama, draft, "off", new=40, **options))
     assert recorder.captures >= 2

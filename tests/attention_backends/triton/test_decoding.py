@@ -12,8 +12,8 @@ from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton import backend
-from hf_longspec.generation import compiled_steps as captured
 from hf_longspec.generation import compiled_steps as compiled
+from hf_longspec.generation import cuda_graphs as captured
 from hf_longspec.generation import decoding
 from hf_longspec.generation.selection import SINK_TOKENS, SelectedCache
 from hf_longspec.generation.target import TargetView
@@ -172,10 +172,10 @@ def test_a_wrong_last_node_is_seen(monkeypatch, second_pass):
         assert_best_entries(watched.selected, second_pass)
 
 
-def assert_like_steps_as_they_are(sizes, monkeypatch, runner, lengths=LENGTHS):
+def assert_like_steps_as_they_are(sizes, monkeypatch, runner_of, lengths=LENGTHS):
     model = tiny_target("llama", **sizes)
     expected, forwards, loose = generate(model, {}, lengths)
-    monkeypatch.setattr(decoding, "runner_of", lambda *_: runner)
+    monkeypatch.setattr(decoding, "runner_of", runner_of)
     text, fixed_forwards, fixed = generate(model, {}, lengths)
     assert torch.equal(text, expected) and forwards == fixed_forwards
     assert fixed.written == loose.written and not fixed.computed
@@ -190,7 +190,7 @@ def test_captured_steps(monkeypatch):
     """Scores leave a graph, one per entry. A stand-in replays the function; lengths cross a bucket."""
     replays = []
 
-    def capture(function, device):
+    def capture(function, device, target):
         outputs = function()
 
         def replay():
@@ -202,7 +202,7 @@ def test_captured_steps(monkeypatch):
 
     monkeypatch.setattr(captured, "capture", capture)
     monkeypatch.setattr(captured, "SMALLEST_BUCKET", 32)
-    forwards = assert_like_steps_as_they_are(SHALLOW, monkeypatch, captured.CapturedRunner())
+    forwards = assert_like_steps_as_they_are(SHALLOW, monkeypatch, lambda _, model, *__: captured.CapturedRunner(model))
     assert len(replays) >= forwards
 
 
@@ -212,6 +212,6 @@ def test_compiled_steps(lengths, monkeypatch):
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")
     monkeypatch.setattr(compiled, "BACKEND", graphs)
-    assert_like_steps_as_they_are(SHALLOW, monkeypatch, compiled.CompiledRunner(), lengths)
+    assert_like_steps_as_they_are(SHALLOW, monkeypatch, lambda *_: compiled.CompiledRunner(), lengths)
     torch._dynamo.reset()
     assert graphs.frame_count >= 2

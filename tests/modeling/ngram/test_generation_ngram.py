@@ -26,7 +26,9 @@ def drafter_of(batch_size, **settings):
 def begin(drafter, texts):
     """Texts whose last token is the root."""
     committed = [torch.tensor(text[:-1]) for text in texts]
-    drafter.start(committed, Verification(torch.zeros(1, 1), [1], SeqLens((0,)), tokens=[text[-1:] for text in texts]))
+    drafter.start(
+        committed, Verification(torch.zeros(1, 1), SeqLens([1]), SeqLens((0,)), tokens=[text[-1:] for text in texts])
+    )
     return drafter.propose(torch.tensor([text[-1] for text in texts]))
 
 
@@ -63,7 +65,7 @@ class TestProposals:
     def test_without_preload_the_prompt_is_not_proposed(self):
         drafter = drafter_of(1, preload=False)
         assert paths(begin(drafter, [self.TEXT])) == []
-        drafter.observe(Verification(torch.zeros(1, 1), [5], SeqLens((20,)), tokens=[[4, 8, 9, 9, 2]]))
+        drafter.observe(Verification(torch.zeros(1, 1), SeqLens([5]), SeqLens((20,)), tokens=[[4, 8, 9, 9, 2]]))
         # the root's own continuation, which was generated; (9, 2) and (9, 9, 2) were not seen before
         assert paths(drafter.propose(torch.tensor([2]))) == [[4, 8, 9]]
 
@@ -77,7 +79,9 @@ class TestProposals:
             alone = begin(drafter_of(1), [text])
             for name in ("tokens", "parents", "valid"):
                 assert torch.equal(getattr(together, name)[row], getattr(alone, name)[0])
-        drafter.observe(Verification(torch.zeros(3, 1), [2, 0, 1], SeqLens((20, 1, 4)), tokens=[[9, 4], [], [6]]))
+        drafter.observe(
+            Verification(torch.zeros(3, 1), SeqLens([2, 0, 1]), SeqLens((20, 1, 4)), tokens=[[9, 4], [], [6]])
+        )
         assert [len(index.text) for index in drafter.indexes] == [23, 2, 6]
 
     def test_starting_again_reads_only_what_is_new(self):

@@ -7,6 +7,7 @@ from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
+from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.selection import SINK_TOKENS
 from hf_longspec.generation.target import TargetView
@@ -119,7 +120,7 @@ def ring_of(draft, model, texts):
     cache = SpeculativeCache(model.config, len(texts), 200)
     binding = Binding(TargetView(model), cache, None, 200)
     fresh = draft.make_drafter(binding)
-    fresh.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), [1], SeqLens((0,))))
+    fresh.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), SeqLens([1]), SeqLens((0,))))
     return fresh.ring
 
 
@@ -153,7 +154,7 @@ def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined,
         assert_same_ring(self.ring, ring_of(draft, model, texts), growing)
         assert [int(self.last_token[row]) for row in growing] == [texts[row][-1] for row in growing]
         foreign = [verification.path[row, 1:count].ge(self.num_nodes).any() for row, count in
-                   enumerate(verification.num_nodes)]  # fmt: skip
+                   enumerate(verification.num_nodes.host)]  # fmt: skip
         checked.extend(bool(foreign[row]) for row in growing)
 
     monkeypatch.setattr(LongSpecDrafter, "observe", checking)
@@ -173,12 +174,14 @@ def test_a_path_longer_than_longspecs_window(target):
     cache = SpeculativeCache(model.config, 3, 100)
     drafter = draft.make_drafter(Binding(TargetView(model), cache, None, 100))
     drafter.foreign_depth = 9
-    drafter.start([torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), [1] * 3, SeqLens((0,) * 3)))
-    drafter.root = torch.tensor(roots)
+    drafter.start(
+        [torch.tensor(text) for text in texts], Verification(torch.zeros(1, 1), SeqLens([1] * 3), SeqLens((0,) * 3))
+    )
     written, fill = [], drafter.ring.fill
     drafter.ring.fill = lambda keys, values, positions: written.append(positions) or fill(keys, values, positions)
-    path = torch.full((3, 12), 50)
-    drafter.observe(Verification(path, [9, 2, 0], SeqLens((4, 3, 3)), tokens=emitted))
+    rows = [[root, *tokens, *[0] * 12][:12] for root, tokens in zip(roots, emitted, strict=True)]
+    path, tree = torch.arange(12).expand(3, -1), DraftTree.chain(torch.tensor(rows))
+    drafter.observe(Verification(path, SeqLens([9, 2, 0]), SeqLens((4, 3, 3)), tokens=emitted, tree=tree))
     whole = [[*text, *([root, *tokens[:-1]] if tokens else [])] for text, root, tokens in
              zip(texts, roots, emitted, strict=True)]  # fmt: skip
     assert_same_ring(drafter.ring, ring_of(draft, model, whole), range(3))

@@ -62,7 +62,7 @@ def seeded_drafter(model, lengths=LENGTHS, **settings):
         target.verify(tree, cache, capture)
     cache.commit(None, sizes)
     path = torch.arange(max(sizes)).expand(len(sizes), -1)
-    drafter.observe(Verification(path, sizes, before, capture))
+    drafter.observe(Verification(path, SeqLens(sizes), before, capture))
     return drafter, torch.tensor([7, 8, 9][: len(lengths)])
 
 
@@ -102,7 +102,7 @@ def test_selection_takes_the_entries_with_the_highest_scores(monkeypatch):
     invented = torch.randn(1, 1, 57, generator=generator)
     capture = drafter.capture(chain_of_last_tokens([torch.arange(5)], 5)[0])
     capture.scores = {index: invented.clone() for index in range(len(cache.layers))}
-    drafter.observe(Verification(torch.zeros(1, 1, dtype=torch.long), [0], SeqLens((57,)), capture))
+    drafter.observe(Verification(torch.zeros(1, 1, dtype=torch.long), SeqLens([0]), SeqLens((57,)), capture))
     best = set(invented[0, 0, SINK_TOKENS:].argsort(descending=True)[: 12 - SINK_TOKENS].add(SINK_TOKENS).tolist())
     expected = best | set(range(SINK_TOKENS))
     for source, compact in zip(cache.layers, drafter.selected.layers, strict=True):
