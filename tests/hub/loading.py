@@ -26,7 +26,7 @@ CLASSES = {
     "longspec_plain": "PlainDraftModel",
     "longspec_ngram": "NgramDraftModel",
     "longspec_assistant": "AssistantDraftModel",
-    "token_recycling": "TokenRecyclingDraftModel",
+    "longspec_token_recycling": "TokenRecyclingDraftModel",
 }
 KINDS = tuple(CLASSES)
 ENGINE_COMMIT = f"{99:040x}"

@@ -6,4 +6,4 @@ from ..configuration_base import DraftConfig
 class TokenRecyclingConfig(DraftConfig):
     """Configuration of [`TokenRecyclingDraftModel`]: the target's shapes only, as there are no weights."""
 
-    model_type = "token_recycling"
+    model_type = "longspec_token_recycling"

@@ -49,6 +49,7 @@ def test_on_a_device(kind, steps, monkeypatch):
         assert bool(cuda.replays) == (steps == "graph")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["tree", "pard"])
 def test_compiled_steps_give_the_same_text(kind, monkeypatch):
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
