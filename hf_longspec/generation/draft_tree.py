@@ -295,7 +295,7 @@ def static_tree(root: Tensor, levels: Sequence[Tensor]) -> DraftTree:
     ([[5, 7, 8, 9]], [[-1, 0, 1, 1]])
     """
     branching = tuple(level.shape[1] for level in levels)
-    columns = _static_structure(branching, root.device)[0]
+    columns = _static_structure(len(root), branching, root.device)[0]
     candidates = torch.cat([root[:, None], *levels], dim=1)
     return _with_tokens(candidates.index_select(1, columns), branching)
 
@@ -343,8 +343,10 @@ def _chain_structure(batch_size: int, num_nodes: int, device: torch.device) -> d
 
 
 @lru_cache(maxsize=64)
-def _static_structure(branching: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Return columns `(N,)`, parents, depths, mask and validity of a static tree, the last four for a batch of 1.
+def _static_structure(
+    batch_size: int, branching: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the columns `(N,)` of a static tree, and the tensors that do not depend on its tokens, contiguous.
 
     The column of a node is the place of its token in the root and all levels, one after another.
     """
@@ -360,22 +362,18 @@ def _static_structure(branching: tuple[int, ...], device: torch.device) -> tuple
         first += children
     with torch.inference_mode(False):  # the cached tensors outlive the call, which may run under inference mode
         places = on_device([columns, parents, depths], device)
-        valid = torch.ones_like(places[:1], dtype=torch.bool)
-        mask = DraftTree(places[:1], places[1:2], valid, max_depth=len(branching)).mask
-        return places[0], places[1:2], places[2:], mask, valid
+        above, below = (row.repeat(batch_size, 1) for row in places[1:])
+        valid = torch.ones_like(above, dtype=torch.bool)
+        mask = tree_mask(above, valid, len(branching))
+        return places[0], {"parents": above, "valid": valid, "depths": below, "mask": mask}
 
 
 def _with_tokens(tokens: Tensor, branching: tuple[int, ...]) -> DraftTree:
-    _, parents, depths, mask, valid = _static_structure(branching, tokens.device)
-    tree = DraftTree(
-        tokens,
-        parents.expand_as(tokens),
-        valid.expand_as(tokens),
-        is_chain=max(branching, default=1) == 1,
-        max_depth=len(branching),
-    )
+    _, structure = _static_structure(len(tokens), branching, tokens.device)
+    is_chain = max(branching, default=1) == 1
+    tree = DraftTree(tokens, structure["parents"], structure["valid"], is_chain=is_chain, max_depth=len(branching))
     # fills the cached properties, so that a step launches no kernel for them
-    tree.__dict__.update(depths=depths.expand_as(tokens), mask=mask.expand(len(tokens), -1, -1))
+    tree.__dict__.update(depths=structure["depths"], mask=structure["mask"])
     return tree
 
 

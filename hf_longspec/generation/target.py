@@ -296,9 +296,14 @@ class TargetView:
         """Return a time in seconds, without the time that captures took, which serve many steps."""
         return time.perf_counter() - getattr(self.runner, "seconds", 0.0)
 
+    @property
+    def captures(self) -> bool:
+        """Whether steps are captured as CUDA graphs."""
+        return self.runner is not None and self.runner.captures
+
     def workspace(self, draft: Any, batch_size: int, max_length: int) -> Any:
         """Return the [`Workspace`] of a call of `generate`; `None` if steps are not captured."""
-        if self.runner is None or not self.runner.captures:
+        if not self.captures:
             return None
         return take_workspace(draft, self.runner, batch_size, max_length)
 
@@ -319,7 +324,7 @@ class TargetView:
             holder (`Any`): Object with which the graph is dropped.
             settings (`tuple`): Hashable values.
         """
-        if self.runner is not None and self.runner.captures:
+        if self.captures:
             shape = *(x.shape for x in changing), settings
             result = self.runner(function, shape, changing, (*fixed, *settings), self.model, holder)
             if result is not None:

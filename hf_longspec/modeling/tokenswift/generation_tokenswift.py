@@ -167,7 +167,9 @@ class PartialCache(CompactCache):
     def _copy_new(self, built: list[int], used: list[int], width: int, target: TargetView) -> None:
         """Copy the entries of the tokens that were committed since `held` to their slots."""
         lengths = self.cache.lengths.host
-        count = max(width, *(length - held for length, held in zip(lengths, self.held, strict=True)))
+        count = max(length - held for length, held in zip(lengths, self.held, strict=True))
+        if target.captures:
+            count = max(count, width)
         rows = []
         for first, held, length, end in zip(built, self.held, lengths, used, strict=True):
             tokens, missing = range(held, length), count - (length - held)
@@ -177,9 +179,9 @@ class PartialCache(CompactCache):
             rows.append([*source, *slots, end])
         devices = {self.cache.layers[index].keys.device for index in self.sparse_layers}
         for device in devices:
-            table = on_device(rows, device)
+            table = on_device(list(zip(*rows, strict=True)), device)
             if len(devices) == 1:
-                self.used.lengths = SeqLens(used, table[:, -1])
+                self.used.lengths = SeqLens(used, table[-1])
             layers = tuple(i for i in self.sparse_layers if self.cache.layers[i].keys.device == device)
             target.replayed(_copy_entries, (table,), (self,), self, (layers, self.layout, self.cache.layout))
 
@@ -203,10 +205,9 @@ class PartialCache(CompactCache):
 
 
 def _copy_entries(changing, partial, layers, *layouts):
-    """Run [`PartialCache.copy`] for these layers, maybe inside a graph, by source slots, target slots and lengths."""
+    """Run [`PartialCache.copy`] for these layers by a table `(2 n + 1, B)` of slots and lengths, maybe in a graph."""
     (table,) = changing
-    width = table.shape[1] // 2
-    places = torch.stack([table[:, :width], table[:, width : 2 * width]])
+    places = table[:-1].unflatten(0, (2, -1)).transpose(1, 2)
     for layer_idx in layers:
         partial.copy(layer_idx, places)
     return ()

@@ -42,7 +42,7 @@ class Watched:
         fill = SelectedCache.fill
 
         def kept(cache, layer_idx, chosen):
-            counts = tuple(cache._counts)
+            counts = tuple(cache.counts)
             self.selected.append((layer_idx, [chosen[row, :, :count].clone() for row, count in enumerate(counts)]))
             return fill(cache, layer_idx, chosen)
 
@@ -179,15 +179,18 @@ def assert_like_steps_as_they_are(sizes, monkeypatch, runner_of, lengths=LENGTHS
     text, fixed_forwards, fixed = generate(model, {}, lengths)
     assert torch.equal(text, expected) and forwards == fixed_forwards
     assert fixed.written == loose.written and not fixed.computed
+    return forwards, loose.selected, fixed.selected
+
+
+def assert_same_entries(loose, fixed):
     for (layer, chosen), (other_layer, other) in zip(fixed.selected, loose.selected, strict=True):
         assert layer == other_layer
         for one, two in zip(chosen, other, strict=True):
             assert torch.equal(one.sort(-1).values, two.sort(-1).values)
-    return forwards
 
 
 def test_captured_steps(monkeypatch):
-    """Scores leave a graph, one per entry. A stand-in replays the function; lengths cross a bucket."""
+    """Scores leave a graph, one per entry, and another one selects. A stand-in replays; lengths cross a bucket."""
     replays = []
 
     def capture(function, device, target):
@@ -202,8 +205,9 @@ def test_captured_steps(monkeypatch):
 
     monkeypatch.setattr(captured, "capture", capture)
     monkeypatch.setattr(captured, "SMALLEST_BUCKET", 32)
-    forwards = assert_like_steps_as_they_are(SHALLOW, monkeypatch, lambda _, model, *__: captured.CapturedRunner(model))
-    assert len(replays) >= forwards
+    runner_of = lambda _, model, *__: captured.CapturedRunner(model)  # noqa: E731
+    forwards, loose, fixed = assert_like_steps_as_they_are(SHALLOW, monkeypatch, runner_of)
+    assert len(replays) >= forwards and len(fixed) < len(loose)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, pytest.param((29,), marks=pytest.mark.soak)], ids=["ragged", "one"])
@@ -212,6 +216,8 @@ def test_compiled_steps(lengths, monkeypatch):
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")
     monkeypatch.setattr(compiled, "BACKEND", graphs)
-    assert_like_steps_as_they_are(SHALLOW, monkeypatch, lambda *_: compiled.CompiledRunner(), lengths)
+    runner = compiled.CompiledRunner()
+    _, loose, fixed = assert_like_steps_as_they_are(SHALLOW, monkeypatch, lambda *_: runner, lengths)
+    assert_same_entries(loose, fixed)
     torch._dynamo.reset()
     assert graphs.frame_count >= 2

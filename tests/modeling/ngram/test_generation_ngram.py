@@ -18,7 +18,8 @@ SMALL = {"vocab_size": 12}
 
 def drafter_of(batch_size, **settings):
     """A drafter without a target: it needs to know how many rows there are, and how long they can get."""
-    binding = SimpleNamespace(cache=SimpleNamespace(batch_size=batch_size), max_length=500)
+    target = SimpleNamespace(replayed=lambda function, changing, fixed, holder, settings: function(changing, *settings))
+    binding = SimpleNamespace(target=target, cache=SimpleNamespace(batch_size=batch_size), max_length=500)
     defaults = {"num_tokens": 3, "candidates": 2, "size": 3, "source": "both", "preload": True}
     return NgramDrafter(binding, NgramSettings(**(defaults | settings)))
 

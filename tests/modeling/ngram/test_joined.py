@@ -84,7 +84,7 @@ def test_greedy_text_is_the_targets(target, plain_run, joined, name, kind):
     accepted = [
         (row, node)
         for step in joined[:-1]
-        for row, count in enumerate(step["seen"].num_nodes)
+        for row, count in enumerate(step["seen"].num_nodes.host)
         for node in step["seen"].path[row, 1:count].tolist()
         if node >= own
     ]

@@ -133,7 +133,7 @@ def test_every_branch_can_be_accepted(plain_run, watch, mode):
     for record, case in zip(watch, cases, strict=False):
         path = (0,) * first + case
         verification = record["verification"]
-        assert verification.num_nodes == [len(path) + 1]
+        assert verification.num_nodes.host == (len(path) + 1,)
         expected = [nodes.index(path[:depth]) for depth in range(len(path) + 1)]
         assert verification.path[0, : len(path) + 1].tolist() == expected
 

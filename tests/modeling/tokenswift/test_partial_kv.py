@@ -115,7 +115,7 @@ def test_buffers_hold_what_a_list_per_row_layer_and_head_holds(plain_run, watch,
         verification = record["verification"]
         due = []
         for row, text in enumerate(texts):
-            prefix, kept = verification.prefix_lengths.host[row], verification.num_nodes[row]
+            prefix, kept = verification.prefix_lengths.host[row], verification.num_nodes.host[row]
             places = [place for place in record["held"] if place[0] == row]
             if any(place not in slots or slots[place].room < REACH for place in places):
                 due.append(row)
@@ -149,17 +149,17 @@ def test_a_period_is_the_budget_without_the_sinks(plain_run, watch):
 
 
 def test_a_step_copies_the_new_tokens_and_no_others(plain_run, watch, monkeypatch):
-    copied, copy = [], PartialCache._copy
+    copied, copy = [], PartialCache.copy
 
     def counting(self, layer_idx, places):
         copied.append((len(watch), layer_idx, places.shape[2]))
         copy(self, layer_idx, places)
 
-    monkeypatch.setattr(PartialCache, "_copy", counting)
+    monkeypatch.setattr(PartialCache, "copy", counting)
     model, _, _ = generate(plain_run, "llama", new=24)
     for step, record in enumerate(watch):
         widths = [width for when, _, width in copied if when == step]
-        assert widths == [max(record["verification"].num_nodes)] * model.config.num_hidden_layers
+        assert widths == [record["verification"].num_nodes.longest] * model.config.num_hidden_layers
 
 
 def test_static_buffers_stay_as_the_prompt_left_them(plain_run, watch):
@@ -176,11 +176,11 @@ def test_rows_of_a_batch_hold_what_they_hold_alone(plain_run, watch):
     """Step by step, as long as a row grows; rows are built at different times."""
 
     def history(row):
-        growing = [record for record in watch if record["verification"].num_nodes[row]]
+        growing = [record for record in watch if record["verification"].num_nodes.host[row]]
         return [
             (
                 row in record["due"],
-                record["verification"].num_nodes[row],
+                record["verification"].num_nodes.host[row],
                 {place[1:]: positions for place, positions in record["held"].items() if place[0] == row},
             )
             for record in growing
