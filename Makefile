@@ -4,17 +4,21 @@
 #   TORCH_INDEX  where torch comes from, if not where pip looks by default   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TARGET       Hub id or folder of the model that `make demo` runs         make demo TARGET=Qwen/Qwen3-0.6B
 #   FILE         text that `make demo` continues                             make demo FILE=notes.txt
+#   GPU_PYTHON   interpreter on a GPU, with torch, triton and pytest       make gpu GPU_PYTHON=python3
 #   ARGS         further arguments for pytest or the benchmark               make test ARGS="-k cache -x"
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+GPU_PYTHON ?=
 ARGS ?=
 
 VENV := .venv
 VENV_MIN := .venv-min
+VENV_TORCH_MIN := .venv-torch-min
 # Written last, so that an interrupted installation is started again.
 READY := $(VENV)/.ready
 READY_MIN := $(VENV_MIN)/.ready
+READY_TORCH_MIN := $(VENV_TORCH_MIN)/.ready
 
 # What can differ between transformers versions: architectures, masks and positions, caches, what generate() passes on,
 # loading and saving, a training run. What depends on torch or on arithmetic of the package alone runs in `make test`.
@@ -25,15 +29,23 @@ MIN_TESTS := $(addprefix tests/generation/test_,attention_layers.py cache.py che
 	$(addprefix tests/robustness/test_,every_architecture.py malformed.py persistence.py properties.py) \
 	tests/hub/test_published.py tests/test_public_api.py
 
+# What depends on the version of torch and of the triton that comes with it: graphs, operators, the interpreter.
+TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cuda.py \
+	modeling/tokenswift/test_compiled_tokenswift.py) $(addprefix tests/generation/test_,compiled.py step.py \
+	on_simulated_cuda.py)
+GPU_TESTS := tests/attention_backends/triton tests/attention_backends/test_parity.py
+
+GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
+
 # Results that docs/results.md shows, in its order.
 TABLES := engine verification memory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min install install-min lint soak bench tables models mutants cards docs clean
+.PHONY: help demo test test-min test-torch-min gpu install install-min lint soak bench tables models mutants cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' Makefile
 
 demo: $(READY) ## continue a long document with and without speculation, and compare
 	@echo "Running the demo on $(if $(TARGET),$(TARGET),the tiny target that comes with the repository)."
@@ -41,11 +53,22 @@ demo: $(READY) ## continue a long document with and without speculation, and com
 
 test: $(READY) ## the whole test suite, on the newest transformers
 	@echo "Running the whole test suite and the examples in docstrings on the newest transformers."
-	$(VENV)/bin/python -m pytest -n auto $(ARGS)
+	$(VENV)/bin/python -m pytest -n auto --dist worksteal $(ARGS)
 
 test-min: $(READY_MIN) ## the tests of what differs between transformers versions, on the oldest supported one
 	@echo "Running the tests of what differs between transformers versions on the oldest supported one."
-	$(VENV_MIN)/bin/python -m pytest -n auto $(MIN_TESTS) $(ARGS)
+	$(VENV_MIN)/bin/python -m pytest -n auto --dist worksteal $(MIN_TESTS) $(ARGS)
+
+test-torch-min: $(READY_TORCH_MIN) ## compiled steps, kernels and the simulated device, on the oldest supported torch
+	@echo "Running the tests of what depends on torch on the oldest supported torch."
+	$(VENV_TORCH_MIN)/bin/python -m pytest $(TORCH_MIN_TESTS) $(ARGS)
+
+gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: parity of every kernel there, then all measurements
+	@$(GPU) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'
+	@echo "Comparing every kernel on the GPU with the reference."
+	$(GPU) -m pytest -q -k triton $(GPU_TESTS)
+	@echo "Measuring for nine minutes at most. Leave the machine alone meanwhile."
+	$(GPU) benchmarks/gpu.py $(ARGS)
 
 install: $(READY) ## make the environment for the newest transformers
 
@@ -60,7 +83,7 @@ lint: $(READY) ## ruff (rules and format) and mypy
 
 soak: $(READY) ## long property tests and the tests marked soak
 	@echo "Running the property tests with many more examples, and the tests marked soak. This takes long."
-	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n auto -m "soak or hypothesis" $(ARGS)
+	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n auto --dist worksteal -m "soak or hypothesis" $(ARGS)
 
 bench: $(READY) ## measure the engine; results go to benchmarks/results
 	@echo "Measuring the engine. Leave the machine alone meanwhile."
@@ -101,6 +124,14 @@ $(READY): pyproject.toml constraints.txt
 
 $(READY_MIN): pyproject.toml constraints-min.txt
 	$(call install,$(VENV_MIN),constraints-min.txt,test)
+
+# The oldest torch brings triton 3.6, whose interpreter needs numpy below 2.4. From PyPI it is the build for CUDA with
+# its libraries, 5 GB installed.
+$(READY_TORCH_MIN): pyproject.toml constraints-min.txt
+	@mkdir -p build
+	@{ echo torch==2.11.0; echo 'numpy<2.4'; grep -vE '^(torch|triton|numpy)=' constraints-min.txt; } \
+		> build/constraints-torch-min.txt
+	$(call install,$(VENV_TORCH_MIN),build/constraints-torch-min.txt,test)
 
 # $(call install,environment,constraints,extra): torch by itself first, because it may come from another index.
 define install

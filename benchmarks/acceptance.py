@@ -21,8 +21,8 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks.harness import Run, add_prompts, integers, load_prompts, load_target, parser, prefilled, start
-from benchmarks.prefilled import Decoder, PrefilledPrompts
 from hf_longspec.bench.calls import MODES, Call, HfMethod, changed
+from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
 
@@ -87,8 +87,7 @@ class AcceptanceBenchmark:
             seconds = time.perf_counter() - started
             longest = max(longest, seconds)
             results.write("acceptance", **what, **record, seconds=round(seconds, 1))
-            shown = label(setting) if name is None else f"{name}, {label(setting)}"
-            results.say(f"{shown} at {length} tokens: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
+            results.say(f"{what}: tau {record['tau']['mean']:.3f} ({seconds:.0f} s)")
 
     def measure(self, name: str | None, setting: Setting, length: int) -> dict[str, Any]:
         """tau of one setting at one length: mean over prompts with interval, and difference to what came first."""
@@ -124,16 +123,6 @@ class AcceptanceBenchmark:
         if isinstance(method, HfMethod):
             return run, [run.steps // len(run.text)] * len(run.text)
         return run, [len(steps) for steps in method.last_speculation.emitted_per_step]
-
-
-def label(setting: Setting) -> str:
-    """A setting in words.
-
-    >>> label(Setting.of("greedy", selection="window", num_assistant_tokens=6))
-    'greedy, window, num_assistant_tokens=6'
-    """
-    shown = [str(value) if name == "selection" else f"{name}={value}" for name, value in setting.options]
-    return ", ".join([setting.mode, *shown])
 
 
 DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"

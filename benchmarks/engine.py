@@ -13,8 +13,10 @@ With `--assistant`, an ordinary small model of the same vocabulary drafts in tra
 import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,132 +38,135 @@ from benchmarks.harness import (
     trees,
 )
 from benchmarks.pages import COMPILED
-from benchmarks.prefilled import Decoder, PrefilledPrompts, row_windows
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.machine import read_gb_per_second, step_bytes
-from hf_longspec.bench.matrix import Cell
-from hf_longspec.bench.summaries import in_turns, significant, summarize
+from hf_longspec.bench.matrix import Cell, Matrix, Method
+from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
+from hf_longspec.bench.report import FAILED, IDENTICAL, REFERENCE, rows_of
+from hf_longspec.bench.results import Record, of_kind
+from hf_longspec.bench.summaries import significant
 
-WARM_UP_TOKENS = 8
-# A loop without a draft takes equally long for every token: a part of the tokens is enough.
-SHORTER = 3
+
+class PrefilledMatrix(Matrix):
+    """Measure cells of one dtype after prefilled prompts.
+
+    Args:
+        prompts ([`PrefilledPrompts`]): In the dtype of the cells.
+        options: The other arguments of [`Matrix`].
+    """
+
+    def __init__(self, *, prompts: PrefilledPrompts, **options: Any):
+        super().__init__(prompts=prompts, **options)
+        self.decoder = Decoder(self.model, prompts, self.tokens)
+
+    def windows_of(self, cell: Cell) -> list[slice]:
+        """The rows of every turn."""
+        return row_windows(len(self.prompts.tokens), cell.batch, self.repeats)
+
+    def prompts_of(self, cell: Cell) -> list[list[torch.Tensor]]:
+        """The prompts of every turn."""
+        return [list(self.prompts.tokens[rows, : cell.context]) for rows in self.windows_of(cell)]
+
+    def call(self, cell: Cell, method: Method, rows: Sequence[torch.Tensor], tokens: int, seed: int) -> Call:
+        """One timed call after the prompts of turn `seed`, whose caches are here, in place of `rows`."""
+        mode = "greedy" if cell.decoding.greedy else "sample"
+        return self.decoder.run(method.how, self.windows_of(cell)[seed], cell.context, mode, seed, tokens)
+
+    def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
+        if warm_up and method.name.endswith(COMPILED):  # after two prompts, as rows grow apart differently
+            for seed in range(min(2, self.repeats)):
+                self.call(cell, method, rows, self.tokens, seed)
+        return super()._guarded(cell, method, turn, rows, warm_up)
+
+    def _audit(self, *_: Any) -> None:
+        """Nothing: greedy float32 text stands for other types, whose prefill takes minutes where they are emulated."""
 
 
-@dataclass(kw_only=True)
-class EngineBenchmark:
-    """Measure cells one after another.
+def measure_speed(
+    results: Run,
+    models: Mapping[str, PreTrainedModel],
+    make_methods: Callable[[PreTrainedModel], Mapping[str, Any]],
+    prompts: PrefilledPrompts,
+    *,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    dtypes: Sequence[str],
+    tokens: int,
+    repeats: int,
+) -> None:
+    """Measure all cells, the most telling first: batch by batch, long contexts before short ones.
+
+    A method whose greedy float32 text is not that of plain `generate`, or was not measured, goes no further.
 
     Args:
         models (`Mapping[str, PreTrainedModel]`): The target by name of its dtype; "float32" is required.
-        make_drafts (`Callable`): Gives drafts by name for a target; one of them is `PLAIN`, which drafts nothing, and
+        make_methods (`Callable`): Gives methods by name for a target; one of them is `PLAIN`, which drafts nothing, and
             one `PLAIN + COMPILED` if others are compiled.
         prompts ([`PrefilledPrompts`]): In float32.
-        tokens (`int`): Tokens per row and run; a third of them where every step gives one token.
+        tokens (`int`): Tokens per row and run.
         repeats (`int`): Turns.
-        bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the share of the floor.
     """
+    bandwidth = read_gb_per_second()
+    results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
+    rounded = {name: prompts.to(getattr(torch, name)) for name in models}
+    methods = {
+        name: [Method(HF, HfMethod()), *(Method(*pair) for pair in make_methods(model).items())]
+        for name, model in models.items()
+    }
+    progress = SimpleNamespace(say=results.say, step=lambda count=1: None)
+    for batch, context in product(batches, sorted(contexts, reverse=True)):
+        right = {method.name for method in methods["float32"]}
+        for dtype in dict.fromkeys(["float32", *dtypes]):  # whose texts are compared
+            for mode in ("greedy", "sample") if dtype in dtypes else ("greedy",):
+                cell, turns = Cell(dtype, context, batch, MODES[mode]), repeats if dtype in dtypes else 1
+                if HF not in right:
+                    results.skip(f"no float32 text of {HF} to compare with", **cell.key())
+                    continue
+                chosen = [method for method in methods[dtype] if method.name in right]
+                how = {"model": models[dtype], "methods": chosen, "prompts": rounded[dtype], "results": results}
+                PrefilledMatrix(**how, tokens=tokens, repeats=turns).measure(cell, progress)
+                rows = rows_of(of_kind(results.records, "run", **cell.key()))
+                if cell == Cell("float32", context, batch):
+                    right = {row["method"] for row in rows if row["text"] in (REFERENCE, IDENTICAL)}
+                if dtype in dtypes:
+                    floor = step_bytes(models[dtype], context, batch) / (bandwidth * 1e9)
+                    write_summaries(results, cell, mode, rows, repeats, floor)
 
-    models: Mapping[str, PreTrainedModel]
-    make_drafts: Callable[[PreTrainedModel], Mapping[str, Any]]
-    prompts: PrefilledPrompts
-    tokens: int
-    repeats: int
-    bandwidth: float
 
-    def __post_init__(self) -> None:
-        self.decoders = {
-            name: Decoder(model, self.prompts.to(getattr(torch, name)), self.tokens)
-            for name, model in self.models.items()
+def write_summaries(results: Run, cell: Cell, mode: str, rows: Sequence[Record], repeats: int, floor: float) -> None:
+    """One record per method of a cell, from its calls: speed, ratios to the baselines, tau, the share of the floor."""
+    what = {"context": cell.context, "batch": cell.batch, "dtype": cell.dtype, "mode": mode}
+    runs = of_kind(results.records, "run", **cell.key())
+    speeds = {(run["method"], run["turn"]): run["tokens"] / run["decode_seconds"] for run in runs}
+
+    def ratio(name: str, base: str) -> dict[str, float] | None:
+        turns = [turn for at, turn in speeds if at == name and (base, turn) in speeds]
+        return ratios([speeds[name, t] for t in turns], [speeds[base, t] for t in turns]) if turns else None
+
+    for row in rows:
+        name, own = row["method"], [run for run in runs if run["method"] == row["method"]]
+        to_hf, to_plain = ratio(name, HF), ratio(name, _baseline(name))
+        reason = None
+        if row["text"] in FAILED:
+            reason = f"it emits another float32 text than {own[0]['compared_with']}"
+        elif to_hf is None or to_plain is None or min(len(own), to_hf["count"], to_plain["count"]) < repeats:
+            reason = "it, or what it is compared with, had no time for all turns"
+        if reason is not None:
+            results.skip(f"not timed: {reason}", **what, method=name)
+            continue
+        found = {
+            "tokens_per_second": row["tokens_per_second"],
+            "ratio_to_hf": to_hf,
+            "ratio_to_plain": to_plain,
+            "tau": row["tau"],
+            "shares": {part: significant(fmean(run["shares"][part] for run in own)) for part in own[0]["shares"]},
+            "draft_state_bytes": row["draft_state_bytes"],
+            # tau tokens per floor at most: for the two loops without a draft the share of the floor itself
+            "share_of_floor": significant(floor * row["tokens_per_second"]["median"] / cell.batch / row["tau"]),
         }
-        self.methods = {name: {HF: HfMethod(), **self.make_drafts(model)} for name, model in self.models.items()}
-        self._checked: dict[tuple[int, int], str | None] = {}
-
-    def measure(self, cell: Cell, results: Run) -> None:
-        """Check, then time, then write one record per mode and method, or the reason for leaving the cell out."""
-        what = {"context": cell.context, "batch": cell.batch, "dtype": cell.dtype}
-        if not results.has_time(**what):
-            return
-        windows = row_windows(len(self.prompts.tokens), cell.batch, self.repeats)
-        results.say(f"{cell.place}: comparing the float32 greedy text of all methods")
-        if (differing := self.differing_text(cell, windows[0])) is not None:
-            results.skip(f"not timed: {differing}", **what)
-            return
-        self.compile_steps(cell, windows, results)
-        expected = self.expected_seconds(cell, windows[0])
-        if not results.has_time(expected, **what):
-            return
-        results.say(f"{cell.place}: timing, about {expected:.0f} s")
-        runs = {mode: self.timed_runs(cell, windows, mode) for mode in MODES}
-        if cell.dtype == "float32" and (differing := _first_difference(runs["greedy"])) is not None:
-            results.skip(f"times dropped: {differing}", **what)
-            return
-        for mode, by_name in runs.items():
-            for name, record in self.summaries(cell, by_name).items():
-                results.write("decoding", **what, mode=mode, method=name, **record)
-
-    def differing_text(self, cell: Cell, rows: slice) -> str | None:
-        """Where the float32 greedy text of a method differs from that of plain `generate`, or None."""
-        key = cell.context, cell.batch
-        if key not in self._checked:
-            decoder, methods = self.decoders["float32"], self._methods("float32", cell.batch)
-            runs = {name: [decoder.run(draft, rows, cell.context, "greedy", 0)] for name, draft in methods.items()}
-            self._checked[key] = _first_difference(runs)
-        return self._checked[key]
-
-    def compile_steps(self, cell: Cell, windows: Sequence[slice], results: Run) -> None:
-        """Run what will be timed once, where it compiles: after every prompt, as rows grow apart differently."""
-        for name, method in self._methods(cell.dtype, cell.batch).items():
-            if name.endswith(COMPILED):
-                results.say(f"{cell.place}: compiling {name.removesuffix(COMPILED)}")
-                for mode, rows in ((mode, rows) for mode in MODES for rows in windows[:2]):
-                    self.decoders[cell.dtype].run(method, rows, cell.context, mode, 0, self._tokens(name))
-
-    def expected_seconds(self, cell: Cell, rows: slice) -> float:
-        """Estimate for one cell, from a short run of every method, which also warms up."""
-        decoder, total = self.decoders[cell.dtype], 0.0
-        for name, draft in self._methods(cell.dtype, cell.batch).items():
-            run = decoder.run(draft, rows, cell.context, "sample", 0, tokens=WARM_UP_TOKENS)
-            total += run.decode_seconds / run.tokens * cell.batch * self._tokens(name)
-        return total * self.repeats * len(MODES)
-
-    def timed_runs(self, cell: Cell, windows: Sequence[slice], mode: str) -> dict[str, list[Call]]:
-        """The runs of every method, in turns; in one turn all methods continue the same prompts from one seed."""
-        decoder, methods = self.decoders[cell.dtype], self._methods(cell.dtype, cell.batch)
-        runs: dict[str, list[Call]] = {name: [] for name in methods}
-        for repeat, name in in_turns(list(methods), self.repeats):
-            run = decoder.run(methods[name], windows[repeat], cell.context, mode, repeat, self._tokens(name))
-            runs[name].append(run)
-        return runs
-
-    def _methods(self, dtype: str, batch: int) -> dict[str, Any]:
-        """The methods that decode `batch` rows."""
-        most = {name: getattr(method, "max_batch", None) for name, method in self.methods[dtype].items()}
-        return {name: self.methods[dtype][name] for name, limit in most.items() if limit is None or batch <= limit}
-
-    def _tokens(self, name: str) -> int:
-        return max(2, self.tokens // SHORTER) if name in (HF, PLAIN, PLAIN + COMPILED) else self.tokens
-
-    def summaries(self, cell: Cell, runs: Mapping[str, Sequence[Call]]) -> dict[str, dict[str, Any]]:
-        """Speed, ratios to both baselines, tau and the share of the bandwidth floor of every method."""
-        speeds = {name: [run.tokens_per_second for run in turns] for name, turns in runs.items()}
-        floor = step_bytes(self.models[cell.dtype], cell.context, cell.batch) / (self.bandwidth * 1e9)
-        found = {}
-        for name, turns in runs.items():
-            speed = summarize(speeds[name])
-            tau = sum(run.tokens for run in turns) / sum(run.steps for run in turns)
-            found[name] = {
-                "tokens_per_second": speed,
-                "ratio_to_hf": ratios(speeds[name], speeds[HF]),
-                "ratio_to_plain": ratios(speeds[name], speeds[_baseline(name)]),
-                "tau": significant(tau),
-                "shares": _mean_shares(turns),
-                "draft_state_bytes": max(run.draft_state_bytes for run in turns),
-                # tau tokens per floor at most: for the two loops without a draft the share of the floor itself
-                "share_of_floor": significant(floor * speed["median"] / cell.batch / tau),
-            }
-            if (eager := name.removesuffix(COMPILED)) != name and eager in speeds:
-                found[name]["ratio_to_eager"] = ratios(speeds[name], speeds[eager])
-        return found
+        if name.endswith(COMPILED) and (eager := ratio(name, name.removesuffix(COMPILED))):
+            found["ratio_to_eager"] = eager
+        results.write("decoding", **what, method=name, **found)
 
 
 def _baseline(name: str) -> str:
@@ -169,29 +174,14 @@ def _baseline(name: str) -> str:
     return PLAIN + COMPILED if name.endswith(COMPILED) and name != PLAIN + COMPILED else PLAIN
 
 
-def _mean_shares(turns: Sequence[Call]) -> dict[str, float]:
-    return {name: significant(sum(run.shares[name] for run in turns) / len(turns)) for name in turns[0].shares}
+def row_windows(num_prompts: int, batch: int, repeats: int) -> list[slice]:
+    """Choose the prompts that make up the batch of each repeat: all of them in turn.
 
-
-def _first_difference(runs: Mapping[str, Sequence[Call]]) -> str | None:
-    for name, turns in runs.items():
-        for turn, (run, truth) in enumerate(zip(turns, runs[HF], strict=True)):
-            common = min(run.text.shape[1], truth.text.shape[1])
-            differs = run.text[:, :common] != truth.text[:, :common]
-            if bool(differs.any()):
-                row, place = differs.nonzero()[0].tolist()
-                return f"{name} emits another float32 greedy text than {HF} (turn {turn}, row {row}, token {place})"
-    return None
-
-
-def order_of_cells(contexts: Sequence[int], batches: Sequence[int], dtypes: Sequence[str]) -> list[Cell]:
-    """Most telling first: batch by batch, long contexts before short ones."""
-    return [
-        Cell(dtype, context, batch)
-        for batch in batches
-        for context in sorted(contexts, reverse=True)
-        for dtype in dtypes
-    ]
+    >>> row_windows(4, 3, repeats=3)
+    [slice(0, 3, None), slice(1, 4, None), slice(0, 3, None)]
+    """
+    starts = [(repeat * batch) % (num_prompts - batch + 1) for repeat in range(repeats)]
+    return [slice(start, start + batch) for start in starts]
 
 
 COMPILED_HELP = (
@@ -205,20 +195,11 @@ def main(arguments: list[str] | None = None) -> None:
     tokens, origin = load_prompts(args.target, args.data, max(args.contexts), max(args.batches))
     settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
     with start(args, "engine", settings) as results:
-        bandwidth = read_gb_per_second()
-        results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
         models = {name: load_target(args.target, getattr(torch, name)) for name in {"float32", *args.dtypes}}
         prompts = prefilled(models["float32"], tokens, results)
-        benchmark = EngineBenchmark(
-            models=models,
-            make_drafts=lambda model: make_methods(model, args),
-            prompts=prompts,
-            tokens=args.tokens,
-            repeats=args.repeats,
-            bandwidth=bandwidth,
-        )
-        for cell in order_of_cells(args.contexts, args.batches, args.dtypes):
-            benchmark.measure(cell, results)
+        sizes = {"contexts": args.contexts, "batches": args.batches, "dtypes": args.dtypes}
+        sizes |= {"tokens": args.tokens, "repeats": args.repeats}
+        measure_speed(results, models, lambda model: make_methods(model, args), prompts, **sizes)
 
 
 def make_methods(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:

@@ -38,8 +38,8 @@ from benchmarks.harness import (
     start,
 )
 from benchmarks.pages import GATED, UNGATED
-from benchmarks.prefilled import PrefilledPrompts
 from hf_longspec.bench.calls import MODES, PLAIN
+from hf_longspec.bench.prefill import PrefilledPrompts
 from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
@@ -101,7 +101,7 @@ class SteppedRun:
         rows = slice(row, row + 1)
         cache = SpeculativeCache(model.config, 1, context + tokens + 1)
         prompts.fill(cache, rows, context - draft.num_tree_nodes(TargetView(model)))
-        prompt = prompts.prompt(rows, context)
+        prompt = prompts.tokens[rows, :context]
         options: dict[str, Any] = {**MODES[mode].options(), "max_new_tokens": tokens + 1, "past_key_values": cache}
 
         def opened(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs) -> Session:

@@ -19,10 +19,11 @@ import argparse
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate, pairwise, takewhile
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,8 @@ from benchmarks.gpu_forward import batches, forwards, profile, quantised
 from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Plan, Stop, gpu_facts
 from benchmarks.harness import RESULTS, Skip, Timing, integers, names, set_threads
 from benchmarks.predictions import PREDICTIONS
-from hf_longspec.bench.calls import PLAIN, TokenClock
+from hf_longspec.bench.calls import PLAIN, Call, Decoding, changed, run_call
 from hf_longspec.bench.summaries import significant
-from hf_longspec.generation import cuda_graphs
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.target import TargetView
 
@@ -49,23 +49,6 @@ RESERVE = 5.0  # seconds before the limit at which the run stops whatever it doe
 CALLS = 2  # timed calls of `generate` per row
 WARM_UP_TOKENS, FEWEST_TOKENS = 16, 8  # tokens of the call before them, and of each of them at least
 ROW_SECONDS = 6.0  # that the timed calls of a row may take together
-
-
-@dataclass(frozen=True)
-class TimedDraft:
-    """A draft on the device.
-
-    Args:
-        draft (`DraftModel`): With random weights, or none.
-        kind (`str`): "plain", "longspec", "specattn", "tokenswift" or "ngram".
-        tau (`float`, *optional*): Tokens per iteration that its paper reports.
-        source (`str`): Place in the paper that reports it.
-    """
-
-    draft: Any
-    kind: str
-    tau: float | None = None
-    source: str = ""
 
 
 def ceilings(run: GpuRun) -> None:
@@ -82,45 +65,47 @@ def ceilings(run: GpuRun) -> None:
     run.say(f"ceilings: {found}")
 
 
-# Tokens per iteration that a paper reports for the very setting: SpecAttn's gamma, LongSpec's tree, TokenSwift's mode.
-PAPERS: dict[Any, tuple[float, str]] = {
-    7: (6.11, "accepted of 7, Qwen3-8B on LongBench-v2: https://huggingface.co/papers/2602.07223"),
-    (4, 16, 16, 16, 16): (3.25, "Llama-3.1-8B on GovReport, greedy, table 1: https://huggingface.co/papers/2502.17421"),
-    "partial_kv": (3.28, "0.82 of 4, with n-grams, 100K tokens, figure 3: https://huggingface.co/papers/2502.18890"),
+# Tokens per iteration that a paper reports for the very setting, and the place in the paper.
+PAPERS = {
+    "SpecAttn, gamma 7": (6.11, "accepted of 7, Qwen3-8B on LongBench-v2: https://huggingface.co/papers/2602.07223"),
+    "LongSpec, 4+16+16+16+16": (
+        3.25,
+        "Llama-3.1-8B on GovReport, greedy, table 1: https://huggingface.co/papers/2502.17421",
+    ),
+    "TokenSwift, partial_kv": (
+        3.28,
+        "0.82 of 4, with n-grams, 100K tokens, figure 3: https://huggingface.co/papers/2502.18890",
+    ),
 }
 
 
-def first_drafts(target: Any, plan: Plan) -> dict[str, TimedDraft]:
+def first_drafts(target: Any, plan: Plan) -> dict[str, Any]:
     """No draft, with which the others are compared, SpecAttn and LongSpec; with random weights."""
     specattn = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=plan.gamma)
-    return {
-        PLAIN: TimedDraft(hf_longspec.PlainDraftModel.from_target(target), "plain"),
-        f"SpecAttn, gamma {plan.gamma}": TimedDraft(specattn, "specattn", *PAPERS.get(plan.gamma, ())),
-        **_longspec(target, plan.trees[:1]),
-    }
+    plain = hf_longspec.PlainDraftModel.from_target(target)
+    return {PLAIN: plain, f"SpecAttn, gamma {plan.gamma}": specattn, **_longspec(target, plan.trees[:1])}
 
 
-def other_drafts(target: Any, plan: Plan) -> dict[str, TimedDraft]:
+def other_drafts(target: Any, plan: Plan) -> dict[str, Any]:
     """No draft, further trees of LongSpec, TokenSwift and n-grams."""
-    drafts = {PLAIN: TimedDraft(hf_longspec.PlainDraftModel.from_target(target), "plain")}
-    drafts |= _longspec(target, plan.trees[1:])
+    drafts = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), **_longspec(target, plan.trees[1:])}
     for self_draft in ("verify_hidden", "partial_kv"):
         heads = hf_longspec.TokenSwiftDraftModel.from_target(target)
         heads.generation_config.self_draft = self_draft
-        drafts[f"TokenSwift, {self_draft}"] = TimedDraft(heads, "tokenswift", *PAPERS.get(self_draft, ()))
-    return drafts | {"n-grams": TimedDraft(hf_longspec.NgramDraftModel.from_target(target), "ngram")}
+        drafts[f"TokenSwift, {self_draft}"] = heads
+    return drafts | {"n-grams": hf_longspec.NgramDraftModel.from_target(target)}
 
 
-def _longspec(target: Any, trees: Sequence[tuple[int, ...]]) -> dict[str, TimedDraft]:
+def _longspec(target: Any, trees: Sequence[tuple[int, ...]]) -> dict[str, Any]:
     drafts = {}
     for widths in trees:
         draft = hf_longspec.LongSpecDraftModel.from_target(target)
         draft.generation_config.tree_widths = list(widths)
-        drafts[f"LongSpec, {'+'.join(map(str, widths))}"] = TimedDraft(draft, "longspec", *PAPERS.get(widths, ()))
+        drafts[f"LongSpec, {'+'.join(map(str, widths))}"] = draft
     return drafts
 
 
-def iterations(run: GpuRun, make_drafts: Callable[[Any, Plan], dict[str, TimedDraft]]) -> None:
+def iterations(run: GpuRun, make_drafts: Callable[[Any, Plan], dict[str, Any]]) -> None:
     """Whole iterations through `generate`: drafting, verification, acceptance, commit and what is between.
 
     Random weights give no information about acceptance. c is the time of a step without a draft over that of an
@@ -128,192 +113,121 @@ def iterations(run: GpuRun, make_drafts: Callable[[Any, Plan], dict[str, TimedDr
     """
     drafts = make_drafts(run.model, run.plan)
     for context in run.plan.contexts:
-        run.attempt(partial(_iterations_after, run, drafts, context), context=context)
-
-
-def _iterations_after(run: GpuRun, drafts: dict[str, TimedDraft], context: int) -> None:
-    most = max(timed.draft.num_tree_nodes(TargetView(run.model)) for timed in drafts.values())
-    cache = run.cache(1, context, slots=most, room=run.plan.tokens + most + 1)
-    stored = context - most  # the same for all, so that they continue the same keys and values
-    plain: dict[bool, tuple[float, list[int]]] = {}  # median and text of the loop without a draft, which comes first
-    for name, timed in drafts.items():
-        for compiled in (False, True):
-            what = {"draft": name, "compiled": compiled, "batch": 1, "context": context}
-            run.attempt(partial(_time_draft, run, timed, cache, stored, plain, what), **what)
+        with run.attempt(context=context):
+            most = max(draft.num_tree_nodes(TargetView(run.model)) for draft in drafts.values())
+            cache = run.cache(1, context, slots=most, room=run.plan.tokens + most + 1)
+            stored = context - most  # the same for all, so that they continue the same keys and values
+            plain: dict[bool, tuple[float, list[int]]] = {}  # median and text without a draft, which comes first
+            for name, draft in drafts.items():
+                for compiled in (False, True):
+                    what = {"draft": name, "compiled": compiled, "batch": 1, "context": context}
+                    with run.attempt(**what):
+                        _time_draft(run, draft, cache, stored, plain, what)
 
 
 def _time_draft(
-    run: GpuRun, timed: TimedDraft, cache: SpeculativeCache, stored: int, plain: dict[bool, Any], what: dict[str, Any]
+    run: GpuRun, draft: Any, cache: SpeculativeCache, stored: int, plain: dict[bool, Any], what: dict[str, Any]
 ) -> None:
     """One row: calls of the same shapes, after one that compiles kernels and captures what later calls can reuse."""
-    draft, compiled = timed.draft, what["compiled"]
-    with step_mode(draft, compiled, run.is_cuda):
-        call = partial(generate, run, draft, cache, what["context"], stored)
-        first = call(min(WARM_UP_TOKENS, run.plan.tokens))
-        per_token = sum(ms for ms, _ in first.iterations) / 1e3 / max(1, len(first.text) - 1)
-        per_token += sum(ms for _, ms in first.iterations[1:]) / 1e3 / max(1, len(first.text) - 1)  # captured each time
-        affordable = int(min(ROW_SECONDS, run.left_here) / CALLS / max(per_token, 1e-6))
+    run.require_time()
+    compiled = what["compiled"]
+    if compiled and not run.is_cuda:
+        raise Skip("steps are captured as CUDA graphs, and there is no CUDA device")
+    if compiled and "compile" not in draft.settings:
+        raise Skip(f"{type(draft).__name__} has no setting `compile`")
+    mode = {"compile": "graph" if compiled else "off"} if "compile" in draft.settings else {}
+    with changed(draft, mode):
+        first, milliseconds, _ = generate(run, draft, cache, what["context"], stored, WARM_UP_TOKENS)
+        per_token = statistics.median(milliseconds) * len(milliseconds) / first.tokens / 1e3
+        affordable = int(min(ROW_SECONDS, run.left_here) / CALLS / per_token)
         if affordable < min(FEWEST_TOKENS, run.plan.tokens):
             raise Skip(f"a token takes {per_token:.1f} s and {run.left_here:.0f} s are left")
         if run.is_cuda:
             torch.cuda.reset_peak_memory_stats()
         tokens = min(affordable, run.plan.tokens)
-        calls = [call(tokens) for _ in range(CALLS)]
-    every = [iteration for call in calls for iteration in call.iterations]
-    clean = [ms for ms, capture_ms in every if not capture_ms]
-    milliseconds = clean or [ms for ms, _ in every]
-    found = statistics.median(milliseconds)
-    if timed.kind == "plain":
-        plain[compiled] = found, calls[0].text
-    base, text = plain.get(compiled, (None, None))
+        calls = [generate(run, draft, cache, what["context"], stored, tokens) for _ in range(CALLS)]
+    milliseconds = [ms for _, every, _ in calls for ms in every]
+    found, text = statistics.median(milliseconds), calls[0][0].text[0].tolist()
+    if what["draft"] == PLAIN:
+        plain[compiled] = found, text
+    base, base_text = plain.get(compiled, (None, None))
+    tau_of_paper, source = PAPERS.get(what["draft"], (None, ""))
     at = run.roofline(1, what["context"])
-    floor, nodes = iteration_floor(timed, at), draft.num_tree_nodes(TargetView(run.model))
+    floor, nodes = iteration_floor(draft, at), draft.num_tree_nodes(TargetView(run.model))
     values: dict[str, Any] = {
         "nodes": nodes,
         "backend": run.backend().name,
-        "iterations": len(every),
-        "speculated": sum(call.speculated for call in calls),
-        "captures": sum(call.captures for call in calls),
-        "captured_iterations": len(every) - len(clean),
-        "capture_ms": sum(ms for _, ms in every),
-        "tau": sum(len(call.text) - 1 for call in calls) / len(every),
-        "same_tokens": None if text is None else _common(text, calls[0].text),
+        "iterations": len(milliseconds),
+        "speculated": sum(speculated for _, _, speculated in calls),
+        "tau": sum(call.tokens for call, _, _ in calls) / sum(call.steps for call, _, _ in calls),
+        "same_tokens": None if base_text is None else len(list(takewhile(bool, map(eq, text, base_text)))),
         "c": None if base is None else base / found,
         "c_floor": None if floor is None else floor.c,
-        "tau_of_paper": timed.tau,
-        "c_times_tau": None if base is None or timed.tau is None else base / found * timed.tau,
-        "source": timed.source,
+        "tau_of_paper": tau_of_paper,
+        "c_times_tau": None if base is None or tau_of_paper is None else base / found * tau_of_paper,
+        "source": source,
     }
     if run.is_cuda:
         values["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    floor_ms = at.ar_ms if timed.kind == "plain" else floor.iteration_ms if floor else at.verify_ms(nodes)
+    floor_ms = at.ar_ms if what["draft"] == PLAIN else floor.iteration_ms if floor else at.verify_ms(nodes)
     run.write_timing("iteration", Timing(milliseconds, "wall"), floor_ms, **what, **values)
 
 
-def _common(text: list[int], other: list[int]) -> int:
-    """Length of the common beginning."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
+def generate(
+    run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, stored: int, tokens: int
+) -> tuple[Call, list[float], int]:
+    """One greedy call after `context` random tokens, the first `stored` of which the cache holds.
 
-
-@dataclass
-class TimedCall:
-    """The iterations of one call of `generate`.
-
-    Args:
-        iterations (`list[tuple[float, float]]`): See [`iteration_ms`].
-        text (`list[int]`): New tokens.
-        speculated (`int`): Iterations that verified drafted tokens.
-        captures (`int`): CUDA graphs that were captured, for the first token too.
+    Returns:
+        The call, milliseconds of its iterations but the first, in which buffers are made and graphs captured, and how
+        many of them verified drafted tokens.
     """
-
-    iterations: list[tuple[float, float]]
-    text: list[int]
-    speculated: int
-    captures: int
-
-
-def generate(run: GpuRun, draft: Any, cache: SpeculativeCache, context: int, stored: int, tokens: int) -> TimedCall:
-    """One greedy call after `context` random tokens, the first `stored` of which the cache holds."""
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(run.plan.shape.vocab, (1, context), generator=generator).to(run.device)
+    prompt = torch.randint(run.plan.shape.vocab, (1, context), generator=generator)
     cache.rollback()
     cache.set_lengths([stored])
     draft.generation_config.gate = False  # speculation itself is measured
     arrivals: list[float] = []
-    with watched_captures() as captures:
-        output = run.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            assistant_model=draft,
-            past_key_values=cache,
-            max_new_tokens=tokens,
-            do_sample=False,
-            streamer=TokenClock(on_arrival=lambda _: arrivals.append(time.perf_counter())),
-        )
+    call = run_call(
+        run.model,
+        draft,
+        (prompt, torch.ones_like(prompt)),
+        decoding=Decoding(),
+        tokens=min(tokens, run.plan.tokens),
+        seed=0,
+        cache=cache,
+        on_arrival=lambda _: arrivals.append(time.perf_counter()),
+    )
     stats = draft.last_speculation
-    emitted = list(stats.emitted_per_step[0]) if stats.emitted_per_step else []
-    if not emitted:
-        raise Skip("the call ended without an iteration")
-    speculated = sum(drafted > 0 for drafted in stats.drafted_per_step[0])
-    return TimedCall(iteration_ms(arrivals, emitted, captures), output[0, context:].tolist(), speculated, len(captures))
+    (emitted,), (drafted,) = stats.emitted_per_step, stats.drafted_per_step
+    if len(emitted) < 2:
+        raise Skip("the call ended with its first iteration")
+    return call, iteration_ms(arrivals, emitted)[1:], sum(count > 0 for count in drafted[1:])
 
 
-def iteration_ms(
-    arrivals: Sequence[float], emitted: Sequence[int], captures: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
-    """Milliseconds from the tokens of one iteration to those of the next, without captures, and those of its captures.
+def iteration_ms(arrivals: Sequence[float], emitted: Sequence[int]) -> list[float]:
+    """Milliseconds from the tokens of one iteration to those of the next.
 
     Args:
         arrivals (`Sequence[float]`): Times at which tokens reached the host; the first comes from the prompt.
         emitted (`Sequence[int]`): Tokens of every iteration.
-        captures (`Sequence[tuple[float, float]]`): Begin and end of every capture.
 
-    >>> iteration_ms([0.0, 1.0, 1.0, 3.0, 7.0], [2, 1, 1], [(3.5, 6.0)])
-    [(1000.0, 0), (2000.0, 0), (1500.0, 2500.0)]
+    >>> iteration_ms([0.0, 1.0, 1.0, 3.0, 7.0], [2, 1, 1])
+    [1000.0, 2000.0, 4000.0]
     """
-    found, begin, place = [], arrivals[0], 1
-    for tokens in emitted:
-        end = arrivals[place]
-        captured = sum(1e3 * (done - began) for began, done in captures if begin <= began < end)
-        found.append((1e3 * (end - begin) - captured, captured))
-        begin, place = end, place + tokens
-    return found
+    first_tokens = accumulate(emitted[:-1], initial=1)
+    return [1e3 * (end - begin) for begin, end in pairwise([arrivals[0], *(arrivals[at] for at in first_tokens)])]
 
 
-@contextmanager
-def watched_captures() -> Iterator[list[tuple[float, float]]]:
-    """Yield a list that gets begin and end of every capture of a CUDA graph while the context is open."""
-    capture, found = cuda_graphs.capture, []
-
-    def watched(*args: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            result = capture(*args)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # its warm-up calls are part of it
-            return result
-        finally:
-            found.append((began, time.perf_counter()))
-
-    cuda_graphs.capture = watched
-    try:
-        yield found
-    finally:
-        cuda_graphs.capture = capture
-
-
-@contextmanager
-def step_mode(draft: Any, compiled: bool, is_cuda: bool) -> Iterator[None]:
-    """The draft with captured steps, or with steps as they are.
-
-    Raises:
-        Skip: If the draft has no such setting, or there is no GPU.
-    """
-    if compiled and not is_cuda:
-        raise Skip("steps are captured as CUDA graphs, and there is no CUDA device")
-    if "compile" not in draft.settings:
-        if compiled:
-            raise Skip(f"{type(draft).__name__} has no setting `compile`")
-        yield
-        return
-    before = draft.setting("compile")
-    draft.generation_config.compile = "graph" if compiled else "off"
-    try:
-        yield
-    finally:
-        draft.generation_config.compile = before
-
-
-def iteration_floor(timed: TimedDraft, at: Roofline) -> Iteration | None:
+def iteration_floor(draft: Any, at: Roofline) -> Iteration | None:
     """The floor of a draft with its present settings, for kinds that have one."""
-    setting = timed.draft.setting
-    if timed.kind == "longspec":
-        return at.longspec(list(setting("tree_widths")), timed.draft.config.window)
-    if timed.kind == "specattn":
+    kind, setting = draft.config.model_type, draft.setting
+    if kind == "longspec":
+        return at.longspec(list(setting("tree_widths")), draft.config.window)
+    if kind == "specattn":
         share = min(1.0, max(setting("sparse_ratio"), setting("sparse_min_tokens") / max(at.context, 1)))
         return at.specattn(setting("num_assistant_tokens"), share)
-    if timed.kind == "tokenswift":
+    if kind == "tokenswift":
         budget = setting("partial_kv_budget") if setting("self_draft") == "partial_kv" else None
         return at.tokenswift(list(setting("tree_branching")), budget=budget)
     return None

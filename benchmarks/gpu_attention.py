@@ -1,7 +1,6 @@
 """Attention alone on the GPU: its correctness, its time, that of SpecAttn's scores, and other ways to compute it."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,12 +30,12 @@ def correctness(run: GpuRun) -> None:
         for rows in [*lengths, run.plan.lengths[-2:]]:  # the last is a ragged batch
             for nodes in run.plan.nodes:
                 what = {"backend": name, "lengths": list(rows), "nodes": nodes}
-                run.attempt(partial(_check, run, name, rows, nodes, what), **what)
+                if name not in run.refused:
+                    with run.attempt(**what):
+                        _check(run, name, rows, nodes, what)
 
 
 def _check(run: GpuRun, name: str, lengths: tuple[int, ...], nodes: int, what: dict[str, Any]) -> None:
-    if name in run.refused:
-        return
     case = draw(run, lengths, nodes, layers=1)
     with poisoned_outputs():
         found = case.state(run.backend(name), case.layers[0])
@@ -72,30 +71,39 @@ def _number(value: float) -> float | str:
 
 def kernels(run: GpuRun) -> None:
     """Times per layer at every point, with and without SpecAttn's score rows, against the time to read the bytes."""
-    _at_points(run, lambda case, exact, what: _time_backends(run, case, exact, what))
+    for case, exact, what in _cases(run):
+        for name in run.usable:
+            named = {"backend": name, **what}
+            with run.attempt(**named):
+                _time_backend(run, name, case, exact, named)
 
 
 def baselines(run: GpuRun) -> None:
     """Every other way to compute the same attention at the points of the kernels."""
     missing: set[str] = set()
-    _at_points(run, lambda case, exact, what: _time_baselines(run, case, exact, what, missing))
+    for case, exact, what in _cases(run):
+        for name, make in BASELINES.items():
+            named = {"baseline": name, **what}
+            if name not in missing:
+                with run.attempt(**named):
+                    try:
+                        attend = make(case)
+                    except ImportError as error:  # reported once
+                        missing.add(name)
+                        raise Skip(f"{error.name or error} is not installed") from error
+                    _time_baseline(run, attend, case, exact[0], named)
 
 
-def _at_points(run: GpuRun, measure: Callable[[DeviceAttention, AttentionState, dict[str, Any]], None]) -> None:
-    def point(batch: int, context: int, nodes: int) -> None:
-        case = draw(run, (context,) * batch, nodes, run.plan.rotating)
-        measure(case, case.exact(case.layers[0]), {"batch": batch, "context": context, "nodes": nodes})
-
+def _cases(run: GpuRun) -> Iterator[tuple[DeviceAttention, AttentionState, dict[str, int]]]:
+    """Random cases at the points of the plan, with the state in float64."""
     for batch, context in run.plan.points:
         for nodes in run.plan.nodes:
-            what = {"batch": batch, "context": context, "nodes": nodes}
-            run.attempt(partial(point, **what), **what)
-
-
-def _time_backends(run: GpuRun, case: DeviceAttention, exact: AttentionState, what: dict[str, Any]) -> None:
-    for name in run.usable:
-        named = {"backend": name, **what}
-        run.attempt(partial(_time_backend, run, name, case, exact, named), **named)
+            what, found = {"batch": batch, "context": context, "nodes": nodes}, None
+            with run.attempt(**what):
+                case = draw(run, (context,) * batch, nodes, run.plan.rotating)
+                found = case, case.exact(case.layers[0]), what
+            if found is not None:
+                yield found
 
 
 def _time_backend(run: GpuRun, name: str, case: DeviceAttention, exact: AttentionState, what: dict[str, Any]) -> None:
@@ -125,28 +133,9 @@ def _time_backend(run: GpuRun, name: str, case: DeviceAttention, exact: Attentio
     run.write_timing("score_rows", with_scores, floor, **what, overhead=with_scores.median / timing.median - 1)
 
 
-def _time_baselines(
-    run: GpuRun, case: DeviceAttention, exact: AttentionState, what: dict[str, Any], missing: set[str]
-) -> None:
-    for name, make in BASELINES.items():
-        if name not in missing:
-            named = {"baseline": name, **what}
-            run.attempt(partial(_time_baseline, run, make, case, exact[0], named, missing), **named)
-
-
 def _time_baseline(
-    run: GpuRun,
-    make: Callable[[DeviceAttention], Attend],
-    case: DeviceAttention,
-    exact: torch.Tensor,
-    what: dict[str, Any],
-    missing: set[str],
+    run: GpuRun, attend: Attend, case: DeviceAttention, exact: torch.Tensor, what: dict[str, Any]
 ) -> None:
-    try:
-        attend = make(case)
-    except ImportError as error:  # reported once
-        missing.add(what["baseline"])
-        raise Skip(f"{error.name or error} is not installed") from error
     error = relative_error(attend(case.layers[0]), exact)
     if what["baseline"] != LOWER_BOUND and not error <= run.budget:
         raise Skip(f"not timed: its error is {error:.1e}, over {run.budget:.1e}")

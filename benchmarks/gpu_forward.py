@@ -27,18 +27,18 @@ def forwards(run: GpuRun) -> None:
     """Transformers' step and masked block, our verification of every number of nodes, and the commit."""
     nodes = sorted({*run.plan.nodes, HF_NODES})
     for context in run.plan.contexts:
-        run.attempt(partial(_forwards_after, run, context, nodes), context=context)
-
-
-def _forwards_after(run: GpuRun, context: int, nodes: list[int]) -> None:
-    cache, where = run.cache(1, context, max(nodes)), {"batch": 1, "context": context}
-    logits: dict[int, torch.Tensor] = {}
-    run.attempt(partial(_transformers, run, cache, nodes, logits), side="transformers", **where)
-    for name in run.usable:
-        for count in nodes:
-            what = {"backend": name, "nodes": count, **where}
-            run.attempt(partial(_ours, run, cache, logits.get(count), what), **what)
-    run.attempt(partial(_commit, run, cache), side="commit", **where)
+        with run.attempt(context=context):
+            cache, where = run.cache(1, context, max(nodes)), {"batch": 1, "context": context}
+            logits: dict[int, torch.Tensor] = {}
+            with run.attempt(side="transformers", **where):
+                _transformers(run, cache, nodes, logits)
+            for name in run.usable:
+                for count in nodes:
+                    what = {"backend": name, "nodes": count, **where}
+                    with run.attempt(**what):
+                        _ours(run, cache, logits.get(count), what)
+            with run.attempt(side="commit", **where):
+                _commit(run, cache)
 
 
 def _transformers(run: GpuRun, cache: SpeculativeCache, nodes: list[int], logits: dict[int, torch.Tensor]) -> None:
@@ -48,12 +48,14 @@ def _transformers(run: GpuRun, cache: SpeculativeCache, nodes: list[int], logits
     logits.update((count, forward(_tree(run, count))) for count in nodes)
     for count in (1, HF_NODES):
         what = {"side": "transformers", "nodes": count, "batch": 1, "context": context}
-        step, floor = partial(forward, _tree(run, count)), run.roofline(1, context).masked_verify_ms(count)
-        run.attempt(partial(_eager_and_captured, run, step, floor, what), **what)
+        with run.attempt(**what):
+            floor = run.roofline(1, context).masked_verify_ms(count)
+            _eager_and_captured(run, partial(forward, _tree(run, count)), floor, what)
 
 
 def _ours(run: GpuRun, cache: SpeculativeCache, expected: torch.Tensor | None, what: dict[str, Any]) -> None:
     """Our verification, eager and captured, once its logits are those of transformers."""
+    run.require_time()
     if expected is None:
         raise Skip("not timed: there are no logits of transformers to compare with")
     with running_on(run.model, what["backend"]):
@@ -117,12 +119,11 @@ def running_on(model: PreTrainedModel, backend: str) -> Iterator[None]:
 def profile(run: GpuRun) -> None:
     """The operations of one step of transformers and of one of ours."""
     cache, tree = run.cache(1, run.plan.contexts[0], HF_NODES), _tree(run, HF_NODES)
-    step = partial(HfForward(run.model, cache), tree)
-    run.attempt(partial(_profile, run, "transformers", step), side="transformers")
+    with run.attempt(side="transformers"):
+        _profile(run, "transformers", partial(HfForward(run.model, cache), tree))
     for name in run.usable:
-        with running_on(run.model, name):
-            ours = _verification(run, cache, tree)
-            run.attempt(partial(_profile, run, f"ours, {name}", ours), side="ours", backend=name)
+        with run.attempt(side="ours", backend=name), running_on(run.model, name):
+            _profile(run, f"ours, {name}", _verification(run, cache, tree))
 
 
 def _profile(run: GpuRun, side: str, step: Callable[[], object]) -> None:
@@ -151,7 +152,8 @@ def batches(run: GpuRun) -> None:
     """Our step and our verification at every batch size, as far as memory goes."""
     for batch in run.plan.batches:
         what = {"batch": batch, "context": run.plan.batch_context}
-        run.attempt(partial(_time_ours, run, "batch", **what), **what)
+        with run.attempt(**what):
+            _time_ours(run, "batch", **what)
 
 
 FP8 = torch.float8_e4m3fn
@@ -173,17 +175,14 @@ def quantised(run: GpuRun) -> None:
 def _time_ours(run: GpuRun, kind: str, batch: int, context: int, **floor: int) -> None:
     cache, at = run.cache(batch, context, max(run.plan.nodes)), run.roofline(batch, context, **floor)
 
-    def verify(what: dict[str, Any]) -> None:
-        with running_on(run.model, what["backend"]):
-            step = _verification(run, cache, _tree(run, what["nodes"], batch))
-            if not bool(torch.isfinite(step()).all()):
-                raise Skip("not timed: its logits are not finite")
-            run.write_timing(kind, run.time(step), at.verify_ms(what["nodes"]), **what)
-
     for count in run.plan.nodes:
         for name in run.usable:
             what = {"backend": name, "nodes": count, "batch": batch, "context": context}
-            run.attempt(partial(verify, what), **what)
+            with run.attempt(**what), running_on(run.model, name):
+                step = _verification(run, cache, _tree(run, count, batch))
+                if not bool(torch.isfinite(step()).all()):
+                    raise Skip("not timed: its logits are not finite")
+                run.write_timing(kind, run.time(step), at.verify_ms(count), **what)
 
 
 class Fp8Linear(nn.Module):

@@ -2,9 +2,10 @@
 
 import gc
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -152,7 +153,8 @@ class GpuRun(Run):
         return full_cache(model, batch, context, room, slots)
 
     def require(self, needed: float, what: str) -> None:
-        """Raise [`Skip`] if `needed` bytes are not free."""
+        """Raise [`Skip`] if `needed` bytes are not free, or no time is left."""
+        self.require_time()
         free = self._memory_bytes
         if self.is_cuda and free is None:
             gc.collect()
@@ -167,7 +169,9 @@ class GpuRun(Run):
         started = self.elapsed
         self.say(f"{name}: at most {self.left_here:.0f} s")
         try:
-            self.attempt(partial(function, self), part=name)
+            with self.attempt(part=name):
+                self.require_time()
+                function(self)
         finally:
             self.write("section", section=name, seconds=round(self.elapsed - started, 2))
 
@@ -176,18 +180,21 @@ class GpuRun(Run):
         """Seconds that the section may still take."""
         return max(0.0, min(self.left, self._until - self.elapsed))
 
-    def attempt(self, function: Callable[[], object], **what: Any) -> None:
-        """Call a function; if there is no time, no memory, or an error, write a line with the reason and go on.
+    def require_time(self) -> None:
+        """Raise [`Skip`] if the section has no time left."""
+        if not self.left_here:
+            raise Skip("no time left")
+
+    @contextmanager
+    def attempt(self, **what: Any) -> Iterator[None]:
+        """A context that a missing package, memory or time, or an error ends with a line that has the reason.
 
         Raises:
             Stop: If the device does not answer any more.
         """
         where = {"section": self.part, **what}
-        if not self.left_here:
-            self.skip("no time left", **where)
-            return
         try:
-            function()
+            yield
         except Skip as reason:
             self.skip(str(reason), **where)
         except torch.OutOfMemoryError as error:
@@ -204,6 +211,7 @@ class GpuRun(Run):
 
     def time(self, function: Callable[[], object], graph: bool = True) -> Timing:
         """See [`time_call`]."""
+        self.require_time()
         return time_call(function, self.device, graph=graph, ms=self.plan.ms, limit=self.left_here)
 
     @property

@@ -1,10 +1,10 @@
-"""The run that every benchmark writes to, its clock, and the arguments, targets and prompts that benchmarks share.
+"""The run that every benchmark writes to, its clocks, and the arguments, targets and prompts that benchmarks share.
 
 Nothing here imports an optional package before it is needed: `gpu.py` runs with torch, triton and transformers alone.
 """
 
 import argparse
-import json
+import math
 import statistics
 import sys
 import time
@@ -17,7 +17,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_longspec.bench.machine import environment
+from benchmarks.pages import PAGES
+from hf_longspec.bench.calls import endless
+from hf_longspec.bench.machine import git_commit
+from hf_longspec.bench.prefill import PrefilledPrompts, prefill
+from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
+from hf_longspec.bench.results import Record, ResultFile
 from hf_longspec.bench.summaries import in_turns, summarize
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,26 +31,23 @@ HUB_CARDS = ROOT / "hub_cards"
 STDLIB = "stdlib"
 MIN_REPEATS = 5
 
-Record = dict[str, Any]
 
+class Run(ResultFile):
+    """The result file of a benchmark, with its progress. A context manager.
 
-class Run:
-    """One run of a benchmark: its result lines, its time limit and its progress. A context manager.
-
-    A line is in the file as soon as it is known. The first has `kind` "environment"; the last has `kind` "end" and is
-    missing from a run that was interrupted. The report is written beside the file at the end, also after an
-    interruption, unless a package that it needs is missing.
+    The report is written beside the file at the end, also after an interruption.
 
     Args:
         path (`Path`): A .jsonl file, which is replaced.
-        benchmark (`str`): Name of the benchmark in `benchmarks/tables.py`.
+        benchmark (`str`): Name of the benchmark in `benchmarks/pages.py`.
         seconds (`float`): Time limit.
-        settings (`dict`): Settings of the benchmark, JSON values only.
+        settings (`Mapping[str, Any]`): Settings of the benchmark, JSON values only.
         quiet (`bool`, *optional*): Show no progress on standard error.
         facts (`Mapping[str, Any]`, *optional*): Further facts about the environment.
-        now (`Callable`, *optional*): Clock in seconds.
-        started (`float`, *optional*): Time of that clock from which the limit counts.
+        clock: `now` and `started` of [`ResultFile`].
     """
+
+    report_every = math.inf
 
     def __init__(
         self,
@@ -56,45 +58,20 @@ class Run:
         *,
         quiet: bool = False,
         facts: Mapping[str, Any] | None = None,
-        now: Callable[[], float] = time.perf_counter,
-        started: float | None = None,
+        **clock: Any,
     ):
-        self.path, self.benchmark, self.seconds, self.quiet = path, benchmark, seconds, quiet
-        self.records: list[Record] = []
-        self._now = now
-        self._started = now() if started is None else started
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
-        here = environment() | dict(facts or {})
-        here["commit"] = here["commit"] or "unknown"
-        self.write("environment", benchmark=benchmark, **here, settings=dict(settings or {}))
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return self._now() - self._started
-
-    @property
-    def left(self) -> float:
-        """Seconds that remain, 0 at least."""
-        return max(0.0, self.seconds - self.elapsed)
-
-    def write(self, kind: str, **values: Any) -> Record:
-        """Add a line."""
-        record = {"kind": kind, **values}
-        self.records.append(record)
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        return record
+        self.quiet = quiet
+        facts = {"commit": git_commit() or "unknown", **(facts or {})}
+        super().__init__(path, benchmark, PAGES[benchmark].report, seconds, settings or {}, facts, **clock)
 
     def skip(self, reason: str, **what: Any) -> None:
         """Add a line about a measurement that was left out."""
-        self.write("skipped", reason=reason, **what)
+        super().skip(reason, **what)
         self.say(f"left out, {reason}: {', '.join(map(str, what.values()))}")
 
     def has_time(self, expected: float = 0.0, **what: Any) -> bool:
         """Return whether `expected` seconds are left; if not, add a line with the reason."""
-        if self.left > 0 and expected <= self.left:
+        if self.fits(expected):
             return True
         needed = f"it would take {expected:.0f} s and {self.left:.0f} s are left"
         self.skip(needed if self.left else "no time left", **what)
@@ -106,22 +83,10 @@ class Run:
             minutes, seconds = divmod(int(self.elapsed), 60)
             print(f"[{minutes:3d}:{seconds:02d}] {text}", file=sys.stderr, flush=True)
 
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        super().__exit__(kind, *error)
         if kind is None:
-            self.write("end", seconds=round(self.elapsed, 1))
-        self._file.close()
-        try:
-            from benchmarks.pages import write_report
-
-            report = write_report(self.path)
-        except ImportError as error:
-            print(f"{self.path} has all lines, no report: {error}. Elsewhere: python -m benchmarks.tables --reports")
-        else:
-            if report and kind is None:
-                print(report)
+            print(self._report(self.records))
 
 
 def time_in_turns(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
@@ -323,8 +288,6 @@ def load_target(path: str, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ValueError: If there is no such model.
     """
-    from hf_longspec.bench.calls import endless
-
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
     except OSError as error:
@@ -344,8 +307,6 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     Raises:
         ValueError: If no source has one.
     """
-    from hf_longspec.bench.prompts import BUILTIN, cut_windows, encode, num_disjoint, read_source
-
     tokenizer = AutoTokenizer.from_pretrained(target)
     found, described = [], []
     for source in sources or [STDLIB]:
@@ -363,8 +324,6 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     return turns, {"sources": described, "prompts": count, "window": window}
 
 
-def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> Any:
+def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:
     """Prefill prompts, with a line of progress for each."""
-    from benchmarks.prefilled import prefill
-
     return prefill(model, tokens, lambda index: run.say(f"prefilled prompt {index + 1} of {len(tokens)}"))

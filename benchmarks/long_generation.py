@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks.harness import HUB_CARDS, Run, add_prompts, integers, load_prompts, load_target, parser, start
 from benchmarks.hf_side import dynamic_cache
 from examples.distinct_ngrams import ORDERS, distinct
-from hf_longspec.bench.calls import HF, MODES, PLAIN, HfMethod, TokenClock
+from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, Decoding, HfMethod, run_call
 from hf_longspec.bench.summaries import significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.stats import SpeculationStats
@@ -44,15 +44,18 @@ class LongRow:
         method (`str`): Name of the method.
         draft (`DraftModel`): The draft.
         tokens (`int`): Number of new tokens.
-        mode (`str`, *optional*, defaults to `"sample"`): `sample` or `greedy`.
-        penalised (`bool`, *optional*, defaults to `True`): Whether the logits processors apply.
+        decoding ([`Decoding`]): The way in which the target chooses its tokens.
     """
 
     method: str
     draft: Any
     tokens: int
-    mode: str = "sample"
-    penalised: bool = True
+    decoding: Decoding
+
+    def how(self) -> dict[str, Any]:
+        """The way in which tokens are chosen, as the records name it."""
+        mode = "greedy" if self.decoding.greedy else "sample"
+        return {"mode": mode, "penalised": self.decoding.penalty is not None}
 
 
 @dataclass
@@ -90,16 +93,12 @@ class LongBenchmark:
         model (`PreTrainedModel`): The target, without an end-of-text token.
         prompt (`torch.LongTensor` of shape `(1, P)`): The prompt of all texts.
         marks (`Sequence[int]`): Numbers of generated tokens at which to measure.
-        sampling (`dict[str, Any]`): Arguments of `generate` for rows that sample, in addition to temperature 1.
-        processors (`Sequence[LogitsProcessor]`): For penalised rows.
         levels (`int`): Rows of logits that a TokenSwift draft has, for alpha and beta (Eqs. 4 and 6 of the paper).
     """
 
     model: PreTrainedModel
     prompt: torch.Tensor
     marks: Sequence[int]
-    sampling: dict[str, Any]
-    processors: Sequence[LogitsProcessor]
     levels: int
     _longest: float = field(default=0.0, init=False)
 
@@ -107,17 +106,16 @@ class LongBenchmark:
         """One row, and some tokens of each baseline at its marks; left out if there is no time for it."""
         before = results.elapsed
         if self._longest > results.left:
-            results.skip("no time left", method=row.method, mode=row.mode, penalised=row.penalised)
+            results.skip("no time left", method=row.method, **row.how())
             return
         for method in (row.draft, *baselines.values()):
             if not isinstance(method, HfMethod) and method.setting("compile") == "compile":
-                self._generate(method, row, WARM_UP)
+                self._call(method, row, self.prompt, WARM_UP, self._cache(method, row))
         text, cache = self.run(row, results)
         for mark in reversed([mark for mark in self.marks if mark <= row.tokens]):  # each writes after its mark
             for name, method in baselines.items():
                 speed = self.speed_at(mark, method, row, text, cache, tokens)
-                what = {"mode": row.mode, "penalised": row.penalised, "mark": mark}
-                results.write("baseline", method=name, **what, tokens=tokens, tokens_per_second=speed)
+                results.write("baseline", method=name, **row.how(), mark=mark, tokens=tokens, tokens_per_second=speed)
         self._longest = max(self._longest, results.elapsed - before)
 
     def run(self, row: LongRow, results: Run) -> tuple[torch.Tensor, SpeculativeCache]:
@@ -126,58 +124,41 @@ class LongBenchmark:
         reached = Marks(
             sorted({1, *marks, *(max(1, mark - NEAR) for mark in marks)}), lambda: row.draft.last_speculation
         )
-        output = self._generate(row.draft, row, row.tokens, streamer=TokenClock(on_arrival=reached))
-        text = output.sequences[0, self.prompt.shape[1] :].tolist()
+        cache = self._cache(row.draft, row)
+        call = self._call(row.draft, row, self.prompt, row.tokens, cache, on_arrival=reached)
+        text = call.text[0].tolist()
         for mark in marks:
             results.write(
                 "long",
                 method=row.method,
-                mode=row.mode,
-                penalised=row.penalised,
+                **row.how(),
                 mark=mark,
                 tokens_per_second=reached.speed(1, mark),
                 tokens_per_second_near=reached.speed(max(1, mark - NEAR), mark),
                 **self._ratios(reached.stats[mark]),
                 distinct=[list(distinct(text[:mark], n).values()) for n in ORDERS],
             )
-        return output.sequences, output.past_key_values
-
-    def _generate(self, draft: Any, row: LongRow, tokens: int, **options: Any) -> Any:
-        """So many tokens after the prompt, with the row's rule and a cache of its own."""
-        nodes = draft.num_tree_nodes(TargetView(self.model))
-        room = self.prompt.shape[1] + row.tokens + ROOM
-        draft.generation_config.gate = False  # speculation itself is measured
-        torch.manual_seed(0)
-        return self.model.generate(
-            self.prompt,
-            assistant_model=draft,
-            past_key_values=SpeculativeCache(self.model.config, 1, room, tree_slots=nodes),
-            max_new_tokens=tokens,
-            return_dict_in_generate=True,
-            **self._options(row.mode, row.penalised),
-            **options,
-        )
+        return torch.cat([self.prompt, call.text], dim=1), cache
 
     def speed_at(
         self, mark: int, method: Any, row: LongRow, text: torch.Tensor, cache: SpeculativeCache, tokens: int
     ) -> float:
         """Tokens per second of a method that goes on after a mark of a row's text, whose keys the cache holds."""
-        length, clock = self.prompt.shape[1] + mark, TokenClock()
-        options = self._options(row.mode, row.penalised) | {"max_new_tokens": tokens, "streamer": clock}
-        if isinstance(method, HfMethod):
-            options |= {"past_key_values": dynamic_cache(cache, length - 1), **method.options}
-        else:
-            cache.set_lengths([length - 1])
-            options |= {"past_key_values": cache, "assistant_model": method}
-        torch.manual_seed(0)
-        self.model.generate(text[:, :length], **options)
-        return significant(clock.num_tokens / clock.decode_seconds)
+        length = self.prompt.shape[1] + mark
+        cache.set_lengths([length - 1])
+        past = dynamic_cache(cache, length - 1) if isinstance(method, HfMethod) else cache
+        return significant(self._call(method, row, text[:, :length], tokens, past).tokens_per_second)
 
-    def _options(self, mode: str, penalised: bool) -> dict[str, Any]:
-        options = MODES[mode].options() | (self.sampling if mode == "sample" else {})
-        if penalised:
-            options["logits_processor"] = LogitsProcessorList(self.processors)
-        return options
+    def _call(self, method: Any, row: LongRow, prompt: torch.Tensor, tokens: int, cache: Any, **how: Any) -> Call:
+        if not isinstance(method, HfMethod):
+            method.generation_config.gate = False  # speculation itself is measured
+        how |= {"decoding": row.decoding, "tokens": tokens, "seed": 0, "cache": cache}
+        return run_call(self.model, method, (prompt, torch.ones_like(prompt)), **how)
+
+    def _cache(self, draft: Any, row: LongRow) -> SpeculativeCache:
+        """An empty cache with room for the row and the baselines after it."""
+        room = self.prompt.shape[1] + row.tokens + ROOM
+        return SpeculativeCache(self.model.config, 1, room, tree_slots=draft.num_tree_nodes(TargetView(self.model)))
 
     def _ratios(self, stats: SpeculationStats) -> dict[str, float]:
         rows = max(1, self.levels * stats.num_spec_steps)
@@ -205,20 +186,19 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
     model = load_target(args.target, getattr(torch, args.dtype))
     tokens, origin = load_prompts(args.target, args.data, args.prompt, 1)
-    rows = [row for row in make_rows(model, args) if row.mode in args.modes]
+    rows = [row for row in make_rows(model, args) if row.how()["mode"] in args.modes]
     rows = [row for row in rows if not args.only or row.method in args.only]
     names = ("compile", "tokens", "dtype", "prompt", "min_p", "penalty", "penalty_window", "near")
     settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}
-    penalty = hf_longspec.ContextualPenaltyLogitsProcessor(args.penalty, args.penalty_window)
     baselines = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
     marks = sorted({mark for mark in args.marks if mark < args.tokens} | {args.tokens})
     if args.compile:
         for method in (baselines[PLAIN], *(row.draft for row in rows)):
             method.generation_config.compile = "compile"
-    benchmark = LongBenchmark(model, tokens, marks, {"min_p": args.min_p}, [penalty], levels=args.levels)
+    benchmark = LongBenchmark(model, tokens, marks, args.levels)
     with start(args, "long", settings) as results:
         for row in rows:
-            results.say(f"{row.method}, {row.mode}{', penalty' if row.penalised else ''}: {row.tokens} tokens")
+            results.say(f"{row.method}, {row.decoding.to_dict()}: {row.tokens} tokens")
             benchmark.measure(row, baselines if row is rows[0] or row.method == PLAIN else {}, args.near, results)
 
 
@@ -231,13 +211,17 @@ def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]
         made.generation_config.update(**options)
         return made
 
-    rows = [LongRow("TokenSwift", draft({}), args.tokens), LongRow(PLAIN, plain, args.tokens)]
+    def way(mode: str, penalised: bool) -> Decoding:
+        penalty = {"penalty": args.penalty, "window": args.penalty_window} if penalised else {}
+        return replace(MODES[mode], min_p=args.min_p if mode == "sample" else None, **penalty)
+
+    usual = way("sample", penalised=True)
+    rows = [LongRow("TokenSwift", draft({}), args.tokens, usual), LongRow(PLAIN, plain, args.tokens, usual)]
     if args.rows != "all":
         return {"both": rows, "one": rows[:1], "plain": rows[1:]}[args.rows]
-    names = list(SETTINGS)
-    others = [LongRow(name, draft(SETTINGS[name]), args.tokens) for name in names]
+    others = [LongRow(name, draft(options), args.tokens, usual) for name, options in SETTINGS.items()]
     for mode, penalised in (("sample", False), ("greedy", True)):
-        others[2:2] = [LongRow(row.method, row.draft, args.tokens, mode, penalised) for row in (*rows, others[0])]
+        others[2:2] = [replace(row, decoding=way(mode, penalised)) for row in (*rows, others[0])]
     return [*rows, *others]
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import hf_longspec
 from benchmarks.acceptance import AcceptanceBenchmark, Setting
-from benchmarks.engine import EngineBenchmark, order_of_cells
+from benchmarks.engine import measure_speed
 from benchmarks.harness import (
     Run,
     add_prompts,
@@ -29,9 +29,8 @@ from benchmarks.harness import (
     prefilled,
     start,
 )
-from benchmarks.prefilled import PrefilledPrompts
 from hf_longspec.bench.calls import MODES, PLAIN, HfMethod
-from hf_longspec.bench.machine import read_gb_per_second
+from hf_longspec.bench.prefill import PrefilledPrompts
 
 # Differences are taken to the first: transformers' defaults. The second has the lengths of our defaults.
 LOOKUPS: dict[str, dict[str, Any]] = {
@@ -60,19 +59,12 @@ def main(arguments: list[str] | None = None) -> None:
     with start(args, "ngram", settings) as results:
         prompts = prefilled(model, tokens, results)
         if "speed" in args.parts:
-            measure_speed(model, prompts, args, results)
+            # one prompt at a time, as transformers' prompt lookup has it
+            sizes = {"contexts": args.lengths, "batches": [1], "dtypes": ["float32"]}
+            sizes |= {"tokens": args.tokens, "repeats": args.repeats}
+            measure_speed(results, {"float32": model}, make_methods, prompts, **sizes)
         if "tau" in args.parts:
             measure_tau(model, prompts, args, results)
-
-
-def measure_speed(model: PreTrainedModel, prompts: PrefilledPrompts, args: argparse.Namespace, results: Run) -> None:
-    """tokens/s of every method in turns, one prompt at a time, as transformers' prompt lookup has it."""
-    bandwidth = read_gb_per_second()
-    results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
-    sizes = {"tokens": args.tokens, "repeats": args.repeats, "bandwidth": bandwidth}
-    benchmark = EngineBenchmark(models={"float32": model}, make_drafts=make_methods, prompts=prompts, **sizes)
-    for cell in order_of_cells(args.lengths, [1], ["float32"]):
-        benchmark.measure(cell, results)
 
 
 def measure_tau(model: PreTrainedModel, prompts: PrefilledPrompts, args: argparse.Namespace, results: Run) -> None:

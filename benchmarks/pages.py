@@ -2,38 +2,24 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.markdown import (
     ACCEPTANCE_NOTE,
+    Column,
     acceptance_table,
     environment_line,
-    markdown_table,
     plus_minus,
     range_of,
+    table,
     with_defaults,
 )
-from hf_longspec.bench.results import Record, of_kind, read_records
+from hf_longspec.bench.results import Record, of_kind
 
-# A column is a key of the records, or a function of one.
-Columns = Mapping[str, str | Callable[[Record], object]]
+Columns = Mapping[str, Column]
 # Suffix of the name of a method with compiled steps.
 COMPILED = ", compiled"
-
-
-def table(rows: Sequence[Record], columns: Columns) -> str:
-    """A Markdown table with one line per record. Missing values are empty."""
-    lines = [[cell(row.get(of) if isinstance(of, str) else of(row)) for of in columns.values()] for row in rows]
-    return markdown_table(list(columns), lines)
-
-
-def cell(value: object) -> str:
-    """A value as text: numbers with three significant digits, nothing for `None`."""
-    if value is None:
-        return ""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def fixed(key: str, digits: int, scale: float = 1.0) -> Callable[[Record], str]:
@@ -340,17 +326,15 @@ GPU_NOTE = (
     "values. Floors are computed from the ceilings measured in the same run. Error: relative, of "
     "attention against float64, of a forward against transformers' logits. c: time of a step without a draft over "
     "that of an iteration; c times the tau of a paper is what that tau would give here, not a measured speed-up. "
-    "Speculated: iterations that verified drafted tokens. Captures: CUDA graphs captured in the timed calls; "
-    "iterations in which that happened are left out, or if there are no others the captures are subtracted. Same "
-    "tokens: the text up to there is that of the loop without a draft. Timed by: graph (replay of a CUDA graph), "
-    "events (calls between CUDA events, launches included), wall (host clock)."
+    "Speculated: iterations that verified drafted tokens. The first iteration of a call, which captures CUDA graphs, "
+    "is left out. Same tokens: the text up to there is that of the loop without a draft. Timed by: graph (replay of a "
+    "CUDA graph), events (calls between CUDA events, launches included), wall (host clock)."
 )
 # For each kind of line: title, and the columns in addition to time and floor.
 GPU_TABLES = {
     "iteration": (
         "One iteration of a drafter",
-        "draft compiled batch context nodes speculated iterations captured_iterations captures tau same_tokens c "
-        "c_floor tau_of_paper c_times_tau",
+        "draft compiled batch context nodes speculated iterations tau same_tokens c c_floor tau_of_paper c_times_tau",
     ),
     "forward": ("One forward of the target", "side backend mode batch context nodes error"),
     "kernel": ("Attention of one layer", "backend batch context nodes tb_per_second error"),
@@ -425,10 +409,10 @@ def left_out(records: Sequence[Record]) -> list[str]:
     """List what was not measured, one line per reason."""
     reasons: dict[str, list[str]] = {}
     for record in of_kind(records, "skipped"):
-        values = [value for name, value in record.items() if name not in ("kind", "reason", "options")]
+        values = [value for name, value in record.items() if name not in ("kind", "reason", "options", "decoding")]
         values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
         reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
-    lines = [f"- {reason}: {'; '.join(what)}" for reason, what in reasons.items()]
+    lines = [f"- {reason}: {'; '.join(dict.fromkeys(what))}" for reason, what in reasons.items()]
     return ["Left out:\n\n" + "\n".join(lines)] if lines else []
 
 
@@ -481,14 +465,3 @@ PAGES = {
     ),
     "gate": Page("The gate", GATE_NOTE, _one_table("gate", GATE)),
 }
-
-
-def write_report(path: Path) -> str | None:
-    """Write the report beside a result file and return it; `None` if its benchmark has no page."""
-    records = read_records(path)
-    page = PAGES.get(records[0]["benchmark"])
-    if page is None:
-        return None
-    report = page.report(records)
-    path.with_suffix(".md").write_text(report, encoding="utf-8")
-    return report

@@ -10,59 +10,34 @@ acceptance from which a drafter can pay. Rates come from data sheets unless meas
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from benchmarks.floors import CONFIGS, MACHINES, Iteration, Machine, Roofline, TargetShape, shape_of
 from benchmarks.harness import integers, trees
-from benchmarks.pages import Columns, fixed, table
+from benchmarks.pages import Columns, fixed
+from hf_longspec.bench.markdown import table
 
 
-@dataclass(frozen=True)
-class Drafting:
-    """The drafters of the roofline, with their settings.
-
-    Args:
-        trees (`Sequence[Sequence[int]]`): Widths of LongSpec's trees.
-        gammas (`Sequence[int]`): Drafted tokens of SpecAttn.
-        ratio (`float`): Share of the cache that SpecAttn drafts over.
-        branching (`list[int]`): TokenSwift's children per node; entry 0 is the target's own prediction.
-        budget (`int`): Entries of TokenSwift's partial cache.
-    """
-
-    trees: Sequence[Sequence[int]] = ((4, 16, 16, 16, 16), (4, 4, 4, 4))
-    gammas: Sequence[int] = (6, 9)
-    ratio: float = 0.07
-    branching: Sequence[int] = (1, 3, 3, 3)
-    budget: int = 4096
-
-    def iterations(self, roofline: Roofline) -> list[Iteration]:
-        """Every drafter at one point."""
-        branching = list(self.branching)
-        return [
-            *(roofline.longspec(list(widths)) for widths in self.trees),
-            *(roofline.specattn(gamma, self.ratio) for gamma in self.gammas),
-            roofline.tokenswift(branching, budget=self.budget),
-            roofline.tokenswift(branching, budget=None),
-        ]
+def iterations(at: Roofline, args: argparse.Namespace) -> list[Iteration]:
+    """Every drafter at one point, with the settings of the command line."""
+    return [
+        *(at.longspec(list(widths)) for widths in args.trees),
+        *(at.specattn(gamma, args.ratio) for gamma in args.gammas),
+        at.tokenswift(args.branching, budget=args.budget),
+        at.tokenswift(args.branching, budget=None),
+    ]
 
 
-def roofline_rows(
-    shape: TargetShape,
-    machine: Machine,
-    points: Sequence[tuple[int, int]],
-    nodes: Sequence[int],
-    drafting: Drafting,
-    **options: Any,
-) -> list[dict[str, Any]]:
-    """One row per point `(batch, context)`; `options` are those of [`Roofline`].
+def roofline_rows(shape: TargetShape, machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per batch size and context of the command line.
 
     Returns:
         `list[dict]`, ready for JSON: times in milliseconds, sizes in bytes.
     """
     rows = []
-    for batch, context in points:
-        at = Roofline(shape, machine, batch, context, **options)
+    for batch, context in product(args.batches, args.contexts):
+        at = Roofline(shape, machine, batch, context, args.weight_bytes, args.kv_bytes, args.attention_tflops)
         rows.append(
             {
                 "target": shape.name,
@@ -75,9 +50,9 @@ def roofline_rows(
                 "weight_bytes_read": shape.weights_read(batch) * at.weight_bytes,
                 "kv_bytes_per_token": at.kv_bytes_per_token,
                 "ar_ms": at.ar_ms,
-                "verify_ms": {str(count): at.verify_ms(count) for count in nodes},
-                "masked_verify_ms": {str(count): at.masked_verify_ms(count) for count in nodes},
-                "iterations": [iteration.to_dict() for iteration in drafting.iterations(at)],
+                "verify_ms": {str(count): at.verify_ms(count) for count in args.nodes},
+                "masked_verify_ms": {str(count): at.masked_verify_ms(count) for count in args.nodes},
+                "iterations": [iteration.to_dict() for iteration in iterations(at, args)],
             }
         )
     return rows
@@ -110,23 +85,15 @@ def roofline_markdown(rows: Sequence[dict[str, Any]]) -> str:
         "break-even tau": fixed("break_even_tau", 2),
         "at most": lambda row: f"{row['max_speedup']:.2f}x (tau {row['max_tau']})",
     }
-    iterations = [row | iteration for row in rows for iteration in row["iterations"]]
-    return "\n\n".join([facts, table(rows, steps), table(iterations, drafters)])
+    drafted = [row | iteration for row in rows for iteration in row["iterations"]]
+    return "\n\n".join([facts, table(rows, steps), table(drafted, drafters)])
 
 
 def main(arguments: list[str] | None = None) -> None:
     made = argument_parser()
     args = made.parse_args(arguments)
     try:
-        shape, machine = shape_of(args.target), machine_of(args)
-        options = {
-            "weight_bytes": args.weight_bytes,
-            "kv_bytes": args.kv_bytes,
-            "attention_tflops": args.attention_tflops,
-        }
-        points = [(batch, context) for batch in args.batches for context in args.contexts]
-        drafting = Drafting(args.trees, args.gammas, args.ratio, args.branching, args.budget)
-        rows = roofline_rows(shape, machine, points, args.nodes, drafting, **options)
+        rows = roofline_rows(shape_of(args.target), machine_of(args), args)
     except ValueError as error:
         made.error(str(error))
     print(json.dumps(rows, indent=2) if args.json else roofline_markdown(rows))
@@ -143,7 +110,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def argument_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, usual = made.add_argument, Drafting()
+    add, wide = made.add_argument, [[4, 16, 16, 16, 16], [4, 4, 4, 3]]
     add("--target", default="Llama-3.1-8B", help=f"{', '.join(CONFIGS)}, a folder or a Hub id (default: %(default)s)")
     add("--gpu", choices=list(MACHINES), default="H200", help="default: %(default)s")
     add("--tbs", type=float, help="measured bandwidth, 10^12 bytes per second")
@@ -151,14 +118,14 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--attention-tflops", type=float, help="what the attention kernel reaches (default: as --tflops)")
     add("--batches", type=integers, default=[1, 4, 8], help="default: 1,4,8")
     add("--contexts", type=integers, default=[8192, 32768, 131072], help="default: 8192,32768,131072")
-    add("--nodes", type=integers, default=[17, 69], help="nodes of a verification (default: 17,69)")
+    add("--nodes", type=integers, default=[16, 64], help="nodes of a verification (default: 16,64)")
     add("--weight-bytes", type=float, default=2.0, help="2 for bfloat16, 1 for FP8, 0.5 for 4 bits (default: 2)")
     add("--kv-bytes", type=float, default=2.0, help="likewise for the cache (default: 2)")
-    add("--trees", type=trees, default=usual.trees, help="LongSpec's widths (default: 4+16+16+16+16,4+4+4+4)")
-    add("--gammas", type=integers, default=usual.gammas, help="drafted tokens of SpecAttn (default: 6,9)")
-    add("--ratio", type=float, default=usual.ratio, help="share that SpecAttn drafts over (default: %(default)s)")
-    add("--branching", type=integers, default=usual.branching, help="TokenSwift's children (default: 1,3,3,3)")
-    add("--budget", type=int, default=usual.budget, help="of TokenSwift's partial cache (default: %(default)s)")
+    add("--trees", type=trees, default=wide, help="LongSpec's widths (default: 4+16+16+16+16,4+4+4+3)")
+    add("--gammas", type=integers, default=[6, 9], help="drafted tokens of SpecAttn (default: 6,9)")
+    add("--ratio", type=float, default=0.07, help="share that SpecAttn drafts over (default: %(default)s)")
+    add("--branching", type=integers, default=[1, 3, 3, 3], help="TokenSwift's children (default: 1,3,3,3)")
+    add("--budget", type=int, default=4096, help="of TokenSwift's partial cache (default: %(default)s)")
     add("--json", action="store_true", help="JSON in place of tables")
     return made
 

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import COMPILED, PAGES, best_of_cells, kinds_of, table, write_report
+from benchmarks.pages import COMPILED, PAGES, Page, best_of_cells, kinds_of
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.markdown import environment_line, with_defaults
+from hf_longspec.bench.markdown import environment_line, table, with_defaults
 from hf_longspec.bench.results import Record, of_kind, read_records
 
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
 
-def section(records: Sequence[Record]) -> tuple[str, str]:
-    """Name of the benchmark, and its headline table with a note and the environment below it.
+def page_of(records: Sequence[Record]) -> tuple[str, Page]:
+    """Name of the benchmark, and how its results are shown.
 
     Raises:
         ValueError: If the records are of no known benchmark.
@@ -27,7 +27,12 @@ def section(records: Sequence[Record]) -> tuple[str, str]:
     name = found[0].get("benchmark") if found else None
     if name not in PAGES:
         raise ValueError(f"benchmark {name!r}: expected one of {', '.join(PAGES)}. Is this a result file?")
-    page = PAGES[name]
+    return name, PAGES[name]
+
+
+def section(records: Sequence[Record]) -> tuple[str, str]:
+    """Name of the benchmark, and its headline table with a note and the environment below it."""
+    name, page = page_of(records)
     parts = [f"### {page.title}", page.headline(records), with_defaults(page.note, records), environment_line(records)]
     return name, "\n\n".join(parts)
 
@@ -55,14 +60,6 @@ def replace_between(text: str, content: str) -> str:
 def write_between(page: Path, content: str) -> None:
     """Replace the text between the markers of a file."""
     page.write_text(replace_between(page.read_text(encoding="utf-8"), content), encoding="utf-8")
-
-
-def write_tables(results: Sequence[Path], page: Path) -> list[str]:
-    """Put the tables of the result files into `page`, in the order of `PAGES`; returns what was written."""
-    order = list(PAGES)
-    sections = sorted((section(read_records(path)) for path in results), key=lambda found: order.index(found[0]))
-    write_between(page, "\n\n".join(text for _, text in sections))
-    return [name for name, _ in sections]
 
 
 def engine_records(results: Sequence[Path]) -> list[Record]:
@@ -156,7 +153,9 @@ def speed_figure(records: Sequence[Record], path: Path) -> None:
             _panel(panel, {cell[1]: best for cell, best in cells.items() if (cell[0], cell[3]) == (dtype, mode)})
             panel.set_title(f"{dtype}, {MODES[mode]}", fontsize=10)
         line[0].set_ylabel("tokens/s")
-    labelled = {name: handle for panel in panels.flat for handle, name in _legend(panel)}
+    labelled = {
+        name: handle for panel in panels.flat for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4, fontsize=9)
     # a fixed salt and no date: the same results give the same file
     with matplotlib.rc_context({"svg.hashsalt": "hf_longspec", "svg.fonttype": "path"}):
@@ -185,10 +184,6 @@ def _panel(panel: Any, by_context: dict[int, dict[str, Record]]) -> None:
     panel.grid(alpha=0.3)
 
 
-def _legend(panel: Any) -> list[tuple[Any, str]]:
-    return list(zip(*panel.get_legend_handles_labels(), strict=True))
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -202,9 +197,13 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("nothing to write. Pass --page, --summary, --figure or --reports.")
     try:
         for path in args.results if args.reports else ():
-            write_report(path)
+            records = read_records(path)
+            path.with_suffix(".md").write_text(page_of(records)[1].report(records), encoding="utf-8")
         if args.page:
-            print(f"{args.page}: {', '.join(write_tables(args.results, args.page))}")
+            sections = [section(read_records(path)) for path in args.results]
+            sections.sort(key=lambda found: list(PAGES).index(found[0]))
+            write_between(args.page, "\n\n".join(text for _, text in sections))
+            print(f"{args.page}: {', '.join(name for name, _ in sections)}")
         if args.summary:
             write_between(args.summary, summary(engine_records(args.results)))
             print(f"{args.summary}: summary")

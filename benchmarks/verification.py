@@ -8,9 +8,8 @@ single node is what plain decoding runs: there transformers needs no mask. Needs
 
 import argparse
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import product
 
 import torch
 from transformers import LlamaForCausalLM
@@ -39,59 +38,49 @@ FLOAT32_FLOOR, FLOAT32_FACTOR, BFLOAT16_FACTOR = 2e-6, 1.5, 2.0
 CPU = torch.device("cpu")
 
 
-@dataclass(kw_only=True)
-class VerificationBenchmark:
+@torch.no_grad()
+def measure(
+    results: Run,
+    shape: Shape,
+    context: int,
+    nodes: Sequence[int],
+    dtypes: Sequence[str],
+    repeats: int,
+    bandwidth: float,
+) -> None:
     """Measure both parts in one dtype after another, so that only one copy of the weights exists.
 
     Args:
+        results ([`Run`]): Where the records go.
         shape ([`Shape`]): Sizes of the random model.
         context (`int`): Prefix length.
         nodes (`Sequence[int]`): Tree sizes.
+        dtypes (`Sequence[str]`): Names of dtypes.
         repeats (`int`): Turns.
         bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the floor.
-        results ([`Run`]): Where the records go.
     """
-
-    shape: Shape
-    context: int
-    nodes: Sequence[int]
-    repeats: int
-    bandwidth: float
-    results: Run
-
-    @torch.no_grad()
-    def run(self, dtypes: Sequence[str]) -> None:
-        """All cells, those of the whole forward after those of attention alone."""
-        self.results.say("drawing random weights, keys and values")
-        model = random_target(self.shape, self.context + max(self.nodes), CPU, torch.bfloat16)
-        for name in dtypes:
-            cast(model, getattr(torch, name))  # from bfloat16 to float32 and back without loss
-            cache = full_cache(model, 1, self.context, 1, max(self.nodes))
-            for nodes in self.nodes:
-                self._measure({"part": "attention", "dtype": name, "nodes": nodes}, AttentionCase, model, cache)
-            for nodes in self.nodes:
-                self._measure({"part": "forward", "dtype": name, "nodes": nodes}, ForwardCase, model, cache)
-
-    def _measure(self, what: dict[str, Any], make: Any, model: LlamaForCausalLM, cache: SpeculativeCache) -> None:
-        """Check one case, then time both sides if it passed and there is time."""
-        results, what = self.results, {**what, "context": self.context}
-        if not results.has_time(**what):
-            return
-        case = make(model, cache, random_tree(what["nodes"], self.shape.vocab))
-        error, budget, once, others = case.check()
-        checked = {"error": significant(error), "budget": significant(budget), **others}
-        checked["floor_ms"] = self._floor(case.read)
-        if not checked["error"] <= checked["budget"]:
-            results.skip("not timed: its error is over the budget", **what, **checked)
-        elif results.has_time(once * self.repeats, **what):
-            results.say(f"{what}: error {error:.1e} within {budget:.1e}, timing {once * self.repeats:.0f} s")
-            seconds = time_in_turns(case.sides(), self.repeats)
-            sides = {f"{side}_ms": summarize([value * 1e3 for value in seconds[side]]) for side in ("hf", "ours")}
-            results.write("verification", **what, **sides, ratio=ratios(seconds["hf"], seconds["ours"]), **checked)
-
-    def _floor(self, tensors: Iterable[torch.Tensor]) -> float:
-        """Milliseconds that reading these tensors once takes at least."""
-        return significant(sum(tensor.nbytes for tensor in tensors) / self.bandwidth / 1e6)
+    results.say("drawing random weights, keys and values")
+    model = random_target(shape, context + max(nodes), CPU, torch.bfloat16)
+    parts = {"attention": AttentionCase, "forward": ForwardCase}
+    for name in dtypes:
+        cast(model, getattr(torch, name))  # from bfloat16 to float32 and back without loss
+        cache = full_cache(model, 1, context, 1, max(nodes))
+        for part, count in product(parts, nodes):
+            what = {"part": part, "dtype": name, "nodes": count, "context": context}
+            if not results.has_time(**what):
+                continue
+            case = parts[part](model, cache, random_tree(count, shape.vocab))
+            error, budget, once, others = case.check()
+            checked = {"error": significant(error), "budget": significant(budget), **others}
+            # reading these tensors once takes so long at least
+            checked["floor_ms"] = significant(sum(tensor.nbytes for tensor in case.read) / bandwidth / 1e6)
+            if not checked["error"] <= checked["budget"]:
+                results.skip("not timed: its error is over the budget", **what, **checked)
+            elif results.has_time(once * repeats, **what):
+                results.say(f"{what}: error {error:.1e} within {budget:.1e}, timing {once * repeats:.0f} s")
+                seconds = time_in_turns(case.sides(), repeats)
+                sides = {f"{side}_ms": summarize([value * 1e3 for value in seconds[side]]) for side in ("hf", "ours")}
+                results.write("verification", **what, **sides, ratio=ratios(seconds["hf"], seconds["ours"]), **checked)
 
 
 class AttentionCase:
@@ -189,8 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     with start(args, "verification", settings) as results:
         bandwidth = read_gb_per_second()
         results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
-        how = {"repeats": args.repeats, "bandwidth": bandwidth, "results": results}
-        VerificationBenchmark(shape=args.shape, context=args.context, nodes=args.nodes, **how).run(args.dtypes)
+        measure(results, args.shape, args.context, args.nodes, args.dtypes, args.repeats, bandwidth)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -28,9 +28,9 @@ _LAZY = {
     "Drafter": "generation.drafter",
     "FileStreamer": "streaming",
     "IncrementalDecoder": "streaming",
-    "SamplingReport": "auditing",
+    "SamplingReport": "auditing_sampling",
     "audit": "auditing",
-    "audit_sampling": "auditing",
+    "audit_sampling": "auditing_sampling",
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",
 }

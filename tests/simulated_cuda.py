@@ -35,6 +35,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -312,7 +313,7 @@ class SimulatedCuda(TorchDispatchMode):
 
     def __enter__(self) -> "SimulatedCuda":
         if (reason := why_not()) is not None:
-            raise RuntimeError(reason)
+            pytest.skip(reason)
         stream = SimpleNamespace(
             wait_stream=lambda other: None, wait_event=lambda event: None, synchronize=self._wait, cuda_stream=0
         )

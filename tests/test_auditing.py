@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_longspec.auditing import audit, compare
-from hf_longspec.testing import EOS_TOKEN_ID, PAD_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
+from hf_longspec.testing import EOS_TOKEN_ID, PAD_TOKEN_ID, tiny_prompts, tiny_target
+from tests.generation.tiny_models import ATTENTION
 
 LENGTHS, NEW_TOKENS = (23, 9, 17), 24
 PROMPT_LENGTH = max(LENGTHS)
@@ -54,7 +55,7 @@ def read(model, text, mask):
     return model(text, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits
 
 
-@pytest.mark.parametrize("name", TINY_TARGETS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_plain_generate_is_exact_in_float32(name, prompts):
     model = tiny_target(name)
     input_ids, attention_mask = prompts

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
-from hf_longspec.cli.publish import write_or_push
+from hf_longspec.cli.publish import publish
 from hf_longspec.generation.target_modules import FinalNormInput, TargetEnds
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -72,7 +72,7 @@ def built(tmp_path_factory):
     cards.mkdir()
     (cards / TARGET.name).symlink_to(TARGET)
     for folder, results in RESULTS.items():
-        write_or_push(folder, dry_run=True, output=cards / folder.name, results=ROOT / results)
+        publish(folder, dry_run=True, output=cards / folder.name, results=ROOT / results)
     return cards
 
 

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from tests.simulated_cuda import DeviceTensor, NotCapturable, RacingCopy, SimulatedCuda, WrongDevice, why_not
-
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+from tests.simulated_cuda import DeviceTensor, NotCapturable, RacingCopy, SimulatedCuda, WrongDevice
 
 
 @pytest.fixture

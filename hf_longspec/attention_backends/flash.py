@@ -4,8 +4,9 @@ flash-attn reads the cache in place, takes a length per row from the device, spl
 returns the log-sum-exp that merges the tree. Its own windows count from the index of a query among the queries, which
 is neither the position of a tree node nor that of a row of a packed group. `cache_leftpad` replaces them.
 
-Version 3 (`flash_attn_interface`) is for Hopper, version 2 (`flash_attn`) for Ampere and later. Neither has been run:
-the calls follow the documented signatures and are tested against a stand-in with the same signatures.
+Version 3 (`flash_attn_interface`) is for Hopper, version 2 (`flash_attn`) for Ampere and later. Where neither is
+installed, the package `kernels` downloads a build of them from the Hub. None has been run: the calls follow the
+documented signatures and are tested against a stand-in with the same signatures.
 
 Source: FlashAttention-2 (https://huggingface.co/papers/2307.08691), FlashAttention-3
 (https://huggingface.co/papers/2407.08608).
@@ -16,11 +17,14 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch
+from transformers.utils import logging
 
 from .lengths import SeqLens
 from .merge import AttentionState, nothing_visible
 from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
 from .torch_backend import attention_to_copies, causal_attention, tree_attention
+
+logger = logging.get_logger(__name__)
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SIZE = 256
@@ -28,6 +32,13 @@ MAX_SIZE = 256
 SIZE_STEP = 8
 
 HOPPER, AMPERE = 9, 8
+
+# Builds on the Hub, the first that loads is used: the least compute capability and the most, repository, and the
+# version of it that transformers uses with torch 2.10 and newer.
+HUB_BUILDS = (
+    (HOPPER, HOPPER, "kernels-community/flash-attn3", 1),
+    (AMPERE, 99, "kernels-community/flash-attn2", 4),
+)
 
 
 def compute_capability(device: torch.device) -> int | None:
@@ -38,10 +49,10 @@ def compute_capability(device: torch.device) -> int | None:
 
 
 @cache
-def flash_function(capability: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
-    """Return `flash_attn_with_kvcache` for a GPU of this major compute capability, or None if it is not installed.
+def flash_function(capability: int) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+    """Return `flash_attn_with_kvcache` for a GPU of this major compute capability, or None if there is none.
 
-    It takes `(B, S, H, D)`.
+    It takes `(B, S, H, D)`. Version 2 returns `(out, lse)`, version 3 has further results after them.
     """
     if capability == HOPPER:
         try:
@@ -53,8 +64,26 @@ def flash_function(capability: int) -> Callable[..., tuple[torch.Tensor, torch.T
     try:
         from flash_attn import flash_attn_with_kvcache
     except ImportError:  # likewise, or too old
-        return None
+        return _from_the_hub(capability)
     return flash_attn_with_kvcache
+
+
+def _from_the_hub(capability: int) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+    try:
+        from kernels import get_kernel
+    except ImportError:
+        return None
+    for least, most, repository, version in HUB_BUILDS:
+        if not least <= capability <= most:
+            continue
+        try:
+            function: Callable[..., tuple[torch.Tensor, ...]] = get_kernel(
+                repository, version=version
+            ).flash_attn_with_kvcache
+            return function
+        except Exception as error:  # no network, no build for this torch, another version of kernels: no common class
+            logger.warning("%s, version %d, did not load (%s: %s).", repository, version, type(error).__name__, error)
+    return None
 
 
 def prefix_attention(
@@ -125,7 +154,7 @@ def _attend(
     if starts is not None:  # lengths count from slot 0, whatever the padding on the left
         rows = torch.arange(key.shape[0], device=key.device)[:, None].expand(-1, query.shape[0] // key.shape[0])
         where |= {"cache_leftpad": starts, "cache_batch_idx": rows.reshape(-1)}
-    out, lse = function(
+    out, lse, *_ = function(
         query,
         *cache,
         **{name: numbers.to(torch.int32).contiguous() for name, numbers in where.items()},
@@ -142,7 +171,7 @@ def _attend(
     return out, lse
 
 
-def _function_for(device: torch.device) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _function_for(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
     capability = compute_capability(device)
     function = None if capability is None else flash_function(capability)
     if function is None:
@@ -174,7 +203,7 @@ def why_not(call: AttentionCall) -> str | None:
 
 def _missing(capability: int | None) -> str:
     package = "flash-attn (version 2, or 3 from its hopper folder)" if capability == HOPPER else "flash-attn"
-    return f"{package} is not installed, or does not import"
+    return f"{package} is not installed, or does not import, and the package kernels loads no build of it from the Hub"
 
 
 def _last_stride_one(cached: torch.Tensor) -> torch.Tensor:

@@ -40,8 +40,8 @@ REARRANGED_BYTES = 16 * 2**20
 
 # The CPU op works on 32 rows at a time. A lone row among the last 32 becomes a matrix-vector product, which in bfloat16
 # takes 3 times as long as two rows do (2,154 against 624 microseconds: 4,096 keys, 2 heads, D=128, AMD EPYC with AVX2);
-# three rows take 1.5 times as long as four. A copy of the first row is added then. Index: whether it is float32.
-SLOW_TAILS = ((1, 3), (3,))
+# three rows take 1.5 times as long as four, in float32 too. A copy of the first row is added then.
+SLOW_TAILS, SLOW_TAILS_FLOAT32 = (1, 3), (3,)
 
 # Up to this many keys, hybrid attention is one call with a mask. One masked call against two calls and a merge, 5
 # nodes, H=8, K=2, D=32, float32: 146 against 168 microseconds at 1,024 keys, 456 against 461 at 4,096, 2,151 against
@@ -243,7 +243,8 @@ def unpack(state: AttentionState, shape: torch.Size) -> AttentionState:
 
 def _is_slow(rows: int, query: torch.Tensor) -> bool:
     """Return whether one row more is faster."""
-    return rows & 31 in SLOW_TAILS[query.dtype == torch.float32] and query.is_cpu
+    tails = SLOW_TAILS_FLOAT32 if query.dtype == torch.float32 else SLOW_TAILS
+    return rows & 31 in tails and query.is_cpu
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """The parts that all reports have in common, and the table of acceptance that model cards quote, as Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,22 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     first, *others = [f"| {' | '.join(cells)} |" for cells in (header, *rows)]
     return "\n".join([first, "|" + "---|" * len(header), *others])
+
+
+# A column of a table: a key of the records, or a function of one.
+Column = str | Callable[[Record], object]
+
+
+def table(rows: Sequence[Record], columns: Mapping[str, Column]) -> str:
+    """A Markdown table with one line per record. Numbers have three significant digits; missing values are empty."""
+    lines = [[_cell(row.get(of) if isinstance(of, str) else of(row)) for of in columns.values()] for row in rows]
+    return markdown_table(list(columns), lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def environment_line(records: Sequence[Record]) -> str:
@@ -71,17 +87,18 @@ def acceptance_table(records: Sequence[Record]) -> str:
     """One row per setting, one column per length: mean and interval, and the difference to the first setting."""
     rows = of_kind(records, "acceptance")
     lengths = sorted({row["length"] for row in rows})
-    settings = list(dict.fromkeys((row["mode"], _options(row)) for row in rows))
     by_key = {(row["mode"], _options(row), row["length"]): row for row in rows}
-    lines = []
-    for mode, options in settings:
-        shown = ", ".join(value if name == "selection" else f"{name}={value}" for name, value in options)
-        lines.append([mode, shown, *(_tau(by_key.get((mode, options, length))) for length in lengths)])
-    return markdown_table(["mode", "setting", *(f"tau at {length}" for length in lengths)], lines)
+    settings = [{"mode": mode, "setting": setting} for mode, setting in dict.fromkeys(key[:2] for key in by_key)]
+
+    def tau_at(length: int) -> Column:
+        return lambda row: _tau(by_key.get((row["mode"], row["setting"], length)))
+
+    columns = {"mode": "mode", "setting": "setting"} | {f"tau at {length}": tau_at(length) for length in lengths}
+    return table(settings, columns)
 
 
-def _options(row: Record) -> tuple[tuple[str, str], ...]:
-    return tuple((name, str(value)) for name, value in row["options"].items())
+def _options(row: Record) -> str:
+    return ", ".join(str(value) if name == "selection" else f"{name}={value}" for name, value in row["options"].items())
 
 
 def _tau(row: Record | None) -> str:

@@ -108,14 +108,13 @@ class Matrix:
         missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
         progress.step(len(self.methods) * self.repeats - len(missing))
         prompts = self.prompts_of(cell) if missing else []
-        guard = self.results.guard
         warm: set[str] = set()
         longest: dict[str, float] = {}
         for turn, names in groupby(missing, key=lambda pair: pair[0]):
             texts: dict[str, torch.Tensor] = {}
             for _, name in names:
                 progress.say(f"{cell}: {name}, turn {turn + 1} of {self.repeats}")
-                if name in methods and not (guard.left and guard.fits(longest.get(name, 0.0))):
+                if name in methods and not self.results.fits(longest.get(name, 0.0)):
                     self._skip(cell, name, NO_TIME)
                 elif name in methods:
                     result = self._guarded(cell, methods[name], turn, prompts[turn], name not in warm)
@@ -157,7 +156,7 @@ class Matrix:
                 if warm_up:  # the first call is slow; on a GPU that depends on the length
                     kept = rows if self.memory.on_cuda else [row[-WARM_UP_PROMPT:] for row in rows]
                     self.call(cell, method, kept, min(self.tokens, WARM_UP_TOKENS), 0)
-                started = self.results.guard.elapsed
+                started = self.results.elapsed
                 call = self.call(cell, method, rows, self.tokens, turn)
         except torch.OutOfMemoryError:
             return "out of memory"
@@ -170,7 +169,7 @@ class Matrix:
             point=dict(method.point),
             turn=turn,
             prompt_tokens=sum(map(len, rows)) // len(rows),
-            seconds=round(self.results.guard.elapsed - started, 3),
+            seconds=round(self.results.elapsed - started, 3),
             **call.to_dict(),
             text=hashes(call.text),
             compared_with=truth_of(cell, method),

@@ -1,6 +1,7 @@
 """Prompts that are prefilled once, and decoding that starts from copies of their cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..generation.cache import SpeculativeCache
 from ..generation.target import TargetView
-from .calls import MODES, Call, run_call
+from .calls import MODES, Call, HfMethod, run_call
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +25,27 @@ class PrefilledPrompts:
     tokens: torch.Tensor
     layers: list[tuple[torch.Tensor, torch.Tensor]]
 
+    def to(self, dtype: torch.dtype) -> "PrefilledPrompts":
+        """The same prompts with rounded keys and values.
+
+        The cost of a decoding step does not depend on their last bits, and a bfloat16 prefill takes very long on a
+        processor without such instructions.
+        """
+        return PrefilledPrompts(self.tokens, [(keys.to(dtype), values.to(dtype)) for keys, values in self.layers])
+
     def fill(self, cache: SpeculativeCache, rows: slice, stored: int) -> SpeculativeCache:
         """Replace the content of a cache with the first `stored` tokens of some prompts."""
         cache.reset()
         for layer, (keys, values) in zip(cache.layers, self.layers, strict=True):
             layer.update(keys[rows, :, :stored], values[rows, :, :stored])
         cache.set_lengths([stored] * cache.batch_size)
+        return cache
+
+    def dynamic_cache(self, rows: slice, stored: int) -> DynamicCache:
+        """A cache of transformers with the first `stored` tokens of some prompts."""
+        cache = DynamicCache()
+        for index, (keys, values) in enumerate(self.layers):
+            cache.update(keys[rows, :, :stored], values[rows, :, :stored], index)
         return cache
 
 
@@ -46,23 +62,25 @@ class Decoder:
         self.model, self.prompts, self.tokens = model, prompts, tokens
         self._caches: dict[tuple[int, int], SpeculativeCache] = {}
 
-    def run(self, draft: Any, rows: slice, context: int, mode: str, seed: int, tokens: int | None = None) -> Call:
+    def run(self, method: Any, rows: slice, context: int, mode: str, seed: int, tokens: int | None = None) -> Call:
         """Decode after the first `context` tokens of some prompts.
 
-        The loop is given the cache of all prompt tokens but those that its drafter looks at first. These run before
-        the first new token, when the clock starts.
+        Plain `generate` is given the cache of all prompt tokens but the last, and the loop that of all but those that
+        its drafter looks at first. The rest runs before the first new token, when the clock starts.
 
         Args:
+            method (`DraftModel` or [`HfMethod`]): How to decode.
             mode (`str`): `sample` (temperature 1, nothing cut off) or `greedy`.
         """
         tokens = tokens or self.tokens
-        draft.generation_config.gate = False  # speculation itself is measured
-        cache = self._speculative_cache(draft, rows, context, tokens)
-        return self._run(draft, rows, context, mode, seed, tokens, cache)
-
-    def _run(self, method: Any, rows: slice, context: int, mode: str, seed: int, tokens: int, cache: Any) -> Call:
         ids = self.prompts.tokens[rows, :context]
         prompt, how = (ids, torch.ones_like(ids)), MODES[mode]
+        if isinstance(method, HfMethod):
+            cache: Any = self.prompts.dynamic_cache(rows, context - 1)
+            with _new_tokens_only(self.model):
+                return run_call(self.model, method, prompt, decoding=how, tokens=tokens, seed=seed, cache=cache)
+        method.generation_config.gate = False  # speculation itself is measured
+        cache = self._speculative_cache(method, rows, context, tokens)
         return run_call(self.model, method, prompt, decoding=how, tokens=tokens, seed=seed, cache=cache)
 
     def _speculative_cache(self, draft: Any, rows: slice, context: int, tokens: int) -> SpeculativeCache:
@@ -74,6 +92,30 @@ class Decoder:
             self._caches[key] = SpeculativeCache(self.model.config, batch, limit)
         nodes = draft.num_tree_nodes(TargetView(self.model))
         return self.prompts.fill(self._caches[key], rows, context - nodes)
+
+
+@contextmanager
+def _new_tokens_only(model: PreTrainedModel) -> Iterator[None]:
+    """Give the first forward what the cache does not hold.
+
+    Transformers' assisted decoding runs the whole prompt in its first forward even if the cache holds it already, and
+    its text is wrong then.
+    """
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        handle.remove()
+        cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+        if cache is not None and ids is not None and ids.shape[1] > cache.get_seq_length() > 0:
+            new = ids.shape[1] - cache.get_seq_length()
+            for name in ("input_ids", "position_ids"):
+                kwargs[name] = None if kwargs.get(name) is None else kwargs[name][:, -new:]
+        return args, kwargs
+
+    handle = model.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @torch.no_grad()

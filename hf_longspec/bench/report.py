@@ -7,7 +7,7 @@ from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
-from .markdown import environment_line, markdown_table, plus_minus, range_of
+from .markdown import environment_line, markdown_table, plus_minus, range_of, table
 from .matrix import NO_TIME, title_of
 from .results import Record, of_kind
 from .summaries import FEWEST, mean_interval, significant, summarize
@@ -175,11 +175,11 @@ def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool 
     ]
     cells = grouped(rows, title_of)
     for title, members in cells.items():
-        parts += [f"## {title}", _table(members, BRIEF if brief else tuple(COLUMNS))]
+        parts += [f"## {title}", table(members, {name: COLUMNS[name] for name in (BRIEF if brief else COLUMNS)})]
     for title, members in cells.items():
         if swept := [row for row in members if row["point"]]:
             swept = [row for points in grouped(swept, draft_of).values() for row in points]
-            parts += [f"## Settings: {title}", _table(swept, SWEPT)]
+            parts += [f"## Settings: {title}", table(swept, SWEPT)]
     if failed := [row for row in rows if row["text"] in FAILED]:
         lines = [f"- {row['method']}, {title_of(row)}: {row['audit'] or row['text']}" for row in failed]
         parts += ["## Wrong texts", "\n".join(lines)]
@@ -216,14 +216,11 @@ COLUMNS: dict[str, Callable[[Record], str]] = {
     "text": lambda row: str(row["text"]),
 }
 BRIEF = ("method", "TTFT, s", "tokens/s", "x `generate`", "x plain loop", "tau", "peak memory, MiB", "text")
-DIFFERENCE = "difference of tau to the first"
-SWEPT = ("method", "tau", DIFFERENCE, "tokens/s", "x plain loop")
-
-
-def _table(rows: Sequence[Record], headings: Sequence[str]) -> str:
-    """One line per row."""
-    columns = COLUMNS | {DIFFERENCE: _difference}
-    return markdown_table(headings, [[columns[heading](row) for heading in headings] for row in rows])
+SWEPT = {
+    **{name: COLUMNS[name] for name in ("method", "tau")},
+    "difference of tau to the first": _difference,
+    **{name: COLUMNS[name] for name in ("tokens/s", "x plain loop")},
+}
 
 
 def analysis_text(record: Record) -> str:

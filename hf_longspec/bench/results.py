@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from .machine import environment
 
@@ -13,40 +13,11 @@ Record = dict[str, Any]
 
 # Parts of the environment that may differ between the parts of one benchmark.
 MAY_CHANGE = {"date", "command", "load_average", "kind", "benchmark", "settings"}
-REPORT_SECONDS = 5.0
-
-
-class TimeGuard:
-    """Keep a benchmark within its minutes: a section that would not fit is left out, and the result names it.
-
-    Args:
-        minutes (`float`): From now on.
-        now (`Callable`, *optional*): Clock in seconds.
-    """
-
-    def __init__(self, minutes: float, now: Callable[[], float] = time.perf_counter):
-        self._now = now
-        self._started = now()
-        self._limit = minutes * 60
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the start."""
-        return self._now() - self._started
-
-    @property
-    def left(self) -> float:
-        """Seconds that remain, 0 at least."""
-        return max(0.0, self._limit - self.elapsed)
-
-    def fits(self, seconds: float) -> bool:
-        """Whether a section of this length would end in time."""
-        return seconds <= self.left
 
 
 class ResultFile:
     """Write `<name>.jsonl` line by line, and `<name>.md` every few seconds, so that the results of an interrupted run
-    can be used.
+    can be used. It keeps the time limit, too: a measurement that would not fit is left out, and the result names it.
 
     The first line has `kind` "environment"; the last one, `kind` "end", is missing from a run that was interrupted.
 
@@ -54,27 +25,35 @@ class ResultFile:
         path (`Path`): The `.jsonl` file.
         benchmark (`str`): Name of the benchmark.
         report (`Callable`): Turns all records into Markdown.
-        guard ([`TimeGuard`]): Time limit of the run.
-        settings (`dict`): The settings of the benchmark; JSON values only.
+        seconds (`float`): Time limit of the run, from now on.
+        settings (`Mapping[str, Any]`): The settings of the benchmark; JSON values only.
         facts (`Mapping[str, Any]`, *optional*): Further parts of the environment, such as the device.
         resume (`bool`, *optional*): Whether an existing file is continued. `None`, the default, replaces it.
+        now (`Callable`, *optional*): Clock in seconds.
+        started (`float`, *optional*): Time of that clock from which the limit counts.
 
     Raises:
         ValueError: If the file exists and `resume` is false, or if it has other settings or another environment; the
             file is not touched then.
     """
 
+    report_every = 5.0  # seconds
+
     def __init__(
         self,
         path: Path,
         benchmark: str,
         report: Callable[[list[Record]], str],
-        guard: TimeGuard,
-        settings: dict[str, Any],
+        seconds: float,
+        settings: Mapping[str, Any],
         facts: Mapping[str, Any] | None = None,
         resume: bool | None = None,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        started: float | None = None,
     ):
-        self.path, self.guard, self._report = path, guard, report
+        self.path, self.seconds, self._report, self._now = path, seconds, report, now
+        self._started = now() if started is None else started
         here = {**environment(), **(facts or {})}
         if resume is False and path.exists() and path.stat().st_size:
             raise ValueError(f"{path} is there already: pass --resume to go on with it, or another --output.")
@@ -82,7 +61,7 @@ class ResultFile:
         if before:
             refuse_other(path, before[0], benchmark, settings, here)
         self.records = [record for record in before if record["kind"] != "end"]
-        self._reported = time.monotonic()
+        self._reported = self.elapsed
         path.parent.mkdir(parents=True, exist_ok=True)
         # written anew beside the file: a cut-off last line goes, and a full disk costs nothing
         fresh = path.with_name(path.name + ".new")
@@ -92,7 +71,21 @@ class ResultFile:
         if before:
             self.write("resumed", **{name: here[name] for name in ("date", "command", "load_average")})
         else:
-            self.write("environment", benchmark=benchmark, **here, settings=settings)
+            self.write("environment", benchmark=benchmark, **here, settings=dict(settings))
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return self._now() - self._started
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain, 0 at least."""
+        return max(0.0, self.seconds - self.elapsed)
+
+    def fits(self, seconds: float = 0.0) -> bool:
+        """Whether there is time for a measurement that takes so long."""
+        return self.left > 0 and seconds <= self.left
 
     def write(self, kind: str, **values: Any) -> Record:
         """Add a record. The report, which is made of all records, follows at the end and every few seconds."""
@@ -100,7 +93,7 @@ class ResultFile:
         self.records.append(record)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        if time.monotonic() - self._reported > REPORT_SECONDS:
+        if self.elapsed - self._reported > self.report_every:
             self._write_report()
         return record
 
@@ -108,20 +101,20 @@ class ResultFile:
         """Record a measurement that was left out, and the reason."""
         self.write("skipped", reason=reason, **what)
 
-    def __enter__(self) -> "ResultFile":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
-            self.write("end", seconds=round(self.guard.elapsed, 1))
+            self.write("end", seconds=round(self.elapsed, 1))
         self._file.close()
         self._write_report()
 
     def _write_report(self) -> None:
         self.path.with_suffix(".md").write_text(self._report(self.records), encoding="utf-8")
-        self._reported = time.monotonic()
+        self._reported = self.elapsed
 
 
 def refuse_other(

@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import set_seed
 
-from ..auditing import EXACT, FOLLOWS, NEAR_TIE, NOT_LOSSLESS, Comparison, SamplingReport, audit_sampling, compare
+from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS, Comparison, compare
+from ..auditing_sampling import FOLLOWS, SamplingReport, audit_sampling
 from ..bench.progress import Progress
 from ..cli import CommandError, options
 from .session import Session, opened
@@ -124,20 +125,18 @@ def audit(
     files: Annotated[list[Path] | None, typer.Argument(help="Texts to continue; - for standard input.")] = None,
     prompt: options.Prompt = None,
     draft: options.Draft = "specattn",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
-    context: Annotated[int, typer.Option(min=1, help="Use at most this many tokens from the end of each text.")] = 2048,
+    max_new_tokens: Annotated[int, options.number(1, "Tokens per prompt.")] = 64,
+    context: Annotated[int, options.number(1, "Use at most this many tokens from the end of each text.")] = 2048,
     eps: Annotated[
         float | None, typer.Option(help="Distance in logits that is a near-tie; by default from the type.")
     ] = None,
     samples: Annotated[
         int,
-        typer.Option(
-            min=0, help="Also check the distribution of sampling, with this many samples; 0 skips this check."
-        ),
+        options.number(0, "Also check the distribution of sampling, with this many samples; 0 skips this check."),
     ] = 0,
-    sample_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sample.")] = 4,
+    sample_tokens: Annotated[int, options.number(2, "Tokens of a sample.")] = 4,
     temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
-    batch: Annotated[int, typer.Option(min=1, help="Samples that are drawn together.")] = 32,
+    batch: Annotated[int, options.number(1, "Samples that are drawn together.")] = 32,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
     device: options.Device = None,

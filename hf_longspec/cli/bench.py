@@ -26,7 +26,7 @@ from ..bench.probes import analyse_cell
 from ..bench.progress import Progress
 from ..bench.prompts import OWN_LENGTH, DocumentPrompts, read_source
 from ..bench.report import FAILED, NOT_RUN, matrix_report, rows_of
-from ..bench.results import ResultFile, TimeGuard, of_kind
+from ..bench.results import ResultFile, of_kind
 from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
 from ..cli import CommandError, options, session
 from ..generation.target import TargetView
@@ -65,11 +65,11 @@ def bench(
         typer.Option(help="key=v1,v2: a setting of the drafts, temperature, penalty, window, context. Repeatable."),
     ] = None,
     analyse: Annotated[bool, typer.Option("--analyse", help="Also look into drafted tokens and selections.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens per row and call.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns; five or more for numbers to report.")] = 5,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
-    lookup_tokens: Annotated[int, typer.Option(min=1, help="Of transformers' prompt lookup.")] = 4,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no call that would end later.")] = None,
+    max_new_tokens: Annotated[int, options.number(2, "Tokens per row and call.")] = 64,
+    repeats: Annotated[int, options.number(1, "Turns; five or more for numbers to report.")] = 5,
+    temperature: Annotated[float, options.number(0, "0 is greedy.", float)] = 0.0,
+    lookup_tokens: Annotated[int, options.number(1, "Of transformers' prompt lookup.")] = 4,
+    minutes: Annotated[float | None, options.number(0, "Begin no call that would end later.", float)] = None,
     output: Annotated[Path, typer.Option(help="Result file; table and plots go beside it.")] = Path("bench.jsonl"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the result file.")] = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw PNGs.")] = True,
@@ -114,8 +114,8 @@ def bench(
         documents, layout = read_source(data, column)
         with session.quiet(progress_bars=not Path(target).is_dir()):
             prompts = DocumentPrompts(session.load_tokenizer(target), documents)
-            guard = TimeGuard(math.inf if minutes is None else minutes)
-            file, interrupted = run.measure(prompts, layout, output, guard, resume)
+            seconds = math.inf if minutes is None else minutes * 60
+            file, interrupted = run.measure(prompts, layout, output, seconds, resume)
         _show(file, plots, as_json, verbose)
         if interrupted:
             print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
@@ -142,7 +142,7 @@ class Bench:
     lookup_tokens: int
 
     def measure(
-        self, prompts: DocumentPrompts, layout: str, output: Path, guard: TimeGuard, resume: bool
+        self, prompts: DocumentPrompts, layout: str, output: Path, seconds: float, resume: bool
     ) -> tuple[ResultFile, bool]:
         """Measure all dtypes, with one model in memory at a time.
 
@@ -156,7 +156,7 @@ class Bench:
             "hf_longspec": __version__,
         }
         settings = self._settings(cells, prompts, layout)
-        file = ResultFile(output, "bench", matrix_report, guard, settings, facts, resume)
+        file = ResultFile(output, "bench", matrix_report, seconds, settings, facts, resume)
         try:
             with file, Progress(len(cells) * len(methods) * self.repeats * len(self.dtypes)) as progress:
                 for name in self.dtypes:
@@ -197,7 +197,7 @@ class Bench:
         Raises:
             CommandError: With both numbers.
         """
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
+        limit = session.positions_of(model.config)
         longest, document = max(widths), max(prompts.sizes)
         if longest + self.tokens > limit:
             raise CommandError(

@@ -19,14 +19,12 @@ from transformers import PreTrainedModel, TextStreamer
 from ..auditing import EXACT, AuditReport, audit
 from ..bench.calls import PLAIN, Call, Decoding, HfMethod, run_call
 from ..bench.machine import native_bfloat16
-from ..bench.progress import Progress
 from ..bench.prompts import BUILTIN, read_source
 from ..cli import CommandError, options, session
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from .bench import dtypes as read_dtypes
 from .bench import load_draft
-from .options import at_least
-from .output import prefill_work, watched_layers
+from .output import PromptProgress
 
 HF = "HF generate"
 CONTEXT, NEW_TOKENS = 6144, 64
@@ -55,12 +53,8 @@ def demo(
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft; default: all kinds.")] = None,
     file: Annotated[Path | None, typer.Option(help="Text to continue; default: a standard library module.")] = None,
-    context: Annotated[
-        int | None, typer.Option(help=f"Most prompt tokens; default: {CONTEXT}, or what fits.", callback=at_least(1))
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help=f"Tokens to generate; default: {NEW_TOKENS}.", callback=at_least(1))
-    ] = None,
+    context: Annotated[int | None, options.number(1, f"Most prompt tokens; default: {CONTEXT}, or what fits.")] = None,
+    max_new_tokens: Annotated[int | None, options.number(1, f"Tokens to generate; default: {NEW_TOKENS}.")] = None,
     dtypes: Annotated[str, typer.Option(help="Types, in this order.")] = "float32,bfloat16",
     quick: Annotated[
         bool, typer.Option("--quick", help=f"{QUICK_CONTEXT} prompt and {QUICK_NEW_TOKENS} new tokens.")
@@ -336,12 +330,10 @@ class Demo:
 
         call(ids[:, -WARM_UP_PROMPT:], tokens=WARM_UP_TOKENS)  # the first call is slow, and not measured
         text = TerminalStreamer(self.console, self.tokenizer, self.tail) if stream else None
-        bar = Progress(prefill_work(model, ids.shape[1]), f"{name}: reading the prompt", console=self.console)
-        with bar, watched_layers(model, bar.step) as stop_watching:
+        with PromptProgress(model, ids.shape[1], f"{name}: reading the prompt", self.console) as bar:
 
             def arrived(tokens: int) -> None:
                 if tokens == 1:  # the prefill is over
-                    stop_watching()
                     bar.stop()
                     if text is not None:
                         text.begin()

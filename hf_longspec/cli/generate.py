@@ -16,11 +16,10 @@ from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from ..bench.calls import TokenClock
-from ..bench.progress import Progress
 from ..cli import CommandError, options
 from ..generation.stats import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .output import prefill_work, watched_layers
+from .output import PromptProgress
 from .session import Session, opened
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
@@ -87,7 +86,8 @@ class DraftedTextStreamer(BaseStreamer):
 
     def _report_recorded(self) -> None:
         """Report the steps whose tokens have arrived and that are recorded; step 0 is the prompt's token."""
-        emitted, drafted = (rows[0] if rows else [] for rows in self._recorded())
+        stats = self._stats()
+        emitted, drafted = (rows[0] if rows else [] for rows in (stats.emitted_per_step, stats.drafted_per_step))
         while self._waiting and self._reported <= len(emitted):
             number = self._reported - 1
             count, proposed = (1, 0) if number < 0 else (emitted[number], drafted[number])
@@ -97,10 +97,6 @@ class DraftedTextStreamer(BaseStreamer):
             del self._waiting[:count]
             self._reported += 1
             self._report(StepText("".join(pieces[:-1]), pieces[-1], count - 1, proposed))
-
-    def _recorded(self) -> tuple[list[Any], list[Any]]:
-        stats = self._stats()
-        return stats.emitted_per_step, stats.drafted_per_step
 
 
 def html_page(title: str, prompt: str, steps: Sequence[StepText], facts: dict[str, str]) -> str:
@@ -172,16 +168,13 @@ def decode(
     text: BaseStreamer | None = None if quiet else FileStreamer(tokenizer, sys.stdout)
     if steps is not None:
         text = DraftedTextStreamer(tokenizer, lambda: draft.last_speculation, report)
-    reading = Progress(prefill_work(session.model, ids.shape[1]), "Reading the prompt")
-    with reading as progress, watched_layers(session.model, progress.step) as stop_watching:
+    with PromptProgress(session.model, ids.shape[1], "Reading the prompt") as progress:
 
         def arrived(tokens: int) -> None:
-            if tokens == 1:  # the prefill is over
-                stop_watching()
-                if quiet:
-                    progress.next("Generating", arguments["max_new_tokens"])
-                else:
-                    progress.stop()
+            if tokens == 1 and quiet:  # the prefill is over
+                progress.next("Generating", arguments["max_new_tokens"])
+            elif tokens == 1:
+                progress.stop()
             if quiet:
                 progress.step()
 
@@ -221,10 +214,10 @@ def generate(
     file: Annotated[Path | None, typer.Argument(help="Text to continue; - for standard input.")] = None,
     prompt: options.Prompt = None,
     draft: options.Draft = "specattn",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy decoding.")] = 0.0,
+    max_new_tokens: Annotated[int, options.number(1, "Tokens to generate.")] = 256,
+    temperature: Annotated[float, options.number(0, "0 is greedy decoding.", float)] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among the k likeliest tokens; 0 for all.")] = 0,
+    top_k: Annotated[int, options.number(0, "Sample among the k likeliest tokens; 0 for all.")] = 0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of the text become less likely.")] = 1.0,
     chat: Annotated[bool, typer.Option("--chat", help="The text is a message: apply the chat template.")] = False,
     setting: options.Setting = None,

@@ -34,6 +34,21 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
 
 
+def number(least: float, help: str, kind: type[int] | type[float] = int) -> Any:
+    """An option for numbers of at least `least`; others are refused with the value, the rule and the remedy."""
+    rule = f"{'an integer' if kind is int else 'a number'} of at least {least}"
+
+    def parse(text: Any) -> float:
+        try:
+            if (value := kind(text)) >= least:
+                return value
+        except ValueError:
+            pass  # refused as a number that is too small is
+        raise typer.BadParameter(f"{text} is not {rule}. Pass {least} or more.")
+
+    return typer.Option(help=help, parser=parse, metavar=f"<{kind.__name__} >= {least}>")
+
+
 @contextmanager
 def one_line_errors(
     debug: bool,
@@ -156,14 +171,3 @@ def require_writable_folder(option: str, folder: Path, new: bool = True) -> None
         raise CommandError(f"{option} {folder}: {there} is a file. Pass another folder.")
     if not os.access(there, os.W_OK):
         raise CommandError(f"{option} {folder}: {there} cannot be written to. Pass another folder.")
-
-
-def at_least(least: float) -> Callable[[Any], Any]:
-    """A check for an option: refuses numbers below `least`."""
-
-    def check(value: Any) -> Any:
-        if value is not None and value < least:
-            raise typer.BadParameter(f"{value} is below {least}, the least.")
-        return value
-
-    return check

@@ -1,41 +1,46 @@
 """Progress of the commands over the layers that read a prompt."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedModel
 
-
-def prefill_work(model: PreTrainedModel, num_tokens: int) -> int:
-    """The number that [`watched_layers`] counts up to during the prefill of `num_tokens` tokens."""
-    return len(_layers(model)) * num_tokens
+from ..bench.progress import Progress
 
 
-@contextmanager
-def watched_layers(model: PreTrainedModel, advance: Callable[[int], None]) -> Iterator[Callable[[], None]]:
-    """Call `advance(tokens)` whenever a decoder layer has run; yields a function that stops this."""
+class PromptProgress(Progress):
+    """A bar that advances with every decoder layer that reads a prompt, until it is stopped or another task begins.
 
-    def hook(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    Args:
+        model (`PreTrainedModel`): The model. The bar stays empty if its decoder layers are not found.
+        num_tokens (`int`): Tokens of the prompt.
+        text (`str`): Description.
+        console (`Console`, *optional*): See [`Progress`].
+    """
+
+    def __init__(self, model: PreTrainedModel, num_tokens: int, text: str, console: Console | None = None):
+        count = model.config.get_text_config(decoder=True).num_hidden_layers
+        lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+        layers = next((list(layers) for layers in lists if len(layers) == count), [])
+        super().__init__(len(layers) * num_tokens, text, console)
+        self._hooks = [layer.register_forward_hook(self._has_run, with_kwargs=True) for layer in layers]
+
+    def _has_run(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         states = args[0] if args else kwargs.get("hidden_states")
         if torch.is_tensor(states):
-            advance(states.shape[1])
+            self.step(states.shape[1])
 
-    handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer in _layers(model)]
+    def next(self, text: str, total: int) -> None:
+        """Begin another task in place of this one, and leave the layers alone."""
+        self._unhook()
+        super().next(text, total)
 
-    def stop() -> None:
-        for handle in handles:
-            handle.remove()
+    def stop(self) -> None:
+        """Remove the bar, and leave the layers alone."""
+        self._unhook()
+        super().stop()
 
-    try:
-        yield stop
-    finally:
-        stop()
-
-
-def _layers(model: PreTrainedModel) -> Sequence[torch.nn.Module]:
-    """The decoder layers; none if they are not found, in which case there is no progress bar."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    return next((list(layers) for layers in lists if len(layers) == count), [])
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

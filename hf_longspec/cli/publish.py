@@ -19,67 +19,6 @@ from .session import NetworkError, loading, quiet
 ENGINE_FOLDER = Path("engine")
 
 
-def write_or_push(
-    source: Path,
-    repo: str | None = None,
-    *,
-    dry_run: bool = False,
-    output: Path | None = None,
-    engine: str | None = None,
-    private: bool = False,
-    results: Path | None = None,
-    name: str | None = None,
-    **facts: Any,
-) -> None:
-    """Publish a draft, or write the repository to a folder.
-
-    Args:
-        source (`Path`): Folder of a saved draft, with card.json or without.
-        repo (`str`, *optional*): Where to publish; needed unless `dry_run`.
-        dry_run (`bool`, *optional*): Write a folder and upload nothing.
-        output (`Path`, *optional*): That folder. Defaults to `source` with `-hub` after its name.
-        engine (`str`, *optional*): Repository that holds the code instead of the draft's own.
-        private (`bool`, *optional*): Make a new repository private.
-        results (`Path`, *optional*): File with measurements of the draft.
-        name (`str`, *optional*): Name of the draft in it. Defaults to that of the folder.
-        facts: Fields of the [`Card`] in place of those in card.json; `None` keeps them.
-
-    Raises:
-        CommandError: If no repository is named, or the draft cannot be loaded.
-        ValueError: If the draft cannot be published.
-    """
-    if repo is not None:
-        check_repo_id(repo)
-    if engine is not None:
-        check_engine(engine, repo)
-    if not dry_run and repo is None:
-        raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
-    if not dry_run and output is not None:
-        raise CommandError(f"--output {output} goes with --dry-run; without it the draft is uploaded.")
-    output = output or source.resolve().with_name(f"{source.resolve().name}-hub")
-    if dry_run:
-        ours = output.is_dir() and (output.samefile(source) or _is_ours(output))
-        options.require_writable_folder("--output", output, new=not ours)
-    card = read_card(source, repo=repo, **facts)
-    if results is not None:
-        card = replace(card, acceptance=acceptance_section(results, name or source.resolve().name))
-    draft = load(source)
-    if not dry_run:
-        print(push(draft, str(repo), card=card, private=private or None, engine=engine).commit_url)
-        return
-    with quiet(progress_bars=False):
-        files = write_repository(draft, output, card, repo, engine)
-        if engine is not None and not (output / ENGINE_FOLDER).exists():
-            files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER, engine)]
-    sizes = [(output / file).stat().st_size for file in files]
-    for file, size in zip(files, sizes, strict=True):
-        print(f"{size:>13,}  {file.as_posix()}")
-    where = f"{output} would be uploaded to {repo or 'a repository'}"
-    if engine is not None:
-        where += f", the folder {ENGINE_FOLDER} of it to {engine} if that does not exist"
-    print(f"{sum(sizes):>13,}  bytes in {len(files)} files of {where}. Nothing was uploaded.")
-
-
 def _is_ours(folder: Path) -> bool:
     return any(path.read_text(encoding="utf-8", errors="replace").startswith(MARK) for path in folder.rglob("*.py"))
 
@@ -153,15 +92,38 @@ def publish(
     Exit status: 0; 2 for what cannot be published.
     """
     with options.one_line_errors(debug, (NetworkError,), _explained):
-        write_or_push(
-            source,
-            repo,
-            dry_run=dry_run,
-            output=output,
-            engine=engine,
-            private=private,
-            results=results,
-            name=name,
-            base_model=base_model,
-            license=license,
-        )
+        if repo is not None:
+            check_repo_id(repo)
+        if engine is not None:
+            check_engine(engine, repo)
+        if not dry_run and repo is None:
+            raise CommandError("no repository was named, and nothing is uploaded without: pass --repo, or --dry-run.")
+        if not dry_run and output is not None:
+            raise CommandError(f"--output {output} goes with --dry-run; without it the draft is uploaded.")
+        output = output or source.resolve().with_name(f"{source.resolve().name}-hub")
+        if dry_run:
+            ours = output.is_dir() and (output.samefile(source) or _is_ours(output))
+            options.require_writable_folder("--output", output, new=not ours)
+        card = read_card(source, repo=repo, base_model=base_model, license=license)
+        if results is not None:
+            card = replace(card, acceptance=acceptance_section(results, name or source.resolve().name))
+        draft = load(source)
+        if dry_run:
+            _write(draft, output, card, repo, engine)
+        else:
+            print(push(draft, str(repo), card=card, private=private or None, engine=engine).commit_url)
+
+
+def _write(draft: Any, output: Path, card: Card, repo: str | None, engine: str | None) -> None:
+    """Write the repository to a folder, and print its files with their sizes."""
+    with quiet(progress_bars=False):
+        files = write_repository(draft, output, card, repo, engine)
+        if engine is not None and not (output / ENGINE_FOLDER).exists():
+            files += [ENGINE_FOLDER / file for file in write_engine(output / ENGINE_FOLDER, engine)]
+    sizes = [(output / file).stat().st_size for file in files]
+    for file, size in zip(files, sizes, strict=True):
+        print(f"{size:>13,}  {file.as_posix()}")
+    where = f"{output} would be uploaded to {repo or 'a repository'}"
+    if engine is not None:
+        where += f", the folder {ENGINE_FOLDER} of it to {engine} if that does not exist"
+    print(f"{sum(sizes):>13,}  bytes in {len(sizes)} files of {where}. Nothing was uploaded.")

@@ -102,10 +102,11 @@ def max_positions(target: str) -> int:
         CommandError: If the configuration cannot be loaded.
     """
     with loading(target, "configuration", from_hub=True):
-        return _positions(AutoConfig.from_pretrained(target))
+        return positions_of(AutoConfig.from_pretrained(target))
 
 
-def _positions(config: Any) -> int:
+def positions_of(config: Any) -> int:
+    """Tokens that a model of this configuration has positions for; practically unlimited if it names no limit."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 
 
@@ -252,7 +253,7 @@ class Session:
         Raises:
             CommandError: With both numbers.
         """
-        limit = _positions(self.model.config)
+        limit = positions_of(self.model.config)
         if new_tokens and prompt_tokens + new_tokens > limit:
             raise CommandError(
                 f"{name} has {prompt_tokens} tokens, which with {new_tokens} new ones exceed the {limit} positions of "

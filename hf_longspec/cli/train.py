@@ -1,8 +1,6 @@
 """`hf-longspec train`: train a draft as a recipe describes."""
 
 import json
-import os
-import shlex
 import sys
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -14,7 +12,7 @@ import typer
 import yaml
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from ..bench.machine import git_commit
+from ..bench.machine import command, git_commit
 from ..cli import CommandError, one_line, options
 from ..hub.repository import CARD_FACTS
 from .session import load_tokenizer, loading
@@ -226,8 +224,6 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
     except ValueError:
         print(f"{file} is not JSON and is not changed: it gets no entry on this training run.", file=sys.stderr)
         return
-    # paths as one would type them: a card is public
-    shown = [arg.replace(os.getcwd() + os.sep, "").replace(str(Path.home()), "~") for arg in sys.argv[1:]]
     dataset = str((recipe.dataset or {}).get("path", ""))
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     loss = f", loss {losses[-1]:.3f} in the last ones" if losses else ""
@@ -235,7 +231,7 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
         "base_model": None if Path(recipe.target).exists() else recipe.target,
         "datasets": [dataset] if "/" in dataset and not Path(dataset).exists() else [],
         "training": f"{state.global_step:,} steps{loss}.",
-        "command": shlex.join(["hf-longspec", *shown]),
+        "command": command(),
         "commit": git_commit(),
     }
     facts |= {name: value for name, value in found.items() if value}

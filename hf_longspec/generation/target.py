@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -305,12 +305,11 @@ class TargetView:
         """Return the [`Workspace`] of a call of `generate`; `None` if steps are not captured."""
         if not self.captures:
             return None
-        return take_workspace(draft, self.runner, batch_size, max_length)
+        return take_workspace(draft, cast(CapturedRunner, self.runner), batch_size, max_length)
 
     def keep_workspace(self, draft: Any, workspace: Any, cache: SpeculativeCache) -> None:
         """Keep the workspace and the cache of a call that has returned neither, for the next call."""
-        assert isinstance(self.runner, CapturedRunner)
-        keep_workspace(draft, self.runner, workspace, cache)
+        keep_workspace(draft, cast(CapturedRunner, self.runner), workspace, cache)
 
     def replayed(
         self, function: Any, changing: tuple[torch.Tensor, ...], fixed: tuple, holder: Any, settings: tuple = ()
@@ -324,7 +323,7 @@ class TargetView:
             holder (`Any`): Object with which the graph is dropped.
             settings (`tuple`): Hashable values.
         """
-        if self.captures:
+        if self.runner is not None and self.runner.captures:
             shape = *(x.shape for x in changing), settings
             result = self.runner(function, shape, changing, (*fixed, *settings), self.model, holder)
             if result is not None:

@@ -13,7 +13,7 @@ from hf_longspec.attention_backends import flash, torch_backend
 from hf_longspec.attention_backends.flash import FLASH_BACKEND
 from hf_longspec.attention_backends.reference import REFERENCE_BACKEND
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.attention_backends.triton import config, launch
+from hf_longspec.attention_backends.triton import config, launch, tiles
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.flash_standins import PACKAGES, Machine
 from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE
@@ -44,12 +44,12 @@ def small_tiles(monkeypatch):
     """Splits of 64 slots in blocks of 32: a prefix of 100 has full, partial and empty ones."""
 
     def small(choose):
-        return lambda *args: choose(*args)._replace(block_keys=32, split_keys=64)
+        return lambda *args: choose(*args)._replace(block_keys=32, tree_keys=32, split_keys=64)
 
     monkeypatch.setattr(launch, "BLOCK_STATES", 32)
     monkeypatch.setattr(launch, "BLOCK_PARTS", 2)
-    monkeypatch.setattr(launch, "prefix_config", small(config.prefix_config))
-    monkeypatch.setattr(launch, "tree_config", small(config.tree_config))
+    monkeypatch.setattr(launch, "hybrid_config", small(tiles.hybrid_config))
+    monkeypatch.setattr(launch, "tree_config", small(tiles.tree_config))
 
 
 @pytest.fixture

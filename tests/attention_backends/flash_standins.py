@@ -7,25 +7,23 @@ other dtypes and layouts. Where a row has no keys, they return the same values a
 import sys
 from functools import lru_cache
 from inspect import Parameter, Signature
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 
 from hf_longspec.attention_backends import flash, registry
 
 HALVES = (torch.float16, torch.bfloat16)
-# Arguments of flash_attn_with_kvcache after q, k_cache and v_cache: of flash-attn 2.8, and of version 3.
-BOTH = "k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad softmax_scale causal window_size softcap "
-BOTH += "rotary_interleaved num_splits return_softmax_lse "
-ARGUMENTS = {
-    2: set((BOTH + "block_table alibi_slopes").split()),
-    3: set(
-        (
-            BOTH + "qv page_table cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale "
-            "v_descale attention_chunk scheduler_metadata pack_gqa sm_margin"
-        ).split()
-    ),
+# Arguments of flash_attn_with_kvcache in their order: of flash-attn 2.8, and of version 3 (hopper folder).
+NAMES = {
+    2: "q k_cache v_cache k v rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad block_table "
+    "softmax_scale causal window_size softcap rotary_interleaved alibi_slopes num_splits return_softmax_lse",
+    3: "q k_cache v_cache k v qv rotary_cos rotary_sin cache_seqlens cache_batch_idx cache_leftpad page_table "
+    "cu_seqlens_q cu_seqlens_k_new max_seqlen_q rotary_seqlens q_descale k_descale v_descale softmax_scale causal "
+    "window_size attention_chunk softcap rotary_interleaved scheduler_metadata num_splits pack_gqa sm_margin "
+    "return_softmax_lse",
 }
+ARGUMENTS = {version: names.split() for version, names in NAMES.items()}
 # Without splits, a row without keys has lse = +inf in version 2.
 EMPTY = {2: torch.inf, 3: -torch.inf}
 PACKAGES = {2: (8, "flash_attn"), 3: (9, "flash_attn", "flash_attn_interface")}
@@ -35,14 +33,16 @@ def stand_in(version, calls):
     """Return `flash_attn_with_kvcache` of a version, which notes its calls."""
 
     def flash_attn_with_kvcache(q, k_cache, v_cache, **options):
-        if unknown := options.keys() - ARGUMENTS[version]:
+        if unknown := options.keys() - set(ARGUMENTS[version][3:]):
             raise TypeError(f"got an unexpected keyword argument {unknown}")
         calls.append((version, q.shape, k_cache))
         state = attend(version, q, k_cache, v_cache, **options)
+        if version == 3:  # partial results of its splits follow, or empty tensors
+            state = (*state, torch.tensor([]), torch.tensor([]))
         return state if options.get("return_softmax_lse") else state[0]
 
-    names = ["q", "k_cache", "v_cache", *ARGUMENTS[version]]
-    flash_attn_with_kvcache.__signature__ = Signature([Parameter(n, Parameter.POSITIONAL_OR_KEYWORD) for n in names])
+    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in ARGUMENTS[version]]
+    flash_attn_with_kvcache.__signature__ = Signature(parameters)
     return flash_attn_with_kvcache
 
 
@@ -80,10 +80,10 @@ def attend(version, q, k_cache, v_cache, cache_seqlens=None, cache_batch_idx=Non
 
 
 class Machine:
-    """A GPU and the packages on it. `calls` records the calls of flash-attn."""
+    """A GPU and the packages on it. `calls` records the calls of flash-attn, `loaded` what came from the Hub."""
 
     def __init__(self, patch):
-        self.patch, self.calls = patch, []
+        self.patch, self.calls, self.loaded = patch, [], []
         patch.setattr(registry, "select", lru_cache(registry.choose))
 
     def __call__(self, capability, *packages):
@@ -93,6 +93,21 @@ class Machine:
                 module = ModuleType(name)
                 module.flash_attn_with_kvcache = stand_in(version, self.calls)
             self.patch.setitem(sys.modules, name, module)
+        self.patch.setitem(sys.modules, "kernels", self._kernels(packages) if "kernels" in packages else None)
         self.patch.setattr(flash, "compute_capability", lambda device: capability)
         flash.flash_function.cache_clear()
         return self.calls
+
+    def _kernels(self, packages):
+        """The package `kernels`; of the Hub's builds those that are named, others are not found."""
+
+        def get_kernel(repo_id, *, revision=None, version=None):
+            if (revision is None) == (version is None):
+                raise ValueError("Either a revision or a version must be specified.")
+            if repo_id not in packages:
+                raise FileNotFoundError(f"Kernel `{repo_id}` has no build for this torch")
+            self.loaded.append((repo_id, version))
+            number = {"kernels-community/flash-attn2": 2, "kernels-community/flash-attn3": 3}[repo_id]
+            return SimpleNamespace(flash_attn_with_kvcache=stand_in(number, self.calls))
+
+        return SimpleNamespace(get_kernel=get_kernel)

@@ -16,6 +16,7 @@ from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends.oracle import HALF_FACTOR, layout, relative_error, tensors
 
+HUB_2, HUB_3 = "kernels-community/flash-attn2", "kernels-community/flash-attn3"
 CALL = AttentionCall(torch.device("cpu"), torch.float16, 64, 64)
 
 
@@ -54,6 +55,12 @@ def test_nothing_to_do_is_not_passed_on(calls):
 @pytest.mark.parametrize(
     ("capability", "packages", "version"),
     [
+        (9, ("kernels", HUB_2, HUB_3), 3),
+        (9, ("kernels", HUB_2), 2),
+        (8, ("kernels", HUB_2, HUB_3), 2),
+        (10, ("kernels", HUB_3), None),
+        (9, ("kernels",), None),
+        (9, ("flash_attn", "kernels", HUB_3), 2),  # what is installed comes first
         (9, ("flash_attn", "flash_attn_interface"), 3),
         (9, ("flash_attn",), 2),
         (8, ("flash_attn", "flash_attn_interface"), 2),
@@ -67,9 +74,10 @@ def test_which_version_runs(machine, capability, packages, version):
     calls = machine(capability, *packages)
     query, key, value = tensors(1, 2, 2, 3, 7, 8, torch.float16)
     if version is None:
+        missing = " is not installed, or does not import, and the package kernels loads no build of it from the Hub"
         assert flash.why_not(CALL) in (
-            "flash-attn is not installed, or does not import",
-            "flash-attn (version 2, or 3 from its hopper folder) is not installed, or does not import",
+            f"flash-attn{missing}",
+            f"flash-attn (version 2, or 3 from its hopper folder){missing}",
         )
         with pytest.raises(ValueError, match=r"not installed.*\. Use attn_implementation=\"hf_longspec\"\."):
             FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([7]), scaling=1.0)
@@ -77,6 +85,8 @@ def test_which_version_runs(machine, capability, packages, version):
         assert flash.why_not(CALL) is None
         FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([7]), scaling=1.0)
         assert [call[0] for call in calls] == [version]
+        from_the_hub = [] if "flash_attn" in packages else [{2: (HUB_2, 4), 3: (HUB_3, 1)}[version]]
+        assert machine.loaded == from_the_hub
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.triton.config import sparse_config
+from hf_longspec.attention_backends.triton.tiles import sparse_config
 from tests.attention_backends.flash_standins import HALVES
 from tests.attention_backends.oracle import (
     SCALING,

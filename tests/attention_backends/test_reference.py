@@ -100,9 +100,3 @@ def test_half_precision_is_computed_in_float32():
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
     torch.testing.assert_close(out, exact.to(torch.bfloat16), rtol=2**-8, atol=0.0)  # rounded once
     torch.testing.assert_close(lse.double(), exact_lse, rtol=0.0, atol=1e-6)
-
-
-def test_a_window_needs_positions():
-    query, key, value = tensors(1, 1, 1, 1, 4, 2)
-    with pytest.raises(ValueError, match="sliding_window is 2, but positions is None"):
-        reference.prefix_attention(query, key, value, SeqLens([4]), scaling=1.0, sliding_window=2)

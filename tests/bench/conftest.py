@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.prefilled import prefill
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
 from hf_longspec.bench.matrix import Cell, Matrix, Method
+from hf_longspec.bench.prefill import prefill
 from hf_longspec.bench.prompts import Document, DocumentPrompts
 from hf_longspec.bench.report import matrix_report
-from hf_longspec.bench.results import ResultFile, TimeGuard
+from hf_longspec.bench.results import ResultFile
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 CELL, WIDE = Cell("float32", 40, 1), Cell("float32", 60, 2)
@@ -60,8 +60,8 @@ class Quiet:
 
 
 def opened(path, minutes=10.0, resume=False, settings=None, **facts):
-    guard = TimeGuard(minutes)
-    return ResultFile(path, "bench", matrix_report, guard, {"repeats": REPEATS} | (settings or {}), facts, resume)
+    settings = {"repeats": REPEATS} | (settings or {})
+    return ResultFile(path, "bench", matrix_report, minutes * 60, settings, facts, resume)
 
 
 def measure(target, methods, documents, path, *cells, **options):

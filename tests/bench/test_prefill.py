@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.prefilled import Decoder, prefill
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
+from hf_longspec.bench.prefill import Decoder, prefill
 from hf_longspec.testing import tiny_target
 
 
@@ -20,7 +20,7 @@ def make_drafts(model):
     ("name", "rows"), [(HF, slice(1, 3)), (PLAIN, slice(0, 1)), ("SpecAttn", slice(0, 1)), ("SpecAttn", slice(1, 3))]
 )
 def test_text_from_a_prefilled_cache_is_that_of_the_whole_prompt(target, prompts, name, rows):
-    prompt = prompts.prompt(rows, 40)
+    prompt = prompts.tokens[rows, :40]
     truth = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
     decoder = Decoder(target, prompts, tokens=9)
     for _ in range(2):  # the second run finds the buffer of the first
@@ -32,7 +32,7 @@ def test_text_from_a_prefilled_cache_is_that_of_the_whole_prompt(target, prompts
 
 def test_prompt_lookup_is_clocked_from_its_first_tokens_on(target, prompts):
     """Several tokens arrive at once: those of the first arrival are not decoded on the clock, all others are."""
-    prompt = prompts.prompt(slice(0, 1), 40)
+    prompt = prompts.tokens[:1, :40]
     truth = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
     method = HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)
     run = Decoder(target, prompts, tokens=9).run(method, slice(0, 1), 40, "greedy", seed=0)

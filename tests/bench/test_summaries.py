@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from benchmarks.harness import ratios, time_in_turns
-from hf_longspec.bench.results import TimeGuard
+from hf_longspec.bench.results import ResultFile
 from hf_longspec.bench.summaries import in_turns, mean_interval, significant, summarize
 
 
@@ -83,10 +83,10 @@ def test_turns_hold_every_name_once_and_rotate():
     assert seconds == {"a": [1.0, 2.0], "b": [3.0, 4.0]}
 
 
-def test_guard_refuses_what_does_not_fit():
+def test_what_does_not_fit_into_the_time_is_refused(tmp_path):
     seconds = [0.0]
-    guard = TimeGuard(minutes=1, now=lambda: seconds[-1])
-    seconds.append(45.0)
-    assert guard.fits(15.0) and not guard.fits(15.1)
-    seconds.append(90.0)
-    assert (guard.left, guard.elapsed) == (0.0, pytest.approx(90.0))
+    with ResultFile(tmp_path / "r.jsonl", "bench", lambda records: "", 60, {}, now=lambda: seconds[-1]) as file:
+        seconds.append(45.0)
+        assert file.fits(15.0) and not file.fits(15.1)
+        seconds.append(90.0)
+        assert (file.left, file.elapsed) == (0.0, 90.0) and not file.fits()

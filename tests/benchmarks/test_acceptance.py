@@ -4,8 +4,8 @@ import torch
 import hf_longspec
 from benchmarks.acceptance import AcceptanceBenchmark, Setting
 from benchmarks.harness import Run
-from benchmarks.prefilled import Decoder
 from hf_longspec.bench.calls import HfMethod, changed
+from hf_longspec.bench.prefill import Decoder
 from hf_longspec.bench.results import read_records
 
 

@@ -1,11 +1,12 @@
 import pytest
+import torch
 
 import hf_longspec
-from benchmarks.engine import EngineBenchmark, order_of_cells
+from benchmarks import engine
+from benchmarks.engine import measure_speed
 from benchmarks.harness import Run
-from benchmarks.prefilled import Decoder
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod
-from hf_longspec.bench.matrix import Cell
+from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
+from hf_longspec.bench.prefill import Decoder
 from hf_longspec.bench.results import read_records
 from hf_longspec.testing import tiny_target
 
@@ -18,12 +19,20 @@ def make_drafts(model):
 
 
 def measure(target, prompts, tmp_path, make_drafts=make_drafts, seconds=60, **clock):
-    benchmark = EngineBenchmark(
-        models={"float32": target}, make_drafts=make_drafts, prompts=prompts, tokens=9, repeats=2, bandwidth=10.0
-    )
+    sizes = {"contexts": [40], "batches": [2], "dtypes": ["float32"], "tokens": 9, "repeats": 2}
     with Run(tmp_path / "engine.jsonl", "engine", seconds, **clock) as results:
-        benchmark.measure(Cell("float32", 40, 2), results)
+        measure_speed(results, {"float32": target}, make_drafts, prompts, **sizes)
     return read_records(tmp_path / "engine.jsonl")
+
+
+def reasons(records, mode=None):
+    return [r["reason"] for r in records if r["kind"] == "skipped" and mode in (None, r.get("mode"))]
+
+
+@pytest.fixture(autouse=True)
+def known_bandwidth(monkeypatch):
+    """It takes a second to measure."""
+    monkeypatch.setattr(engine, "read_gb_per_second", lambda: 10.0)
 
 
 def test_methods_that_decode_single_prompts_are_left_out_of_batches(target, prompts, tmp_path):
@@ -59,29 +68,47 @@ def test_wrong_text_is_not_timed(target, prompts, tmp_path):
         def longspec_decoding(self, model, input_ids, **kwargs):
             return super().longspec_decoding(other, input_ids, **kwargs)
 
-    def wrong_drafts(model):
-        return {PLAIN: Wrong.from_target(model)}
-
-    records = measure(target, prompts, tmp_path, make_drafts=wrong_drafts)
-    assert [record["kind"] for record in records] == ["environment", "skipped", "end"]
-    assert "plain loop emits another float32 greedy text" in records[1]["reason"]
-
-
-@pytest.mark.parametrize(("seconds", "reason"), [(0.0, "no time left"), (1e-6, "it would take")])
-def test_what_does_not_fit_is_left_out(target, prompts, tmp_path, seconds, reason):
-    records = measure(target, prompts, tmp_path, seconds=seconds, now=lambda: 0.0)
-    assert [record["kind"] for record in records] == ["environment", "skipped", "end"]
-    assert reason in records[1]["reason"]
+    records = measure(
+        target, prompts, tmp_path, make_drafts=lambda model: make_drafts(model) | {"wrong": Wrong.from_target(model)}
+    )
+    assert reasons(records, "greedy") == ["not timed: it emits another float32 text than hf generate"]
+    rows = [record for record in records if record["kind"] == "decoding"]
+    assert {row["method"] for row in rows} == {HF, PLAIN, "SpecAttn"}
+    assert not [r for r in records if r.get("method") == "wrong" and r.get("decoding", {}) != {}]  # no further call
 
 
-def test_cells_begin_with_the_longest_context():
-    cells = order_of_cells([16, 64], [1, 4], ["float32", "bfloat16"])
-    assert [cell.place for cell in cells[:3]] == [
-        "float32, 64 tokens, batch 1",
-        "bfloat16, 64 tokens, batch 1",
-        "float32, 16 tokens, batch 1",
-    ]
-    assert len(cells) == 8
+def test_what_does_not_fit_is_left_out(target, prompts, tmp_path):
+    records = measure(target, prompts, tmp_path, seconds=0.0, now=lambda: 0.0)
+    assert {record["kind"] for record in records} == {"environment", "ceilings", "skipped", "end"}
+    assert set(reasons(records)) == {"no time left", "no float32 text of hf generate to compare with"}
+
+
+def test_a_summary_is_of_all_turns(target, prompts, tmp_path, monkeypatch):
+    """The clock of the run jumps to its end after the first turn."""
+    seconds, write = [0.0], Run.write
+
+    def late(self, kind, **values):
+        seconds[0] = 100.0 if values.get("turn") == 1 else seconds[0]
+        return write(self, kind, **values)
+
+    monkeypatch.setattr(Run, "write", late)
+    records = measure(target, prompts, tmp_path, now=lambda: seconds[0])
+    assert [r["turn"] for r in records if r["kind"] == "run"] == [0, 0, 0, 1]
+    assert not [r for r in records if r["kind"] == "decoding"]
+    assert reasons(records, "greedy") == ["not timed: it, or what it is compared with, had no time for all turns"] * 3
+
+
+def test_cells_begin_with_the_longest_context(target, prompts, tmp_path):
+    """And other types with a look at the greedy float32 text."""
+    half = {"float32": target, "bfloat16": endless(tiny_target("llama", dtype=torch.bfloat16))}
+    sizes = {"contexts": [20, 40], "batches": [1], "dtypes": ["bfloat16"], "tokens": 4, "repeats": 2}
+    with Run(tmp_path / "engine.jsonl", "engine", 60) as results:
+        measure_speed(results, half, make_drafts, prompts, **sizes)
+    runs = [(r["context"], r["dtype"], r["turn"]) for r in results.records if r["kind"] == "run" and r["method"] == HF]
+    checked = [(context, "float32", 0) for context in (40, 20)]
+    timed = [[(context, "bfloat16", turn) for turn in (0, 1)] * 2 for context in (40, 20)]
+    assert runs == [checked[0], *timed[0], checked[1], *timed[1]]
+    assert {r["dtype"] for r in results.records if r["kind"] == "decoding"} == {"bfloat16"}
 
 
 def test_times_are_dropped_when_a_later_turn_emits_other_text(target, prompts, tmp_path, monkeypatch):
@@ -89,12 +116,11 @@ def test_times_are_dropped_when_a_later_turn_emits_other_text(target, prompts, t
 
     def run_with_a_slip(self, draft, rows, context, mode, seed, tokens=None):
         result = run(self, draft, rows, context, mode, seed, tokens)
-        if draft is not None and mode == "greedy" and seed == 1:  # in the second turn only
+        if isinstance(draft, hf_longspec.SpecAttnDraftModel) and mode == "greedy" and seed == 1:  # the second turn only
             result.text[0, -1] += 1
         return result
 
     monkeypatch.setattr(Decoder, "run", run_with_a_slip)
     records = measure(target, prompts, tmp_path)
-    assert [record["kind"] for record in records] == ["environment", "skipped", "end"]
-    assert "times dropped" in records[1]["reason"]
-    assert "turn 1" in records[1]["reason"]
+    assert reasons(records, "greedy") == ["not timed: it emits another float32 text than hf generate"]
+    assert {r["method"] for r in records if r["kind"] == "decoding"} == {HF, PLAIN}

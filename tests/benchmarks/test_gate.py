@@ -21,35 +21,26 @@ from benchmarks.gate import (
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import MODES, PLAIN
 from hf_longspec.bench.results import read_records
-from hf_longspec.generation.gate import gate_of
 from tests.gates import FlippingGate
 
 WAYS = [PLAIN, "useless, gated", "draft, gated", "draft, ungated"]
 
 
-def measured(target, prompts, folder, **how):
-    methods = {
-        PLAIN: hf_longspec.PlainDraftModel.from_target(target),
-        "useless": hf_longspec.LongSpecDraftModel.from_target(target, tree_widths=[3, 2]),
-        "draft": hf_longspec.NgramDraftModel.from_target(target),
-    }
-    benchmark = GateBenchmark(
-        model=target,
-        methods=methods,
-        prompts=prompts,
-        tokens=30,
-        repeats=3,
-        mode="greedy",
-        gated_only=["useless"],
-        **how,
-    )
+def benchmark_of(target, prompts, drafts, **how):
+    methods = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), **drafts}
+    sizes = {"tokens": 30, "repeats": 3, "mode": "greedy"}
+    return GateBenchmark(model=target, methods=methods, prompts=prompts, **sizes, **how)
+
+
+def measured(target, prompts, folder):
+    useless = hf_longspec.LongSpecDraftModel.from_target(target, tree_widths=[3, 2])
+    drafts = {"useless": useless, "draft": hf_longspec.NgramDraftModel.from_target(target)}
     with Run(folder / "gate.jsonl", "gate", 60) as results:
-        benchmark.measure(30, results)
+        benchmark_of(target, prompts, drafts, gated_only=["useless"]).measure(30, results)
     return {row["method"]: row for row in read_records(folder / "gate.jsonl") if row["kind"] == "gate"}
 
 
-def test_ways_run_as_named(target, prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
+def test_ways_run_as_named(target, prompts, tmp_path):
     rows = measured(target, prompts, tmp_path)
     assert list(rows) == WAYS
     assert all(row["same_texts"] == row["texts"] == 3 for row in rows.values())
@@ -81,19 +72,9 @@ def test_a_gated_way_is_compared_with_the_faster_one(target, prompts, tmp_path, 
 
 
 def test_a_gate_that_chooses_is_compared_with_the_fastest_tree(target, prompts):
-    methods = {name: hf_longspec.NgramDraftModel.from_target(target) for name in ("small", "large", "choosing")}
-    methods[PLAIN] = hf_longspec.PlainDraftModel.from_target(target)
-    benchmark = GateBenchmark(
-        model=target,
-        methods=methods,
-        prompts=prompts,
-        tokens=30,
-        repeats=3,
-        mode="greedy",
-        gated_only=["choosing"],
-        ungated_only=["large"],
-        choices={"choosing": ["small", "large"]},
-    )
+    drafts = {name: hf_longspec.NgramDraftModel.from_target(target) for name in ("small", "large", "choosing")}
+    which = {"gated_only": ["choosing"], "ungated_only": ["large"], "choices": {"choosing": ["small", "large"]}}
+    benchmark = benchmark_of(target, prompts, drafts, **which)
     assert list(benchmark.ways) == [PLAIN, "small, gated", "small, ungated", "large, ungated", "choosing, gated"]
     wall = dict(zip(benchmark.ways, ([4.0], [3.0], [2.0], [1.0], [5.0]), strict=True))
     assert benchmark._faster_without_gate("choosing, gated", wall) == "large, ungated"

@@ -8,10 +8,12 @@ import hf_longspec
 from benchmarks.harness import Run
 from benchmarks.long_generation import LongBenchmark, LongRow, Marks
 from benchmarks.pages import long_headline
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod
+from hf_longspec.bench.calls import HF, MODES, PLAIN, Decoding, HfMethod
 from hf_longspec.bench.results import read_records
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.stats import SpeculationStats
+
+GREEDY = MODES["greedy"]
 
 
 def test_a_clock_notes_time_and_counts_at_its_marks():
@@ -29,11 +31,16 @@ def test_a_clock_notes_time_and_counts_at_its_marks():
 def records(target, prompts, tmp_path):
     plain = hf_longspec.PlainDraftModel.from_target(target)
     ngram = hf_longspec.NgramDraftModel.from_target(target, num_assistant_tokens=3, ngram_candidates=1)
-    penalty = hf_longspec.ContextualPenaltyLogitsProcessor(1.3, window=9)
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [15, 30], {"min_p": 0.05}, [penalty], levels=4)
+    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [15, 30], levels=4)
+    sampled = Decoding(temperature=1.0, min_p=0.05, penalty=1.3, window=9)
     baselines = {HF: HfMethod(), PLAIN: plain}
     with Run(tmp_path / "long.jsonl", "long", 60) as results:
-        for row in (LongRow("mine", ngram, 30), LongRow(PLAIN, plain, 30), LongRow("mine", ngram, 15, "greedy", False)):
+        rows = (
+            LongRow("mine", ngram, 30, sampled),
+            LongRow(PLAIN, plain, 30, sampled),
+            LongRow("mine", ngram, 15, GREEDY),
+        )
+        for row in rows:
             benchmark.measure(row, baselines if row.draft is plain else {}, 5, results)
     return read_records(tmp_path / "long.jsonl")
 
@@ -79,9 +86,9 @@ def test_graphs_are_built_before_the_clock_starts(target, prompts, tmp_path, mon
     drafts = hf_longspec.PlainDraftModel.from_target(target), hf_longspec.NgramDraftModel.from_target(target)
     for draft in drafts:
         draft.generation_config.compile = "compile"
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [30], {}, [], levels=4)
+    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [30], levels=4)
     with Run(tmp_path / "long.jsonl", "long", 60) as results:
-        benchmark.measure(LongRow("mine", drafts[1], 30), {HF: HfMethod(), PLAIN: drafts[0]}, 5, results)
+        benchmark.measure(LongRow("mine", drafts[1], 30, GREEDY), {HF: HfMethod(), PLAIN: drafts[0]}, 5, results)
     assert built == [graphs.frame_count] and built[0] >= 2
     torch._dynamo.reset()
 
@@ -89,12 +96,12 @@ def test_graphs_are_built_before_the_clock_starts(target, prompts, tmp_path, mon
 def test_going_on_after_a_mark_keeps_the_text_before_it(target, prompts, tmp_path):
     """The text that a baseline writes after a mark is that of a fresh call, so the keys before it are the text's."""
     plain = hf_longspec.PlainDraftModel.from_target(target)
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8, 16], {}, [], levels=4)
+    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8, 16], levels=4)
     with Run(tmp_path / "long.jsonl", "long", 60) as results:
-        text, cache = benchmark.run(LongRow("mine", plain, 16, "greedy"), results)
+        text, cache = benchmark.run(LongRow("mine", plain, 16, GREEDY), results)
     fresh = target(text[:, :27], use_cache=True).past_key_values
-    benchmark.speed_at(16, plain, LongRow("mine", plain, 16, "greedy"), text, cache, 6)
-    benchmark.speed_at(8, plain, LongRow("mine", plain, 16, "greedy"), text, cache, 6)
+    benchmark.speed_at(16, plain, LongRow("mine", plain, 16, GREEDY), text, cache, 6)
+    benchmark.speed_at(8, plain, LongRow("mine", plain, 16, GREEDY), text, cache, 6)
     for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
         # float32 in another order of summation
         torch.testing.assert_close(ours.keys[:, :, :27], theirs.keys, atol=1e-5, rtol=1e-5)
@@ -102,9 +109,9 @@ def test_going_on_after_a_mark_keeps_the_text_before_it(target, prompts, tmp_pat
 
 def test_a_row_without_time_is_named(target, prompts, tmp_path):
     plain = hf_longspec.PlainDraftModel.from_target(target)
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8], {}, [], levels=4)
+    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8], levels=4)
     with Run(tmp_path / "long.jsonl", "long", 0) as results:
         for _ in range(2):
-            benchmark.measure(LongRow("mine", plain, 8), {}, 0, results)
+            benchmark.measure(LongRow("mine", plain, 8, GREEDY), {}, 0, results)
     kinds = [record["kind"] for record in read_records(tmp_path / "long.jsonl")]
     assert kinds == ["environment", "long", "skipped", "end"]

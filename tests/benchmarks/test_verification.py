@@ -6,7 +6,7 @@ import torch
 from benchmarks.harness import Run
 from benchmarks.hf_side import block_mask, hf_attention
 from benchmarks.random_inputs import Shape, cast, full_cache, random_target, random_tree
-from benchmarks.verification import AttentionCase, ForwardCase, VerificationBenchmark
+from benchmarks.verification import AttentionCase, ForwardCase, measure
 from hf_longspec.bench.results import read_records
 from hf_longspec.generation.draft_tree import DraftTree
 
@@ -83,8 +83,7 @@ def test_a_lone_root_needs_no_mask():
 def test_benchmark_writes_every_cell_and_refuses_wrong_results(tmp_path, monkeypatch):
     def run(name):
         with Run(tmp_path / name, "verification", 60) as results:
-            how = {"repeats": 2, "bandwidth": 10.0, "results": results}
-            VerificationBenchmark(shape=SHAPE, context=64, nodes=[1, 5], **how).run(["float32", "bfloat16"])
+            measure(results, SHAPE, 64, [1, 5], ["float32", "bfloat16"], repeats=2, bandwidth=10.0)
         return read_records(tmp_path / name)
 
     rows = [record for record in run("right.jsonl") if record["kind"] == "verification"]

@@ -311,14 +311,6 @@ class TestSecondTurn:
             )
         assert model.config._attn_implementation == "sdpa"
 
-    def test_a_text_that_is_stored_already_is_refused(self, plain_run, target):
-        run = plain_run("llama", (9,), max_new_tokens=4)
-        cache = SpeculativeCache(run.model.config, 1, 64)
-        out = run.again(run.draft("tree"), past_key_values=cache)
-        with pytest.raises(ValueError, match="past_key_values holds 12 tokens and input_ids has 9: pass the whole"):
-            run.again(run.draft("tree"), past_key_values=cache)
-        assert cache.get_seq_length() == out.shape[1] - 1
-
 
 class TestGrowth:
     """A cache that was made for one call serves longer ones."""
@@ -479,6 +471,7 @@ def offloaded(run):
 
 
 STATIC = "past_key_values is a StaticCache, whose way of storing.*Pass a DynamicCache"
+STORED = "past_key_values holds 9 tokens and input_ids has 9: pass the whole"
 PADDED = "past_key_values is a DynamicCache, and attention_mask has padding"
 
 
@@ -499,7 +492,8 @@ class TestRefusedCaches:
             ((9, 5), lambda run: DynamicCache(config=run.model.config), PADDED),
             ((9, 5), lambda run: filled(run, DynamicCache(config=run.model.config), 4), PADDED),
             ((9,), lambda run: filled(run, DynamicCache(), 4, rows=2), "past_key_values has 2 rows and input_ids 1"),
-            ((9,), lambda run: filled(run, DynamicCache(), 9), "holds 9 tokens and input_ids has 9: pass the whole"),
+            ((9,), lambda run: filled(run, DynamicCache(), 9), STORED),
+            ((9,), lambda run: filled(run, SpeculativeCache(run.model.config, 1, 64), 9), STORED),
             ((9,), lambda run: StaticCache(config=run.model.config, max_cache_len=32), STATIC),
             ((9,), lambda run: filled(run, StaticCache(config=run.model.config, max_cache_len=32), 4), STATIC),
             ((9,), quantized, "past_key_values is a QuantizedCache, whose way of storing"),

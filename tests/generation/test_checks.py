@@ -348,18 +348,6 @@ class TestDrafts:
         draft = PlainDraftModel.from_target(target("qwen2"))
         refused(llama, draft, "made for a target with model_type=qwen2, and this target has model_type=llama")
 
-    @pytest.mark.parametrize(
-        ("name", "value", "message"),
-        [
-            ("sparse_raito", 0.2, r"unknown settings \['sparse_raito'\]; SpecAttnDraftModel has .*'sparse_ratio'"),
-            ("sparse_ratio", 1.5, r"sparse_ratio=1.5: expected a number in \(0, 1\]"),
-        ],
-    )
-    def test_settings(self, llama, name, value, message):
-        draft = SpecAttnDraftModel.from_target(llama)
-        setattr(draft.generation_config, name, value)
-        refused(llama, draft, message)
-
 
 class TestWhatWouldHaveNoEffect:
     def test_what_the_model_came_with_is_no_wish(self, plain_run):

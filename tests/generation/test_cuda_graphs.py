@@ -11,12 +11,9 @@ from hf_longspec.generation.gate import gate_of
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from hf_longspec.testing import randomize, tiny_prompts, tiny_target
-from tests.generation.test_on_simulated_cuda import generate, simulated, why_not
+from tests.generation.test_on_simulated_cuda import generate, simulated
 
-pytestmark = [
-    pytest.mark.usefixtures("every_step_speculates"),
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-]
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 
 @pytest.fixture(autouse=True)

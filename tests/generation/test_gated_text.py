@@ -54,11 +54,12 @@ DRAFTS = {
     "random trees": RandomTreeDraftModel.from_target,
 }
 FAMILIES = ("longspec, n-grams", "specattn, trees", "tokenswift, partial", "n-grams", "random trees")
-# Every draft greedy on one architecture and sampled on the next.
+# Every draft on one architecture, greedy or sampled in turn; one of each family both ways, on two of them.
 CASES = [
     (kind, ("llama", "gemma3", "gpt_oss")[(place + sampled) % 3], sampled)
     for place, kind in enumerate(DRAFTS)
     for sampled in (False, True)
+    if kind in FAMILIES or sampled == place % 2
 ]
 
 

@@ -74,16 +74,6 @@ def test_what_auto_model_for_causal_lm_gives(models):
     assert type(model) is type(models("gemma3")) and TargetView(model).sliding_layers == {0, 1}
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl"])
-def test_the_target_drafts_for_itself(name, models):
-    model = models(name)
-    input_ids, mask = tiny_prompts(VOCAB_OF_TEXT, (40, 23))
-    draft = SpecAttnDraftModel.from_target(model)
-    drafted = model.generate(input_ids, attention_mask=mask, **OPTIONS, assistant_model=draft)
-    assert torch.equal(drafted, model.generate(input_ids, attention_mask=mask, **OPTIONS))
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
 @pytest.mark.parametrize(("name", "argument"), [("gemma3", "token_type_ids"), ("qwen2_5_vl", "mm_token_type_ids")])
 def test_types_of_tokens_that_are_all_text(name, argument, models):
     """As processors return them."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longspec.auditing import MAX_SIGMA
+from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.generation.sampling import BLOCK, NoiseRows
 from hf_longspec.generation.verification import draw_noise
 

@@ -14,15 +14,12 @@ from hf_longspec.generation.decoding import Session
 from hf_longspec.modeling.register_draft import DRAFTS
 from hf_longspec.testing import randomize, tiny_prompts, tiny_target
 from tests.pairwise import pairwise
-from tests.simulated_cuda import SimulatedCuda, why_not
+from tests.simulated_cuda import SimulatedCuda
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
 from tests.simulated_kernels import KERNELS
 
-pytestmark = [
-    pytest.mark.usefixtures("every_step_speculates"),
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
-]
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 # Name: draft, settings.
 DRAFTERS = {

@@ -123,7 +123,8 @@ def test_types_that_look_at_nothing_but_the_position(kind):
     ("name", "kind", "lengths"),
     [
         *(("llama", "longrope", lengths) for lengths in LENGTHS.values()),
-        *((*change, lengths) for change in CHANGING[1:] for lengths in (BELOW, (LIMIT,), RAGGED, (20, LIMIT + 4, 41))),
+        *(("llama", "dynamic", LENGTHS[name]) for name in ("at", "ragged")),
+        *(("phi3", "longrope", LENGTHS[name]) for name in ("below", "at", "ragged_beyond")),
     ],
     ids=str,
 )

@@ -19,17 +19,12 @@ from transformers.generation.logits_process import (
 )
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.auditing import MAX_SIGMA
+from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.generation import decoding
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
-from hf_longspec.testing import (
-    TINY_TARGETS,
-    RandomTreeDraftModel,
-    random_longspec_draft,
-    random_tokenswift_draft,
-    tiny_prompts,
-)
+from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 from tests.distributions import max_z_score
+from tests.generation.tiny_models import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -63,14 +58,9 @@ def random_draft(model, hints, **settings):
     return draft
 
 
-def coupled(model, **settings):
-    settings = {"num_assistant_tokens": 3, "sparse_ratio": 0.6, "sparse_min_tokens": 6} | settings
-    return SpecAttnDraftModel.from_target(model, acceptance="coupled", **settings)
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
-    list(zip(TINY_TARGETS, cycle((FREE, WARPED)))),
+    list(zip(ATTENTION, cycle((FREE, WARPED)))),
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
 def test_same_seed_same_text(target, name, options):
@@ -124,11 +114,10 @@ def test_text_depends_on_the_seed_and_not_on_other_rows(target):
     assert sample(model, plain, lengths=RAGGED[:1], **FREE)[0] == texts[0][0]
 
 
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_sampling_is_reproducible(target, acceptance):
+def test_rejection_sampling_is_reproducible(target):
     model = target("llama")
-    draft = coupled(model)
-    draft.generation_config.acceptance = acceptance
+    settings = {"num_assistant_tokens": 3, "sparse_ratio": 0.6, "sparse_min_tokens": 6}
+    draft = SpecAttnDraftModel.from_target(model, acceptance="rejection", **settings)
     first = sample(model, draft, seed=3, **WARPED)
     assert sample(model, draft, seed=3, **WARPED) == first
     assert sample(model, draft, seed=4, **WARPED) != first

@@ -59,9 +59,10 @@ def llama():
     return tiny_target("llama", num_hidden_layers=2)
 
 
-@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("kind", [kind for kind in DRAFTS if kind != "random tree"])
 def test_the_text_is_that_of_the_steps_as_they_are(kind, llama, graphs):
     """Ragged rows, greedy and sampled; then longer rows in a larger cache, which build no further graph."""
+    llama = llama if kind in ("plain", "specattn") else tiny_target("llama", num_hidden_layers=1)
     draft = DRAFTS[kind](llama)
     # SpecAttn's steps take seconds to trace, and draw their tokens outside of the graphs
     for count, options in enumerate(({},) if kind == "specattn" else ({}, {"do_sample": True})):
@@ -121,8 +122,10 @@ def test_what_cannot_be_compiled_runs_as_it_is(graphs, monkeypatch, caplog):
     assert graphs.frame_count == 0
 
 
-def test_code_generation_keeps_the_text():
+def test_code_generation_keeps_the_text(monkeypatch):
     """Through torch's compiler proper, once."""
+    # it would compile and start a program for each set of vector instructions, to see whether the compiler has them
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", True)
     torch._dynamo.reset()
     model = tiny_target("llama", num_hidden_layers=1)
     draft = PlainDraftModel.from_target(model)
@@ -186,8 +189,7 @@ PROCESSORS = (
     ("kind", "options"),
     [
         *zip([*DRAFTS, *HEADS], cycle(PROCESSORS)),
-        *(("longspec", options) for options in PROCESSORS[:2]),
-        *(("verify_hidden", options) for options in PROCESSORS[:2]),
+        *((kind, PROCESSORS[1]) for kind in ("longspec", "verify_hidden")),
     ],
     ids=str,
 )

@@ -5,6 +5,9 @@ from collections.abc import Callable
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+# Tiny targets whose attention differs: plain, windows in all layers, softcaps, windows in some layers, sinks, layers
+# without rotation, a latent cache. tests/generation/test_target.py compares the logits of all tiny targets.
+ATTENTION = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "cohere2", "deepseek_v3")
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -1,14 +1,9 @@
 """Drafts of every kind for a tiny target, published to folders and to a hand-made Hub cache."""
 
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import hf_longspec
 from hf_longspec.hub import Card, write_repository
 from hf_longspec.hub.repository import write_engine
 from hf_longspec.modeling import register_draft
@@ -67,21 +62,3 @@ def into_cache(folder, repo_id, files, commit):
     shutil.copytree(files, repo / "snapshots" / f"{commit:040x}")
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(f"{commit:040x}")
-
-
-def run_offline(script, *arguments, folder, package=False):
-    """Run a script without network and with its own caches, and return its last line; `package` is about the path."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PYTHONPATH"))}
-    settings = {
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(folder / "home"),
-        "HF_HUB_CACHE": str(folder / "hub"),
-        "HF_MODULES_CACHE": str(folder / f"modules-{len(list(folder.iterdir()))}"),
-        "OMP_NUM_THREADS": "1",
-    }
-    if package:
-        settings["PYTHONPATH"] = str(Path(hf_longspec.__file__).parents[1])
-    command = [sys.executable, str(script), *map(str, arguments)]
-    done = subprocess.run(command, env=kept | settings, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]

@@ -1,20 +1,21 @@
-"""Load published drafts in a separate process, and check what they are and generate.
+"""Load published drafts in separate processes, and check what they are and generate.
 
-    python loading.py absent|package-first|remote-first FOLDER
+    python loading.py FOLDER
 
-FOLDER holds `target`, `drafts/<kind>`, and a Hub cache with `org/<kind>`, `org/<kind>-on-engine` and `org/engine`. With
-`absent`, hf_longspec cannot be imported. With `package-first` it can, and is at first imported by nobody but
-transformers; then the copies are loaded beside it. With `remote-first` it is imported after the copies are loaded, and
-hidden while they are.
+FOLDER holds `target`, `drafts/<kind>`, and a Hub cache with `org/<kind>`, `org/<kind>-on-engine` and `org/engine`.
+Every mode runs in a fork of this process, which has imported torch and transformers. With `absent`, hf_longspec cannot
+be imported. With `package-first` it can, and is at first imported by nobody but transformers; then the copies are
+loaded beside it. With `remote-first` it is imported after the copies are loaded, and hidden while they are.
 """
 
 import importlib
 import json
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, dynamic_module_utils
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.streamers import BaseStreamer
 
@@ -29,6 +30,7 @@ CLASSES = {
     "longspec_token_recycling": "TokenRecyclingDraftModel",
 }
 KINDS = tuple(CLASSES)
+MODES = ("absent", "package-first", "remote-first")
 ENGINE_COMMIT = f"{99:040x}"
 
 
@@ -236,13 +238,13 @@ def refusals(target):
 def published_again(copied, kind, folder):
     """Return whether the installed package writes the same repository for the copy as for the original draft."""
     hub = importlib.import_module(f"{PACKAGE}.hub")
-    again, first = folder / "again" / sys.argv[1] / kind, folder / "drafts" / kind
+    again, first = folder / "again" / kind, folder / "drafts" / kind
     files = hub.write_repository(copied, again, hub.Card(base_model="org/tiny-target"), f"org/{kind}")
     return all((again / file).read_bytes() == (first / file).read_bytes() for file in files)
 
 
-def main():
-    mode, folder = sys.argv[1], Path(sys.argv[2])
+def main(mode, folder):
+    dynamic_module_utils.HF_MODULES_CACHE = str(folder / f"modules-{mode}")
     if mode == "absent":
         sys.meta_path.insert(0, Absent())
     target = Target(folder / "target")
@@ -254,8 +256,11 @@ def main():
         both_copies(folder, target, mode.split("-")[0])
     check(mode, imported=(PACKAGE in sys.modules) == (mode != "absent"))
     check(mode, stock_is_transformers=stock()[0].__module__ == "transformers.generation.utils")
-    print(f"{mode}: {' '.join(KINDS)}")
+    print(f"{mode}: {' '.join(KINDS)}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    for mode in MODES:
+        process = get_context("fork").Process(target=main, args=(mode, Path(sys.argv[1])))
+        process.start()
+        process.join()

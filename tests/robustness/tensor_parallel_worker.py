@@ -1,15 +1,19 @@
-"""One rank of tests/robustness/test_tensor_parallel.py: generates with every draft and writes down what it saw.
+"""The ranks of tests/robustness/test_tensor_parallel.py: each generates with every draft and writes down what it saw.
 
-Run by torchrun: `tensor_parallel_worker.py <folder of the target> <folder of results> [architecture]`.
+    python tensor_parallel_worker.py <folder of the target> <folder of results>
+
+The ranks are forks with the environment that torchrun gives, so that they share the imports.
 """
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria
 
@@ -21,7 +25,7 @@ from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import tiny_prompts
 from tests.robustness.drafts import KINDS, make_draft
 
-LENGTHS, NEW, NEVER = (33, 3, 13), 12, 1
+RANKS, LENGTHS, NEW, NEVER = 2, (33, 3, 13), 12, 1
 
 
 class StopsOnTheFirstRank(StoppingCriteria):
@@ -78,10 +82,10 @@ def shared_choices(rank):
         gate.SpeculationGate = SpeculationGate
 
 
-def main(target, results):
+def main(rank, target, results):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    dist.init_process_group("gloo", init_method=f"file://{results}/rendezvous", rank=rank, world_size=RANKS)
     model = AutoModelForCausalLM.from_pretrained(target, tp_plan="auto", dtype=torch.float32).eval()
     input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": NEW}
@@ -114,4 +118,4 @@ def main(target, results):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.multiprocessing.start_processes(main, tuple(sys.argv[1:]), RANKS, start_method="fork")

@@ -149,12 +149,7 @@ class TestWeights:
     ("kind", "name", "value"),
     [
         ("specattn", "sparse_ratio", "a"),
-        ("specattn", "num_assistant_tokens", 2.5),
-        ("specattn", "selection", ["window"]),
-        ("specattn", "ngram_candidates", "2"),
         ("longspec", "tree_widths", "4,4"),
-        ("longspec", "tree_widths", [4, 0]),
-        ("tokenswift", "tree_branching", "3"),
         ("tokenswift", "partial_kv_budget", "all"),
         ("longspec", "compile", "never"),
     ],

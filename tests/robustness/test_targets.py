@@ -1,6 +1,7 @@
 """Targets that are not a plain model in memory: adapters, offloading, quantisation, pipelines."""
 
 import warnings
+from itertools import cycle
 
 import pytest
 import torch
@@ -70,8 +71,7 @@ def test_lora_draft(kind, modules):
     assert moved  # the adapter is no copy of nothing
 
 
-@EVERY_KIND
-@pytest.mark.parametrize("parts", ["cpu and disk", "disk"])
+@pytest.mark.parametrize(("kind", "parts"), zip(KINDS, cycle(["cpu and disk", "disk"])))
 def test_device_map(kind, parts, tmp_path):
     """Weights that wait on a disk are read in for every forward, also by drafts that use the target's own modules."""
     whole = tiny_target("llama")
@@ -120,8 +120,9 @@ def gaps_of(model, row, length):
     return (logits.amax(-1) - logits.gather(1, text[0, length:, None])[:, 0]).tolist()
 
 
-@EVERY_KIND
-@pytest.mark.parametrize("texts", [["a text of one row"], ["a longer text, padded", "short"]], ids=["one", "two"])
+@pytest.mark.parametrize(
+    ("kind", "texts"), zip(KINDS, cycle([["a text of one row"], ["a longer text, padded", "short"]])), ids=str
+)
 def test_pipeline(kind, texts, tokenizer):
     model = tiny_target("llama", vocab_size=len(tokenizer))
     options = {"tokenizer": tokenizer, "batch_size": len(texts), "device": "cpu"}

@@ -13,10 +13,9 @@ from hf_longspec import SpecAttnDraftModel
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import KINDS, SPECATTN, make_draft
-from tests.robustness.tensor_parallel_worker import LENGTHS, NEVER, NEW, choices, noisy_gate
+from tests.robustness.tensor_parallel_worker import LENGTHS, NEVER, NEW, RANKS, choices, noisy_gate
 
 ROOT = Path(__file__).parents[2]
-RANKS = 2
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +23,9 @@ def ranks(tmp_path_factory):
     """The records of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_target("llama").save_pretrained(folder / "target")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--standalone"]
     worker = Path(__file__).with_name("tensor_parallel_worker.py")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    call = [*command, str(worker), str(folder / "target"), str(folder)]
+    call = [sys.executable, str(worker), str(folder / "target"), str(folder)]
     done = subprocess.run(call, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]

@@ -1,7 +1,7 @@
 """The backend of Triton kernels for CUDA: `hf_longspec_triton`, installed by `pip install hf_longspec[triton]`.
 
-A step is three launches per layer for any batch size: prefix splits, tree, and one pass that merges them. None of
-them reads a number back from the device.
+A step is two launches per layer for any batch size: splits of the prefix with the tree, and one pass that merges them.
+Neither reads a number back from the device.
 """
 
 from typing import Any
@@ -12,8 +12,10 @@ from ..lengths import SeqLens
 from ..merge import AttentionState
 from ..registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
 from ..torch_backend import causal_attention
-from .config import DTYPES, INTERPRETED, largest_rows, why_not_device
+from .config import DTYPES, gpu_of, why_not_device
+from .language import INTERPRETED
 from .launch import hybrid_op, sparse_op, tree_op
+from .tiles import largest_rows
 
 MAX_SIZE = 256
 
@@ -89,7 +91,7 @@ def scored_attention(
     """
     _check_capacity(key, lengths, 0 if mask is None else mask.shape[-1])
     groups = query.shape[1] // key.shape[1]
-    if 2 * groups > largest_rows(query.shape[3], value.shape[3], query.element_size()):
+    if 2 * groups > largest_rows(query.shape[3], value.shape[3], query.element_size(), gpu_of(query.device)):
         return None
     last_node = last_node.to(query.device)
     options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}

@@ -16,7 +16,8 @@ from functools import cache, lru_cache
 import torch
 from transformers.utils import logging
 
-from .config import INSTALLED, LIBRARY, jit, launching_on, tl
+from .config import LIBRARY, launching_on
+from .language import INSTALLED, jit, tl
 
 logger = logging.get_logger(__name__)
 

@@ -1,10 +1,10 @@
-"""The Triton kernels of attention: over splits of the prefix, over chosen slots, over the tree, and their merge.
+"""The Triton kernels of attention: over splits of the prefix and the tree, over chosen slots, and their merge.
 
     out[b, h, n] = softmax(q . k_j) v_j        lse[b, h, n] = log2 sum_j 2^score_j        over the keys j of one part
 
-Three kernels write such partial results, and `combine_kernel` merges all parts and the sinks in one pass. Keys and
-values are never gathered or repeated, there is no mask of the prefix, and scores are not written unless they are asked
-for. reference.py and merge.py define the results; docs/kernels.md explains the kernels.
+`attention_kernel` and `sparse_kernel` write such partial results, and `combine_kernel` merges all parts and the sinks
+in one pass. Keys and values are never gathered or repeated, there is no mask of the prefix, and scores are not written
+unless they are asked for. reference.py and merge.py define the results; docs/kernels.md explains the kernels.
 
 The G = H // K query heads that share a key head are G * N rows of one program, so that a key is read once for all of
 them. Row r is node r // G of head r % G of its group. Softmax runs over keys that arrive block by block: a program
@@ -19,20 +19,21 @@ from __future__ import annotations
 
 import math
 
-from .config import constant, jit, tl
+from .language import constant, jit, tl
 
 LOG2_E = constant(math.log2(math.e))
 LN_2 = constant(math.log(2.0))
 
 
-@jit(do_not_specialize=["nodes", "slots", "parts", "window"])
-def prefix_kernel(
+@jit(do_not_specialize=["stride_mb", "stride_mh", "stride_mn", "nodes", "keys", "slots", "parts", "splits", "window"])
+def attention_kernel(
     query,  # [B, H, N, D]
     key,  # [B, K, S, D]
     value,  # [B, K, S, Dv]
-    lengths,  # [B]
+    lengths,  # [B], with PREFIX
     positions,  # [B, N], with HAS_WINDOW
     last_node,  # [B], with SCORES
+    mask,  # [B, H, N, M], uint8 or floating point, with TREE
     out,  # [B, H, N, parts, Dv], float32
     lse,  # [B, H, N, parts], float32, base 2
     score,  # [B, K, S] or [B, K, 2, G, S], float32, with SCORES
@@ -45,59 +46,79 @@ def prefix_kernel(
     stride_vb,
     stride_vh,
     stride_vs,
+    stride_mb,
+    stride_mh,
+    stride_mn,
+    stride_mm,
     kv_heads,
     nodes,
+    keys,
     slots,
     parts,
+    splits,
     window,
     scale,
     cap,
+    lowest,
     GROUPS: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    TREE_KEYS: tl.constexpr,
+    TREE_STAGES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
-    SPLIT_KEYS: tl.constexpr,
+    SHORTEST_SPLIT: tl.constexpr,
+    PREFIX: tl.constexpr,
+    TREE: tl.constexpr,  # 0: none, 1: a mask of bytes, 2: an additive mask
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     SCORES: tl.constexpr,  # 0: none, 1: summed, 2: per row
     UPCAST: tl.constexpr,
 ):
-    """Attend a tile of rows to one split of the prefix: the slots below `lengths[b]`.
+    """Attend a tile of rows to one part of the keys: a split of the prefix, or with TREE, as part 0, the tree.
 
-    Lengths are read on the device. The grid covers the capacity of the cache; a split after the prefix, or before every
-    window, returns at once.
+    The prefix is the slots below `lengths[b]`, read on the device. It is cut into about `splits` splits, whose length
+    follows from it alone. A part without keys returns at once; those come last, as the part is the slowest index.
+    The tree is M keys under an explicit mask. With PREFIX they are the nodes where verification staged them, in the
+    slots from `lengths[b]` on.
     """
-    tile, split = tl.program_id(0), tl.program_id(1)
+    tile, part = tl.program_id(0), tl.program_id(2)
     # int64: a batch row of a long cache starts beyond 2^31 numbers
-    batch = (tl.program_id(2) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(2) % kv_heads).to(tl.int64)
+    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
 
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [rows]
     is_row = row < nodes * GROUPS
     last = tl.load(last_node + batch).to(tl.int32) if SCORES else 0  # unmasked: one number per batch row
     node = node_of_row(row, last, GROUPS) if SCORES else row // GROUPS
     head = kv_head * GROUPS + row % GROUPS
-    state = ((batch * kv_heads * GROUPS + head) * nodes + node) * parts + split  # [rows], int64
+    state = ((batch * kv_heads * GROUPS + head) * nodes + node) * parts + part  # [rows], int64
 
-    length = tl.load(lengths + batch).to(tl.int32)  # unmasked: one number per batch row
-    length = tl.minimum(length, slots)
-    first = split * SPLIT_KEYS
-    stop = tl.minimum(first + SPLIT_KEYS, length)
-    seen_from = 0
-    if HAS_WINDOW:
-        position = tl.load(positions + batch * nodes + node, mask=is_row, other=0).to(tl.int32)
-        row_from = position - window + 1  # [rows]
-        seen_from = tl.maximum(tl.min(tl.where(is_row, row_from, slots)), 0)
-        if SCORES == 0:  # scores are for all slots
-            first = tl.maximum(first, seen_from // BLOCK_KEYS * BLOCK_KEYS)
-    if first >= stop:
+    length, first, stop, end, seen_from = 0, 0, 0, 0, 0
+    if PREFIX:
+        length = tl.load(lengths + batch).to(tl.int32)  # unmasked: one number per batch row
+        stop = tl.minimum(length, slots)
+        begin = 0
+        if HAS_WINDOW:
+            position = tl.load(positions + batch * nodes + node, mask=is_row, other=0).to(tl.int32)
+            row_from = position - window + 1  # [rows]
+            seen_from = tl.maximum(tl.min(tl.where(is_row, row_from, slots)), 0)
+            if SCORES == 0:  # scores are for all slots
+                begin = seen_from // BLOCK_KEYS * BLOCK_KEYS
+        blocks = (stop - begin) // (splits * BLOCK_KEYS)
+        split_keys = tl.maximum(blocks * BLOCK_KEYS, SHORTEST_SPLIT)
+        first = begin + (part - (TREE > 0)) * split_keys
+        stop = tl.minimum(first + split_keys, stop)
+    if TREE > 0 and part == 0:
+        end = tl.minimum(keys, slots - length)
+        first = stop
+    if first >= stop and end <= 0:
         tl.store(lse + state, float("-inf"), mask=is_row)
         return
 
-    dim, value_dim, offset = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_VALUE), tl.arange(0, BLOCK_KEYS)
+    dim, value_dim = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_VALUE)
     q_base = query + batch * stride_qb + head * stride_qh + node * stride_qn
     is_query = is_row[:, None] & (dim < SIZE)[None, :]
     q = tl.load(q_base[:, None] + dim[None, :], mask=is_query, other=0.0)  # [rows, D]
@@ -109,30 +130,57 @@ def prefix_kernel(
     acc = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
     highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
-    for start in range(first, stop, BLOCK_KEYS):
-        start64 = tl.cast(start, tl.int64)
-        slot = start + offset  # [keys]
-        is_slot = slot < stop
-        k_tile = k_base + start64 * stride_ks + offset[:, None] * stride_ks
-        k = tl.load(k_tile + dim[None, :], mask=is_slot[:, None] & (dim < SIZE)[None, :], other=0.0)
-        # what no row sees may be NaN, and 0 * NaN is NaN
-        is_value = is_slot & (slot >= seen_from)
-        v_tile = v_base + start64 * stride_vs + offset[:, None] * stride_vs
-        v = tl.load(v_tile + value_dim[None, :], mask=is_value[:, None] & (value_dim < VALUE_SIZE)[None, :], other=0.0)
-        if UPCAST:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        products, scores = scores_of(q, k, scale, cap, HAS_SOFTCAP)  # [rows, keys]
-        if SCORES == 1:
-            store_summed(
-                score + (batch * kv_heads + kv_head) * slots, products, slot, is_slot, node, last, tile, is_row
-            )
-        if SCORES == 2:
-            of_head = score + (batch * kv_heads + kv_head) * 2 * GROUPS * slots
-            store_rows(of_head, scores, slot, is_slot, row, node, last, tile, is_row, slots, GROUPS)
-        visible = is_slot[None, :]
-        if HAS_WINDOW:
-            visible = visible & (slot[None, :] >= row_from[:, None])
-        acc, highest, total = add_block(acc, highest, total, tl.where(visible, scores, float("-inf")), v)
+    if PREFIX:
+        offset = tl.arange(0, BLOCK_KEYS)
+        for start in range(first, stop, BLOCK_KEYS):
+            start64 = tl.cast(start, tl.int64)
+            slot = start + offset  # [keys]
+            is_slot = slot < stop
+            k_tile = k_base + start64 * stride_ks + offset[:, None] * stride_ks
+            k = tl.load(k_tile + dim[None, :], mask=is_slot[:, None] & (dim < SIZE)[None, :], other=0.0)
+            # what no row sees may be NaN, and 0 * NaN is NaN
+            is_value = (is_slot & (slot >= seen_from))[:, None] & (value_dim < VALUE_SIZE)[None, :]
+            v_tile = v_base + start64 * stride_vs + offset[:, None] * stride_vs
+            v = tl.load(v_tile + value_dim[None, :], mask=is_value, other=0.0)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            products, scores = scores_of(q, k, scale, cap, HAS_SOFTCAP)  # [rows, keys]
+            if SCORES == 1:
+                of_head = score + (batch * kv_heads + kv_head) * slots
+                store_summed(of_head, products, slot, is_slot, node, last, tile, is_row)
+            if SCORES == 2:
+                of_head = score + (batch * kv_heads + kv_head) * 2 * GROUPS * slots
+                store_rows(of_head, scores, slot, is_slot, row, node, last, tile, is_row, slots, GROUPS)
+            visible = is_slot[None, :]
+            if HAS_WINDOW:
+                visible = visible & (slot[None, :] >= row_from[:, None])
+            acc, highest, total = add_block(acc, highest, total, tl.where(visible, scores, float("-inf")), v)
+    if TREE:
+        column_offset = tl.arange(0, TREE_KEYS)
+        staged = tl.cast(length, tl.int64)
+        m_base = mask + batch * stride_mb + head * stride_mh + node * tl.cast(stride_mn, tl.int64)  # [rows]
+        for start in tl.range(0, end, TREE_KEYS, num_stages=TREE_STAGES):
+            start64 = tl.cast(start, tl.int64)
+            column = start + column_offset  # [keys]
+            is_cell = is_row[:, None] & (column < end)[None, :]
+            m_tile = m_base[:, None] + start64 * stride_mm + column_offset[None, :] * stride_mm
+            if TREE == 2:
+                bias = tl.load(m_tile, mask=is_cell, other=float("-inf")).to(tl.float32)
+                visible = bias > lowest
+            else:
+                visible = tl.load(m_tile, mask=is_cell, other=0) != 0
+            # what no row sees may be NaN, and 0 * NaN is NaN
+            is_seen = (tl.max(visible.to(tl.int32), 0) > 0)[:, None]  # [keys, 1]
+            k_tile = k_base + (staged + start64) * stride_ks + column_offset[:, None] * stride_ks
+            k = tl.load(k_tile + dim[None, :], mask=is_seen & (dim < SIZE)[None, :], other=0.0)
+            v_tile = v_base + (staged + start64) * stride_vs + column_offset[:, None] * stride_vs
+            v = tl.load(v_tile + value_dim[None, :], mask=is_seen & (value_dim < VALUE_SIZE)[None, :], other=0.0)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            _, scores = scores_of(q, k, scale, cap, HAS_SOFTCAP)  # [rows, keys]
+            if TREE == 2:
+                scores += tl.where(visible, bias, 0.0) * LOG2_E
+            acc, highest, total = add_block(acc, highest, total, tl.where(visible, scores, float("-inf")), v)
 
     acc, row_lse = finish(acc, highest, total)
     where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
@@ -225,106 +273,6 @@ def sparse_kernel(
             k, v = k.to(tl.float32), v.to(tl.float32)
         _, scores = scores_of(q, k, scale, cap, HAS_SOFTCAP)  # [rows, keys]
         acc, highest, total = add_block(acc, highest, total, tl.where(used[None, :], scores, float("-inf")), v)
-
-    acc, row_lse = finish(acc, highest, total)
-    where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]
-    tl.store(out + state[:, None] * VALUE_SIZE + value_dim[None, :], acc, mask=where)
-    tl.store(lse + state, row_lse, mask=is_row)
-
-
-@jit(do_not_specialize=["stride_mb", "stride_mh", "stride_mn", "nodes", "keys", "slots", "parts", "part"])
-def tree_kernel(
-    query,  # [B, H, N, D]
-    key,  # [B, K, S, D]
-    value,  # [B, K, S, Dv]
-    mask,  # [B, H, N, M], uint8 or floating point
-    lengths,  # [B], with IN_CACHE
-    out,  # [B, H, N, parts, Dv], float32
-    lse,  # [B, H, N, parts], float32, base 2
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_ks,
-    stride_vb,
-    stride_vh,
-    stride_vs,
-    stride_mb,
-    stride_mh,
-    stride_mn,
-    stride_mm,
-    kv_heads,
-    nodes,
-    keys,
-    slots,
-    parts,
-    part,
-    scale,
-    cap,
-    lowest,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
-    IN_CACHE: tl.constexpr,
-    ADDITIVE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Attend a tile of rows to M keys under an explicit mask: the nodes of a draft tree among themselves.
-
-    With IN_CACHE the nodes' keys are read where verification staged them, in the slots from `lengths[b]` on.
-    """
-    # int64: a batch row of a long cache starts beyond 2^31 numbers
-    batch = (tl.program_id(1) // kv_heads).to(tl.int64)
-    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [rows]
-    is_row = row < nodes * GROUPS
-    node = row // GROUPS
-    head = kv_head * GROUPS + row % GROUPS
-    state = ((batch * kv_heads * GROUPS + head) * nodes + node) * parts + part  # [rows], int64
-
-    dim, value_dim, offset = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_VALUE), tl.arange(0, BLOCK_KEYS)
-    q_base = query + batch * stride_qb + head * stride_qh + node * stride_qn
-    is_query = is_row[:, None] & (dim < SIZE)[None, :]
-    q = tl.load(q_base[:, None] + dim[None, :], mask=is_query, other=0.0)  # [rows, D]
-    if UPCAST:
-        q = q.to(tl.float32)
-    staged = tl.load(lengths + batch).to(tl.int64) if IN_CACHE else 0  # unmasked: one number per batch row
-    k_base = key + batch * stride_kb + kv_head * stride_kh + staged * stride_ks
-    v_base = value + batch * stride_vb + kv_head * stride_vh + staged * stride_vs
-    m_base = mask + batch * stride_mb + head * stride_mh + node * tl.cast(stride_mn, tl.int64)  # [rows]
-    end = tl.minimum(keys, slots - staged)
-
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_VALUE], tl.float32)
-    highest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    for start in range(0, end, BLOCK_KEYS):
-        start64 = tl.cast(start, tl.int64)
-        column = start + offset  # [keys]
-        is_cell = is_row[:, None] & (column < end)[None, :]
-        m_tile = m_base[:, None] + start64 * stride_mm + offset[None, :] * stride_mm
-        if ADDITIVE:
-            bias = tl.load(m_tile, mask=is_cell, other=float("-inf")).to(tl.float32)
-            visible = bias > lowest
-        else:
-            visible = tl.load(m_tile, mask=is_cell, other=0) != 0
-        # what no row sees may be NaN, and 0 * NaN is NaN
-        is_seen = tl.max(visible.to(tl.int32), 0) > 0  # [keys]
-        k_tile = k_base + start64 * stride_ks + offset[:, None] * stride_ks
-        k = tl.load(k_tile + dim[None, :], mask=is_seen[:, None] & (dim < SIZE)[None, :], other=0.0)
-        v_tile = v_base + start64 * stride_vs + offset[:, None] * stride_vs
-        v = tl.load(v_tile + value_dim[None, :], mask=is_seen[:, None] & (value_dim < VALUE_SIZE)[None, :], other=0.0)
-        if UPCAST:
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        _, scores = scores_of(q, k, scale, cap, HAS_SOFTCAP)  # [rows, keys]
-        if ADDITIVE:
-            scores += tl.where(visible, bias, 0.0) * LOG2_E
-        acc, highest, total = add_block(acc, highest, total, tl.where(visible, scores, float("-inf")), v)
 
     acc, row_lse = finish(acc, highest, total)
     where = is_row[:, None] & (value_dim < VALUE_SIZE)[None, :]

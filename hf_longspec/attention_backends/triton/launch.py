@@ -8,26 +8,27 @@ from typing import Any
 
 import torch
 
-from .config import (
-    LIBRARY,
-    SPLIT_SLOTS,
+from .config import LIBRARY, gpu_of, launching_on, output_dtype, upcast
+from .kernels import attention_kernel, combine_kernel, score_factors, sparse_kernel
+from .tiles import (
+    SPARSE_SPLIT,
     TileConfig,
-    launching_on,
-    output_dtype,
+    hybrid_config,
+    most_splits,
     power_of_two,
-    prefix_config,
-    shared_memory,
     sparse_config,
+    tile_options,
     tree_config,
-    upcast,
+    wanted_splits,
 )
-from .kernels import combine_kernel, prefix_kernel, score_factors, sparse_kernel, tree_kernel
 
 NO_SCORES, SUMMED_SCORES, ROW_SCORES = range(3)
+NO_TREE, BOOLEAN_TREE, ADDITIVE_TREE = range(3)
 
-# One result per program: a verification has hundreds of them. The parts of a result are read 16 at a time.
+# One result per program: a verification has hundreds of them. Up to 64 parts are read at once: with 8 key heads and one
+# tile of rows there are at most 49.
 BLOCK_STATES = 1
-BLOCK_PARTS = 16
+BLOCK_PARTS = 64
 
 
 @torch.library.custom_op(f"{LIBRARY}::triton_hybrid_attention", mutates_args=())
@@ -50,16 +51,20 @@ def hybrid_op(
     Returns:
         `(out, lse, scores)`; see backend.py for the shapes.
     """
-    splits = number_of_splits(query, key, value)
+    rows = query.shape[1] // key.shape[1] * query.shape[2]
+    sizes = (query.shape[3], value.shape[3], query.element_size())
+    config = hybrid_config(rows, *sizes, gpu_of(query.device), mask is not None and last_node is None)
+    wanted, splits = split_numbers(query, key, config, mask is not None)
     parts = splits + (mask is not None)
     out, lse = _partial_results(query, value, max(1, parts))
     if parts == 0:  # a cache without slots
         lse.fill_(-torch.inf)
     scores = _empty_scores(query, key, last_node, scores_per_row).fill_(-torch.inf)
     window = (positions, sliding_window)
-    _launch_prefix(query, key, value, lengths, out, lse, window, scaling, softcap, last_node, scores)
-    if mask is not None:
-        _launch_tree(query, key, value, mask, out, lse, scaling, softcap, lengths)
+    _launch(
+        *(config, query, key, value, mask, out, lse, scaling, softcap),
+        *(lengths, wanted, window, last_node, scores),
+    )
     return *launch_combine(out, lse, value, sinks), scores
 
 
@@ -80,8 +85,10 @@ def tree_op(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to keys under an explicit mask; shapes as in reference.py."""
+    rows = query.shape[1] // key.shape[1] * query.shape[2]
+    config = tree_config(rows, query.shape[3], value.shape[3], query.element_size(), gpu_of(query.device))
     out, lse = _partial_results(query, value, 1)
-    _launch_tree(query, key, value, mask, out, lse, scaling, softcap)
+    _launch(config, query, key, value, mask, out, lse, scaling, softcap)
     return launch_combine(out, lse, value)
 
 
@@ -103,7 +110,7 @@ def sparse_op(
     """Attend to chosen slots where they lie; shapes as in reference.py."""
     kv_heads, nodes, slots = key.shape[1], query.shape[2], indices.shape[2]
     config = sparse_config(query.shape[3], value.shape[3], query.element_size())
-    parts = max(1, -(-slots // SPLIT_SLOTS))
+    parts = max(1, -(-slots // SPARSE_SPLIT))
     out, lse = _partial_results(query, value, parts)
     index_strides = (indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0, indices.stride(2))
     strides = (*query.stride(), *key.stride(), *value.stride(), *index_strides, counts.stride(0))
@@ -115,7 +122,7 @@ def sparse_op(
                 *(query, key, value, indices, counts, out, lse),
                 *(*strides, kv_heads, nodes, slots, parts),
                 *score_factors(scaling, softcap),
-                SPLIT=SPLIT_SLOTS,
+                SPLIT=SPARSE_SPLIT,
                 **_tile_options(config, query, key, value, softcap),
             )
     return launch_combine(out, lse, value)
@@ -126,9 +133,12 @@ def _(query, key, value, indices, counts, scaling, softcap) -> tuple[torch.Tenso
     return _empty_state(query, value)
 
 
-def number_of_splits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """Return the number of splits of the prefix: by the capacity of the cache, not by its content."""
-    return -(-key.shape[2] // _prefix_config(query, key, value).split_keys)
+def split_numbers(query: torch.Tensor, key: torch.Tensor, config: TileConfig, has_tree: bool) -> tuple[int, int]:
+    """Return the splits that a long prefix is cut into, and the most of any prefix in this buffer."""
+    batch, kv_heads, slots = key.shape[:3]
+    rows = query.shape[1] // kv_heads * query.shape[2]
+    wanted = wanted_splits(max(1, -(-rows // config.block_rows)), max(1, batch) * kv_heads, has_tree)
+    return wanted, most_splits(slots, wanted, config.split_keys, config.block_keys)
 
 
 def launch_combine(
@@ -157,123 +167,88 @@ def launch_combine(
                 VALUE_SIZE=size,
                 BLOCK_VALUE=power_of_two(size),
                 BLOCK_STATES=BLOCK_STATES,
-                BLOCK_PARTS=BLOCK_PARTS,
+                BLOCK_PARTS=min(BLOCK_PARTS, power_of_two(parts)),
                 HAS_SINKS=sinks is not None,
                 num_warps=4,
             )
     return merged.to(value.dtype).transpose(1, 2), merged_lse
 
 
-def _launch_prefix(
+def _launch(
+    config: TileConfig,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    lengths: torch.Tensor,
+    mask: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    window: tuple[torch.Tensor | None, int | None],
     scaling: float,
     softcap: float | None,
-    last_node: torch.Tensor | None,
-    scores: torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    wanted: int = 1,
+    window: tuple[torch.Tensor | None, int | None] = (None, None),
+    last_node: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
 ) -> None:
-    """Fill the first `number_of_splits` parts of the partial results; see reference.py for the other arguments.
+    """Fill the partial results; see reference.py for the other arguments.
 
     Args:
-        out (`torch.Tensor` of shape `(B, H, N, parts, Dv)`): Written where a part sees anything. float32.
+        mask (`torch.Tensor`, *optional*): Without it there is no tree.
+        out (`torch.Tensor` of shape `(B, H, N, parts, Dv)`):
+            Written where a part sees anything. The tree is part 0, the splits follow. float32.
         lse (`torch.Tensor` of shape `(B, H, N, parts)`): Log-sum-exp in base 2, -inf where it sees nothing. float32.
+        lengths (`torch.LongTensor` of shape `(B,)`, *optional*):
+            Without it there is no prefix, and the tree is all keys; with it, the slots from `lengths[b]` on.
+        wanted (`int`, *optional*, defaults to 1): Splits that a long prefix is cut into.
         window (`tuple` of `positions`, `(B, N)`, and `sliding_window`): Both None without a window.
         last_node (`torch.LongTensor` of shape `(B,)`, *optional*): Index of every row's last node. Scores are written
             only with it.
-        scores (`torch.Tensor` of shape `(B, K, S)` or `(B, K, 2, G, S)`):
+        scores (`torch.Tensor` of shape `(B, K, S)` or `(B, K, 2, G, S)`, *optional*):
             Written in the slots below `lengths[b]`, whether a window hides them or not. The first shape: `q . k` of
             node 0 and of the last node, summed over the two and over the heads of the group. The second: the scores as
             they enter the softmax (scaled and capped), one by one. float32.
     """
-    (kv_heads, slots), nodes = key.shape[1:3], query.shape[2]
-    config, (positions, sliding_window) = _prefix_config(query, key, value), window
-    mode = NO_SCORES if last_node is None else SUMMED_SCORES if scores.dim() == 3 else ROW_SCORES
-    rows = query.shape[1] // kv_heads * nodes
-    grid = (-(-rows // config.block_rows), number_of_splits(query, key, value), query.shape[0] * kv_heads)
-    if 0 in grid:
+    (batch, heads, nodes, _), (kv_heads, slots) = query.shape, key.shape[1:3]
+    positions, sliding_window = window
+    grid = (-(-(heads // kv_heads * nodes) // config.block_rows), batch * kv_heads, out.shape[3])
+    tree, lowest, keys = NO_TREE, 0.0, 0
+    mask_strides: tuple[int, ...] = (0, 0, 0, 1)
+    if mask is not None:
+        mask, lowest = _readable(mask)
+        mask = (mask[:, None] if mask.dim() == 3 else mask).expand(batch, heads, -1, -1)
+        tree = BOOLEAN_TREE if mask.dtype == torch.uint8 else ADDITIVE_TREE
+        mask_strides, keys = mask.stride(), mask.shape[3]
+    if 0 in grid or (mask is None and slots == 0):
         return
+    mode = NO_SCORES
+    if last_node is not None and scores is not None:
+        mode = SUMMED_SCORES if scores.dim() == 3 else ROW_SCORES
     with launching_on(query):
-        prefix_kernel[grid](
-            *(query, key, value, lengths),
-            lengths if positions is None else positions,
-            lengths if last_node is None else last_node,
-            *(out, lse, lse if last_node is None else scores),
-            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3]),
-            *(kv_heads, nodes, slots, out.shape[3], sliding_window or 0),
+        attention_kernel[grid](
+            *(query, key, value),
+            *(lse if x is None else x for x in (lengths, positions, last_node, mask)),  # those that are None are unused
+            *(out, lse, lse if mode == NO_SCORES else scores),
+            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides),
+            *(kv_heads, nodes, keys, slots, out.shape[3], wanted, sliding_window or 0),
             *score_factors(scaling, softcap),
-            SPLIT_KEYS=config.split_keys,
+            lowest,
+            TREE_KEYS=config.tree_keys,
+            TREE_STAGES=config.tree_stages,
+            SHORTEST_SPLIT=config.split_keys,
+            PREFIX=lengths is not None,
+            TREE=tree,
             HAS_WINDOW=sliding_window is not None,
             SCORES=mode,
             **_tile_options(config, query, key, value, softcap),
         )
 
 
-def _launch_tree(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    lengths: torch.Tensor | None = None,
-) -> None:
-    """Fill the last part of the partial results; see reference.py for the other arguments.
-
-    Args:
-        out (`torch.Tensor` of shape `(B, H, N, parts, Dv)`): The last part is written. float32.
-        lse (`torch.Tensor` of shape `(B, H, N, parts)`): Likewise; log-sum-exp in base 2. float32.
-        lengths (`torch.LongTensor` of shape `(B,)`, *optional*): The M keys are the slots from `lengths[b]` on.
-    """
-    (batch, heads, nodes, size), (kv_heads, slots) = query.shape, key.shape[1:3]
-    rows = heads // kv_heads * nodes
-    config = tree_config(rows, size, value.shape[3], query.element_size(), shared_memory(query.device))
-    mask, lowest = _readable(mask)
-    mask = (mask[:, None] if mask.dim() == 3 else mask).expand(batch, heads, -1, -1)
-    grid = (-(-rows // config.block_rows), batch * kv_heads)
-    if 0 in grid:
-        return
-    with launching_on(query):
-        tree_kernel[grid](
-            *(query, key, value, mask, mask if lengths is None else lengths, out, lse),
-            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask.stride()),
-            *(kv_heads, nodes, mask.shape[3], slots, out.shape[3], out.shape[3] - 1),
-            *score_factors(scaling, softcap),
-            lowest,
-            IN_CACHE=lengths is not None,
-            ADDITIVE=mask.dtype != torch.uint8,
-            **_tile_options(config, query, key, value, softcap),
-        )
-
-
-def _prefix_config(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> TileConfig:
-    rows = query.shape[1] // key.shape[1] * query.shape[2]
-    return prefix_config(rows, query.shape[3], value.shape[3], query.element_size(), shared_memory(query.device))
-
-
 def _tile_options(
     config: TileConfig, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None
 ) -> dict[str, Any]:
     """Return the constants that all kernels over keys have in common."""
-    return {
-        "GROUPS": query.shape[1] // key.shape[1],
-        "SIZE": query.shape[3],
-        "VALUE_SIZE": value.shape[3],
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_KEYS": config.block_keys,
-        "BLOCK_SIZE": config.block_size,
-        "BLOCK_VALUE": config.block_value,
-        "HAS_SOFTCAP": softcap is not None,
-        "UPCAST": upcast(query),
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+    sizes = (query.shape[1] // key.shape[1], query.shape[3], value.shape[3])
+    return tile_options(config, *sizes, softcap is not None, upcast(query))
 
 
 def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -419,7 +419,7 @@ def _levels(
         the same children, ranked for the best path.
     """
     root, hidden, *known = changing
-    ready, known = known[:num_own], known[num_own:]
+    ready, known = list(known[:num_own]), known[num_own:]  # a graph of torch 2.11 has a tuple here
     if not heads.sequential:
         ready.extend((_logits(changing, heads, ends, widths, num_own) if logits is None else logits).unbind())
     states, nodes, levels = hidden[:, None], root[:, None], []

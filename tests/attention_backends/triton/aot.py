@@ -24,11 +24,16 @@ from triton.backends.compiler import GPUTarget
 ROOT = Path(__file__).resolve().parents[3]
 sys.modules["kernels"] = ModuleType("kernels")
 sys.modules["kernels"].__path__ = [str(ROOT / "hf_longspec" / "attention_backends" / "triton")]
-commit, config, launch = (import_module(f"kernels.{name}") for name in ("commit", "config", "launch"))
+commit, launch, tiles = (import_module(f"kernels.{name}") for name in ("commit", "launch", "tiles"))
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).
-SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+GPUS = {
+    80: tiles.Gpu(163 * 1024, warpgroups=False),
+    89: tiles.Gpu(99 * 1024, warpgroups=False),
+    90: tiles.Gpu(227 * 1024, warpgroups=True),
+    100: tiles.Gpu(227 * 1024, warpgroups=True),
+}
 GROUPS = 4
 # dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
 # one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first three.
@@ -60,20 +65,22 @@ class AbsentGpu:
         return 0
 
 
-def hybrid(size, rows, dtype, plain):
-    """Launch the prefix kernel; plain with the tree in the cache, otherwise with a window, a softcap and scores."""
+def hybrid(size, rows, dtype, features):
+    """Launch attention to the prefix: "plain" with a tree, "all" with a window, a softcap and scores too, or "none"."""
     nodes = rows // GROUPS
     query, key = torch.empty(1, 2 * GROUPS, nodes, size, dtype=dtype), torch.empty(1, 2, 2000, size, dtype=dtype)
     numbers, sinks = torch.zeros(1, nodes, dtype=torch.long), torch.zeros(2 * GROUPS)
     lengths, mask = numbers[:, 0].contiguous(), torch.ones(1, nodes, nodes, dtype=torch.bool)
-    options = (numbers, None, sinks, lengths, 0.1, 100, 3.0, True)
-    if plain:
-        options = (None, mask, sinks, None, 0.1, None, None, False)
-    launch.hybrid_op._init_fn(query, key, key, lengths, *options)
+    options = {
+        "plain": (None, mask, sinks, None, 0.1, None, None, False),
+        "all": (numbers, mask, sinks, lengths, 0.1, 100, 3.0, True),
+        "none": (None, None, sinks, None, 0.1, None, None, False),
+    }
+    launch.hybrid_op._init_fn(query, key, key, lengths, *options[features])
 
 
 def tree(size, rows, dtype):
-    """Launch the tree kernel with an additive mask and a softcap."""
+    """Launch attention under an additive mask, with a softcap."""
     nodes = rows // GROUPS
     query, key = torch.empty(1, 2 * GROUPS, nodes, size, dtype=dtype), torch.empty(1, 2, 70, size, dtype=dtype)
     launch.tree_op._init_fn(query, key, key, torch.zeros(1, nodes, 70), 0.1, 3.0)
@@ -81,7 +88,7 @@ def tree(size, rows, dtype):
 
 def spilling():
     """Launch a tile that is too large for the registers of one warp."""
-    chosen, launch.tree_config = launch.tree_config, lambda *args: config.tree_config(*args)._replace(num_warps=1)
+    chosen, launch.tree_config = launch.tree_config, lambda *args: tiles.tree_config(*args)._replace(num_warps=1)
     tree(128, 32, torch.bfloat16)
     launch.tree_config = chosen
 
@@ -101,16 +108,16 @@ def move(dtype, size):
     commit._move_by_table(buffers, path, lengths, lengths)
 
 
-def calls(everything):
+def calls(everything, gpu):
     """`(label, function, arguments)` of every launch."""
     for size in (64, 128, 256) if everything else (128,):
         for dtype in (torch.bfloat16, torch.float16, torch.float32) if everything else (torch.bfloat16,):
-            tiles = config.PREFIX_TILES_FLOAT32 if dtype == torch.float32 else config.PREFIX_TILES
-            for rows in tiles[size]:
-                yield "hybrid", hybrid, (size, rows, dtype, False)
-                if everything or rows == max(tiles[size]):
-                    yield "plain hybrid", hybrid, (size, rows, dtype, True)
-            for rows in {min(rows, 32) for rows in tiles[size]}:
+            most = tiles.largest_rows(size, size, dtype.itemsize, gpu)
+            all_rows = [rows for rows in (16, 32, 64, 128) if rows <= most]
+            for rows in all_rows:
+                for features in ("plain", "all", "none") if everything or rows == 64 else ("plain", "all"):
+                    yield "hybrid", hybrid, (size, rows, dtype, features)
+            for rows in all_rows[:2]:
                 yield "tree", tree, (size, rows, dtype)
     for case in SPARSE if everything else SPARSE[:3]:
         yield "sparse", sparse, case
@@ -145,9 +152,9 @@ def main(capability, everything):
 
     triton.runtime.JITFunction.run = compile_only
     triton.runtime.driver.set_active(AbsentGpu(capability))
-    launch.shared_memory = lambda device: SHARED_MEMORY[capability]
+    launch.gpu_of = lambda device: GPUS[capability]
     reported = set()
-    for label, function, arguments in calls(everything):
+    for label, function, arguments in calls(everything, GPUS[capability]):
         function(*arguments)
         for key in compiled.keys() - reported:
             name, kernel = compiled[key]

@@ -97,7 +97,7 @@ def test_refusals_of_the_machine(monkeypatch):
     assert why_not(gpu) is None
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "ROCm" in why_not(gpu)
-    monkeypatch.setattr(config, "triton", None)
+    monkeypatch.setattr(config, "INSTALLED", False)
     assert why_not(gpu) == why_not(call) == "triton is not installed: pip install hf_longspec[triton]"
 
 
@@ -112,7 +112,7 @@ def test_without_optional_packages():
     told = python(
         "-c",
         "import sys, torch\n"
-        "for name in ('triton', 'flash_attn', 'flash_attn_interface'): sys.modules[name] = None\n"
+        "for name in ('triton', 'flash_attn', 'flash_attn_interface', 'kernels'): sys.modules[name] = None\n"
         "import hf_longspec\n"
         "from hf_longspec.attention_backends import flash\n"
         "from hf_longspec.attention_backends.interface import register; register()\n"

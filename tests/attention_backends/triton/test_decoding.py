@@ -183,7 +183,7 @@ def assert_like_steps_as_they_are(sizes, monkeypatch, runner_of, lengths=LENGTHS
 
 
 def assert_same_entries(loose, fixed):
-    for (layer, chosen), (other_layer, other) in zip(fixed.selected, loose.selected, strict=True):
+    for (layer, chosen), (other_layer, other) in zip(fixed, loose, strict=True):
         assert layer == other_layer
         for one, two in zip(chosen, other, strict=True):
             assert torch.equal(one.sort(-1).values, two.sort(-1).values)

@@ -11,8 +11,9 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, sparse_attention
-from hf_longspec.attention_backends.triton.config import INTERPRETED, SPLIT_SLOTS
-from hf_longspec.attention_backends.triton.launch import launch_combine, number_of_splits
+from hf_longspec.attention_backends.triton.language import INTERPRETED
+from hf_longspec.attention_backends.triton.launch import launch_combine
+from hf_longspec.attention_backends.triton.tiles import SPARSE_SPLIT
 from tests.attention_backends.oracle import (
     SCALING,
     Capture,
@@ -63,14 +64,17 @@ def test_int32_lengths_and_a_capacity_far_beyond_them(kernel_device):
     assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
 
 
-def test_the_result_does_not_depend_on_the_capacity(kernel_device):
-    """Splits have a fixed length: more room, or other rows in the batch, change no bit."""
-    query, key, value, lengths, options, _, _ = prefix_case(3, 2, 16, (200, 70), None, torch.float32)
+def test_the_result_does_not_depend_on_the_capacity(kernel_device, monkeypatch):
+    """The length of a split follows from the row's own prefix: more room, or a longer row beside it, changes no bit."""
+    monkeypatch.setattr(launch, "wanted_splits", lambda *args: 2)
+    query, key, value, lengths, options, _, _ = prefix_case(3, 2, 16, (400, 170), None, torch.float32)
     options = {"scaling": options["scaling"]}
     both = run(kernel_device, query, key, value, lengths, options)
-    alone = run(kernel_device, query[1:], key[1:, :, :70], value[1:, :, :70], SeqLens(lengths.host[1:]), options)
-    for one, other in zip(both, alone, strict=True):
-        assert torch.equal(one[1:], other)
+    twice = [1, 1]
+    short = key[twice, :, :170], value[twice, :, :170], SeqLens([170, 170])
+    same = run(kernel_device, query[twice], *short, options)
+    for one, other in zip(both, same, strict=True):
+        assert torch.equal(one[1], other[1])
 
 
 def test_the_shipped_tiles(kernel_device, monkeypatch):
@@ -78,11 +82,6 @@ def test_the_shipped_tiles(kernel_device, monkeypatch):
     case = prefix_case(3, 2, 64, (600, 512), None, torch.float16)
     query, key, value, lengths, options, exact, plain = case
     assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
-
-
-def test_the_number_of_splits_follows_the_capacity(kernel_device):
-    query, key, value = tensors(1, 2, 2, 1, 129, 16, torch.float32)
-    assert number_of_splits(query, key, value) == 3
 
 
 def test_a_bfloat16_mask_hides_with_its_own_lowest_number(kernel_device):
@@ -166,16 +165,15 @@ def test_offsets_beyond_32_bits(kernel_device):
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a trap of the interpreter")
-@pytest.mark.parametrize("name", ["prefix_kernel", "tree_kernel"])
-def test_bfloat16_is_interpreted_wrongly_without_a_cast(kernel_device, name, monkeypatch):
+def test_bfloat16_is_interpreted_wrongly_without_a_cast(kernel_device, monkeypatch):
     """Why kernels have the flag UPCAST, and that these tests would see if one ignored it."""
-    kernel = getattr(launch, name)
+    kernel = launch.attention_kernel
 
     class WithoutCast:
         def __getitem__(self, grid):
             return lambda *args, **options: kernel[grid](*args, **options | {"UPCAST": False})
 
-    monkeypatch.setattr(launch, name, WithoutCast())
+    monkeypatch.setattr(launch, "attention_kernel", WithoutCast())
     context, query, key, value = tree_case((20,), 5, dtype=BFLOAT16)
     exact, plain = expected_tree(context, query, key, value, None, None, None)
     context.capture = Capture()
@@ -186,9 +184,9 @@ def test_bfloat16_is_interpreted_wrongly_without_a_cast(kernel_device, name, mon
 
 def test_the_shipped_merge(kernel_device, monkeypatch):
     monkeypatch.undo()
-    assert (launch.BLOCK_STATES, launch.BLOCK_PARTS) == (1, 16)
-    out, lse = torch.randn(1, 2, 3, 40, 16), torch.randn(1, 2, 3, 40)
-    exact = merge_attention_states([(out[..., p, :].double(), lse[..., p].double()) for p in range(40)])
+    assert (launch.BLOCK_STATES, launch.BLOCK_PARTS) == (1, 64)
+    out, lse = torch.randn(1, 2, 3, 70, 16), torch.randn(1, 2, 3, 70)
+    exact = merge_attention_states([(out[..., p, :].double(), lse[..., p].double()) for p in range(70)])
     state = launch_combine(*on(kernel_device, out, lse / torch.tensor(2.0).log(), out[:, :, 0]))
     torch.testing.assert_close(state[0].cpu().double(), exact[0], rtol=0, atol=1e-5)
     torch.testing.assert_close(state[1].cpu().double(), exact[1], rtol=0, atol=1e-5)
@@ -207,7 +205,7 @@ def test_several_parts_of_chosen_slots(counts, length, parts, dtype):
     inputs, options, exact, plain = sparse_case(
         counts, 2, 1, (16, 16), dtype, chosen=length, kv_heads=1, slots=length + 9
     )
-    assert -(-length // SPLIT_SLOTS) == parts
+    assert -(-length // SPARSE_SPLIT) == parts
     assert_within_budget(run_sparse(inputs, options), exact, plain)
 
 

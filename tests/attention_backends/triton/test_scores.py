@@ -126,6 +126,7 @@ def test_the_selection_is_that_of_the_second_pass(kernel_device, monkeypatch, na
     monkeypatch.setattr(ScoreCapture, "collect", collect)
     out, found = captured(TRITON_BACKEND, last, case, **options)
     torch.testing.assert_close(out, expected_out, rtol=0, atol=SCORE_ERROR)
+    found = found[..., : max(lengths)]  # those of all slots of the buffer
     assert found.shape == expected.shape == (len(lengths), 1 if granularity == "layer" else 2, max(lengths))
     for row, length in enumerate(lengths):
         # the first is a sum over the heads of both KV heads
@@ -161,4 +162,5 @@ def test_a_backend_without_score_rows_takes_the_second_pass(kernel_device):
     backend = replace(TRITON_BACKEND, scored_attention=None)
     _, found = captured(backend, (4, 2), case, score="weights")
     _, expected = captured(TRITON_BACKEND, (4, 2), case, score="weights")
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=2 * SCORE_ERROR)
+    for row, length in enumerate((90, 33)):
+        torch.testing.assert_close(found[row, :, :length], expected[row, :, :length], rtol=0, atol=2 * SCORE_ERROR)

@@ -12,7 +12,8 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.selection import SINK_TOKENS
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.generation.tiny_models import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -21,7 +22,7 @@ GAMMA = 4
 LENGTHS = [57, 3, 39]
 
 
-@pytest.mark.parametrize("name", TINY_TARGETS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_selecting_everything_drafts_like_the_target(name):
     """With every entry selected the draft is the target: all drafts are accepted, up to the last, cut iteration.
 
@@ -129,35 +130,6 @@ def test_drafting_leaves_the_committed_cache_alone(name):
     for index, (own, target) in enumerate(zip(drafter.selected.layers, cache.layers, strict=True)):
         assert (own.keys.data_ptr() == target.keys.data_ptr()) == (index not in drafter.selected.sparse_layers)
     assert name != "gemma3" or drafter.selected.sparse_layers == [2]
-
-
-def test_memory_of_the_compact_buffers_is_the_budget():
-    """At most ratio x cache + floor + tail + drafts per layer, whatever the context."""
-    model = tiny_target("llama", max_position_embeddings=4096)
-    ratio, floor, gamma = 0.1, 16, 3
-    for length in (200, 800):
-        input_ids, _ = tiny_prompts(128, [length])
-        sizes = []
-        draft = SpecAttnDraftModel.from_target(
-            model, sparse_ratio=ratio, sparse_min_tokens=floor, num_assistant_tokens=gamma
-        )
-        make = draft.make_drafter
-
-        def make_and_watch(binding, make=make, sizes=sizes):
-            drafter = make(binding)
-            observe = drafter.observe
-
-            def watched(verification):
-                observe(verification)
-                sizes.append(max(layer.keys.shape[2] for layer in drafter.selected.layers))
-
-            drafter.observe = watched
-            return drafter
-
-        draft.make_drafter = make_and_watch
-        model.generate(input_ids, assistant_model=draft, max_new_tokens=20, do_sample=False)
-        entries = max(math.ceil(ratio * (length + 20)), floor) + (gamma + 1) + gamma
-        assert max(sizes) < entries + 64  # a multiple of 64
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def assert_same_hidden_states(seen):
 )
 def test_the_text_is_that_of_the_steps_as_they_are(target, mode, rows, graphs, run_as_they_are, seen):
     """And so are the hidden states that the heads read."""
-    model = target("llama")
+    model = target("llama", num_hidden_layers=1)
     seen["draft"] = draft = draft_for(model, mode)
     expected = text(model, draft, "off", rows)
     assert graphs.frame_count == 0
@@ -124,7 +124,7 @@ def test_the_text_is_that_of_the_steps_as_they_are(target, mode, rows, graphs, r
 @pytest.mark.parametrize("mode", ["verify_hidden", pytest.param("dynamic", marks=SOAK)])
 def test_growing_lengths_build_no_further_graph(target, mode, graphs, run_as_they_are):
     """20 iterations; every one sets and removes a hook, and a second call has another drafter."""
-    model = target("llama")
+    model = target("llama", num_hidden_layers=1)
     draft = draft_for(model, mode)
     options = {"do_sample": True, "logits_processor": [ContextualPenaltyLogitsProcessor(1.3, window=5)]}
     text(model, draft, "compile", rows=2, new=20, **options)
@@ -141,7 +141,7 @@ def test_growing_lengths_build_no_further_graph(target, mode, graphs, run_as_the
 @pytest.mark.parametrize("mode", ["verify_hidden", pytest.param("dynamic", marks=SOAK)])
 def test_processors_and_joined_ngrams(target, mode, graphs, run_as_they_are):
     """Ones that look at a position alone and at the whole text, over trees with n-grams."""
-    model = target("llama")
+    model = target("llama", num_hidden_layers=1)
     draft = draft_for(model, mode, ngram_candidates=2, ngram_num_tokens=3)
     options = {"repetition_penalty": 1.3, "do_sample": True, "min_p": 0.05}
     expected = text(model, draft, "off", **options)

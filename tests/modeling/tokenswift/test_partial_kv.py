@@ -1,6 +1,6 @@
 """The partial cache against one list of positions per row, layer and head; what it copies; when it is built."""
 
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy, TokenSwiftDrafter
-from hf_longspec.testing import TINY_TARGETS, random_tokenswift_draft, tiny_target
+from hf_longspec.testing import random_tokenswift_draft, tiny_target
+from tests.generation.tiny_models import ATTENTION
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_partial_kv import Attended, Slots
 
@@ -213,10 +214,8 @@ LOGIT_TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
 @pytest.mark.parametrize(
     ("policy", "name"),
     [
-        *((("dynamic", "full")[number % 2], name) for number, name in enumerate(TINY_TARGETS)),
-        ("static", "llama"),
-        ("static", "gemma3"),
-        ("static", "mistral"),
+        *zip(cycle(("dynamic", "full")), ATTENTION),
+        *(("static", name) for name in ("llama", "gemma3", "mistral")),
     ],
 )
 def test_with_room_for_everything_drafting_computes_the_logits_of_the_target(plain_run, monkeypatch, policy, name):
