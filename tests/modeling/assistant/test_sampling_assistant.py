@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_longspec import AssistantDraftModel
-from hf_longspec.auditing import MAX_SIGMA
+from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.distributions import max_z_score
 
