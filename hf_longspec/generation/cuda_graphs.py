@@ -9,6 +9,7 @@ Graphs stay valid while the buffers and the model do, so a [`Workspace`] keeps b
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 from typing import Any
@@ -227,6 +228,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
 
 
+PLAIN = {bool, int, float, str, type(None)}
+COLLECTIONS = {dict, OrderedDict, list, tuple, set}
+
+
 def state_of(model: torch.nn.Module) -> int:
     """Return a number that changes when a model would compute something else, or with weights at other addresses.
 
@@ -239,11 +244,12 @@ def state_of(model: torch.nn.Module) -> int:
     for module in model.modules():
         state += [id(module), id(getattr(module.forward, "__func__", module.forward))]
         for name, value in vars(module).items():
-            if isinstance(value, bool | int | float | str | None):
+            kind = type(value)
+            if kind in PLAIN:
                 state += [name, value]
             elif name in ("_parameters", "_buffers"):
                 state += [0 if x is None else x.data_ptr() for x in value.values()]
-            elif isinstance(value, dict | list | tuple | set) and name != "_modules":
+            elif value and kind in COLLECTIONS and name != "_modules":
                 state += [name, *_plain(value)]
     return hash(tuple(state))
 
@@ -251,7 +257,7 @@ def state_of(model: torch.nn.Module) -> int:
 def _plain(values: Any) -> Iterator[Any]:
     """Yield the plain values in a collection, and the identity of functions, such as hooks."""
     for value in values.values() if isinstance(values, dict) else values:
-        if isinstance(value, bool | int | float | str | None):
+        if type(value) in PLAIN:
             yield value
         elif callable(value):
             yield id(value)

@@ -71,6 +71,7 @@ class SelectedCache(CompactCache):
         super().__init__(cache, dense_layers)
         self.room = room
         self.counts: list[int] = []
+        self._size = 0
         self._shift: list[int] = []
         self._rest: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -83,12 +84,14 @@ class SelectedCache(CompactCache):
         self.used.lengths = SeqLens(used)
         self.share_dense()
         self._rest.clear()
-        size = capacity_for(self.used.lengths.longest + self.room)
-        for index in self.sparse_layers:
-            source, layer = self.cache.layers[index], self.layers[index]
-            if not layer.is_initialized or layer.keys.shape[2] != size:
-                buffers = source.keys, source.values
-                layer.place(*(x.new_empty(*x.shape[:2], size, x.shape[3]) for x in buffers))
+        self._size = capacity_for(self.used.lengths.longest + self.room)
+
+    def allocate(self, layer_idx: int) -> None:
+        """Replace the buffers of one layer if they do not have the size of this phase."""
+        source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
+        if not layer.is_initialized or layer.keys.shape[2] != self._size:
+            buffers = source.keys, source.values
+            layer.place(*(x.new_empty(*x.shape[:2], self._size, x.shape[3]) for x in buffers))
 
     def table(self, device: torch.device) -> torch.Tensor:
         """Return the shift and the number of selected entries of every row, `(2, B)`, and keep the used lengths.
@@ -107,8 +110,8 @@ class SelectedCache(CompactCache):
             selected (`torch.LongTensor` of shape `(B, 1 or K, n)`): Slots of the selected entries, of which the first
                 `counts[b]` of a row are valid.
         """
-        source = self.cache.layers[layer_idx]
-        device = source.keys.device
+        device = self.cache.layers[layer_idx].keys.device
+        self.allocate(layer_idx)
         if device not in self._rest:
             self._rest[device] = self.rest(self.table(device))
         self.gather(layer_idx, selected.to(device), *self._rest[device])
@@ -128,8 +131,7 @@ class SelectedCache(CompactCache):
 
     def rest(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return slots `(B, 1, T)` of the tail at its places, and which places `(B, 1, T)` selected entries take."""
-        size = self.layers[self.sparse_layers[0]].keys.shape[2]
-        places, (shift, counts) = torch.arange(size, device=table.device), table[:, :, None, None]
+        places, (shift, counts) = torch.arange(self._size, device=table.device), table[:, :, None, None]
         return (places + shift).clamp_(0, self.cache.layers[0].capacity - 1), places < counts
 
     def gather(self, layer_idx: int, selected: torch.Tensor, rest: torch.Tensor, is_selected: torch.Tensor) -> None:

@@ -200,6 +200,8 @@ class SpecAttnDrafter(Drafter):
     def _select_all(self, scores: list[torch.Tensor], verification: Verification) -> None:
         """Select the entries of all layers by scores that a graph wrote, in another graph."""
         selected, device = self.selected, scores[0].device
+        for layer_idx in selected.sparse_layers:
+            selected.allocate(layer_idx)
         changing = verification.prefix_lengths.on(device), selected.table(device)
         settings = (scores[0].data_ptr(), tuple(scores[0].shape), selected.layout)
         self.binding.target.replayed(_fill_all, changing, (selected, scores), selected, settings)
