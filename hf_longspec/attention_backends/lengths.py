@@ -46,7 +46,8 @@ class SeqLens:
     @classmethod
     def of(cls, lengths: "SeqLens | Sequence[int]") -> "SeqLens":
         """Return `lengths`, made of numbers on the host if they are not a `SeqLens`."""
-        return lengths if isinstance(lengths, SeqLens) else cls(lengths)
+        # by its attribute, as a copy of this file from the Hub has another class
+        return lengths if hasattr(lengths, "host") else cls(lengths)  # type: ignore[return-value]
 
     @classmethod
     def equal(cls, length: int, batch_size: int) -> "SeqLens":
@@ -100,7 +101,7 @@ class SeqLens:
 
     def plus(self, count: "int | SeqLens") -> "SeqLens":
         """Return the sums with one number, or one for each row, on the devices that have both already."""
-        if isinstance(count, SeqLens):
+        if not isinstance(count, int):
             added = {tensor.device: tensor for tensor in count._tensors}
             lengths = SeqLens([one + more for one, more in zip(self.host, count.host, strict=True)])
             lengths._tensors = [one + added[one.device] for one in self._tensors if one.device in added]
