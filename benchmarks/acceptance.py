@@ -133,7 +133,7 @@ SETTINGS = (
     Setting.of(selection="window"),
     Setting.of(selection="all_rows"),
     Setting.of(selection="last_accepted"),
-    Setting.of(selection="quest"),
+    Setting.of(selection="pages"),
     Setting.of(selection="two_rows", score="logits"),
     Setting.of(selection="all_rows", score="logits"),
     Setting.of(selection="two_rows", num_assistant_tokens=6),

@@ -9,6 +9,7 @@ from typing import Any
 from .modeling.ngram import NgramConfig, NgramDraftModel  # first: modeling.base imports from this folder
 
 # isort: split
+from .modeling.assistant import AssistantConfig, AssistantDraftModel
 from .modeling.base import DraftModel
 from .modeling.configuration_base import DraftConfig
 from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
@@ -16,6 +17,7 @@ from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.plain import PlainConfig, PlainDraftModel
 from .modeling.register_draft import register_draft
 from .modeling.specattn import SpecAttnConfig, SpecAttnDraftModel
+from .modeling.token_recycling import TokenRecyclingConfig, TokenRecyclingDraftModel
 from .modeling.tokenswift import TokenSwiftConfig, TokenSwiftDraftModel
 
 __version__ = "0.1.0"
@@ -34,6 +36,8 @@ _LAZY = {
     "SpeculativeCache": "generation.cache",
 }
 __all__ = [
+    "AssistantConfig",
+    "AssistantDraftModel",
     "DraftConfig",
     "DraftModel",
     "Eagle3Config",
@@ -46,6 +50,8 @@ __all__ = [
     "PlainDraftModel",
     "SpecAttnConfig",
     "SpecAttnDraftModel",
+    "TokenRecyclingConfig",
+    "TokenRecyclingDraftModel",
     "TokenSwiftConfig",
     "TokenSwiftDraftModel",
     "register_draft",

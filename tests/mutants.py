@@ -348,6 +348,41 @@ MUTATIONS = (
         'entry = ""',
         "tests/hub/test_repository.py",
     ),
+    Mutation(
+        "The newest level of a tree sees its own ancestors",
+        "attention_backends/contexts.py",
+        "*nodes, self._windowed_mask(window), **options)",
+        "*nodes, torch.ones_like(self.mask), **options)",
+        "tests/modeling/assistant/test_generation_assistant.py::test_trees_are_those_of_plain_forwards",
+    ),
+    Mutation(
+        "Tokens of a windowed draft keep their true positions",
+        "generation/windowed_cache.py",
+        "return slots if self.window is None else slots + self.dropped.on(slots.device)[:, None]",
+        "return slots",
+        "tests/modeling/assistant/test_generation_assistant.py::test_trees_are_those_of_plain_forwards",
+    ),
+    Mutation(
+        "The last accepted token, which was no input of the draft, is run again",
+        "modeling/assistant/generation_assistant.py",
+        "            self.cache.rows.lengths = self.cache.lengths.plus(-1)\n",
+        "            pass\n",
+        "tests/modeling/assistant/test_generation_assistant.py::test_tau_is_that_of_transformers_assisted_generation",
+    ),
+    Mutation(
+        "Keys of PARD's masks are dropped",
+        "modeling/assistant/generation_assistant.py",
+        "[int(count > 0) for count in verification.num_nodes]",
+        "list(verification.num_nodes)",
+        "tests/modeling/assistant/test_modeling_assistant.py::test_pard_proposes_what_follows_root_and_masks",
+    ),
+    Mutation(
+        "A token keeps the candidates after its last accepted occurrence",
+        "modeling/token_recycling/generation_token_recycling.py",
+        "place + nodes * on_path",
+        "place",
+        "tests/modeling/token_recycling/test_token_recycling.py",
+    ),
 )
 
 

@@ -8,6 +8,9 @@ from the Hub, and the other way round.
 mask and each other under the N x N tree mask. The two are separate calls, so that no (N, S + N) mask exists and a
 kernel without masks can run over the prefix.
 
+[`LevelContext`] is the same attention for one level of a draft tree whose earlier levels are staged already. A model
+with a cache of its own drafts with it.
+
 [`SparseContext`] is sparse attention, which drafts on selected keys and values. The layers in `dense_layers` read the
 target's whole cache. Every other layer reads a compact buffer with its own selected entries. Positions have no meaning
 in that buffer: rotary embedding was applied before an entry was stored, and the selection respected the window.
@@ -258,6 +261,88 @@ class TreeContext(StepContext):
         if "slots" not in self._memo:  # the root is at the end of the prefix
             offsets = torch.arange(nodes, device=self.positions.device)
             self._memo["slots"] = (self.positions[:, :1] + offsets)[:, None, :, None]
+        return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
+
+
+@dataclass
+class LevelContext(StepContext):
+    """One level of a draft tree, as the attention layers see it. Build a new context for every forward.
+
+    The forward runs the n nodes of the newest level. They see the prefix, and those of the N nodes after it that are
+    their ancestors: the N - n nodes of earlier levels, which are staged already, and themselves.
+
+    Args:
+        lengths ([`SeqLens`]): Prefix per row, which all nodes see.
+        positions (`torch.LongTensor` of shape `(B, n)`): Positions of the newest level.
+        mask (`torch.BoolTensor` of shape `(B, n, N)`): Ancestor-or-self among all staged nodes.
+        node_positions (`torch.LongTensor` of shape `(B, N)`): Positions of all staged nodes.
+        calls ([`CallCounter`], *optional*): Counts the layers that called.
+    """
+
+    mask: torch.Tensor
+    node_positions: torch.Tensor
+    calls: CallCounter = field(default_factory=CallCounter)
+
+    def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        """Return the positions; the number of nodes and the windows."""
+        return (self.positions, self.node_positions), (self.mask.shape[-1], self.windows)
+
+    @classmethod
+    def in_graph(
+        cls,
+        changing: Sequence[torch.Tensor],
+        settings: tuple,
+        mask: torch.Tensor,
+        layers: Sequence[SeqLens],
+        keep: Any,
+    ) -> Self:
+        """Return the context of a level inside a graph; see [`StepContext`]."""
+        positions, node_positions = changing
+        prefix = layers[0].plus(mask.shape[2] - mask.shape[3])  # earlier levels lie between the prefix and the level
+        return cls(prefix, positions, mask[:, 0], node_positions, CallCounter(), windows=settings[1])
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the attention of the newest level in one layer; arguments as in [`TreeContext.attend`].
+
+        Returns:
+            `torch.Tensor` of shape `(B, H, n, Dv)`.
+        """
+        self.calls.total += 1
+        window = self.window_of(layer_idx, sliding_window)
+        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
+        where = {"positions": self.positions, "sliding_window": window}
+        prefix = backend.prefix_attention(query, key, value, self.lengths, **where, **options)
+        nodes = self._staged(key), self._staged(value)
+        tree = backend.tree_attention(query, *nodes, self._windowed_mask(window), **options)
+        return merge_attention_states([prefix, tree], sinks)[0]
+
+    def _windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
+        if sliding_window is None or sliding_window >= self.mask.shape[-1]:
+            return self.mask
+        if sliding_window not in self._memo:
+            distance = self.positions[:, :, None] - self.node_positions[:, None, :]
+            self._memo[sliding_window] = self.mask & (distance < sliding_window)
+        mask: torch.Tensor = self._memo[sliding_window]
+        return mask
+
+    def _staged(self, cached: torch.Tensor) -> torch.Tensor:
+        """Return the nodes' part of a key or value buffer, `(B, K, N, D)`."""
+        if self.lengths.shared is not None:
+            return cached.narrow(2, self.lengths.shared, self.mask.shape[-1])
+        if "slots" not in self._memo:
+            self._memo["slots"] = self.lengths.slots(self.mask.shape[-1], self.positions.device)[1][:, None, :, None]
         return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
 
 

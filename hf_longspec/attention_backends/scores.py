@@ -21,7 +21,7 @@ import torch
 from .lengths import SeqLens
 
 GRANULARITIES = ("layer", "kv_head")
-QUEST_PAGE = 16
+PAGE = 16
 # Keys cast at a time on a CPU: 4 MB in float32, which stays in its cache.
 CAST_BLOCK = 2**20
 
@@ -68,8 +68,9 @@ class ScoreCapture:
         last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
         rows (`str`): Queries that count: `two_rows` (node 0 and the last node), `all_rows`, or `each_row` (one set of
             scores for every node, to choose from once the acceptance is known).
-        score (`str`): `logits` (Eq. 3), `weights` (attention probabilities, comparable between heads), or `quest`
-            (upper bound of the logits within pages of 16 entries, https://huggingface.co/papers/2406.10774).
+        score (`str`): `logits` (Eq. 3), `weights` (attention probabilities, comparable between heads), or `pages`
+            (upper bound of the logits within pages of 16 entries: the bound of Quest,
+            https://huggingface.co/papers/2406.10774, for the queries of this verification).
         granularity (`str`): One score per `layer`, or one per `kv_head`.
         skipped_layers (`frozenset[int]`): Layers without scores.
         sum_ranks (`Callable`, *optional*): Where the heads of a layer are divided among processes: sums a tensor over
@@ -91,7 +92,7 @@ class ScoreCapture:
     @property
     def score_rows(self) -> ScoreRows | None:
         """Return the scores that a backend may write in place of `collect`; `None` if they need a pass of their own."""
-        if self.rows != "two_rows" or self.score == "quest":
+        if self.rows != "two_rows" or self.score == "pages":
             return None
         return ScoreRows(self.score == "weights", self.granularity == "layer", self.skipped_layers)
 
@@ -117,8 +118,8 @@ class ScoreCapture:
         grouped = query.unflatten(1, (key.shape[1], -1))  # [B, K, G, N, D]
         if self.score == "weights":
             scores = self._weights(grouped, prefix, lse.unflatten(1, (key.shape[1], -1)), scaling, softcap)
-        elif self.score == "quest":
-            scores = self._quest(grouped, prefix)
+        elif self.score == "pages":
+            scores = self._pages(grouped, prefix)
         else:
             summed = self._sum_of_rows(grouped).sum(2)  # [B, K, R, D]
             scores = key_products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)
@@ -166,11 +167,11 @@ class ScoreCapture:
             return weights.sum((2, 3))[:, :, None]
         return self._sum_of_rows(weights).sum(2)
 
-    def _quest(self, grouped: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
+    def _pages(self, grouped: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
         """Sum over heads and rows the highest logit that any key inside the page's bounds could have."""
         length = prefix.shape[2]
-        pages = torch.arange(length, device=prefix.device) // QUEST_PAGE
-        shape = (*prefix.shape[:2], (length + QUEST_PAGE - 1) // QUEST_PAGE, prefix.shape[3])
+        pages = torch.arange(length, device=prefix.device) // PAGE
+        shape = (*prefix.shape[:2], (length + PAGE - 1) // PAGE, prefix.shape[3])
         index = pages[None, None, :, None].expand_as(prefix)
         highest = prefix.new_empty(shape).scatter_reduce(2, index, prefix, "amax", include_self=False)
         lowest = prefix.new_empty(shape).scatter_reduce(2, index, prefix, "amin", include_self=False)

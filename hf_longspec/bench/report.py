@@ -34,11 +34,11 @@ NOTE = (
 
 # Methods that the papers compare with and this benchmark does not run, and why not.
 NOT_RUN = {
-    "Token Recycling": "it adapts a table of candidates per target, which is not implemented here",
     "EAGLE, EAGLE-2, EAGLE-3": "their drafts are trained for single targets in formats that are not read here",
     "Medusa": "its heads, with an activation and a vocabulary head each, are not read",
     "TriForce": "it needs a third, small model beside the target's sparse cache, which is not implemented here",
-    "MagicDec": "its engine is not run; `--sweep selection=window,quest` measures both of its selections in this one",
+    "MagicDec": "its engine is not run; `--sweep selection=window` measures its draft over sinks and last tokens; its "
+    "draft with Quest, which selects in every drafting step, is not implemented here",
     "SpecExtend": "it is not run; `--sweep selection=last_accepted` measures its criterion in every layer",
     "vLLM, SGLang": "other engines, whose own model code leaves nothing to compare in one process",
 }

@@ -71,7 +71,7 @@ def decode(
     try:
         with target.turn():
             tails = session.prefill()
-            with target.attention():
+            with target.attention(), session.drafter.attention():
                 session.seed(tails)
                 while not session.sequences.finished:
                     session.iterate()

@@ -52,6 +52,7 @@ class Verification:
         hidden (`torch.Tensor` of shape `(batch, N, hidden)`, *optional*): What `wants_hidden` of the drafter names, at
             every node.
         tree ([`DraftTree`], *optional*): The verified tree.
+        logits (`torch.Tensor` of shape `(batch, N, vocab)`, *optional*): The target's logits after every node.
     """
 
     path: torch.Tensor
@@ -61,6 +62,7 @@ class Verification:
     tokens: list[list[int]] = field(default_factory=list)
     hidden: torch.Tensor | None = None
     tree: DraftTree | None = None
+    logits: torch.Tensor | None = None
 
     @cached_property
     def last_nodes(self) -> torch.Tensor:
@@ -78,7 +80,8 @@ class Verification:
     ) -> "Verification":
         """Return the result of a step over a tree in which these nodes were kept and these tokens emitted."""
         context = step.context
-        return cls(path, SeqLens.of(num_nodes), context.lengths, context.capture, tokens, step.hidden, tree)
+        counts = SeqLens.of(num_nodes)
+        return cls(path, counts, context.lengths, context.capture, tokens, step.hidden, tree, step.logits)
 
 
 def last_of(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -172,6 +175,10 @@ class Drafter(CandidateGenerator):
             lengths (`Sequence[int]`): Number of tokens of every row.
             start (`int`): Number of tokens of every row that are in the cache already.
         """
+        return nullcontext()
+
+    def attention(self) -> AbstractContextManager[None]:
+        """Return the context in which the loop decodes; drafters that run another model switch its attention here."""
         return nullcontext()
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:

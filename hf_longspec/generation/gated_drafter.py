@@ -74,6 +74,10 @@ class GatedDrafter(Drafter):
         """As the other drafter."""
         return self.inner.watch_prefill(lengths, start)
 
+    def attention(self) -> AbstractContextManager[None]:
+        """As the other drafter."""
+        return self.inner.attention()
+
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Start the other drafter, if speculation is possible."""
         self._prompts, self._emitted = texts, [array("q", tokens) for tokens in verification.tokens]

@@ -94,7 +94,8 @@ class Card:
                 f"the target is known as {base_model!r}, which is no Hub id, and others load it by its id. Pass "
                 "base_model (--base-model), such as Qwen/Qwen3-8B."
             )
-        license = self.license or ("apache-2.0" if draft.weightless else None)
+        has_weights = not draft.weightless or next(draft.parameters(), None) is not None  # a draft by another model
+        license = self.license or (None if has_weights else "apache-2.0")
         return dataclasses.replace(self, base_model=base_model, license=license, repo=self.repo or repo)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_longspec.attention_backends import scores
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.scores import QUEST_PAGE, QueryCapture, ScoreCapture
+from hf_longspec.attention_backends.scores import PAGE, QueryCapture, ScoreCapture
 from tests.pairwise import pairwise
 
 # float32 sums of a few hundred products in another order
@@ -109,14 +109,14 @@ def test_each_row_keeps_the_nodes_apart():
         torch.testing.assert_close(found[:, :, node], expected, **TOLERANCE)
 
 
-def test_quest_bounds_every_logit_of_its_page():
+def test_pages_bound_every_logit_of_its_page():
     """A page's score is at least the sum over heads and rows of the best logit inside it, and one for all of it."""
     query, key = inputs(seed=4)
-    found = collect(query, key, score="quest", granularity="kv_head")
+    found = collect(query, key, score="pages", granularity="kv_head")
     group = query.shape[1] // key.shape[1]
     for b, kv in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        for start in range(0, max(LENGTHS), QUEST_PAGE):
-            page = slice(start, min(start + QUEST_PAGE, max(LENGTHS)))
+        for start in range(0, max(LENGTHS), PAGE):
+            page = slice(start, min(start + PAGE, max(LENGTHS)))
             best = sum(
                 float((key[b, kv, page] @ query[b, h, n]).max())
                 for h in range(kv * group, (kv + 1) * group)

@@ -97,7 +97,7 @@ def test_the_terminal_gets_eight_columns_and_no_list_of_what_is_not_run(records)
     assert widest == len(BRIEF) == 8
     assert "accepted at depth" in full and "accepted at depth 1" not in brief
     assert "## Not run" not in brief
-    for name in ("Token Recycling", "EAGLE", "TriForce"):
+    for name in ("MagicDec", "EAGLE", "TriForce"):
         assert f"- {name}" in full.partition("## Not run")[2]
 
 

@@ -45,7 +45,7 @@ def test_drafts_are_measured_beside_all_baselines(here, monkeypatch):
     options = ["--draft", LONGSPEC, "--draft", "ngram", "--assistant", TARGET, "--repeats", "2", "--json", "--plots"]
     result, _ = run(*options, "--data", "builtin")
     found = json.loads(result.stdout)
-    assert found["finished"] and "Token Recycling" in found["not_run"]
+    assert found["finished"] and "TriForce" in found["not_run"]
     methods = [HF, PLAIN, "hf prompt lookup", "hf assisted", "tiny-longspec", "ngram"]
     assert [row["method"] for row in found["rows"]] == methods
     for row in found["rows"]:

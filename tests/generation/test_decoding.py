@@ -65,7 +65,7 @@ def test_every_kind_of_attention(plain_run, name):
         ("llama", {"selection": "all_rows"}),
         ("gpt_oss", {"selection": "last_accepted"}),
         ("gemma2", {"selection": "window"}),
-        ("llama", {"selection": "quest"}),
+        ("llama", {"selection": "pages"}),
         ("gpt_oss", {"score": "logits"}),
         ("gemma2", {"score": "weights", "selection": "all_rows", "granularity": "kv_head"}),
         ("gpt_oss", {"granularity": "kv_head"}),

@@ -27,6 +27,8 @@ CLASSES = {
     "specattn": "SpecAttnDraftModel",
     "longspec_plain": "PlainDraftModel",
     "longspec_ngram": "NgramDraftModel",
+    "longspec_assistant": "AssistantDraftModel",
+    "longspec_token_recycling": "TokenRecyclingDraftModel",
 }
 KINDS = tuple(CLASSES)
 MODES = ("absent", "package-first", "remote-first")

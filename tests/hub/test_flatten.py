@@ -161,8 +161,7 @@ def test_a_published_repository_can_be_read_and_loaded(kind, published):
         text = path.read_text(encoding="utf-8")
         assert path == entry or not re.search(r"^\s*(from|import) hf_longspec", text, re.MULTILINE)
     shipped = {path.stem for path in texts}
-    methods = {"longspec", "tokenswift", "specattn", "plain", "ngram", "eagle3"}
-    assert shipped & methods == {kind.removeprefix("longspec_")}
+    assert shipped & {name.removeprefix("longspec_") for name in DRAFTS} == {kind.removeprefix("longspec_")}
     assert not [name for name in shipped if name.startswith(("training_", "convert_")) or "register_draft" in name]
     if kind in ("longspec", "tokenswift", "specattn"):
         ngrams = (folder / "ngrams.py").read_text(encoding="utf-8")

@@ -26,6 +26,9 @@ SETTINGS = {
     "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},
     "tokenswift": {"num_heads": 2, "tree_branching": [1, 3, 2]},
     "longspec_ngram": {"num_assistant_tokens": 4},
+    # the target drafts for itself, on few tokens, so that every architecture is a draft as well
+    "longspec_token_recycling": {"num_nodes": 8, "max_depth": 3},
+    "longspec_assistant": {"num_assistant_tokens": 3, "window": 5, "sinks": 1},
 }
 REFUSED = {("longspec", "deepseek_v3"): "MLA"}
 FEW_TOKENS = {"vocab_size": 12}

@@ -51,6 +51,7 @@ REFUSED = [
     (L, "ngram_candidates", -1, "ngram_candidates=-1: expected an integer of at least 0"),
     (S, "ngram_num_tokens", 0, "ngram_num_tokens=0: expected an integer of at least 1"),
     (S, "ngram_source", "all", "ngram_source='all'"),
+    (S, "selection", "quest", "selection='quest': this selection is called 'pages', since it is made once"),
     (S, "selection", "best", "selection='best': expected one of two_rows, all_rows"),
     (S, "score", "probabilities", "score='probabilities': expected one of logits, weights"),
     (S, "granularity", "head", "granularity='head': expected one of layer, kv_head"),

@@ -324,6 +324,10 @@ class JoinedDrafter(Drafter):
         """As the other drafter."""
         return self.inner.watch_prefill(lengths, start)
 
+    def attention(self) -> AbstractContextManager[None]:
+        """Return the context of the other drafter."""
+        return self.inner.attention()
+
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Begin with both drafters."""
         self.inner.start(texts, verification)

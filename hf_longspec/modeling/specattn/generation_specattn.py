@@ -71,7 +71,7 @@ def entry_bytes(layers: Sequence[Any]) -> int:
 
 
 # Query rows whose scores the verification collects, for each selection.
-CAPTURED_ROWS = {"two_rows": "two_rows", "all_rows": "all_rows", "last_accepted": "each_row", "quest": "two_rows"}
+CAPTURED_ROWS = {"two_rows": "two_rows", "all_rows": "all_rows", "last_accepted": "each_row", "pages": "two_rows"}
 SELECTIONS = (*CAPTURED_ROWS, "window")
 
 
@@ -83,8 +83,8 @@ class SpecAttnSettings:
         num_assistant_tokens (`int`): Number of tokens drafted per iteration (gamma).
         sparse_ratio (`float`): Share of the prefix that drafting reads.
         sparse_min_tokens (`int`): Minimum number of entries to select. Shorter prefixes are selected as a whole.
-        selection (`str`): `two_rows` (the paper's), `all_rows`, `last_accepted`, `window` or `quest`.
-        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities). `quest` has its own score.
+        selection (`str`): `two_rows` (the paper's), `all_rows`, `last_accepted`, `window` or `pages`.
+        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities). `pages` has its own score.
         granularity (`str`): One selection per `layer` or per `kv_head`.
         acceptance (`str`): When sampling, `rejection` or `coupled`.
     """
@@ -176,7 +176,7 @@ class SpecAttnDrafter(Drafter):
         return ScoreCapture(
             last_node=tree.last_node,
             rows=CAPTURED_ROWS[self.settings.selection],
-            score="quest" if self.settings.selection == "quest" else self.settings.score,
+            score="pages" if self.settings.selection == "pages" else self.settings.score,
             granularity=self.settings.granularity,
             skipped_layers=self.selected.dense_layers,
             sum_ranks=self.binding.target.sum_ranks,

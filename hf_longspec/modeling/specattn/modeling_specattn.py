@@ -62,6 +62,11 @@ class SpecAttnDraftModel(DraftModel):
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse unknown choices, numbers out of range, and per-head selection if heads share their cache."""
+        if self.setting("selection") == "quest":
+            raise ValueError(
+                "selection='quest': this selection is called 'pages', since it is made once per verification by the "
+                "queries of that verification, and Quest selects anew in every drafting step. Set selection='pages'."
+            )
         for name, choices in CHOICES.items():
             if (value := self.setting(name)) not in choices:
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")

@@ -147,7 +147,7 @@ def test_other_architectures(name, second_pass):
 
 @pytest.mark.parametrize(
     "selection",
-    ["last_accepted", *(pytest.param(name, marks=pytest.mark.soak) for name in ("window", "all_rows", "quest"))],
+    ["last_accepted", *(pytest.param(name, marks=pytest.mark.soak) for name in ("window", "all_rows", "pages"))],
 )
 def test_other_selections_take_the_way_they_had(selection):
     model = tiny_target("llama", **LAYERS)

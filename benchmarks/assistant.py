@@ -1,0 +1,97 @@
+"""A draft model in this loop beside transformers' assisted generation, with the same pair, greedily.
+
+The draft is the target's first layers with its own head, which needs no second checkpoint. Both sides draft chains of
+one length, transformers by its constant schedule without a threshold. Every turn decodes each prompt alone by both, and
+all prompts as one batch by this loop. Texts must be equal. Times are of the processor, whole calls with their prefill.
+
+    python -m benchmarks.assistant --target hub_cards/tiny-target --layers 3 --length 512 --tokens 128
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+import hf_longspec
+from benchmarks.harness import load_prompts, load_target
+
+PROMPTS = 4
+
+
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """Return a copy of `model` with its first `count` layers."""
+    small = copy.deepcopy(model)
+    small.model.layers = small.model.layers[:count]
+    small.config.num_hidden_layers = count
+    return small
+
+
+def timed(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+    """Return the seconds of the processor that a call takes, and its result."""
+    started = time.process_time()
+    result = call()
+    return time.process_time() - started, result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, and print one line per turn and the medians."""
+    args = parse(arguments)
+    torch.set_num_threads(args.threads)
+    target = load_target(args.target, torch.float32)
+    tokens, _ = load_prompts(args.target, args.data, args.length, PROMPTS)
+    small = first_layers(target, args.layers)
+    small.generation_config.num_assistant_tokens = args.gamma
+    small.generation_config.num_assistant_tokens_schedule = "constant"
+    small.generation_config.assistant_confidence_threshold = 0.0
+    draft = hf_longspec.AssistantDraftModel.from_model(
+        first_layers(target, args.layers), target, num_assistant_tokens=args.gamma, gate=False, window=args.window
+    )
+    # no token of the texts: the assistant would take generated tokens of this number for padding
+    options = {"do_sample": False, "max_new_tokens": args.tokens, "pad_token_id": target.config.vocab_size - 1}
+
+    def decode(rows: torch.Tensor, assistant: PreTrainedModel) -> torch.Tensor:
+        return target.generate(rows, attention_mask=torch.ones_like(rows), assistant_model=assistant, **options)
+
+    alone, batched, taus = [], [], []
+    for turn in range(args.turns):
+        stock, ours = 0.0, 0.0
+        for prompt in tokens:
+            seconds, expected = timed(lambda row=prompt[None]: decode(row, small))
+            stock += seconds
+            seconds, found = timed(lambda row=prompt[None]: decode(row, draft))
+            ours += seconds
+            taus.append(draft.last_speculation.mean_acceptance_length)
+            if not torch.equal(expected, found):
+                raise SystemExit("the texts differ: pass another prompt, in which no two tokens are nearly as likely")
+        together, _ = timed(lambda: decode(tokens, draft))
+        alone.append(ours / stock)
+        batched.append(stock / together)
+        print(
+            f"turn {turn}: transformers {stock:.2f} s, one by one {ours:.2f} s, as a batch {together:.2f} s", flush=True
+        )
+    print(f"time per token, one row: {statistics.median(alone):.2f} of transformers'")
+    print(f"tokens/s, batch of {PROMPTS}: {statistics.median(batched):.2f} times transformers' one by one")
+    print(f"tau {statistics.mean(taus):.2f}")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the options."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--target", default="hub_cards/tiny-target", help="Hub id or folder")
+    options.add_argument("--data", action="append", help="source of prompts, as for the other benchmarks")
+    options.add_argument("--layers", type=int, default=3, help="layers of the draft")
+    options.add_argument("--gamma", type=int, default=4, help="drafted tokens per verification")
+    options.add_argument("--window", type=int, help="window of the draft")
+    options.add_argument("--length", type=int, default=512, help="tokens of a prompt")
+    options.add_argument("--tokens", type=int, default=128, help="new tokens")
+    options.add_argument("--turns", type=int, default=3)
+    options.add_argument("--threads", type=int, default=1)
+    return options.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

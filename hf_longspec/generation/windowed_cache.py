@@ -1,0 +1,84 @@
+"""A key/value cache that keeps the first and the last tokens of a text, for drafts of constant cost.
+
+StreamingLLM, https://huggingface.co/papers/2309.17453, keeps a few first tokens (sinks) and a window of last ones. Keys
+are rotated before they are cached, so here tokens stay at their true positions, and attention sees a gap after the
+sinks. StreamingLLM numbers the kept tokens anew instead, for which it caches keys that are not rotated.
+"""
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..attention_backends.lengths import SeqLens
+from .cache import SpeculativeCache
+
+
+class WindowedCache(SpeculativeCache):
+    """Hold the first `sinks` and at least the last `window` tokens of every row.
+
+    A row drops tokens when it holds a quarter of the window more than that, all at once, so that few steps move
+    entries. Every row decides by its own length. Kept tokens lie side by side in the order of the text: the token at
+    position p lies in slot `p - dropped`, except for the sinks.
+
+    Args:
+        config (`PreTrainedConfig`): Configuration of the model.
+        batch_size (`int`): Number of rows.
+        max_length (`int`): Maximum number of tokens of a row.
+        tree_slots (`int`): Nodes that one step may stage after the committed tokens.
+        window (`int`, *optional*): Number of last tokens to keep. All tokens are kept by default.
+        sinks (`int`, *optional*, defaults to 4): Number of first tokens to keep.
+
+    Attributes:
+        dropped ([`SeqLens`]): Number of tokens that each row has dropped.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        batch_size: int,
+        max_length: int,
+        tree_slots: int,
+        window: int | None = None,
+        sinks: int = 4,
+    ):
+        self.window, self.sinks = window, sinks
+        self.most = max_length if window is None else min(max_length, sinks + window + max(1, window // 4))
+        self.dropped = SeqLens((0,) * batch_size)
+        super().__init__(config, batch_size, self.most, tree_slots)
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of the token that follows the committed ones, in every row."""
+        return [held + dropped for held, dropped in zip(self.lengths.host, self.dropped.host, strict=True)]
+
+    def kept_of(self, length: int) -> list[int]:
+        """Return the positions that a text of `length` tokens has in an empty cache, without those it would drop."""
+        if self.window is None or length <= self.sinks + self.window:
+            return list(range(length))
+        return [*range(self.sinks), *range(length - self.window, length)]
+
+    def trim(self) -> None:
+        """Drop tokens of rows that hold too many."""
+        if self.window is None:
+            return
+        kept, lengths, dropped = self.sinks + self.window, list(self.lengths.host), list(self.dropped.host)
+        for row, length in enumerate(self.lengths.host):
+            if length <= self.most:
+                continue
+            for layer in self.layers:
+                if layer.is_initialized:
+                    for states in (layer.keys, layer.values):
+                        states[row, :, self.sinks : kept] = states[row, :, length - self.window : length].clone()
+            dropped[row] += length - kept
+            lengths[row] = kept
+        if lengths != list(self.lengths.host):
+            self.dropped = SeqLens(dropped)
+            self.set_lengths(lengths)
+
+    def true_positions(self, slots: torch.Tensor) -> torch.Tensor:
+        """Return the positions of tokens in `slots` `(B, N)` after the sinks."""
+        return slots if self.window is None else slots + self.dropped.on(slots.device)[:, None]
+
+    def reset(self) -> None:
+        """Remove all tokens, and keep the buffers."""
+        super().reset()
+        self.dropped = SeqLens((0,) * self.batch_size)

@@ -1,0 +1,13 @@
+"""Any causal language model as a draft."""
+
+from ..register_draft import register_draft
+from .configuration_assistant import AssistantConfig
+from .modeling_assistant import AssistantDraftModel
+
+__all__ = ["AssistantConfig", "AssistantDraftModel"]
+
+register_draft(
+    AssistantConfig,
+    AssistantDraftModel,
+    card="hf_longspec.hub:templates/assistant.md",
+)

@@ -1,0 +1,327 @@
+"""AssistantDraftModel: another causal language model as a draft."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from ...generation.drafter import Binding, Drafter
+from ...generation.target import TargetView
+from ..base import DraftModel
+from ..configuration_base import text_config
+from ..loading import HUB_KWARGS
+from ..tree_choices import other_trees
+from .configuration_assistant import AssistantConfig
+from .generation_assistant import AssistantDrafter, AssistantSettings, Shape, size_of
+
+# Folder of the model's weights inside of a saved draft, and the name by which the config refers to it.
+WEIGHTS = "assistant"
+BESIDE = f"./{WEIGHTS}"
+# Window of a target that drafts for itself.
+OWN_WINDOW = 512
+
+
+class AssistantDraftModel(DraftModel):
+    """Draft with another causal language model of the same tokenizer, in chains or trees and for any batch size.
+
+    The model runs through the same attention as a target and is checked by the same rules. With `window`, its cache
+    keeps the first and last tokens of the text only, so that its cost does not grow with the context. Without a model,
+    the target drafts for itself with such a window.
+
+    ```python
+    draft = AssistantDraftModel.from_pretrained("Qwen/Qwen3-0.6B", target=target)
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Sources: https://huggingface.co/papers/2211.17192; with a window, https://huggingface.co/papers/2408.11049.
+    """
+
+    config_class = AssistantConfig
+    # The model is loaded by its own name, or saved in a folder of its own.
+    weightless: ClassVar[bool] = True
+    settings: ClassVar[dict[str, Any]] = {
+        "num_assistant_tokens": 5,
+        "tree_widths": None,
+        "tree_choices": None,
+        "window": None,
+        "sinks": 4,
+        "acceptance": "coupled",
+        "prefill_chunk_size": 2048,
+    }
+
+    def __init__(self, config: AssistantConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self.assistant: PreTrainedModel | None = None
+        self._is_loaded = False  # whether the draft loaded the model, and may move it
+
+    @classmethod
+    def from_model(cls, assistant: PreTrainedModel, target: PreTrainedModel, **overrides: Any) -> "AssistantDraftModel":
+        """Return a draft by a model that is loaded already. It stays on its device and is not changed.
+
+        Args:
+            assistant (`PreTrainedModel`): A causal language model with the tokenizer of `target`.
+            target (`PreTrainedModel`): The target.
+            overrides (`Any`): Settings of the draft by name, such as `window` and `sinks`.
+
+        Raises:
+            ValueError: If the tokenizers differ, if either model is not supported, or an override is unknown.
+        """
+        return cls.from_target(target, assistant=assistant, **overrides)
+
+    @classmethod
+    def from_target(
+        cls, target: PreTrainedModel, assistant: PreTrainedModel | None = None, **overrides: Any
+    ) -> "AssistantDraftModel":
+        """Return a draft for `target`, as `from_model` does; without a model, the target drafts for itself.
+
+        Raises:
+            ValueError: As in `from_model`.
+        """
+        if assistant is None:
+            return super().from_target(target, **({"window": OWN_WINDOW} | overrides))
+        refuse_other_tokens(assistant, target)
+        draft = super().from_target(target, **overrides)
+        assert isinstance(draft, cls)
+        draft.assistant = assistant
+        draft.config.assistant_name_or_path = assistant.config._name_or_path or BESIDE
+        if draft.config.pard_token is None:
+            draft.config.pard_token = getattr(text_config(assistant), "pard_token", None)
+        draft.check(TargetView(target))
+        return draft
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, target: PreTrainedModel | None = None, **kwargs: Any
+    ) -> Any:
+        """Load a causal language model as a draft for `target`, or a saved draft with its model.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder of a model, or of a saved draft.
+            target (`PreTrainedModel`, *optional*): The target, whose device and dtype the model gets. Required for a
+                model that is not a saved draft.
+            kwargs (`Any`): Settings of the draft by name, such as `window`, and arguments of transformers'
+                `from_pretrained`, such as `dtype`, which are those of the model.
+
+        Raises:
+            ValueError: If there is no target, or the two do not go together.
+        """
+        name, hub = str(pretrained_model_name_or_path), {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
+        if target is not None:
+            kwargs.setdefault("dtype", target.dtype)
+        settings = {key: kwargs.pop(key) for key in list(kwargs) if key in cls.settings}
+        config = kwargs.get("config")
+        kind = getattr(config, "model_type", None) or PreTrainedConfig.get_config_dict(name, **hub)[0].get("model_type")
+        if kind != cls.config_class.model_type:
+            if target is None:
+                raise ValueError(
+                    f"{name} has model_type={kind!r} and is not a saved draft: pass target=, the model that it shall "
+                    "draft for."
+                )
+            kwargs.pop("output_loading_info", None)
+            assistant = AutoModelForCausalLM.from_pretrained(name, *args, **kwargs)
+            return cls.from_model(_placed(assistant, target), target, **settings)
+        loaded = super().from_pretrained(name, *args, **kwargs)
+        draft = loaded[0] if isinstance(loaded, tuple) else loaded
+        draft.generation_config.update(**settings)
+        draft._load_assistant(name, target, {key: kwargs[key] for key in kwargs if key in LOADING})
+        if target is not None:
+            if draft.assistant is not None:
+                refuse_other_tokens(draft.assistant, target)
+            draft.check(TargetView(target))
+        return loaded
+
+    def _load_assistant(self, source: str, target: PreTrainedModel | None, kwargs: dict[str, Any]) -> None:
+        """Load the model that the config names, if it names one."""
+        name = self.config.assistant_name_or_path
+        if name is None:
+            return
+        kwargs.pop("revision", None) if name != BESIDE else None  # that of the draft
+        if name == BESIDE:
+            name, inner = source, "/".join(filter(None, [kwargs.get("subfolder"), WEIGHTS]))
+            kwargs |= {"subfolder": inner}
+        self.assistant = _placed(AutoModelForCausalLM.from_pretrained(name, **kwargs), target)
+        self._is_loaded = True
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, assistant_weights: bool | None = None, **kwargs: Any
+    ) -> None:
+        """Write the settings, and the name of the model or its weights.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder to write to.
+            assistant_weights (`bool`, *optional*): Whether to write the model's weights, in the folder `assistant`. By
+                default they are written if the model has no Hub id by which others could load it.
+            kwargs (`Any`): Arguments of `PreTrainedModel.save_pretrained` for the weights.
+
+        Raises:
+            ValueError: If the weights are to be left out and the model has no name, or `push_to_hub=True`.
+        """
+        name = self.config.assistant_name_or_path
+        if assistant_weights is None:
+            assistant_weights = name is not None and (name == BESIDE or Path(name).exists())
+        if not assistant_weights and name == BESIDE:
+            raise ValueError(
+                "assistant_weights=False, and the model that drafts has no name to load it by: save its weights, or "
+                "set draft.config.assistant_name_or_path to its Hub id."
+            )
+        written = self.config.assistant_name_or_path = BESIDE if assistant_weights and name is not None else name
+        try:
+            super().save_pretrained(save_directory, **({} if written == BESIDE else kwargs))
+        finally:
+            self.config.assistant_name_or_path = name
+        if written == BESIDE:
+            assert self.assistant is not None
+            self.assistant.save_pretrained(Path(save_directory) / WEIGHTS, **kwargs)
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """Return a drafter with the present settings."""
+        assistant = binding.target.model if self.assistant is None else self.assistant
+        if self._is_loaded and getattr(assistant, "hf_device_map", None) is None:
+            assistant = assistant.to(binding.target.model.device)
+        if self.assistant is not None and assistant.training:  # a copy, as the user may be training the model
+            assistant = copy.deepcopy(assistant).eval()
+        settings = AssistantSettings(
+            self._shapes(),
+            self.setting("window"),
+            self.setting("sinks"),
+            self.setting("acceptance") == "rejection",
+            self.setting("prefill_chunk_size"),
+            self.config.pard_token,
+        )
+        return AssistantDrafter(binding, TargetView(assistant, binding.target.runner), settings)
+
+    def max_nodes(self, target: TargetView) -> int:
+        """Return the number of nodes of the largest chain or tree, root included."""
+        return max(size_of(shape)[0] for shape in self._shapes())
+
+    def _shapes(self) -> list[Shape]:
+        """Return all chains and trees, the configured one first. A tree without branches is a chain."""
+        widths, length = self.setting("tree_widths"), self.setting("num_assistant_tokens")
+        configured = length if widths is None else list(widths)
+        shapes = [configured, *other_trees(configured, self.setting("tree_choices"), "num_assistant_tokens")]
+        return [len(shape) if isinstance(shape, list) and set(shape) == {1} else shape for shape in shapes]
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse a model that is missing or not supported, and settings out of range."""
+        name = self.config.assistant_name_or_path
+        if self.assistant is None and name is not None:
+            raise ValueError(
+                f"assistant_name_or_path={name!r} was not loaded: load the draft with from_pretrained, or make one "
+                "with from_model(assistant, target)."
+            )
+        if self.assistant is not None and (reasons := TargetView(self.assistant).why_not()):
+            raise ValueError(
+                f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Take another model as the draft."
+            )
+        self._check_numbers()
+        if (value := self.setting("acceptance")) not in ("rejection", "coupled"):
+            raise ValueError(f"acceptance={value!r}: expected one of rejection, coupled.")
+        self._check_pard(target)
+
+    def _check_numbers(self) -> None:
+        for name, least in (("num_assistant_tokens", 1), ("sinks", 0), ("prefill_chunk_size", 1)):
+            if type(value := self.setting(name)) is not int or value < least:
+                raise ValueError(f"{name}={value!r}: expected an integer of at least {least}.")
+        widths, window = self.setting("tree_widths"), self.setting("window")
+        if widths is not None and not _is_tree(widths):
+            raise ValueError(
+                f"tree_widths={widths!r}: expected None for chains, or a list of positive integers, the nodes of each "
+                "level."
+            )
+        for shape in self._shapes()[1:]:
+            if not (_is_tree(shape) or (type(shape) is int and shape > 0)):
+                raise ValueError(
+                    f"tree_choices has {shape!r}: expected numbers of drafted tokens, such as 3, or lists of positive "
+                    "integers, the nodes of each level."
+                )
+        if window is not None and (type(window) is not int or window < 1):
+            raise ValueError(f"window={window!r}: expected None, or an integer of at least 1.")
+
+    def _check_pard(self, target: TargetView) -> None:
+        token = self.config.pard_token
+        if token is None:
+            return
+        model = target.model if self.assistant is None else self.assistant
+        if token >= (size := model.get_input_embeddings().weight.shape[0]):
+            raise ValueError(f"pard_token={token}: the model that drafts has the tokens 0 to {size - 1}.")
+        if trees := [shape for shape in self._shapes() if not isinstance(shape, int)]:
+            raise ValueError(
+                f"the tree {trees[0]} with pard_token={token}: a model of PARD proposes chains. Set tree_widths to "
+                "None, and tree_choices to numbers of drafted tokens."
+            )
+
+    def check_sampling(self) -> None:
+        """Refuse trees and n-grams together with drawn tokens, as rejection sampling supports chains only."""
+        if self.setting("acceptance") != "rejection":
+            return
+        has_trees = not all(isinstance(shape, int) for shape in self._shapes())
+        for name in ("tree_widths", "tree_choices", "ngram_candidates"):
+            if (value := self.setting(name)) and (has_trees or name == "ngram_candidates"):
+                raise ValueError(
+                    f"acceptance='rejection' with {name}={value}: when sampling, tokens that are drawn from a "
+                    "distribution form chains. Use acceptance='coupled', or chains without n-grams."
+                )
+
+
+# Arguments of `from_pretrained` that are passed on to the model of a saved draft.
+LOADING = HUB_KWARGS | {"dtype", "device_map", "attn_implementation", "trust_remote_code", "quantization_config"}
+
+
+def refuse_other_tokens(assistant: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Refuse a model whose tokens are not those of the target. Vocabularies may differ by padding.
+
+    The tokenizers are loaded by the names of both models. If one cannot be loaded, the sizes must be equal.
+
+    Raises:
+        ValueError: With both tokenizers.
+    """
+    models = (assistant, target)
+    names = [model.config._name_or_path for model in models]
+    sizes = [text_config(model).vocab_size for model in models]
+    labels = [
+        f"{name or type(model).__name__} ({size:,} tokens)"
+        for name, model, size in zip(names, models, sizes, strict=True)
+    ]
+    vocabularies = [_vocabulary(name) for name in names]
+    if None in vocabularies:
+        if sizes[0] == sizes[1]:
+            return
+        missing = " and ".join(label for label, known in zip(labels, vocabularies, strict=True) if known is None)
+        raise ValueError(
+            f"the vocabularies of {labels[0]}, which drafts, and of the target {labels[1]} differ in size, and whether "
+            f"by padding alone is unknown, as the tokenizer of {missing} was not found. Load both models by names that "
+            "have a tokenizer, or take a draft of the target's family."
+        )
+    first, second = vocabularies
+    for number in sorted(first.keys() & second.keys()):
+        if first[number] != second[number]:
+            raise ValueError(
+                f"the tokenizers of {labels[0]}, which drafts, and of the target {labels[1]} differ: token {number} is "
+                f"{first[number]!r} in the first and {second[number]!r} in the second. Take a draft of the target's "
+                "family."
+            )
+
+
+def _vocabulary(name: str) -> Any:
+    """Return the tokens of a tokenizer by number; `None` if it cannot be loaded."""
+    if not name:
+        return None
+    from transformers import AutoTokenizer  # loads another library, which only this needs
+
+    try:
+        return {number: token for token, number in AutoTokenizer.from_pretrained(name).get_vocab().items()}
+    except Exception:  # each kind of tokenizer raises its own
+        return None
+
+
+def _placed(assistant: PreTrainedModel, target: PreTrainedModel | None) -> PreTrainedModel:
+    """Return the model in eval mode, on the device of the target unless its weights were distributed."""
+    if target is not None and getattr(assistant, "hf_device_map", None) is None:
+        assistant = assistant.to(target.device)
+    return assistant.eval()
+
+
+def _is_tree(widths: Any) -> bool:
+    return isinstance(widths, list | tuple) and bool(widths) and all(type(w) is int and w > 0 for w in widths)

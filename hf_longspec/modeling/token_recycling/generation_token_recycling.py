@@ -1,0 +1,175 @@
+"""Token Recycling: a table of the target's candidates after each token, and a static tree that is read from it.
+
+Token Recycling, https://huggingface.co/papers/2408.08696. Every verification computes the target's logits after all
+nodes of a tree, also after those that are refused. The best candidates after each node's token are written to a table,
+and the next tree is read from it: the children of a node are the candidates after its token. Each row has a table of
+its own.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from heapq import heappop, heappush
+from itertools import pairwise
+
+import torch
+
+from ...attention_backends.lengths import on_device
+from ...generation.draft_tree import DraftTree
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+
+# Assumed chance that the candidate of each rank is the next token. Only their ratios matter, for the shape of the tree.
+CHANCES = tuple(0.5 / (rank + 1) ** 1.5 for rank in range(16))
+
+# A node of a static tree: index of its parent, rank among the parent's children, depth.
+Node = tuple[int, int, int]
+
+
+@lru_cache(maxsize=64)
+def likely_tree(num_nodes: int, max_depth: int, num_candidates: int) -> tuple[Node, ...]:
+    """Return the nodes of the tree with the largest sum of chances, the root left out, level by level.
+
+    The chance of a node is the product of `CHANCES` along its path.
+
+    >>> likely_tree(4, 2, 8)
+    ((0, 0, 1), (0, 1, 1), (1, 0, 2))
+    """
+    # heap of minus the chance, path of ranks; a node is added with its next sibling and its first child
+    heap: list[tuple[float, tuple[int, ...]]] = [(-CHANCES[0], (0,))]
+    paths: list[tuple[int, ...]] = []
+    while heap and len(paths) < num_nodes - 1:
+        chance, path = heappop(heap)
+        paths.append(path)
+        if path[-1] + 1 < num_candidates:
+            sibling = chance / CHANCES[path[-1]] * CHANCES[path[-1] + 1]
+            heappush(heap, (sibling, (*path[:-1], path[-1] + 1)))
+        if len(path) < max_depth:
+            heappush(heap, (chance * CHANCES[0], (*path, 0)))
+    paths.sort(key=lambda path: (len(path), path))
+    places = {(): 0} | {path: place for place, path in enumerate(paths, start=1)}
+    return tuple((places[path[:-1]], path[-1], len(path)) for path in paths)
+
+
+class TokenRecyclingDrafter(Drafter):
+    """Propose static trees from a table of candidates.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        sizes (`Sequence[int]`): Number of nodes of each tree to choose from, root included.
+        max_depth (`int`): Depth of the deepest node.
+        num_candidates (`int`): Number of candidates after each token.
+
+    Attributes:
+        table (`torch.IntTensor` of shape `(B, V + 1, k)`): Candidates after each token of each row, best first; -1 for
+            none. The last entry of a row takes writes that are not kept.
+    """
+
+    can_shadow = True
+
+    def __init__(self, binding: Binding, sizes: Sequence[int], max_depth: int, num_candidates: int):
+        super().__init__(binding)
+        self.num_candidates = min(num_candidates, binding.target.vocab_size)
+        self._trees = [likely_tree(size, max_depth, self.num_candidates) for size in sizes]
+        self._tree = self._trees[0]
+        self.num_nodes = 1 + max(map(len, self._trees))
+        self.max_depth = max(tree[-1][2] for tree in self._trees)
+        self.table: torch.Tensor | None = None
+
+    @cached_property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """Shapes of the trees, one for each size."""
+        return named((1 + len(tree), 1 + len(tree), tree[-1][2]) for tree in self._trees)
+
+    def choose(self, tree: int) -> None:
+        """Propose trees of this index from now on."""
+        self._tree = self._trees[tree]
+
+    @property
+    def seed_tokens(self) -> int:
+        """As many as a tree has nodes, so that the table begins with the candidates after these tokens."""
+        return self.num_nodes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the table."""
+        return 0 if self.table is None else self.table.numel() * self.table.element_size()
+
+    def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Fill the table with the successors of each token in the prompt, then with the target's candidates."""
+        if self.table is None:
+            device, rows = texts[0].device, len(texts)
+            shape = rows, self.binding.target.vocab_size + 1, self.num_candidates
+            self.table = torch.full(shape, -1, dtype=torch.int32, device=device)
+            for row, text in enumerate(texts):
+                found = successors(text.tolist(), self.num_candidates)
+                if found:
+                    self.table[row, on_device(list(found), device)] = on_device(list(found.values()), device).int()
+        self._recycle(verification)
+
+    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Write the candidates after the last tokens of the texts, which were verified."""
+        self._recycle(verification)
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """Return the static tree after `root` `(batch,)`; nodes without a candidate are padding."""
+        assert self.table is not None
+        parents, ranks, levels = _structure(self._tree, root.device)
+        rows = torch.arange(len(root), device=root.device)[:, None]
+        tokens, valid = root[:, None], torch.ones_like(root[:, None], dtype=torch.bool)
+        for level in levels:
+            above = parents[level]
+            found = self.table[rows, tokens[:, above], ranks[level]].long()
+            valid = torch.cat([valid, valid[:, above] & (found >= 0)], 1)
+            tokens = torch.cat([tokens, found.clamp_min(0)], 1)
+        all_parents = torch.cat([parents.new_full((1,), -1), parents]).expand_as(tokens)
+        return DraftTree(tokens, all_parents, valid, max_depth=self._tree[-1][2])
+
+    def observe(self, verification: Verification) -> None:
+        """Write the candidates after all nodes of the tree, accepted or not."""
+        self._recycle(verification)
+
+    def _recycle(self, verification: Verification) -> None:
+        """Write the best candidates after the tokens of all nodes to the table.
+
+        A token may occur at several nodes. The last node of the path with this token wins, else the last node.
+        """
+        assert verification.tree is not None
+        tokens, valid = verification.tree.tokens, verification.tree.valid
+        assert self.table is not None and verification.logits is not None
+        nodes = tokens.shape[1]
+        best = verification.logits.topk(self.num_candidates, dim=-1).indices.to(self.table)
+        place = torch.arange(nodes, device=tokens.device).expand_as(tokens)
+        on_path = torch.zeros_like(tokens, dtype=torch.bool)
+        on_path.scatter_(1, verification.path, True)
+        weight = torch.where(valid, place + nodes * on_path, -1)
+        same = tokens[:, :, None] == tokens[:, None, :]
+        beaten = (same & (weight[:, None, :] > weight[:, :, None])).any(-1)
+        spare = self.table.shape[1] - 1
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        self.table[rows, torch.where(valid & ~beaten, tokens, spare)] = best
+
+
+def successors(text: Sequence[int], most: int) -> dict[int, list[int]]:
+    """Return the latest different successors of each token, the latest first, padded with -1.
+
+    >>> successors([5, 6, 5, 7, 5, 6], 3)
+    {5: [6, 7, -1], 6: [5, -1, -1], 7: [5, -1, -1]}
+    """
+    found: dict[int, list[int]] = {}
+    for token, following in pairwise(text):
+        known = found.setdefault(token, [])
+        if following in known:
+            known.remove(following)
+        known.insert(0, following)
+        del known[most:]
+    return {token: known + [-1] * (most - len(known)) for token, known in found.items()}
+
+
+@lru_cache(maxsize=64)
+def _structure(tree: tuple[Node, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, tuple[slice, ...]]:
+    """Return parents and ranks of all nodes but the root, and the places of each level among them."""
+    depths = [depth for _, _, depth in tree]
+    ends = [place for place in range(1, len(tree) + 1) if place == len(tree) or depths[place] != depths[place - 1]]
+    levels = tuple(slice(first, end) for first, end in pairwise([0, *ends]))
+    with torch.inference_mode(False):  # the cached tensors outlive the call, which may run under inference mode
+        parents, ranks = on_device([[node[0] for node in tree], [node[1] for node in tree]], device)
+    return parents, ranks, levels

@@ -1,0 +1,231 @@
+"""Drafting with another model: its trees against plain forwards of that model, its text against stock `generate`."""
+
+import pytest
+import torch
+
+from hf_longspec import AssistantDraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec.generation.beam import Beam
+from hf_longspec.generation.drafter import Binding
+from hf_longspec.generation.target import TargetView
+from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
+LENGTHS = (33, 1, 13, 20)
+NEW = 18
+FEW = {"vocab_size": 12}
+WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
+OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False}
+# Neither of them has the shapes of the other.
+PAIR = {"num_hidden_layers": 2, "num_key_value_heads": 4, "hidden_size": 48}
+
+
+def generate(model, draft, lengths=LENGTHS, new=NEW, **options):
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    options = {"max_new_tokens": new} | OPTIONS | options
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_target("qwen3", **FEW)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return tiny_target("llama", 5, **FEW, **PAIR)
+
+
+DRAFTS = {
+    "chain": {"num_assistant_tokens": 3},
+    "tree": {"tree_widths": [6, 5, 3]},
+    "window": {"num_assistant_tokens": 4, "window": 6, "sinks": 2},
+    "window, tree": {"tree_widths": [7, 4], "window": 7},
+    "n-grams": {"num_assistant_tokens": 2, "ngram_candidates": 2, "ngram_num_tokens": 4},
+    "n-grams, window": {"tree_widths": [4, 3], "ngram_candidates": 1, "ngram_num_tokens": 6, "window": 5},
+}
+KINDS = pytest.mark.parametrize("kind", DRAFTS)
+
+
+@KINDS
+def test_ragged_text_is_that_of_stock_generate(model, small, kind):
+    draft = AssistantDraftModel.from_model(small, model, **DRAFTS[kind])
+    assert torch.equal(generate(model, draft), generate(model, None))
+    stats = draft.last_speculation
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+
+
+@KINDS
+@pytest.mark.parametrize("options", [{}, WARPED], ids=str)
+def test_a_seed_gives_the_text_of_the_plain_loop(model, small, kind, options):
+    texts = []
+    for draft in (PlainDraftModel.from_target(model), AssistantDraftModel.from_model(small, model, **DRAFTS[kind])):
+        torch.manual_seed(3)
+        texts.append(generate(model, draft, do_sample=True, **options))
+    assert torch.equal(*texts)
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", TINY_TARGETS)
+def test_a_target_that_drafts_for_itself_is_always_right(name):
+    """Every draft is accepted whole. It is not if a key, a position or a window of the draft is off by one."""
+    model = tiny_target(name)
+    draft = AssistantDraftModel.from_target(model, window=None, num_assistant_tokens=4)
+    new = 1 + 3 * 5  # the first token, and three verifications
+    generate(model, draft, (41, 3, 29), new=new)
+    assert draft.last_speculation.acceptance_histogram == [0, 0, 0, 0, 3 * 3]
+
+
+def propose(model, draft, lengths):
+    """Return the tree that a new drafter proposes after random prompts, the prompts and the roots."""
+    view = TargetView(model)
+    cache = SpeculativeCache(model.config, len(lengths), 64, tree_slots=draft.num_tree_nodes(view))
+    drafter = draft.drafter(Binding(view, cache, None, 64))
+    texts = [row[keep.bool()] for row, keep in zip(*tiny_prompts(128, lengths), strict=True)]
+    root = torch.tensor([7, 8, 9][: len(lengths)])
+    drafter.resume(texts, None)
+    return drafter.propose(root), texts, root, drafter
+
+
+def plain_beam(model, tokens, positions, widths):
+    """The beam of one row by a plain forward for every node, over the path that leads to it."""
+    beam = Beam(tokens[-1:])
+    for depth, width in enumerate(widths):
+        logits = []
+        for path in beam.paths()[0]:
+            ids = torch.cat([tokens, path])[None]
+            where = torch.cat([positions, positions[-1] + 1 + torch.arange(depth)])[None]
+            mask = torch.ones(ids.shape[1], ids.shape[1]).tril().bool()[None, None]
+            logits.append(model(ids, position_ids=where, attention_mask=mask, use_cache=False).logits[0, -1])
+        beam.grow(torch.stack(logits)[None], width)
+    return beam.fields()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@torch.no_grad()
+def test_trees_are_those_of_plain_forwards(window):
+    """Without a window over the whole text, with one over the sinks and the last tokens at their true positions."""
+    model, small = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR)
+    widths = [3, 4, 2]
+    draft = AssistantDraftModel.from_model(small, model, tree_widths=widths, window=window, sinks=2)
+    tree, texts, roots, _ = propose(model, draft, (31, 1, 17))
+    for row, (text, root) in enumerate(zip(texts, roots, strict=True)):
+        positions = torch.arange(len(text) + 1)
+        tokens = torch.cat([text, root[None]])
+        if window is not None and len(text) > 2 + window:
+            kept = torch.tensor([0, 1, *range(len(text) - 1 - window, len(text) + 1)])
+            positions, tokens = positions[kept], tokens[kept]
+        expected = plain_beam(small, tokens, positions, widths)
+        for found, field in zip(tree.fields, expected, strict=True):
+            assert torch.equal(found[row], field[0])
+
+
+@torch.no_grad()
+def test_a_sliding_window_of_the_draft_reaches_into_its_tree():
+    """Its layers see 3 tokens, fewer than a path of the tree has."""
+    model, small = tiny_target("qwen3"), tiny_target("mistral", 5, sliding_window=3)
+    widths = [2, 2, 2, 2, 2]
+    draft = AssistantDraftModel.from_model(small, model, tree_widths=widths)
+    tree, texts, roots, _ = propose(model, draft, (12, 5))
+    for row, (text, root) in enumerate(zip(texts, roots, strict=True)):
+        tokens = torch.cat([text, root[None]])
+        beam = Beam(root[None])
+        for width in widths:
+            paths = [torch.cat([tokens, path])[None] for path in beam.paths()[0]]
+            logits = torch.stack([small(ids, use_cache=False).logits[0, -1] for ids in paths])
+            beam.grow(logits[None], width)
+        assert torch.equal(tree.tokens[row], beam.fields()[0][0])
+
+
+@pytest.mark.parametrize("window", [16, 40])
+def test_memory_does_not_grow_with_the_context(window):
+    model, small, sizes = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), []
+    draft = AssistantDraftModel.from_model(small, model, window=window)
+    for length in (100, 700):
+        generate(model, draft, (length,), new=40)
+        sizes.append(draft.last_speculation.draft_state_bytes)
+    entry = 2 * 4 * 2 * small.config.num_key_value_heads * small.config.head_dim  # float32 keys and values, two layers
+    assert sizes[0] == sizes[1] == entry * (4 + window + window // 4 + 64)
+
+
+def test_only_sinks_and_window_are_prefilled():
+    model, small, seen = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), []
+    draft = AssistantDraftModel.from_model(small, model, window=24, num_assistant_tokens=2, prefill_chunk_size=10)
+    small.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
+    generate(model, draft, (300,), new=9)
+    prefill = seen[: seen.index(2)]
+    assert prefill[-3:] == [10, 10, 8]  # the trial forwards of the check before them
+    assert set(seen[len(prefill) :]) <= {1, 2}
+
+
+def test_rows_drop_tokens_by_their_own_length(model, small):
+    """What a row accepts does not depend on the rows beside it, also after many tokens were dropped."""
+    draft = AssistantDraftModel.from_model(small, model, window=8, num_assistant_tokens=3)
+    generate(model, draft, new=60)
+    together, alone = draft.last_speculation.acceptance_histogram, torch.zeros(4, dtype=torch.long)
+    input_ids, mask = tiny_prompts(12, LENGTHS)
+    for row, keep in zip(input_ids, mask.bool(), strict=True):
+        model.generate(row[keep][None], assistant_model=draft, max_new_tokens=60, **OPTIONS)
+        counts = draft.last_speculation.acceptance_histogram
+        alone[: len(counts)] += torch.tensor(counts)
+    assert together == alone[: len(together)].tolist()
+
+
+@pytest.mark.parametrize("kind", ["chain", "window, tree"])
+def test_a_draft_catches_up_after_plain_steps(model, small, kind):
+    """Texts grow without the draft for a while; it then proposes what a new drafter would propose, if it keeps all."""
+    draft = AssistantDraftModel.from_model(small, model, **DRAFTS[kind])
+    view, lengths = TargetView(model), (20, 3)
+    cache = SpeculativeCache(model.config, 2, 256, tree_slots=16)
+    drafter = draft.make_drafter(Binding(view, cache, None, 256))
+    texts = [row[keep.bool()] for row, keep in zip(*tiny_prompts(12, lengths), strict=True)]
+    root = torch.tensor([7, 8])
+    with torch.no_grad():
+        drafter.resume(texts, None)
+        drafter.propose(root)
+    grown = [torch.cat([text, one[None], text.flip(0).repeat(5)]) for text, one in zip(texts, root, strict=True)]
+    with torch.no_grad():
+        drafter.resume(grown, None)
+        again = drafter.propose(root)
+    if draft.setting("window") is None:
+        fresh = draft.make_drafter(Binding(view, cache, None, 256))
+        with torch.no_grad():
+            fresh.resume(grown, None)
+            assert torch.equal(again.tokens, fresh.propose(root).tokens)
+    assert drafter.cache.positions == [len(text) for text in grown]
+    assert max(drafter.cache.lengths.host) <= drafter.cache.most + 1
+
+
+def transformers_rounds(model, small, ids, new, length):
+    """Text and target forwards of transformers' assisted generation, with a constant length and no threshold."""
+    small.generation_config.num_assistant_tokens = length
+    small.generation_config.num_assistant_tokens_schedule = "constant"
+    small.generation_config.assistant_confidence_threshold = 0.0
+    # the assistant would take generated tokens 0 for padding, and not attend to them
+    small.generation_config.pad_token_id = 999
+    forwards = []
+    handle = model.register_forward_hook(lambda *_: forwards.append(1))
+    options = OPTIONS | {"pad_token_id": 999, "attention_mask": torch.ones_like(ids)}
+    text = model.generate(ids, assistant_model=small, max_new_tokens=new, **options)
+    handle.remove()
+    return text, len(forwards)
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_tau_is_that_of_transformers_assisted_generation(length):
+    """Greedy, one row, chains of a constant length: the same text in the same number of verifications."""
+    model = tiny_target("qwen3", vocab_size=24)
+    small = tiny_target("qwen3", vocab_size=24)  # a copy with some noise
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in small.parameters():
+            weight.add_(0.08 * weight.std() * torch.randn(weight.shape, generator=generator))
+    input_ids, _ = tiny_prompts(24, (37,))
+    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=length)
+    ours = model.generate(input_ids, assistant_model=draft, max_new_tokens=61, **OPTIONS)
+    stats = draft.last_speculation
+    # transformers drafts before the first token of the target, and this loop after it
+    stock, rounds = transformers_rounds(model, small, ours[:, :38], 60, length)
+    assert torch.equal(ours, stock)
+    assert stats.num_forwards == rounds
+    assert 60 / (length + 1) < rounds < 60

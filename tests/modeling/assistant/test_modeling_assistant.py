@@ -1,0 +1,309 @@
+"""AssistantDraftModel: loading, saving, vocabularies, PARD, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from hf_longspec import AssistantDraftModel, SpeculativeCache
+from hf_longspec.generation.drafter import Binding
+from hf_longspec.generation.target import TargetView
+from hf_longspec.hub import Card, write_repository
+from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.tiny_tokenizers import SPECIAL, byte_tokenizer, character_tokenizer
+
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
+OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False, "max_new_tokens": 20}
+LENGTHS = (21, 5, 13, 1)
+
+
+def generate(model, draft, lengths=LENGTHS, vocab_size=None, **options):
+    input_ids, mask = tiny_prompts(vocab_size or model.config.vocab_size, lengths)
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **(OPTIONS | options))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_target("qwen3", vocab_size=12)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return tiny_target("llama", 5, vocab_size=12, num_hidden_layers=2)
+
+
+def with_tokenizer(folder, tokenizer, model):
+    """Save a model and a tokenizer in a folder, and return it."""
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def named(tmp_path, model, small):
+    """Return the target and a folder with the small model, both with the tokenizer of nine characters."""
+    tokenizer = character_tokenizer("abcdefghi")
+    folder = with_tokenizer(tmp_path / "target", tokenizer, model)
+    target = type(model).from_pretrained(folder)
+    return target, with_tokenizer(tmp_path / "small", tokenizer, small)
+
+
+def test_a_model_is_loaded_as_a_draft(named):
+    target, folder = named
+    draft = AssistantDraftModel.from_pretrained(folder, target=target, window=8, tree_widths=[3, 2])
+    assert draft.setting("window") == 8 and draft.assistant.dtype == target.dtype
+    assert torch.equal(generate(target, draft), generate(target, None))
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("weights", [None, True, False])
+def test_a_saved_draft_loads_with_its_model(named, tmp_path, weights):
+    """By default the weights are written if the model's name is that of a folder."""
+    target, folder = named
+    draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=2)
+    generate(target, draft)
+    draft.save_pretrained(tmp_path / "saved", assistant_weights=weights)
+    assert (tmp_path / "saved" / "assistant" / "model.safetensors").is_file() == (weights is not False)
+    assert not (tmp_path / "saved" / "model.safetensors").exists()
+    loaded = AutoModel.from_pretrained(tmp_path / "saved")
+    assert loaded.config.assistant_name_or_path == (str(folder) if weights is False else "./assistant")
+    assert loaded.setting("num_assistant_tokens") == 2
+    for name, weight in draft.assistant.named_parameters():
+        assert torch.equal(weight, loaded.assistant.get_parameter(name))
+    assert torch.equal(generate(target, loaded), generate(target, None))
+    assert loaded.last_speculation.acceptance_histogram == draft.last_speculation.acceptance_histogram
+    loaded.save_pretrained(tmp_path / "again", assistant_weights=weights)
+    for file in ("config.json", "generation_config.json"):
+        assert (tmp_path / "again" / file).read_text() == (tmp_path / "saved" / file).read_text()
+
+
+def test_a_published_draft_brings_the_weights_of_its_model(named, tmp_path):
+    target, folder = named
+    draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=2)
+    files = write_repository(draft, tmp_path / "published", Card(base_model="org/target"))
+    assert Path("assistant/model.safetensors") in files and Path("assistant.py") in files
+    loaded = AutoModel.from_pretrained(tmp_path / "published", trust_remote_code=True)
+    assert torch.equal(generate(target, loaded), generate(target, None))
+    assert loaded.last_speculation.num_accepted_draft_tokens > 0
+    assert "license: apache-2.0" not in (tmp_path / "published" / "README.md").read_text()
+
+
+def test_a_hub_id_is_saved_as_a_name(model, small, tmp_path):
+    draft = AssistantDraftModel.from_model(small, model)
+    draft.config.assistant_name_or_path = "org/small"
+    draft.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "generation_config.json"]
+    assert '"org/small"' in (tmp_path / "config.json").read_text()
+
+
+def test_the_model_is_left_as_it_was(model, small):
+    before = {name: weight.clone() for name, weight in small.state_dict().items()}
+    attention = small.config._attn_implementation
+    draft = AssistantDraftModel.from_model(small, model, window=8)
+    generate(model, draft)
+    assert small.config._attn_implementation == attention
+    assert all(torch.equal(weight, before[name]) for name, weight in small.state_dict().items())
+    input_ids, _ = tiny_prompts(12, (7,))
+    assert torch.equal(
+        small(input_ids).logits, tiny_target("llama", 5, vocab_size=12, num_hidden_layers=2)(input_ids).logits
+    )
+
+
+def test_one_draft_serves_targets_of_other_shapes(model, small):
+    draft, other = AssistantDraftModel.from_model(small, model), tiny_target("gemma3", vocab_size=12)
+    assert torch.equal(generate(other, draft), generate(other, None))
+
+
+@pytest.mark.parametrize(("of_target", "of_draft"), [(15, 12), (12, 17)])
+@pytest.mark.parametrize(
+    "settings", [{}, {"tree_widths": [4, 2]}, {"acceptance": "rejection"}], ids=["chain", "tree", "rejection"]
+)
+def test_vocabularies_may_differ_by_padding(tmp_path, of_target, of_draft, settings):
+    """The tokenizer has 12 tokens; the target may emit padding, which the draft cannot read."""
+    tokenizer = character_tokenizer("abcdefghi")
+    folders = [
+        with_tokenizer(tmp_path / name, tokenizer, tiny_target(kind, 2, vocab_size=size))
+        for name, kind, size in (("target", "qwen3", of_target), ("small", "llama", of_draft))
+    ]
+    target = type(tiny_target("qwen3")).from_pretrained(folders[0])
+    draft = AssistantDraftModel.from_pretrained(folders[1], target=target, num_assistant_tokens=2, **settings)
+    assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
+    if settings:
+        generate(target, draft, vocab_size=12, do_sample=True)
+        assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+def test_other_tokenizers_are_refused_by_name(named, tmp_path, model):
+    target, _ = named
+    other = with_tokenizer(tmp_path / "other", character_tokenizer("abcdefgih"), tiny_target("llama", vocab_size=12))
+    with pytest.raises(ValueError, match=r"other \(12 tokens\).*target \(12 tokens\) differ: token 10 is 'i' .* 'h'"):
+        AssistantDraftModel.from_pretrained(other, target=target)
+    more = tiny_target("llama", vocab_size=20)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(20 tokens\).*differ in size.*tokenizer of Llama.* not f"):
+        AssistantDraftModel.from_model(more, target)
+    assert len(byte_tokenizer()) > len(SPECIAL)
+
+
+REFUSED = [
+    ("num_assistant_tokens", 0, "num_assistant_tokens=0: expected an integer of at least 1"),
+    ("sinks", -1, "sinks=-1: expected an integer of at least 0"),
+    ("window", 0, "window=0: expected None, or an integer of at least 1"),
+    ("window", 2.5, r"window=2\.5: expected None"),
+    ("tree_widths", [3, 0], r"tree_widths=\[3, 0\]: expected None for chains, or a list of positive"),
+    ("tree_widths", 3, "tree_widths=3: expected None for chains"),
+    ("tree_choices", [0], r"tree_choices has 0: expected numbers of drafted tokens"),
+    ("tree_choices", [[2, 0]], r"tree_choices has \[2, 0\]: expected numbers"),
+    ("acceptance", "typical", "acceptance='typical': expected one of rejection, coupled"),
+    ("prefill_chunk_size", 0, "prefill_chunk_size=0: expected an integer of at least 1"),
+    ("pard_token", 12, "pard_token=12: the model that drafts has the tokens 0 to 11"),
+    ("windows", 4, r"unknown settings \['windows'\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_refused_settings(model, small, name, value, message):
+    with pytest.raises(ValueError, match=message):
+        AssistantDraftModel.from_model(small, model, **{name: value})
+
+
+def test_what_rejection_and_pard_cannot_do(model, small):
+    for settings, message in (
+        ({"tree_widths": [2, 2]}, r"acceptance='rejection' with tree_widths=\[2, 2\]"),
+        ({"ngram_candidates": 2}, "acceptance='rejection' with ngram_candidates=2"),
+        ({"tree_choices": [[2, 2]]}, r"acceptance='rejection' with tree_choices=\[\[2, 2\]\]"),
+    ):
+        draft = AssistantDraftModel.from_model(small, model, acceptance="rejection", **settings)
+        generate(model, draft)
+        with pytest.raises(ValueError, match=message):
+            generate(model, draft, do_sample=True)
+    with pytest.raises(ValueError, match=r"the tree \[2, 2\] with pard_token=3: .* proposes chains"):
+        AssistantDraftModel.from_model(small, model, pard_token=3, tree_widths=[2, 2])
+
+
+def test_a_draft_that_cannot_be_rolled_back_is_refused(model):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=12, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(ValueError, match=r"MambaForCausalLM cannot draft: .* Take another model as the draft"):
+        AssistantDraftModel.from_model(mamba, model)
+
+
+def test_a_model_without_a_target_is_refused(named):
+    with pytest.raises(ValueError, match=r"model_type='llama' and is not a saved draft: pass target="):
+        AssistantDraftModel.from_pretrained(named[1])
+
+
+def test_a_draft_whose_model_is_missing_is_refused(model, small):
+    draft = AssistantDraftModel.from_model(small, model)
+    bare = AssistantDraftModel(draft.config)
+    with pytest.raises(ValueError, match="was not loaded: load the draft with from_pretrained"):
+        generate(model, bare)
+
+
+PARD = {"chain": {}, "window": {"window": 8}, "n-grams": {"ngram_candidates": 1, "ngram_num_tokens": 3}}
+
+
+@pytest.mark.parametrize("kind", PARD)
+def test_pard_drafts_in_one_forward(model, small, kind):
+    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=4, pard_token=11, **PARD[kind])
+    expected, drafter = generate(model, None), draft.make_drafter
+    forwards, before = [], []
+    handle = small.register_forward_hook(lambda *_: forwards.append(1))
+
+    def counted(binding):
+        made = drafter(binding)
+        start = made.start
+
+        def started(*inputs):
+            start(*inputs)
+            before.append(len(forwards))  # the prefill's, and those of the check of the settings
+
+        made.start = started
+        return made
+
+    draft.make_drafter = counted
+    assert torch.equal(generate(model, draft), expected)
+    handle.remove()
+    assert len(forwards) - before[0] == draft.last_speculation.num_forwards > 5
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@torch.no_grad()
+def test_pard_proposes_what_follows_root_and_masks(seed):
+    """Over several steps: the argmax of a plain forward over text, root and masks, at the root and each mask."""
+    model, small = tiny_target("qwen3", seed, vocab_size=12), tiny_target("llama", 5, vocab_size=12)
+    length, mask_token = 4, 11
+    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=length, pard_token=mask_token)
+    proposed, make = [], draft.make_drafter
+
+    def watched(binding):
+        drafter = make(binding)
+        propose = drafter.propose
+
+        def noted(root):
+            tree = propose(root)
+            proposed.append((binding.cache.lengths.host, tree.tokens))
+            return tree
+
+        drafter.propose = noted
+        return drafter
+
+    draft.make_drafter = watched
+    texts = generate(model, draft)
+    assert draft.last_speculation.num_accepted_draft_tokens > 3
+    width = max(LENGTHS)
+    for lengths, tokens in proposed:
+        for row, committed in enumerate(lengths):
+            start = width - LENGTHS[row]
+            end = start + committed + 1
+            if end + length - 1 > texts.shape[1]:  # positions stay below that of the longest text
+                continue
+            masks = torch.full((length - 1,), mask_token)
+            logits = small(torch.cat([texts[row, start:end], masks])[None]).logits[0]
+            assert tokens[row].tolist() == [int(texts[row, end - 1]), *logits[-length:].argmax(-1).tolist()]
+
+
+def test_the_mask_token_of_a_model_is_found(model):
+    small = tiny_target("llama", 5, vocab_size=12, pard_token=7)
+    assert AssistantDraftModel.from_model(small, model).config.pard_token == 7
+
+
+def test_a_model_in_training_drafts_in_eval_mode(model):
+    small = tiny_target("llama", 5, vocab_size=12, attention_dropout=0.9).train()
+    draft = AssistantDraftModel.from_model(small, model)
+    texts = generate(model, draft), generate(model, draft)
+    assert small.training and torch.equal(*texts)
+
+
+def test_a_draft_in_another_dtype(model):
+    small = tiny_target("llama", 5, vocab_size=12).to(torch.bfloat16)
+    draft = AssistantDraftModel.from_model(small, model, tree_widths=[3, 3])
+    assert torch.equal(generate(model, draft), generate(model, None))
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+
+
+def test_two_calls_draft_alike(model, small):
+    draft = AssistantDraftModel.from_model(small, model)
+    histograms = []
+    for _ in range(2):
+        generate(model, draft)
+        histograms.append(draft.last_speculation.acceptance_histogram)
+    assert histograms[0] == histograms[1]
+
+
+def test_the_candidate_generator_runs_only_what_is_missing(small):
+    model, seen = tiny_target("qwen3", vocab_size=12), []
+    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=2)
+    view = TargetView(model)
+    drafter = draft.drafter(Binding(view, SpeculativeCache(model.config, 1, 64, tree_slots=3), None, 64))
+    input_ids, _ = tiny_prompts(12, (30,))
+    drafter.get_candidates(input_ids[:, :25])
+    handle = small.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    drafter.get_candidates(input_ids)
+    handle.remove()
+    assert sum(seen) == 4 + 2 + 1  # what is missing but for the last token; it and the root; one step
