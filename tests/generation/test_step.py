@@ -212,6 +212,25 @@ def test_captured_steps(kind, options, llama, monkeypatch):
     assert recorder.replays >= draft.last_speculation.num_forwards
 
 
+@pytest.mark.parametrize("kind", ["longspec", "verify_hidden"])
+def test_a_draft_of_another_dtype_is_copied_in_every_call(kind, llama, monkeypatch):
+    """Graphs read the weights of that copy, so the next call has graphs of its own."""
+    draft = (DRAFTS | HEADS)[kind](llama).double()
+    histograms = []
+    with monkeypatch.context() as patch:
+        recorder = Recorder()
+        patch.setattr(captured, "capture", recorder)
+        patch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
+        for runner in (lambda *_: None, lambda _, *pair: captured.CapturedRunner(*pair[:2])):
+            patch.setattr("hf_longspec.generation.decoding.runner_of", runner)
+            for _ in range(2):
+                generate(llama, draft, "off", new=24)
+                histograms.append(draft.last_speculation.acceptance_histogram)
+                for parameter in draft.parameters():
+                    parameter.data.neg_()
+    assert histograms[0] != histograms[1] and histograms[2:] == histograms[:2]
+
+
 def test_a_step_before_the_first_tokens_runs_as_it_is():
     model = tiny_target("llama")
     cache = SpeculativeCache(model.config, 1, 40)

@@ -85,6 +85,8 @@ class LongSpecDrafter(Drafter):
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)
         self.ring: WindowRing = binding.part((WindowRing, *shape), lambda: WindowRing(*shape))
         self.ring.clear()
+        # Graphs hold the addresses of the block's weights: those of a copy are dropped with it.
+        self._holder: Any = self.ring if owner is None or block is owner.block else block
         self.scaling = config.head_dim**-0.5
         self._kernels: AttentionBackend = select(
             AttentionCall(self.device, self.dtype, config.head_dim, config.head_dim)
@@ -176,7 +178,7 @@ class LongSpecDrafter(Drafter):
         fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *depth
         graph = runner.key_of(sizes, *self.binding.cache.layout)
         shape = len(self.root), tuple(self.widths), known, self.coupling.key, *depth, graph
-        return runner(function, shape, changing, fixed, self._owner, self.ring)
+        return runner(function, shape, changing, fixed, self._owner, self._holder)
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of the accepted nodes. Nodes of the deepest level have none until the next draft."""
@@ -187,7 +189,7 @@ class LongSpecDrafter(Drafter):
             *(counts.on(device), verification.prefix_lengths.on(device)),
         )
         function = _compute_again if self.foreign_depth else _keep
-        self.last_token = self.binding.target.replayed(function, changing, (self,), self.ring)
+        self.last_token = self.binding.target.replayed(function, changing, (self,), self._holder)
 
     def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Keep the keys of the accepted nodes of the draft's own tree, see [`WindowRing.keep`]."""

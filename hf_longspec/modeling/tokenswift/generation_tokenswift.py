@@ -267,6 +267,8 @@ class TokenSwiftDrafter(Drafter):
     ):
         super().__init__(binding)
         self._owner = owner
+        # Graphs hold the addresses of the heads' weights: those of a copy are dropped with it.
+        self._holder = owner if owner is None or heads is owner.heads else heads
         self.coupling = Coupling(binding.rule)
         self.heads = heads
         self.ends = ends
@@ -362,7 +364,7 @@ class TokenSwiftDrafter(Drafter):
         if runner is None or self._owner is None:
             return None
         shape = len(changing[0]), self.coupling.key, *fixed[2:4]
-        return runner(function, shape, changing, fixed, self._owner, self._owner)
+        return runner(function, shape, changing, fixed, self._owner, self._holder)
 
     def _partial_cache(self) -> PartialCache:
         target, cache, settings = self.binding.target, self.binding.cache, self.settings
