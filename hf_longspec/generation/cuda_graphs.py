@@ -34,8 +34,9 @@ _NOT_CAPTURED = (
     "draft.generation_config.compile to 'off' to skip the attempt."
 )
 
-# A graph is bound to the buffers of one cache or drafter, and is dropped with it.
-_captured: WeakKeyDictionary[Any, dict[tuple, "CapturedFunction"]] = WeakKeyDictionary()
+# A graph is bound to the buffers of one cache or drafter and to the weights of one module, and is dropped with either.
+_captured: WeakKeyDictionary[Any, WeakKeyDictionary[torch.nn.Module, dict[tuple, "CapturedFunction"]]]
+_captured = WeakKeyDictionary()
 # Functions and shapes of a target or a draft that could not be captured, and are not tried again.
 _not_captured: WeakKeyDictionary[torch.nn.Module, set[tuple]] = WeakKeyDictionary()
 _pools: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
@@ -108,8 +109,8 @@ class CapturedRunner:
                 holder have the same `fixed`.
             changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
             fixed (`tuple`): Modules, constants, and the buffers that are read and written.
-            module (`torch.nn.Module`): Owner of the function, by which it is remembered if it cannot be captured.
-            holder (`Any`): Owner of the buffers. The graph is dropped with it.
+            module (`torch.nn.Module`): Owner of the weights.
+            holder (`Any`): Owner of the buffers. The graph is dropped with it or with the module.
         """
         key = function, shape, id(holder)
         graph = self._known.get(key)
@@ -122,7 +123,8 @@ class CapturedRunner:
 
     def _of_earlier_calls(self, function, shape, changing, fixed, module, holder) -> "CapturedFunction | None":
         """Return the graph that an earlier call captured, or capture it; `None` if that is not possible."""
-        graphs, failed = _captured.setdefault(holder, {}), _not_captured.setdefault(module, set())
+        graphs = _captured.setdefault(holder, WeakKeyDictionary()).setdefault(module, {})
+        failed = _not_captured.setdefault(module, set())
         if (function, shape) in failed:
             return None
         tensors = _tensors(fixed)
