@@ -84,7 +84,7 @@ MUTATIONS = (
     ),
     Mutation(
         "The noise of a position is used once",
-        "generation/sampling.py",
+        "generation/noise.py",
         "            del kept[:count]\n",
         "            del kept[:0]\n",
         "tests/generation/test_noise.py",

@@ -22,10 +22,11 @@ from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
 from .forward_check import check_target
+from .noise import NoiseRows
 from .outputs import Outputs
 from .prompt_inputs import Prompts
 from .rotary import RotaryLimit
-from .sampling import NoiseRows, TokenRule
+from .sampling import TokenRule
 from .sequences import Sequences
 from .stats import SpeculationStats
 from .target import Step, TargetView, chain_of_last_tokens

@@ -34,7 +34,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "attention_interface": tuple(f"attention_backends/{name}" for name in ("differentiable", "interface", "beside")),
     "cache": ("generation/cache", "generation/user_cache", "generation/rotary", "generation/windowed_cache"),
     "verification": ("generation/draft_tree", "generation/verification", "generation/beam"),
-    "sampling": ("generation/contextual_penalty", "generation/sequences", "generation/sampling"),
+    "sampling": ("generation/contextual_penalty", "generation/sequences", "generation/noise", "generation/sampling"),
     "target_modules": ("generation/attention_layers", "generation/target_modules", "generation/trial"),
     "target": ("generation/target", "generation/compact_cache", "generation/selection"),
     "drafter": ("generation/drafter", "generation/stats", "generation/gated_drafter", "generation/standins"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import hf_longspec
+from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.bench.calls import Decoding, run_call
 from hf_longspec.bench.probes import AcceptanceProbe, SelectionProbe
 from hf_longspec.bench.prompts import left_padded
@@ -121,7 +122,7 @@ def test_overlap_of_selections_by_hand():
     probe = SelectionProbe()
     probe._watch(drafter, None)
     for count, kept in ((4, 1), (5, 2), (5, 1)):
-        drafter._select(0, SimpleNamespace(capture=None, num_nodes=[kept]), [count])
+        drafter._select(0, SimpleNamespace(capture=None, num_nodes=SeqLens([kept])), [count])
     assert probe.overlaps == {0: [0.5, pytest.approx(0.8)]}
 
 

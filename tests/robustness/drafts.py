@@ -2,8 +2,14 @@
 
 from typing import Any
 
-from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
-from hf_longspec.testing import random_longspec_draft, random_tokenswift_draft
+from hf_longspec import (
+    AssistantDraftModel,
+    NgramDraftModel,
+    PlainDraftModel,
+    SpecAttnDraftModel,
+    TokenRecyclingDraftModel,
+)
+from hf_longspec.testing import random_eagle3_draft, random_longspec_draft, random_tokenswift_draft
 
 SPECATTN = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}
 
@@ -27,11 +33,19 @@ _MAKERS: dict[str, Any] = {
     ),
 }
 KINDS = tuple(_MAKERS)
+_OTHERS: dict[str, Any] = {
+    "eagle3": lambda target, **settings: random_eagle3_draft(target, **({"tree_widths": [12, 11]} | settings)),
+    "recycling": TokenRecyclingDraftModel.from_target,
+    # the target drafts for itself over a window
+    "assistant": lambda target, **settings: AssistantDraftModel.from_target(
+        target, **({"num_assistant_tokens": 3, "window": 16, "sinks": 2} | settings)
+    ),
+}
 TRAINED = ("longspec", "tokenswift", "partial")
 
 
 def make_draft(kind: str, target: Any, **settings: Any) -> Any:
     """A draft of `kind` for `target`; its weights, if it has any, are random and always the same."""
-    draft = _MAKERS[kind](target, **settings)
+    draft = (_MAKERS | _OTHERS)[kind](target, **settings)
     draft.generation_config.gate = False  # of other processes as well, which the tests' own gate does not reach
     return draft

@@ -37,6 +37,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "longspec": {"tree_widths": [12, 11]},
     "tokenswift": {"tree_branching": [1, 12, 2]},
     "partial": {},
+    "eagle3": {},
+    "recycling": {},
+    "assistant": {},
 }
 DRAFTS: tuple[str, ...] = tuple(SETTINGS)
 
@@ -70,6 +73,8 @@ REASONS: tuple[tuple[str, str], ...] = (
     (r"caches one latent for all heads \(MLA\)", "MLA"),
     ("the target has value heads of", "value heads of another size"),
     ("has no final norm under one of the names", "no final norm"),
+    ("layers. Pass indices from 0 to", "other layers than its configuration counts"),
+    ("and the draft reads one stream", "several streams of states"),
 )
 
 # Types that transformers itself cannot make of a configuration or generate with, and what it says.

@@ -20,8 +20,10 @@ START, END = "<!-- models:start -->", "<!-- models:end -->"
 
 # Column: the drafts that it is about.
 COLUMNS = {
-    "n-grams": ("tree", "ngram"),
+    "n-grams": ("tree", "ngram", "recycling"),
     "SpecAttn": ("specattn",),
+    "draft model": ("assistant",),
+    "EAGLE-3": ("eagle3",),
     "LongSpec": ("longspec",),
     "TokenSwift": ("tokenswift", "partial"),
 }

@@ -9,7 +9,9 @@ import json
 import os
 import random
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -77,7 +79,8 @@ def shared_choices(rank):
     """Return the decisions of the gate that both ranks share, whose clock is another one in every rank."""
     gate.SpeculationGate = lambda *_: noisy_gate(rank)
     try:
-        return choices(gate.gate_of(True, Chain(None), Ranks(None, torch.device("cpu"))))
+        binding = SimpleNamespace(target=SimpleNamespace(clock=time.perf_counter))
+        return choices(gate.gate_of(True, Chain(binding), Ranks(None, torch.device("cpu"))))
     finally:
         gate.SpeculationGate = SpeculationGate
 

@@ -91,7 +91,7 @@ def in_half_a_commit(draft, bomb, patch):
     set_lengths = SpeculativeCache.set_lengths
 
     def half(self, lengths):
-        self.rows.lengths = SeqLens(lengths)
+        self.rows.lengths = SeqLens.of(lengths)
         bomb()
         set_lengths(self, lengths)
 
