@@ -43,8 +43,8 @@ MUTATIONS = (
     Mutation(
         "A node attends to its ancestors alone",
         "attention_backends/contexts.py",
-        "            return self.mask\n",
-        "            return torch.ones_like(self.mask)\n",
+        "        return mask\n    if sliding_window not in memo",
+        "        return torch.ones_like(mask)\n    if sliding_window not in memo",
         "tests/generation/test_forward_check.py::test_every_target_passes_by_far",
     ),
     Mutation(
@@ -99,7 +99,7 @@ MUTATIONS = (
     Mutation(
         "Accepted nodes move to the end of the prefix",
         "generation/cache.py",
-        "            self._move(path[:, :longest], num_nodes)\n",
+        "            self._move(path[:, : counts.longest], counts)\n",
         "            pass\n",
         "tests/generation/test_cache.py",
     ),
@@ -372,8 +372,8 @@ MUTATIONS = (
     Mutation(
         "Keys of PARD's masks are dropped",
         "modeling/assistant/generation_assistant.py",
-        "[int(count > 0) for count in verification.num_nodes]",
-        "list(verification.num_nodes)",
+        "[int(count > 0) for count in verification.num_nodes.host]",
+        "list(verification.num_nodes.host)",
         "tests/modeling/assistant/test_modeling_assistant.py::test_pard_proposes_what_follows_root_and_masks",
     ),
     Mutation(

@@ -108,6 +108,27 @@ class StepContext:
         raise NotImplementedError
 
 
+def within_window(
+    mask: torch.Tensor, queries: torch.Tensor, nodes: torch.Tensor, sliding_window: int | None, memo: dict[Any, Any]
+) -> torch.Tensor:
+    """Return a tree mask `(B, N, M)` without the nodes that are outside the window of a query.
+
+    Args:
+        mask (`torch.BoolTensor` of shape `(B, N, M)`): Which of M nodes the N queries attend to.
+        queries (`torch.LongTensor` of shape `(B, N)`): Positions of the queries.
+        nodes (`torch.LongTensor` of shape `(B, M)`): Positions of the nodes.
+        sliding_window (`int`, *optional*): The window.
+        memo (`dict`): Holds the result for the other layers of the step.
+    """
+    if sliding_window is None or sliding_window >= mask.shape[-1]:  # no path is longer than the tree
+        return mask
+    if sliding_window not in memo:
+        distance = queries[:, :, None] - nodes[:, None, :]
+        memo[sliding_window] = mask & (distance < sliding_window)
+    found: torch.Tensor = memo[sliding_window]
+    return found
+
+
 @dataclass
 class TreeContext(StepContext):
     """One verification step, as the attention layers see it. Build a new context for every forward.
@@ -245,13 +266,7 @@ class TreeContext(StepContext):
 
     def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
         """Return the tree mask `(B, N, N)` without the ancestors that are outside the window."""
-        if sliding_window is None or sliding_window >= self.mask.shape[-1]:  # no path is longer than the tree
-            return self.mask
-        if sliding_window not in self._memo:
-            distance = self.positions[:, :, None] - self.positions[:, None, :]
-            self._memo[sliding_window] = self.mask & (distance < sliding_window)
-        mask: torch.Tensor = self._memo[sliding_window]
-        return mask
+        return within_window(self.mask, self.positions, self.positions, sliding_window, self._memo)
 
     def staged(self, cached: torch.Tensor) -> torch.Tensor:
         """Return the nodes' part of a key or value buffer, `(B, K, N, D)`: a view if all rows are equally long."""
@@ -329,13 +344,7 @@ class LevelContext(StepContext):
         return merge_attention_states([prefix, tree], sinks)[0]
 
     def _windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
-        if sliding_window is None or sliding_window >= self.mask.shape[-1]:
-            return self.mask
-        if sliding_window not in self._memo:
-            distance = self.positions[:, :, None] - self.node_positions[:, None, :]
-            self._memo[sliding_window] = self.mask & (distance < sliding_window)
-        mask: torch.Tensor = self._memo[sliding_window]
-        return mask
+        return within_window(self.mask, self.positions, self.node_positions, sliding_window, self._memo)
 
     def _staged(self, cached: torch.Tensor) -> torch.Tensor:
         """Return the nodes' part of a key or value buffer, `(B, K, N, D)`."""

@@ -175,7 +175,7 @@ class AssistantDrafter(Drafter):
         self.pending, self.counts = torch.where(grows, last, self.pending[:, :1]), [1] * len(counts.host)
 
     def _keep_root(self, verification: Verification) -> None:
-        """Keep the root alone: behind it are masks, or nodes that others proposed are on the path."""
+        """Keep the root alone: masks follow it, or nodes that others proposed are on the path."""
         kept = [tokens[:-1] for tokens in verification.tokens]
         width = max(verification.path.shape[1] - 1, 1)
         self.pending = on_device([row + [0] * (width - len(row)) for row in map(list, kept)], self.device)
