@@ -248,14 +248,14 @@ class TreeContext(StepContext):
         sinks: torch.Tensor | None,
         options: dict[str, Any],
     ) -> AttentionState:
-        if self.mask.shape[-1] == 1:  # a lone root: its own slot is the end of the prefix
+        if self.mask.shape[-1] == 1:  # a lone node: its own slot is the end of the prefix
             if "with_root" not in self._memo:
                 self._memo["with_root"] = self.lengths.plus(1)
             lengths = self._memo["with_root"]
             state = backend.prefix_attention(query, key, value, lengths, positions=self.positions, **options)
             return state if sinks is None else merge_attention_states([state], sinks)
         mask, where = self.windowed_mask(options["sliding_window"]), (query, key, value, self.lengths)
-        if backend.hybrid_attention is not None:
+        if backend.hybrid_attention is not None and mask.shape[1] == mask.shape[2]:  # the nodes of whole trees
             hybrid = backend.hybrid_attention(*where, mask, self.positions, sinks=sinks, memo=self._memo, **options)
             if hybrid is not None:
                 return hybrid
@@ -273,14 +273,13 @@ class TreeContext(StepContext):
         nodes = self.mask.shape[-1]
         if self.lengths.shared is not None:
             return cached.narrow(2, self.lengths.shared, nodes)
-        if "slots" not in self._memo:  # the root is at the end of the prefix
-            offsets = torch.arange(nodes, device=self.positions.device)
-            self._memo["slots"] = (self.positions[:, :1] + offsets)[:, None, :, None]
+        if "slots" not in self._memo:
+            self._memo["slots"] = self.lengths.slots(nodes, self.positions.device)[1][:, None, :, None]
         return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
 
 
 @dataclass
-class LevelContext(StepContext):
+class LevelContext(TreeContext):
     """One level of a draft tree, as the attention layers see it. Build a new context for every forward.
 
     The forward runs the n nodes of the newest level. They see the prefix, and those of the N nodes after it that are
@@ -294,9 +293,7 @@ class LevelContext(StepContext):
         calls ([`CallCounter`], *optional*): Counts the layers that called.
     """
 
-    mask: torch.Tensor
-    node_positions: torch.Tensor
-    calls: CallCounter = field(default_factory=CallCounter)
+    node_positions: torch.Tensor = field(kw_only=True)
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """Return the positions; the number of nodes and the windows."""
@@ -314,45 +311,12 @@ class LevelContext(StepContext):
         """Return the context of a level inside a graph; see [`StepContext`]."""
         positions, node_positions = changing
         prefix = layers[0].plus(mask.shape[2] - mask.shape[3])  # earlier levels lie between the prefix and the level
-        return cls(prefix, positions, mask[:, 0], node_positions, CallCounter(), windows=settings[1])
+        options: dict[str, Any] = {"windows": settings[1], "node_positions": node_positions}
+        return cls(prefix, positions, mask[:, 0], None, CallCounter(), **options)
 
-    def attend(
-        self,
-        backend: AttentionBackend,
-        layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute the attention of the newest level in one layer; arguments as in [`TreeContext.attend`].
-
-        Returns:
-            `torch.Tensor` of shape `(B, H, n, Dv)`.
-        """
-        self.calls.total += 1
-        window = self.window_of(layer_idx, sliding_window)
-        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
-        where = {"positions": self.positions, "sliding_window": window}
-        prefix = backend.prefix_attention(query, key, value, self.lengths, **where, **options)
-        nodes = self._staged(key), self._staged(value)
-        tree = backend.tree_attention(query, *nodes, self._windowed_mask(window), **options)
-        return merge_attention_states([prefix, tree], sinks)[0]
-
-    def _windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
+    def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
+        """Return the mask `(B, n, N)` without the nodes that are outside the window."""
         return within_window(self.mask, self.positions, self.node_positions, sliding_window, self._memo)
-
-    def _staged(self, cached: torch.Tensor) -> torch.Tensor:
-        """Return the nodes' part of a key or value buffer, `(B, K, N, D)`."""
-        if self.lengths.shared is not None:
-            return cached.narrow(2, self.lengths.shared, self.mask.shape[-1])
-        if "slots" not in self._memo:
-            self._memo["slots"] = self.lengths.slots(self.mask.shape[-1], self.positions.device)[1][:, None, :, None]
-        return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
 
 
 @dataclass

@@ -238,11 +238,14 @@ def state_of(model: torch.nn.Module) -> int:
     """Return a number that changes when a model would compute something else, or with weights at other addresses.
 
     It covers modules, their forwards, hooks and plain attributes, such as the active adapter of PEFT and training mode,
-    and the settings of torch that choose kernels. It does not depend on the values of weights, which a graph reads.
+    the settings of a draft, and those of torch that choose kernels. It does not depend on the values of weights, which
+    a graph reads.
     """
     state: list[Any] = [id(model), torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cuda")]
     if isinstance(model, PreTrainedModel):
         state.append(model.config.to_json_string(use_diff=False))
+        if getattr(model, "_is_longspec_draft", False):
+            state.append(model.generation_config.to_json_string())
     for module in model.modules():
         state += [id(module), id(getattr(module.forward, "__func__", module.forward))]
         for name, value in vars(module).items():

@@ -12,6 +12,7 @@ from hf_longspec.testing import (
     PAD_TOKEN_ID,
     TINY_TARGETS,
     RandomTreeDraftModel,
+    random_eagle3_draft,
     random_longspec_draft,
     random_tokenswift_draft,
     tiny_prompts,
@@ -228,6 +229,23 @@ def test_a_draft_of_another_dtype_is_copied_in_every_call(kind, llama, monkeypat
                 histograms.append(draft.last_speculation.acceptance_histogram)
                 for parameter in draft.parameters():
                     parameter.data.neg_()
+    assert histograms[0] != histograms[1] and histograms[2:] == histograms[:2]
+
+
+def test_settings_that_change_between_calls_reach_the_graphs(llama, monkeypatch):
+    """They are no tensors, so a graph of before would not see them; `tune` sets this one."""
+    draft = random_eagle3_draft(llama, tree_widths=[9, 6])
+    histograms = []
+    with monkeypatch.context() as patch:
+        recorder = Recorder()
+        patch.setattr(captured, "capture", recorder)
+        patch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
+        for runner in (lambda *_: None, lambda _, *pair: captured.CapturedRunner(*pair[:2])):
+            patch.setattr("hf_longspec.generation.decoding.runner_of", runner)
+            for norm_output in (False, True):
+                draft.generation_config.norm_output = norm_output
+                generate(llama, draft, "off", new=40)
+                histograms.append(draft.last_speculation.acceptance_histogram)
     assert histograms[0] != histograms[1] and histograms[2:] == histograms[:2]
 
 

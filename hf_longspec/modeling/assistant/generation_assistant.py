@@ -24,10 +24,9 @@ from ...attention_backends.contexts import LevelContext, TreeContext
 from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, drafted_chain, independent_draws, named
 from ...generation.sampling import Coupling
 from ...generation.target import TargetView
-from ...generation.verification import chain_q, draw_noise, exponential_race
 from ...generation.windowed_cache import WindowedCache
 
 logger = logging.get_logger(__name__)
@@ -151,7 +150,7 @@ class AssistantDrafter(Drafter):
         with self.attention():
             is_chain = isinstance(self.shape, int)
             tree = self._chain(root, self.shape) if isinstance(self.shape, int) else self._beam(root, self.shape)
-        self.cache.rows.lengths = self.prefix  # the nodes stay behind it, in their order, until the next step
+        self.cache.rows.lengths = self.prefix  # the nodes stay after it, in their order, until the next step
         self._proposed_chain = is_chain
         return tree
 
@@ -184,24 +183,18 @@ class AssistantDrafter(Drafter):
 
     def _chain(self, root: torch.Tensor, length: int) -> DraftTree:
         """Return a chain of drafted tokens, one forward for each, or one for all with PARD."""
-        rule, mask_token = self.binding.rule, self.settings.mask_token
-        logits = self._first(root, 0 if mask_token is None else length - 1)
-        tokens, distributions = [root], []
-        for depth in range(length):
-            if depth and mask_token is None:
-                logits = self._after(tokens[-1])
-            here = logits[:, depth] if mask_token is not None else logits[:, 0]
-            scores = self._of_target(here, root.device)
-            scores = scores if rule is None else rule.scores_at(scores, depth)
-            if rule is not None and rule.do_sample and self.settings.is_drawn:
-                noise = draw_noise(*scores.shape, generator=rule.generator, device=scores.device)
-                tokens.append(exponential_race(scores, noise))
-                distributions.append(scores.softmax(-1))
+        mask_token = self.settings.mask_token
+        first = self._first(root, 0 if mask_token is None else length - 1)
+
+        def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
+            if mask_token is not None:
+                logits = first[:, depth]
             else:
-                tokens.append(scores.argmax(-1) if rule is None else rule.choose(scores, depth))
-            if rule is not None and not rule.history_free:
-                rule.try_out(depth, tokens[-1])
-        return DraftTree.chain(torch.stack(tokens, 1), q=chain_q(distributions) if distributions else None)
+                logits = (self._after(token) if depth else first)[:, 0]
+            return self._of_target(logits, root.device)
+
+        draws = independent_draws(self.binding, root, length) if self.settings.is_drawn else None
+        return drafted_chain(self.binding.rule, root, length, logits_after, draws)
 
     def _beam(self, root: torch.Tensor, widths: list[int]) -> DraftTree:
         """Return the tree of a beam, one forward for each level."""
@@ -256,7 +249,7 @@ class AssistantDrafter(Drafter):
         node_slots = prefix.on(self.device)[:, None] + on_device(depths, self.device)
         slots = node_slots[:, -mask.shape[1] :]
         self.cache.rows.lengths = prefix.plus(mask.shape[2] - mask.shape[1])
-        context = LevelContext(prefix, slots, mask, node_slots, windows=self.assistant.windows)
+        context = LevelContext(prefix, slots, mask, node_positions=node_slots, windows=self.assistant.windows)
         return self._run(beam.tokens.to(self.device), slots, context, True)
 
     def _run(self, tokens: torch.Tensor, slots: torch.Tensor, context: Any, is_fixed: bool) -> torch.Tensor:

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from ...attention_backends.registry import AttentionBackend, AttentionCall, select
 from ...generation.beam import Beam
+from ...generation.beam_drafter import BeamDrafter
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
-from ...generation.sampling import Coupling
+from ...generation.drafter import Binding, Verification
 from ...generation.target_modules import LayerInputs
 from ...generation.window_ring import WindowRing, visible
 
@@ -87,7 +86,7 @@ class Angles:
         return cos, sin
 
 
-class Eagle3Drafter(Drafter):
+class Eagle3Drafter(BeamDrafter):
     """Draft a tree of fixed size with one small decoder.
 
     Args:
@@ -111,39 +110,19 @@ class Eagle3Drafter(Drafter):
         trees: Sequence[list[int]],
         owner: torch.nn.Module | None = None,
     ):
-        super().__init__(binding)
+        super().__init__(binding, draft.norm.weight, draft.config.head_dim, trees)
         self._owner = draft if owner is None else owner
         self.draft = draft
         self.wants_hidden = layers
         self.window = binding.max_length if window is None else min(window, binding.max_length)
         self.sinks = min(sinks, binding.max_length)
-        self.coupling = Coupling(binding.rule)
-        self._trees = trees
-        self.widths = trees[0]
-        self.num_nodes = 1 + max(map(sum, trees))
-        self.max_depth = max(map(len, trees))
-        weight = draft.norm.weight
-        self.device, self.dtype = weight.device, weight.dtype
         # kept for later calls, as graphs read its tensors
         theta = draft.effective("rope_theta")
         self.rotary: Angles = binding.part(
             (Angles, theta, self.device), lambda: Angles(draft.rotary_embedding(self.device, theta))
         )
-        self.scaling = draft.config.head_dim**-0.5
-        self._kernels: AttentionBackend = select(
-            AttentionCall(self.device, self.dtype, draft.config.head_dim, draft.config.head_dim)
-        )
         self._prompts: PromptTaps | None = None
         self.pending: Entries | None = None
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the trees, one for each list of widths."""
-        return named((widths, 1 + sum(widths), len(widths)) for widths in self._trees)
-
-    def choose(self, tree: int) -> None:
-        """Propose trees with the widths of this index from now on."""
-        self.widths = self._trees[tree]
 
     @property
     def most_new(self) -> int:
@@ -231,8 +210,7 @@ class Eagle3Drafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a beam of the chosen widths after `root` `(batch,)`."""
         assert self.pending is not None
-        runner, lengths = self.binding.target.runner, self.binding.cache.lengths
-        runner = runner if runner is not None and runner.takes(lengths) else None
+        runner = self.runner()
         inputs, known = (root, *self.pending), self.coupling.known(len(self.widths))
         if runner is None or not self.coupling.fits_graphs:
             fields = self.grow(*inputs, known, runner)

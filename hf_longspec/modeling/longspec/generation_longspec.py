@@ -7,18 +7,17 @@ not depend on the context length. The target has no keys for drafted tokens yet;
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
-from ...attention_backends.registry import AttentionBackend, AttentionCall, select
+from ...attention_backends.registry import AttentionBackend
 from ...generation.beam import Beam
+from ...generation.beam_drafter import BeamDrafter
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, last_of, named
-from ...generation.sampling import Coupling
+from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import TargetParts
 from ...generation.window_ring import WindowRing
 
@@ -47,7 +46,7 @@ class Prefix:
 logger = logging.get_logger(__name__)
 
 
-class LongSpecDrafter(Drafter):
+class LongSpecDrafter(BeamDrafter):
     """Draft a tree of fixed size with one block.
 
     Args:
@@ -69,37 +68,17 @@ class LongSpecDrafter(Drafter):
         trees: Sequence[list[int]],
         owner: torch.nn.Module | None = None,
     ):
-        super().__init__(binding)
+        super().__init__(binding, block.input_layernorm.weight, config.head_dim, trees)
         self._owner = block if owner is None else owner
         self.block = block
         self.config = config
         self.parts = parts
-        self.coupling = Coupling(binding.rule)
-        self._trees = trees
-        self.widths = trees[0]
-        self.num_nodes = 1 + max(map(sum, trees))
-        self.max_depth = max(map(len, trees))
-        weight = block.input_layernorm.weight
-        self.device, self.dtype = weight.device, weight.dtype
         sizes = (config.num_key_value_heads, config.head_dim)
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)
         self.ring: WindowRing = binding.part((WindowRing, *shape), lambda: WindowRing(*shape))
         self.ring.clear()
         # Graphs hold the addresses of the block's weights: those of a copy are dropped with it.
         self._holder: Any = self.ring if owner is None or block is owner.block else block
-        self.scaling = config.head_dim**-0.5
-        self._kernels: AttentionBackend = select(
-            AttentionCall(self.device, self.dtype, config.head_dim, config.head_dim)
-        )
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the trees, one for each list of widths."""
-        return named((widths, 1 + sum(widths), len(widths)) for widths in self._trees)
-
-    def choose(self, tree: int) -> None:
-        """Propose trees with the widths of this index from now on."""
-        self.widths = self._trees[tree]
 
     @property
     def state_bytes(self) -> int:
@@ -123,12 +102,10 @@ class LongSpecDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a beam of the chosen widths after `root` `(batch,)`."""
-        self.root = root
         cache = self.binding.cache
         layer = cache.layers[self.parts.kv_layer]
         target = Prefix(layer.keys, layer.values, cache.lengths)
-        runner = self.binding.target.runner
-        runner = runner if runner is not None and runner.takes(cache.lengths) else None
+        runner = self.runner()
         inputs, known = (root, self.last_token), self.coupling.known(len(self.widths))
         if runner is None or not self.coupling.fits_graphs:
             fields = self.grow(*inputs, target, known, runner)
@@ -177,7 +154,7 @@ class LongSpecDrafter(Drafter):
         sizes = runner.sizes(target.lengths, 0, target.keys.shape[2])
         fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *depth
         graph = runner.key_of(sizes, *self.binding.cache.layout)
-        shape = len(self.root), tuple(self.widths), known, self.coupling.key, *depth, graph
+        shape = len(changing[0]), tuple(self.widths), known, self.coupling.key, *depth, graph
         return runner(function, shape, changing, fixed, self._owner, self._holder)
 
     def observe(self, verification: Verification) -> None:

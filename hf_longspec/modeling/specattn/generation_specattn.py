@@ -21,10 +21,9 @@ from torch import nn
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.drafter import Binding, Drafter, TreeShape, Verification, drafted_chain, independent_draws, named
 from ...generation.selection import SelectedCache, budget, select_top, select_window
 from ...generation.target import TargetView
-from ...generation.verification import chain_q, draw_noise, exponential_race
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
@@ -152,22 +151,13 @@ class SpecAttnDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`."""
-        rule, target = self.binding.rule, self.binding.target
-        draws = self._draws(len(root), root.device)
-        chain = target.draft_chain(root, self.gamma, rule, self.selected, self.binding.max_length, draws)
+        rule, limit = self.binding.rule, self.binding.max_length
+        is_drawn = self.settings.acceptance == "rejection"
+        draws = independent_draws(self.binding, root, self.gamma) if is_drawn else None
+        chain = self.binding.target.draft_chain(root, self.gamma, rule, self.selected, limit, draws)
         if chain is not None:
             return DraftTree.chain(chain[0], q=chain[1])
-        tokens, distributions = [root], []
-        for depth in range(self.gamma):
-            scores = self._scores(self._draft_step(tokens[-1]), depth)
-            if draws is not None:
-                tokens.append(exponential_race(scores, draws[depth]))
-                distributions.append(scores.softmax(-1))
-            else:  # greedy, or coupled: sampled with the noise row that the target will use at this position
-                tokens.append(scores.argmax(-1) if rule is None else rule.choose(scores, depth))
-            if rule is not None and not rule.history_free:
-                rule.try_out(depth, tokens[-1])
-        return DraftTree.chain(torch.stack(tokens, 1), q=chain_q(distributions) if distributions else None)
+        return drafted_chain(rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         """Return a capture of the prefix's scores, unless the selection needs none."""
@@ -218,21 +208,11 @@ class SpecAttnDrafter(Drafter):
             scores = scores[torch.arange(len(counts), device=device), :, node]
         return select_top(scores, prefix, max(counts))
 
-    def _draws(self, rows: int, device: torch.device) -> torch.Tensor | None:
-        """Return noise `(gamma, rows, vocab)` for tokens that are drawn independently of the target's noise, if any."""
-        rule = self.binding.rule
-        if rule is None or not rule.do_sample or self.settings.acceptance != "rejection":
-            return None
-        return draw_noise(self.gamma, rows, self.binding.target.vocab_size, generator=rule.generator, device=device)
-
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
         """Run the target on one token per row over the selected entries, and return logits `(batch, vocab)`."""
         logits, _ = self.selected.step(self.binding.target, token, self.binding.max_length)
         self.selected.advance()
         return logits
-
-    def _scores(self, logits: torch.Tensor, depth: int) -> torch.Tensor:
-        return logits if self.binding.rule is None else self.binding.rule.scores_at(logits, depth)
 
 
 def _fill_all(changing, selected, scores, *settings):
