@@ -180,6 +180,7 @@ def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool 
         if swept := [row for row in members if row["point"]]:
             swept = [row for points in grouped(swept, draft_of).values() for row in points]
             parts += [f"## Settings: {title}", table(swept, SWEPT)]
+    parts += by_category(records)
     if failed := [row for row in rows if row["text"] in FAILED]:
         lines = [f"- {row['method']}, {title_of(row)}: {row['audit'] or row['text']}" for row in failed]
         parts += ["## Wrong texts", "\n".join(lines)]
@@ -221,6 +222,28 @@ SWEPT = {
     "difference of tau to the first": _difference,
     **{name: COLUMNS[name] for name in ("tokens/s", "x plain loop")},
 }
+
+
+def by_category(records: Sequence[Record]) -> list[str]:
+    """Return a table of tau by category for every cell, if the prompts have more than one."""
+    counts: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for run in of_kind(records, "run"):
+        per_row = run["tokens"] / max(1, len(run["row_steps"]))
+        for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False):
+            own = counts.setdefault(title_of(run), {}).setdefault(run["method"], {}).setdefault(category, [0, 0])
+            own[0] += per_row
+            own[1] += steps
+    parts = []
+    for title, methods in counts.items():
+        names = sorted({category for own in methods.values() for category in own})
+        if len(names) > 1:
+            lines = [
+                [method, *(f"{own[name][0] / max(1, own[name][1]):.2f}" if name in own else "" for name in names)]
+                for method, own in methods.items()
+                if method not in (HF, PLAIN)
+            ]
+            parts += [f"## tau by category: {title}", markdown_table(["method", *names], lines)]
+    return parts
 
 
 def analysis_text(record: Record) -> str:
