@@ -132,7 +132,7 @@ def test_refused_facts_of_a_new_draft(model, cls, facts, message):
 
 
 def test_latent_caches():
-    """MLA has no heads of its own to select by, none that LongSpec's cross-attention could read, and no pages of keys."""
+    """MLA has no heads of its own to select by or to cross-attend, and no pages of keys."""
     target = tiny_target("deepseek_v3")
     with pytest.raises(ValueError, match=r"kv_head.*MLA.*granularity='layer'"):
         S.from_target(target, granularity="kv_head")

@@ -96,12 +96,11 @@ class PagedCache(CompactCache):
         """Drop all bounds, as the keys may have been computed again."""
         self.full = [0] * self.cache.batch_size
 
-    def extend(self, target: TargetView, unchanged: Sequence[int], num_pages: Sequence[int], most: int) -> None:
+    def extend(self, target: TargetView, num_pages: Sequence[int], most: int) -> None:
         """Compute the bounds of pages that were filled since the last call.
 
         Args:
             target ([`TargetView`]): The target.
-            unchanged (`Sequence[int]`): Number of first tokens of each row whose keys have not changed since then.
             num_pages (`Sequence[int]`): Number of pages that each row will read.
             most (`int`): Largest number of pages that a commit fills.
         """
@@ -112,8 +111,7 @@ class PagedCache(CompactCache):
         if self.pages.layout != before:
             self.forget()
         size = self.pages.page_size
-        full = [length // size for length in self.cache.lengths.host]
-        first = [min(*pages) for pages in zip(self.full, (n // size for n in unchanged), full, strict=True)]
+        first, full = self.full, [length // size for length in self.cache.lengths.host]
         count = max(end - start for start, end in zip(first, full, strict=True))
         self.full, self._rows = full, [first, full, list(num_pages)]
         self._tables.clear()
@@ -194,7 +192,7 @@ class QuestDrafter(SelfDrafter):
         cache = self.binding.cache
         num_pages = [self.settings.num_pages(length) for length in cache.lengths.host]
         most = 1 + max(self.max_depth, self.foreign_depth) // self.settings.page_size
-        self.paged.extend(self.binding.target, verification.prefix_lengths.host, num_pages, most)
+        self.paged.extend(self.binding.target, num_pages, most)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`."""
