@@ -95,7 +95,7 @@ class PageContext(StepContext):
 
     A layer with bounds attends to the pages with the largest bounds for the step's own query, those of the first
     entries always among them, and to all entries after the last full page. Every KV head has its own pages. All other
-    layers attend to the whole cache.
+    layers attend to the whole cache, and so do those whose attention gets another number of KV heads than the cache.
 
     Args:
         lengths ([`SeqLens`]): Used slots of the cache, including the query's own.
@@ -155,7 +155,9 @@ class PageContext(StepContext):
         """
         self.calls.total += 1
         options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
-        if layer_idx in self.pages.bounds:
+        bounds = self.pages.bounds.get(layer_idx)
+        # jetmoe repeats keys after it has cached them, in an order of its own
+        if bounds is not None and bounds[0].shape[1] == key.shape[1]:
             slots, counts = self.slots(layer_idx, query)
             state = backend.sparse_attention(query, key, value, slots, counts, **options)
         else:

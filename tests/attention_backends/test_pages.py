@@ -139,12 +139,14 @@ def test_a_step(name, page_size, groups, prefixes, spare, request):
     plain = plain_attention(query, known, value.nan_to_num(0.0), visible, scaling=SCALING)
     assert_within_budget((out, exact[1].float()), exact, plain)
 
-    # a layer without bounds attends to everything, within its window
-    out = context.attend(backend, 5, query, key, value, scaling=SCALING, sliding_window=9)
-    places = torch.arange(key.shape[2])
-    near = (places < torch.tensor(lengths)[:, None]) & (places > torch.tensor(lengths)[:, None] - 10)
-    visible = near[:, None, None].expand_as(visible)
-    exact = double_loop(query, known, value.nan_to_num(0.0), visible, scaling=SCALING)
-    plain = plain_attention(query, known, value.nan_to_num(0.0), visible, scaling=SCALING)
-    assert_within_budget((out, exact[1].float()), exact, plain)
-    assert context.calls.total == 2
+    # layers without bounds, and with bounds of other heads than their attention gets, attend to everything
+    pages.reserve(6, key[:, :1])
+    places, ends = torch.arange(key.shape[2]), torch.tensor(lengths)[:, None]
+    for layer, window in ((5, 9), (6, None)):
+        out = context.attend(backend, layer, query, key, value, scaling=SCALING, sliding_window=window)
+        near = (places < ends) & (places >= ends - (window or 80))
+        seen = near[:, None, None].expand_as(visible)
+        exact = double_loop(query, known, value.nan_to_num(0.0), seen, scaling=SCALING)
+        plain = plain_attention(query, known, value.nan_to_num(0.0), seen, scaling=SCALING)
+        assert_within_budget((out, exact[1].float()), exact, plain)
+    assert context.calls.total == 3
