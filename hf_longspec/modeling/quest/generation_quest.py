@@ -202,9 +202,9 @@ class QuestDrafter(SelfDrafter):
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
         """Run the target on one token per row over the pages of its query, and return logits `(batch, vocab)`."""
-        target = self.binding.target
-        # A compiled step would be built anew for other numbers of pages.
-        can_repeat = target.captures and target.runner.inner is None
-        logits, _ = self.paged.step(target, token, self.binding.max_length, fixed_shape=can_repeat)
+        target, runner = self.binding.target, self.binding.target.runner
+        # captured as it is, or not at all: a compiled step would be built anew for other numbers of pages
+        is_captured = runner is not None and runner.captures and runner.inner is None
+        logits, _ = self.paged.step(target, token, self.binding.max_length, fixed_shape=is_captured)
         self.paged.advance()
         return logits
