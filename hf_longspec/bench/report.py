@@ -36,11 +36,11 @@ NOTE = (
 RUN_BY = {
     "SpecAttn (Vegas)": "`--draft specattn`",
     "MagicDec with Quest": "`--draft quest`",
-    "MagicDec with StreamingLLM": "`--draft specattn --sweep selection=window`; in a cache of its own, `--draft FOLDER` "
-    "of an assistant with a window",
+    "MagicDec with StreamingLLM": "`--draft specattn --sweep selection=window`; in a cache of its own, "
+    "`--draft FOLDER` of an assistant with a window",
     "the criterion of SpecExtend, in every layer": "`--draft specattn --sweep selection=last_accepted`",
     "LongSpec, TokenSwift, EAGLE-3": "`--draft FOLDER`, a trained or converted draft",
-    "draft models, PARD": "`--draft FOLDER`, a saved assistant; transformers' own way: `--assistant MODEL`",
+    "draft models, PARD": "`--draft FOLDER`, a small model; transformers' own way: `--assistant MODEL`",
     "prompt lookup (PLD)": "always; n-grams of this package: `--draft ngram`",
     "Token Recycling": "`--draft recycling`",
 }
@@ -48,8 +48,8 @@ RUN_BY = {
 NOT_RUN = {
     "EAGLE, EAGLE-2": "their drafts are trained for single targets in formats that are not read here",
     "Medusa": "its heads, with an activation and a vocabulary head each, are not read",
-    "TriForce": "a small model drafts there for the target on a sparse cache, which drafts for the target; here a drafter "
-    "has no drafter of its own, and only n-grams join its tree",
+    "TriForce": "a small model drafts there for the target on a sparse cache, which drafts for the target; here a "
+    "drafter has no drafter of its own, and only n-grams join its tree",
     "the engines of MagicDec and SpecExtend": "their selections run here, but not their code",
     "vLLM, SGLang": "other engines, whose own model code leaves nothing to compare in one process",
 }
