@@ -100,7 +100,8 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
         "SpecAttn, all rows": own.from_target(model, **chain, selection="all_rows"),
         "SpecAttn, last accepted": own.from_target(model, **chain, selection="last_accepted"),
         "SpecAttn, window": own.from_target(model, **chain, selection="window"),
-        # QUEST
+        # every layer reads pages, as the other selections are made in every layer
+        "Quest": hf_longspec.QuestDraftModel.from_target(model, **chain, num_dense_layers=0),
         "n-grams": hf_longspec.NgramDraftModel.from_target(model),
         "Token Recycling": hf_longspec.TokenRecyclingDraftModel.from_target(model),
         "hf prompt lookup": HfMethod({"prompt_lookup_num_tokens": GAMMA}, max_batch=1),

@@ -25,7 +25,7 @@ from ..bench.plots import plot_all
 from ..bench.probes import analyse_cell
 from ..bench.progress import Progress
 from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
-from ..bench.report import FAILED, NOT_RUN, matrix_report, rows_of
+from ..bench.report import FAILED, NOT_RUN, RUN_BY, matrix_report, rows_of
 from ..bench.results import ResultFile, of_kind
 from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
 from ..cli import CommandError, options, session
@@ -80,7 +80,7 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the result file.")] = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw PNGs.")] = True,
     as_json: options.Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also list the methods that are not run.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list methods of the papers: run or not.")] = False,
     debug: options.Debug = False,
 ) -> None:
     """Measure drafts beside plain generate, our loop without a draft and prompt lookup.
@@ -364,6 +364,7 @@ def _show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
             "rows": rows_of(records),
             "analyses": of_kind(records, "analysis"),
             "skipped": of_kind(records, "skipped"),
+            "run_by": RUN_BY,
             "not_run": NOT_RUN,
             "finished": bool(of_kind(records, "end")),
             "files": [str(path) for path in paths],
