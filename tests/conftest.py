@@ -7,6 +7,7 @@ for `every_step_speculates`; SPECULATION_GATE=flip, where gates open and shut at
 import dataclasses
 import datetime
 import gc
+import logging
 import os
 
 import pytest
@@ -16,6 +17,12 @@ from hypothesis import HealthCheck, settings
 # Tiny models gain nothing from threads, and threads that wait for each other on a busy machine made one test
 # file take 148 s instead of 14 s. A test that needs threads sets them itself.
 torch.set_num_threads(1)
+
+# Pytest listens to every logger that does not propagate, and torch would write it a report of all that it traces for
+# compilation, in a tenth of the time of tracing.
+trace_log = logging.getLogger("torch.__trace")
+trace_log.handlers.clear()
+trace_log.propagate = True
 
 # Without a GPU Triton's kernels run in its interpreter, which must be chosen before they are defined.
 if not torch.cuda.is_available():
