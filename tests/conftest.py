@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 # Tiny models gain nothing from threads, and threads that wait for each other on a busy machine made one test
 # file take 148 s instead of 14 s. A test that needs threads sets them itself.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
 
 # Pytest listens to every logger that does not propagate, and torch would write it a report of all that it traces for
 # compilation, in a tenth of the time of tracing.

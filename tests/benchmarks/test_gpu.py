@@ -408,8 +408,8 @@ def test_floors_of_drafts_follow_their_settings(make_run):
     assert iteration_floor(NgramDraftModel.from_target(target), at) is None
 
 
-# Runs programs to which these packages seem not to be installed, each in a fork of a process that has imported what takes
-# long. Others look for the packages: they are not found, not broken.
+# Runs programs to which these packages seem not to be installed, each in a fork of a process that has imported torch.
+# Others look for the packages: they are not found, not broken.
 BARE = """
 import json, os, runpy, sys
 HIDDEN = {hidden}
