@@ -79,7 +79,7 @@ def test_every_tile_fits():
 
 @pytest.fixture
 def hopper(monkeypatch, poisoned_memory):
-    """The tiles of a Hopper GPU, wherever the kernels run, two splits for a long prefix, and few programs that merge."""
+    """The tiles of a Hopper GPU, wherever the kernels run, and two splits for a long prefix; few programs merge."""
     monkeypatch.setattr(launch, "gpu_of", lambda device: HOPPER)
     monkeypatch.setattr(launch, "wanted_splits", lambda *args: 2)
     monkeypatch.setattr(launch, "BLOCK_STATES", 64)
