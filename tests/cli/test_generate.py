@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
@@ -21,6 +22,7 @@ from tests.cli.conftest import run_command
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 NEW = 20
+TIED = "lm_head.weight"
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,26 @@ def test_the_text_is_that_of_plain_generate(command, tiny, expected, draft, way)
     result = command("generate", *arguments, input=text if way == "stdin" else None)
     assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
     assert "tau" in result.stderr and "drafted tokens accepted" in result.stderr
+
+
+def test_an_ordinary_small_model_is_recognised(command, tiny, target, expected, tmp_path):
+    """Two layers of the target, saved as transformers saves them, and then without one of their weights."""
+    _, tokenizer = target
+    small = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32, num_hidden_layers=1)
+    small.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tmp_path, "--max-new-tokens", NEW]
+    result = command(*arguments, "--set", "window=16")
+    assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
+    assert "longspec_assistant: tau" in result.stderr
+    weights = small.state_dict()
+    del weights["model.norm.weight"]
+    save_file(
+        {name: value for name, value in weights.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors"
+    )
+    result = command(*arguments)
+    assert result.exit_code == 2 and "model.norm.weight" in result.stderr, result.output
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_an_eagle3_checkpoint_of_another_project_is_recognised(command, tiny, target, expected, tmp_path):
