@@ -1,6 +1,6 @@
 """The GPU benchmark on a CPU: one run over everything, and what it refuses. Parts that need a GPU are left out by name.
 
-The last tests run the command as it is started on a machine with nothing but torch, triton and transformers.
+The last test runs the command as it is started on a machine with nothing but torch, triton and transformers.
 """
 
 import dataclasses
