@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, settings
 # file take 148 s instead of 14 s. A test that needs threads sets them itself.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+# The few kernels of one test are not worth a pool of processes that import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # Pytest listens to every logger that does not propagate, and torch would write it a report of all that it traces for
 # compilation, in a tenth of the time of tracing.
