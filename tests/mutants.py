@@ -351,8 +351,8 @@ MUTATIONS = (
     Mutation(
         "The newest level of a tree sees its own ancestors",
         "attention_backends/contexts.py",
-        "*nodes, self._windowed_mask(window), **options)",
-        "*nodes, torch.ones_like(self.mask), **options)",
+        "within_window(self.mask, self.positions, self.node_positions, sliding_window, self._memo)",
+        "within_window(torch.ones_like(self.mask), self.positions, self.node_positions, sliding_window, self._memo)",
         "tests/modeling/assistant/test_generation_assistant.py::test_trees_are_those_of_plain_forwards",
     ),
     Mutation(
