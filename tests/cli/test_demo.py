@@ -180,7 +180,6 @@ def test_a_target_from_the_hub_cache(run, target, tmp_path, monkeypatch):
         (["--context", "500"], f"use at most --context {MAX_POSITIONS - 16}"),
         (["--max-new-tokens", "512"], "512 positions"),
         (["--draft", "{other}"], "vocab_size=128"),
-        (["--draft", "{target}"], "not a draft"),
         (["--dtypes", "int8"], "--dtypes int8"),
     ],
 )
