@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_longspec import Eagle3DraftModel, SpecAttnDraftModel
+from hf_longspec import Eagle3DraftModel, QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.cli import tune as module
 from hf_longspec.cli.tune import LARGE_GAMMA, Trial, distinct_ratios, plan_for, update_settings
 from hf_longspec.generation.target import TargetView
@@ -90,10 +90,11 @@ def test_eagle3_takes_the_reading_with_the_highest_tau():
     assert best["rope_theta"] is None and best["target_layer_ids"] is None and len(asked[0][1]) == 3
 
 
-def test_specattn_takes_the_three_steps_of_the_paper():
+@pytest.mark.parametrize("kind", [SpecAttnDraftModel, QuestDraftModel])
+def test_self_drafts_take_the_three_steps_of_the_paper(kind):
     """Acceptance saturates at a ratio of 5 %; speed peaks at gamma 6, and there at the next smaller ratio."""
     model = tiny_target("llama")
-    draft = SpecAttnDraftModel.from_target(model, sparse_min_tokens=1)
+    draft = kind.from_target(model, sparse_min_tokens=1)
 
     def tau(sparse_ratio, num_assistant_tokens):
         return 1 + min(sparse_ratio, 0.05) * 100
@@ -229,10 +230,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp
     full = tune("--output", drafts["longspec"])
     assert full.exit_code == 2 and "is not empty: pass a new folder" in full.stderr
     other = tune("--draft", "ngram", "--dry-run")
-    assert (
-        other.exit_code == 2
-        and "is not tuned: pass one of type longspec_eagle3 or longspec or specattn or tokenswift" in other.stderr
-    )
+    assert other.exit_code == 2 and "or longspec or longspec_quest or specattn or tokenswift" in other.stderr
     short = tune("--draft", drafts["longspec"], "--context", 100_000)
     assert short.exit_code == 2 and "exceed the 16384 positions" in short.stderr
 

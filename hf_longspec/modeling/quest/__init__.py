@@ -9,6 +9,7 @@ __all__ = ["QuestConfig", "QuestDraftModel"]
 register_draft(
     QuestConfig,
     QuestDraftModel,
+    tune="hf_longspec.cli.tune:tune_self_draft",
     card="hf_longspec.hub:templates/quest.md",
     aliases=("magicdec",),  # self-speculation with Quest's selection
 )

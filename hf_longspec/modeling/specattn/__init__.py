@@ -9,7 +9,7 @@ __all__ = ["SpecAttnConfig", "SpecAttnDraftModel"]
 register_draft(
     SpecAttnConfig,
     SpecAttnDraftModel,
-    tune="hf_longspec.cli.tune:tune_specattn",
+    tune="hf_longspec.cli.tune:tune_self_draft",
     card="hf_longspec.hub:templates/specattn.md",
     aliases=("vegas",),  # its authors renamed it
 )
