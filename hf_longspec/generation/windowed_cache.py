@@ -68,9 +68,10 @@ class WindowedCache(SpeculativeCache):
         places = torch.arange(self.sinks, kept, device=numbers.device) + numbers[0][:, None]  # [B, window]
         for layer in self.layers:
             if layer.is_initialized:
-                for states in (layer.keys, layer.values):
-                    index = places.to(states.device)[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-                    states[:, :, self.sinks : kept] = states.gather(2, index)
+                states = layer.keys, layer.values
+                index = places.to(layer.keys.device)[:, None, :, None]
+                moved = [x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in states]
+                torch._foreach_copy_([x[:, :, self.sinks : kept] for x in states], moved)
         self.dropped = SeqLens(dropped, numbers[2])
         self.set_lengths(SeqLens(lengths, numbers[1]))
 

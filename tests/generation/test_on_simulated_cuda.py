@@ -31,6 +31,15 @@ DRAFTERS = {
     "eagle3": ("longspec_eagle3", {"window": 8, "tree_widths": [12, 9]}),
     "tokenswift": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 3, 2]}),
     "partial_kv": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 2, 2], "self_draft": "partial_kv"}),
+    "token recycling": ("longspec_token_recycling", {"num_nodes": 8, "max_depth": 3}),
+    "draft model": ("longspec_assistant", {"num_assistant_tokens": 3}),
+    "draft model, tree": ("longspec_assistant", {"tree_widths": [4, 3]}),
+    "draft model, rejection": (
+        "longspec_assistant",
+        {"num_assistant_tokens": 2, "window": 24, "acceptance": "rejection"},
+    ),
+    "draft model, PARD": ("longspec_assistant", {"num_assistant_tokens": 3, "pard_token": 23}),
+    "draft model, n-grams": ("longspec_assistant", {"num_assistant_tokens": 2, "ngram_candidates": 2}),
 }
 # Most copies from pinned memory and most launches outside of graphs in a steady iteration with captured steps;
 # launches are averaged, as noise is drawn in blocks.
@@ -51,6 +60,15 @@ def simulated(index=0):
             yield device
         finally:
             registry.select.cache_clear()
+
+
+def make_draft(name, model):
+    """The draft of one of the [`DRAFTERS`] with random weights, which is a model of its own where one drafts."""
+    kind, settings = DRAFTERS[name]
+    models = [tiny_target("qwen3", 5, vocab_size=24, num_hidden_layers=2)] if kind == "longspec_assistant" else []
+    draft = DRAFTS[kind].model.from_target(model, *models, **settings)
+    randomize(draft)
+    return draft
 
 
 def generate(model, draft, input_ids, mask, sampled, **options):
@@ -91,11 +109,8 @@ def watch(cuda, monkeypatch):
 @pytest.mark.parametrize(("name", "steps", "sampled", "lengths"), CASES, ids=str)
 def test_drafters(name, steps, sampled, lengths, monkeypatch):
     """The same text as on the CPU, twice. Iterations read once and never write; steady ones capture nothing."""
-    kind, settings = DRAFTERS[name]
     model = tiny_target("llama", vocab_size=24)
-    draft = DRAFTS[kind].model.from_target(model, **settings)
-    randomize(draft)
-    prompts = tiny_prompts(24, lengths)
+    draft, prompts = make_draft(name, model), tiny_prompts(24, lengths)
     expected = generate(model, draft, *prompts, sampled)
 
     draft.generation_config.compile = steps

@@ -184,8 +184,7 @@ class AssistantDrafter(Drafter):
                 if fields is None:
                     fields = self._beam(self._forward, start, inputs, known, shape, root)
                 tree = DraftTree.of_fields(fields, len(shape))
-        grown = self.counts if self._is_ragged else 1
-        self.cache.rows.lengths = start.plus(grown)  # the nodes stay after it, in their order, until the next step
+        self.cache.rows.lengths = start.plus(self.counts) if self._is_ragged else start
         self._proposed_chain = isinstance(shape, int)
         return tree
 
@@ -214,14 +213,17 @@ class AssistantDrafter(Drafter):
         """Keep the keys of accepted nodes that were an input, and remember the tokens that were none."""
         (self._keep_root if self._is_ragged else self._keep_nodes)(verification)
         self.cache.trim()
-        if not self._is_ragged:
-            self.cache.rows.lengths = self.cache.lengths.plus(-1)
 
     def _keep_nodes(self, verification: Verification) -> None:
         """Keep all accepted nodes. The last one, which may never have been an input, is run again."""
         assert verification.tree is not None
         counts = verification.num_nodes
-        self.cache.commit(None if self._proposed_chain else verification.path.to(self.device), counts)
+        if self._proposed_chain:  # nodes lie one slot after the pending token, and the last one is not kept
+            self.cache.commit(None, counts)
+        else:
+            self.cache.rows.lengths = self.cache.lengths.plus(1)
+            self.cache.commit(verification.path.to(self.device), counts)
+            self.cache.rows.lengths = self.cache.lengths.plus(-1)
         inputs = verification.tree.tokens, verification.path, counts.on(verification.path.device), self.pending
         changing = tuple(x.to(self.device) for x in inputs)
         self.pending = self.assistant.replayed(_last_tokens, changing, (), self.cache)
