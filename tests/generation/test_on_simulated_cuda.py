@@ -3,6 +3,7 @@
 import logging
 from contextlib import contextmanager
 from statistics import mean
+from types import MethodType
 from typing import NamedTuple
 
 import pytest
@@ -111,7 +112,7 @@ def test_drafters(name, steps, sampled, lengths, monkeypatch):
     """The same text as on the CPU, twice. Iterations read once and never write; steady ones capture nothing."""
     model = tiny_target("llama", vocab_size=24)
     draft, prompts = make_draft(name, model), tiny_prompts(24, lengths)
-    expected = generate(model, draft, *prompts, sampled)
+    expected = generate(model, make_draft(name, model), *prompts, sampled)  # by another one: the first call counts too
 
     draft.generation_config.compile = steps
     with simulated() as cuda:
@@ -134,6 +135,47 @@ def test_drafters(name, steps, sampled, lengths, monkeypatch):
                 assert mean(iteration.launches for iteration in same) <= MOST_LAUNCHES
             iterations.clear()
         assert bool(cuda.replays) == (steps == "graph")
+
+
+class Fused(torch.autograd.Function):
+    """As libraries of fused kernels write their operations. The activation is not the target's, so that it shows."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.gelu(gate) * up
+
+
+def fuse(model):
+    """Replace forwards of modules of a loaded model in place, as Liger does."""
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(
+            lambda mlp, x: mlp.down_proj(Fused.apply(mlp.gate_proj(x), mlp.up_proj(x))), layer.mlp
+        )
+
+
+@torch.no_grad()
+def test_modules_with_fused_kernels_are_captured(monkeypatch):
+    """The text is that of stock `generate` with the same modules, also where graphs of the others were captured."""
+    model, fused, prompts = (
+        tiny_target("llama", vocab_size=24),
+        tiny_target("llama", vocab_size=24),
+        tiny_prompts(24, (21,)),
+    )
+    fuse(fused)
+    stock = [generate(one, None, *prompts, False) for one in (model, fused)]
+    assert not torch.equal(*stock)
+    draft = make_draft("longspec", model)
+    draft.generation_config.compile = "graph"
+    with simulated() as cuda:
+        cuda.place(model), cuda.place(draft)
+        iterations = watch(cuda, monkeypatch)
+        assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), stock[0])
+        fuse(model)
+        iterations.clear()
+        for _ in range(2):
+            assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), stock[1])
+        assert len({iteration.graphs for iteration in iterations[FIRST:]}) == 1 and cuda.replays
 
 
 @torch.no_grad()
