@@ -41,7 +41,7 @@ GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 TABLES := engine verification memory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min test-torch-min gpu install install-min lint soak bench tables models mutants cards docs clean
+.PHONY: help demo test test-min test-torch-min gpu install install-min lint soak bench figure tables models mutants cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -91,6 +91,10 @@ bench: $(READY) ## measure the engine; results go to benchmarks/results
 	@echo "Measuring the engine. Leave the machine alone meanwhile."
 	$(VENV)/bin/python -m benchmarks.engine $(ARGS)
 
+figure: $(READY) ## compare every kind of draft on the tiny target, in 20 minutes; writes a page and a figure
+	@echo "Measuring every kind of draft after 1K to 16K tokens. Leave the machine alone meanwhile."
+	$(VENV)/bin/python -m benchmarks.figure $(ARGS)
+
 tables: $(READY) ## put the committed results into README and docs/results.md, and draw the figure
 	@echo "Writing docs/results.md, README's table and docs/images/speed.svg."
 	$(VENV)/bin/python -m benchmarks.tables $(TABLES:%=benchmarks/results/%.jsonl) \
@@ -109,11 +113,12 @@ docs: $(READY) ## build the documentation as a site, in site/
 	$(VENV)/bin/mkdocs build --strict
 
 cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_cards
-	@echo "Writing build/hub_cards/tiny-longspec and build/hub_cards/tiny-tokenswift. Nothing is uploaded."
+	@echo "Writing the repositories of all bundled drafts below build/hub_cards. Nothing is uploaded."
 	@mkdir -p build/hub_cards
-	@for kind in longspec tokenswift; do \
+	@for kind in longspec tokenswift eagle3 assistant; do \
 		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/tiny-$$kind --dry-run \
-			--results benchmarks/results/$$kind.jsonl --output build/hub_cards/tiny-$$kind || exit; \
+			$$(test -f benchmarks/results/$$kind.jsonl && echo --results benchmarks/results/$$kind.jsonl) \
+			--output build/hub_cards/tiny-$$kind || exit; \
 	done
 
 clean: ## remove caches and build output; the environments stay

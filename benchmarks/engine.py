@@ -67,16 +67,28 @@ class PrefilledMatrix(Matrix):
         """The prompts of every turn."""
         return [list(self.prompts.tokens[rows, : cell.context]) for rows in self.windows_of(cell)]
 
+    def categories_of(self, cell: Cell) -> list[list[str]]:
+        """Nothing: prefilled prompts have no categories."""
+        return [[] for _ in range(self.repeats)]
+
     def call(self, cell: Cell, method: Method, rows: Sequence[torch.Tensor], tokens: int, seed: int) -> Call:
         """One timed call after the prompts of turn `seed`, whose caches are here, in place of `rows`."""
         mode = "greedy" if cell.decoding.greedy else "sample"
         return self.decoder.run(method.how, self.windows_of(cell)[seed], cell.context, mode, seed, tokens)
 
-    def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
+    def _guarded(
+        self,
+        cell: Cell,
+        method: Method,
+        turn: int,
+        rows: list[torch.Tensor],
+        categories: list[str],
+        warm_up: bool,
+    ) -> Call | str:
         if warm_up and method.name.endswith(COMPILED):  # after two prompts, as rows grow apart differently
             for seed in range(min(2, self.repeats)):
                 self.call(cell, method, rows, self.tokens, seed)
-        return super()._guarded(cell, method, turn, rows, warm_up)
+        return super()._guarded(cell, method, turn, rows, categories, warm_up)
 
     def _audit(self, *_: Any) -> None:
         """Nothing: greedy float32 text stands for other types, whose prefill takes minutes where they are emulated."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import figure_report
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.markdown import (
     ACCEPTANCE_NOTE,
@@ -448,6 +449,7 @@ def _one_table(kind: str, columns: Columns) -> Callable[[Sequence[Record]], str]
 # By the name of the benchmark, in the order in which a document shows them.
 PAGES = {
     "engine": Page("Decoding speed", ENGINE_NOTE, engine_headline, speed_tables),
+    "figure": Page("Every kind of draft", figure_report.NOTE, figure_report.headline, figure_report.tables),
     "verification": Page(
         "One verification after a long prefix",
         VERIFICATION_NOTE,

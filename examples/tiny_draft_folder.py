@@ -33,9 +33,9 @@ def make_parser(description: str | None, draft: str, results: str) -> argparse.A
 
 def load_trained(source: Path, trainer: str, settings: dict[str, Any]) -> hf_longspec.DraftModel:
     """Load a trained draft and set the settings for drafting."""
-    if missing := [name for name in FILES if not (source / name).is_file()]:
+    if missing := [name for name in FILES if not any(source.rglob(name))]:
         raise SystemExit(f"{source} has no {', '.join(missing)}: train with examples/{trainer} first")
-    if (size := sum((source / name).stat().st_size for name in FILES)) >= MAX_BYTES:
+    if (size := sum(file.stat().st_size for file in source.rglob("*") if file.is_file())) >= MAX_BYTES:
         raise SystemExit(f"{source} takes {size:,} bytes, expected less than {MAX_BYTES:,}: train a smaller draft")
     draft = AutoModel.from_pretrained(source)
     assert isinstance(draft, hf_longspec.DraftModel)
@@ -48,7 +48,7 @@ def write_folder(draft: hf_longspec.DraftModel, args: argparse.Namespace, **fact
     commit = args.run / "commit.txt"
     measured = args.results.is_file() and args.draft in args.results.read_text(encoding="utf-8")
     card = Card(
-        repo=f"hub_cards/tiny-{draft.config.model_type}",
+        repo=f"hub_cards/{args.draft}",
         base_model="tiny-target",
         target="hub_cards/tiny-target",
         license="apache-2.0",

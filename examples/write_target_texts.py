@@ -5,7 +5,7 @@ Rows of `--length` tokens begin with `--prompt` tokens of a stream and continue 
 greedy in one file and sampled at temperature 1 in the other.
 
     python examples/write_target_texts.py --streams runs/tiny-target --output runs/tiny-target-texts
-    python examples/train_tiny_longspec.py --streams runs/tiny-target --streams runs/tiny-target-texts \
+    python examples/train_tiny_draft.py --streams runs/tiny-target --streams runs/tiny-target-texts \
         --output runs/tiny-longspec
 """
 

@@ -15,6 +15,7 @@ from .modeling.configuration_base import DraftConfig
 from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
 from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
 from .modeling.plain import PlainConfig, PlainDraftModel
+from .modeling.quest import QuestConfig, QuestDraftModel
 from .modeling.register_draft import register_draft
 from .modeling.specattn import SpecAttnConfig, SpecAttnDraftModel
 from .modeling.token_recycling import TokenRecyclingConfig, TokenRecyclingDraftModel
@@ -48,6 +49,8 @@ __all__ = [
     "NgramDraftModel",
     "PlainConfig",
     "PlainDraftModel",
+    "QuestConfig",
+    "QuestDraftModel",
     "SpecAttnConfig",
     "SpecAttnDraftModel",
     "TokenRecyclingConfig",

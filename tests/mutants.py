@@ -351,8 +351,8 @@ MUTATIONS = (
     Mutation(
         "The newest level of a tree sees its own ancestors",
         "attention_backends/contexts.py",
-        "tree = backend.tree_attention(query, *nodes, mask, ",
-        "tree = backend.tree_attention(query, *nodes, torch.ones_like(mask), ",
+        "within_window(self.mask, self.positions, self.node_positions, sliding_window, self._memo)",
+        "within_window(torch.ones_like(self.mask), self.positions, self.node_positions, sliding_window, self._memo)",
         "tests/modeling/assistant/test_generation_assistant.py::test_trees_are_those_of_plain_forwards",
     ),
     Mutation(
@@ -382,6 +382,27 @@ MUTATIONS = (
         "place + nodes * on_path",
         "place",
         "tests/modeling/token_recycling/test_token_recycling.py",
+    ),
+    Mutation(
+        "The lowest values bound the products of negative queries, and the highest those of positive ones",
+        "attention_backends/scores.py",
+        "key_products(grouped.clamp_min(0), highest) + key_products(grouped.clamp_max(0), lowest)",
+        "key_products(grouped.clamp_min(0), lowest) + key_products(grouped.clamp_max(0), highest)",
+        "tests/attention_backends/test_pages.py::test_bounds",
+    ),
+    Mutation(
+        "Every drafting step chooses pages by its own query",
+        "attention_backends/pages.py",
+        "page_bounds(query, *",
+        'page_bounds(vars(self.pages).setdefault(f"{layer_idx} {self.full.tolist()}", query), *',
+        "tests/modeling/quest/test_generation_quest.py::test_every_step_reads_the_pages_that_fit_its_own_query",
+    ),
+    Mutation(
+        "The pages that a commit fills get bounds",
+        "modeling/quest/generation_quest.py",
+        "        elif count:\n            self.find_bounds",
+        "        elif count > 4:\n            self.find_bounds",
+        "tests/modeling/quest/test_generation_quest.py::test_bounds_are_up_to_date_after_every_commit",
     ),
 )
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel
 
 from hf_longspec.bench.machine import git_commit
-from hf_longspec.testing import tiny_target
+from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.acceptance_lines import measured, write_lines
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -61,7 +61,7 @@ def train(places):
 
 @pytest.fixture(scope="module")
 def longspec(train):
-    return train("longspec", "run", "--steps", 3)
+    return train("draft", "run", "--steps", 3)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def heads(train):
 def test_from_training_to_the_card(longspec, tmp_path):
     results = tmp_path / "longspec.jsonl"
     write_lines(results, measured("tiny-longspec", 2.5, tree_widths=[4, 4]), measured("another", 1.5))
-    run("publish_tiny_longspec", "--run", longspec, "--results", results, "--output", tmp_path / "card")
+    run("publish_tiny_draft", "--run", longspec, "--results", results, "--output", tmp_path / "card")
     text = (tmp_path / "card" / "README.md").read_text()
     assert "2.50 ± 0.10" in text and "1.50" not in text and "Not measured" not in text
     assert "3 steps of 2 rows" in text and "--steps 3 --length 32 --batch 2" in text
@@ -85,17 +85,17 @@ def test_from_training_to_the_card(longspec, tmp_path):
 
 def test_a_draft_goes_on_from_its_weights_and_the_card_tells_what_came_before(longspec, places, tmp_path):
     card, texts, last = tmp_path / "card", tmp_path / "texts", tmp_path / "longer"
-    run("publish_tiny_longspec", "--run", longspec, "--results", tmp_path / "none", "--output", card)
+    run("publish_tiny_draft", "--run", longspec, "--results", tmp_path / "none", "--output", card)
     assert "Not measured." in (card / "README.md").read_text()
     some = ("--rows", 2, "--batch", 2, "--length", 32, "--prompt", 5)
     run("write_target_texts", "--target", places / "target", "--streams", places / "streams", "--output", texts, *some)
     given = ("--streams", texts, "--target", places / "target", "--output", last, "--draft", card)
-    run("train_tiny_longspec", *given, "--length", 16, "--batch", 1, "--steps", 2, "--warmup", 1)
+    run("train_tiny_draft", *given, "--length", 16, "--batch", 1, "--steps", 2, "--warmup", 1)
     before, after = (AutoModel.from_pretrained(folder) for folder in (card, last / "final"))
     moved = [(a - b).abs().max() for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert 0 < max(moved) < 0.01  # a step of Adam is at most the learning rate, 0.002; bfloat16 rounds
     stages = ("--before", card, "--before", texts, "--run", last)
-    run("publish_tiny_longspec", *stages, "--results", tmp_path / "none", "--output", tmp_path / "new")
+    run("publish_tiny_draft", *stages, "--results", tmp_path / "none", "--output", tmp_path / "new")
     text = (tmp_path / "new" / "README.md").read_text()
     told = ["3 steps of 2 rows", "Then 2 steps of 1 rows", "on `runs/texts`"]
     told += ["--steps 3", "write_target_texts.py", "--draft runs/card"]
@@ -103,12 +103,40 @@ def test_a_draft_goes_on_from_its_weights_and_the_card_tells_what_came_before(lo
     assert found == sorted(found) and str(tmp_path) not in text
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "assistant"])
+def test_other_kinds_go_on_and_are_published(kind, train, places, tmp_path):
+    first = train("draft", f"first {kind}", "--kind", kind, "--steps", 2)
+    last = train("draft", f"last {kind}", "--kind", kind, "--steps", 2, "--draft", first / "final")
+    run("publish_tiny_draft", "--kind", kind, "--before", first, "--run", last, "--output", tmp_path / "card")
+    text = (tmp_path / "card" / "README.md").read_text()
+    assert "2 steps of 2 rows" in text and "Then 2 steps of 2 rows" in text and f"--kind {kind}" in text
+    target = tiny_target("llama", max_position_embeddings=256)
+    draft = AutoModel.from_pretrained(tmp_path / "card")
+    new = script("train_tiny_draft").new_draft(kind, target, {})
+    pair = [list((model.assistant if kind == "assistant" else model).parameters()) for model in (draft, new)]
+    assert [weight.shape for weight in pair[0]] == [weight.shape for weight in pair[1]]
+    input_ids, mask = tiny_prompts(target.config.vocab_size, (9, 4))
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    found = target.generate(input_ids, assistant_model=draft, **options)
+    assert torch.equal(found, target.generate(input_ids, **options))
+
+
+def test_the_small_model_comes_nearer_to_the_target(places, tmp_path):
+    """Distillation on one stream lowers the divergence that it trains."""
+    given = ("--target", places / "target", "--streams", places / "streams", "--output", tmp_path / "run")
+    numbers = ("--length", 32, "--batch", 4, "--steps", 60, "--warmup", 1, "--log-every", 5)
+    run("train_tiny_draft", "--kind", "assistant", *given, *numbers)
+    log = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in log if "loss" in entry]
+    assert losses[-1] < 0.95 * losses[0]  # a random target leaves little to learn
+
+
 @pytest.mark.parametrize(
     ("ablation", "field", "value"),
     [("noise", "noise_range", [1, 1]), ("cross-attention", "cross_attention", False), ("offsets", "window", 512)],
 )
 def test_ablations_take_away_one_thing(train, ablation, field, value):
-    folder = train("longspec", ablation, "--steps", 2, "--without", ablation)
+    folder = train("draft", ablation, "--steps", 2, "--without", ablation)
     draft = AutoModel.from_pretrained(folder / "final")
     assert getattr(draft.config, field) == value
     assert (draft.config.trained_max_length <= 32) == (ablation == "offsets")
@@ -116,7 +144,7 @@ def test_ablations_take_away_one_thing(train, ablation, field, value):
     assert f"--without {ablation}" in (folder / "command.txt").read_text()
 
 
-@pytest.mark.parametrize("kind", ["longspec", "tokenswift"])
+@pytest.mark.parametrize("kind", ["draft", "tokenswift"])
 def test_without_streams(kind, tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(SystemExit, match=r"has no \*\.npy: run examples/train_tiny_target.py"):

@@ -194,6 +194,7 @@ class Call:
             methods of transformers.
         draft_state_bytes (`int`): Bytes that the drafter keeps in addition to the target's cache.
         drafted (`int`): Drafted tokens that were verified.
+        row_steps (`list[int]`): `steps` of each row.
     """
 
     ttft_seconds: float
@@ -207,6 +208,7 @@ class Call:
     shares: dict[str, float] = field(default_factory=dict)
     draft_state_bytes: int = 0
     drafted: int = 0
+    row_steps: list[int] = field(default_factory=list)
 
     @property
     def tokens_per_second(self) -> float:
@@ -287,7 +289,8 @@ def run_call(
     if own:
         steps = len(new) * (len(forwards) - clock.forwards_at_first)
         histogram = _histogram_of(clock.arrivals[1:], len(new))
-        return Call(steps=steps, histogram=histogram, accepted=histogram, **common)
+        row_steps = [steps // len(new)] * len(new)
+        return Call(steps=steps, histogram=histogram, accepted=histogram, row_steps=row_steps, **common)
     stats = method.last_speculation
     seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "rest": stats.rest_seconds}
     return Call(
@@ -297,6 +300,7 @@ def run_call(
         shares={name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds},
         draft_state_bytes=stats.draft_state_bytes,
         drafted=stats.num_draft_tokens,
+        row_steps=[len(emitted) for emitted in stats.emitted_per_step],
         **common,
     )
 

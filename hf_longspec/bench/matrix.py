@@ -108,6 +108,7 @@ class Matrix:
         missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
         progress.step(len(self.methods) * self.repeats - len(missing))
         prompts = self.prompts_of(cell) if missing else []
+        categories = self.categories_of(cell) if missing else []
         warm: set[str] = set()
         longest: dict[str, float] = {}
         for turn, names in groupby(missing, key=lambda pair: pair[0]):
@@ -117,7 +118,7 @@ class Matrix:
                 if name in methods and not self.results.fits(longest.get(name, 0.0)):
                     self._skip(cell, name, NO_TIME)
                 elif name in methods:
-                    result = self._guarded(cell, methods[name], turn, prompts[turn], name not in warm)
+                    result = self._guarded(cell, methods[name], turn, prompts[turn], categories[turn], name not in warm)
                     if isinstance(result, str):
                         self._skip(cell, name, result)
                         del methods[name]
@@ -132,10 +133,22 @@ class Matrix:
         """The prompts of every turn."""
         count = self.repeats * cell.batch
         if cell.context == OWN_LENGTH:
-            limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-            rows = self.prompts.own(count, (limit or 2**40) - self.tokens)
+            rows = self.prompts.own(count, self._limit)
         else:
             rows = self.prompts.windows(cell.context, count)
+        return self._by_turn(cell, rows)
+
+    def categories_of(self, cell: Cell) -> list[list[str]]:
+        """The categories of the prompts of every turn."""
+        return self._by_turn(cell, self.prompts.categories_of(cell.context, self.repeats * cell.batch, self._limit))
+
+    @property
+    def _limit(self) -> int:
+        """Most tokens of a prompt."""
+        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return (limit or 2**40) - self.tokens
+
+    def _by_turn(self, cell: Cell, rows: list[Any]) -> list[list[Any]]:
         return [rows[turn * cell.batch : (turn + 1) * cell.batch] for turn in range(self.repeats)]
 
     def _usable(self, cell: Cell) -> list[Method]:
@@ -149,7 +162,15 @@ class Matrix:
                 self._skip(cell, method.name, f"transformers decodes at most {limit} row at a time this way")
         return usable
 
-    def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
+    def _guarded(
+        self,
+        cell: Cell,
+        method: Method,
+        turn: int,
+        rows: list[torch.Tensor],
+        categories: list[str],
+        warm_up: bool,
+    ) -> Call | str:
         """One measured call, written to the file, or why there is none."""
         try:
             with method.with_settings():
@@ -169,6 +190,7 @@ class Matrix:
             point=dict(method.point),
             turn=turn,
             prompt_tokens=sum(map(len, rows)) // len(rows),
+            categories=categories,
             seconds=round(self.results.elapsed - started, 3),
             **call.to_dict(),
             text=hashes(call.text),

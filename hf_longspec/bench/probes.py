@@ -29,7 +29,7 @@ class AcceptanceProbe:
         accepted (`list[int]`): Those that accepted it.
         rejected (`list[tuple[float, float | None]]`): Target's and draft's probability of every token that was refused
             where a path ended; tokens after those were never checked. The draft's is known if the token was drawn
-            from a distribution that the tree carries, or if the drafter runs the target (SpecAttn).
+            from a distribution that the tree carries, or if the drafter runs the target (SpecAttn, Quest).
     """
 
     def __init__(self) -> None:

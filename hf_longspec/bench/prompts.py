@@ -7,8 +7,8 @@ cut to a length still ends with the question.
 import json
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import cycle
+from dataclasses import dataclass, replace
+from itertools import cycle, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ RECORD_SUFFIXES = JSON_SUFFIXES | {".parquet", ".csv"}
 MAX_DOCUMENTS = 256
 # Share of a prompt that the tail of a document may take.
 TAIL_SHARE = 0.25
+# Text of SPEED-Bench in place of prompts that its preparation has to fetch from other data sets.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
+# Stands for the text of a user where a chat template is split.
+MARK = "<<<text>>>"
 # Stands for prompts of their own length among the numbers of `--context`.
 OWN_LENGTH = 0
 
@@ -36,11 +40,13 @@ class Document:
         name (`str`): File and line, without folders.
         body (`str`): May be cut.
         tail (`str`): Follows what is left of the body.
+        category (`str`): Category of the data set, or the name of the file.
     """
 
     name: str
     body: str
     tail: str = ""
+    category: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,12 +55,12 @@ class Layout:
 
     Args:
         name (`str`): The data sets that use this layout.
-        keys (`Mapping[str, type]`): Keys that every object has, with the type of their values.
+        keys (`Mapping[str, Any]`): Keys that every object has, with the type of their values or several.
         split (`Callable`): Body and tail of an object.
     """
 
     name: str
-    keys: Mapping[str, type]
+    keys: Mapping[str, Any]
     split: Callable[[Mapping[str, Any]], tuple[str, str]]
 
     def fits(self, record: Any) -> bool:
@@ -93,6 +99,17 @@ def _with_input(record: Mapping[str, Any]) -> tuple[str, str]:
     return record["context"], f"\n\n{record['input']}\n" if record["input"] else ""
 
 
+def _turns(record: Mapping[str, Any]) -> tuple[str, str]:
+    turns = record["turns"]
+    return (turns if isinstance(turns, str) else turns[0]), ""
+
+
+def _messages(record: Mapping[str, Any]) -> tuple[str, str]:
+    """The first message of the user. A tail of images or tools has no text, and is refused by its type."""
+    content = next(message["content"] for message in record["messages"] if message["role"] == "user")
+    return content + "", ""
+
+
 # The first that fits is taken, so those with more keys come first.
 LAYOUTS = (
     Layout("LongBench-v2", {"context": str, "question": str, "choice_A": str}, _multiple_choice),
@@ -100,7 +117,8 @@ LAYOUTS = (
     Layout("RepoBench-P", {"context": list, "import_statement": str, "code": str}, _repository),
     Layout("LCC", {"context": str, "gt": str}, lambda record: (record["context"], "")),
     Layout("QMSum", {"meeting_transcripts": list}, _meeting),
-    Layout("Spec-Bench", {"turns": list}, lambda record: (record["turns"][0], "")),
+    Layout("Spec-Bench and SPEED-Bench", {"turns": (list, str)}, _turns),
+    Layout("conversations", {"messages": list}, _messages),
     Layout("AIME", {"problem": str, "answer": object}, lambda record: (record["problem"], "")),
     Layout("CodeElo", {"description": str, "input": str, "output": str}, _contest),
     Layout("texts, such as PG-19", {"text": str}, lambda record: (record["text"], "")),
@@ -141,6 +159,23 @@ def read_source(source: str, column: str | None = None) -> tuple[list[Document],
     return [document for documents, _ in parts for document in documents], layouts
 
 
+def read_sources(sources: Sequence[str], column: str | None = None) -> tuple[list[Document], str]:
+    """Read several `--data`, in turns, as the first documents are used. Documents without a category get its name.
+
+    Raises:
+        ValueError: As in [`read_source`].
+    """
+    parts, layouts = [], []
+    for source in sources:
+        documents, layout = read_source(source, column)
+        if len(sources) > 1:
+            documents = [replace(document, category=document.category or Path(source).stem) for document in documents]
+        parts.append(documents)
+        layouts.append(layout)
+    turns = [document for group in zip_longest(*parts) for document in group if document is not None]
+    return turns, " and ".join(dict.fromkeys(layouts))
+
+
 def _texts(paths: Sequence[Path]) -> list[Document]:
     return [Document(path.name, path.read_text(encoding="utf-8", errors="ignore")) for path in paths]
 
@@ -164,11 +199,18 @@ def _records_file(path: Path, column: str | None) -> tuple[list[Document], str]:
                 "text with --column."
             )
         try:
-            documents.append(Document(f"{path.name}:{line}", *layout.split(record)))
-        except (LookupError, AttributeError, TypeError) as error:
+            body, tail = layout.split(record)
+        except (LookupError, AttributeError, TypeError, StopIteration) as error:
             raise ValueError(
                 f"{where}: its keys are those of {layout}, and what they hold is not. Correct it, or leave it out."
             ) from error
+        if PLACEHOLDER in body:
+            raise ValueError(
+                f"{where}: the text is a placeholder of SPEED-Bench, {body[:60]!r}. Fetch the texts with the data "
+                "set's preparation script (prepare_data of specdec_bench), and pass the file that it writes."
+            )
+        category = record.get("category")
+        documents.append(Document(f"{path.name}:{line}", body, tail, category if isinstance(category, str) else ""))
     assert layout is not None
     return documents, layout.name
 
@@ -218,13 +260,22 @@ class DocumentPrompts:
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The tokenizer of the target.
         documents (`Sequence[Document]`): The first 256 are used.
+        chat (`bool`, *optional*, defaults to `False`): Write each document as the message of a user, by the tokenizer's
+            chat template. Its beginning and its end are part of every prompt.
+
+    Raises:
+        ValueError: If there is no chat template, or it changes the text of a message.
     """
 
-    def __init__(self, tokenizer: Any, documents: Sequence[Document]):
+    def __init__(self, tokenizer: Any, documents: Sequence[Document], chat: bool = False):
         used = documents[:MAX_DOCUMENTS]
+        before, after = around_a_message(tokenizer) if chat else ("", "")
+        self.head = encode(tokenizer, before)
         self.bodies = [encode(tokenizer, document.body) for document in used]
-        self.tails = [encode(tokenizer, document.tail) for document in used]
-        self.sizes = [len(body) + len(tail) for body, tail in zip(self.bodies, self.tails, strict=True)]
+        self.tails = [encode(tokenizer, document.tail + after) for document in used]
+        self.categories = [document.category for document in used]
+        parts = zip(self.bodies, self.tails, strict=True)
+        self.sizes = [len(self.head) + len(body) + len(tail) for body, tail in parts]
 
     def windows(self, length: int, count: int) -> list[torch.Tensor]:
         """`count` prompts of `length` tokens: part of a body, then its tail, spread over the documents.
@@ -232,11 +283,20 @@ class DocumentPrompts:
         Raises:
             ValueError: If no document is long enough.
         """
+        room, tails = length - len(self.head), self._kept_tails(length)
+        return [
+            torch.cat([self.head, self.bodies[at][offset:][: room - len(tails[at])], tails[at]])
+            for at, offset in self._starts(length, count)
+        ]
+
+    def _kept_tails(self, length: int) -> list[torch.Tensor]:
         kept = int(TAIL_SHARE * length)
-        tails = [tail[max(len(tail) - kept, 0) :] for tail in self.tails]
-        lengths = [len(body) + len(tail) for body, tail in zip(self.bodies, tails, strict=True)]
-        starts = window_starts(lengths, length, count)
-        return [torch.cat([self.bodies[at][offset:][: length - len(tails[at])], tails[at]]) for at, offset in starts]
+        return [tail[max(len(tail) - kept, 0) :] for tail in self.tails]
+
+    def _starts(self, length: int, count: int) -> list[tuple[int, int]]:
+        tails = self._kept_tails(length)
+        lengths = [len(self.head) + len(body) + len(tail) for body, tail in zip(self.bodies, tails, strict=True)]
+        return window_starts(lengths, length, count)
 
     def own(self, count: int, limit: int) -> list[torch.Tensor]:
         """`count` whole documents of at most `limit` tokens, from the beginning again where there are fewer.
@@ -244,15 +304,40 @@ class DocumentPrompts:
         Raises:
             ValueError: If there is none.
         """
+        return [torch.cat([self.head, self.bodies[at], self.tails[at]]) for at in self._whole(count, limit)]
+
+    def _whole(self, count: int, limit: int) -> list[int]:
         fitting = [index for index, size in enumerate(self.sizes) if 0 < size <= limit]
         if not fitting:
             raise ValueError(f"--context own: no document has between 1 and {limit} tokens. Pass a number of tokens.")
-        return [torch.cat([self.bodies[at], self.tails[at]]) for at, _ in zip(cycle(fitting), range(count))]
+        return [at for at, _ in zip(cycle(fitting), range(count))]
+
+    def categories_of(self, length: int, count: int, limit: int) -> list[str]:
+        """Categories of the prompts that `windows`, or `own` for the length 0, returns for these numbers."""
+        if length == OWN_LENGTH:
+            return [self.categories[at] for at in self._whole(count, limit)]
+        return [self.categories[at] for at, _ in self._starts(length, count)]
 
     def describe(self, lengths: Sequence[int]) -> dict[str, Any]:
         """Numbers of documents and tokens, and how many windows of each length do not overlap."""
         disjoint = {str(length): num_disjoint(self.sizes, length) for length in lengths if length != OWN_LENGTH}
         return {"documents": len(self.sizes), "tokens": sum(self.sizes), "disjoint_windows": disjoint}
+
+
+def around_a_message(tokenizer: Any) -> tuple[str, str]:
+    """Return what a chat template writes before and after the message of a user.
+
+    Raises:
+        ValueError: If there is no template, or it changes the message.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("--chat: the tokenizer of the target has no chat template. Leave the option out.")
+    message = [{"role": "user", "content": MARK}]
+    written = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, found, after = written.partition(MARK)
+    if not found:
+        raise ValueError(f"--chat: the chat template writes {MARK!r} as {written!r}. Leave the option out.")
+    return before, after
 
 
 def encode(tokenizer: Any, text: str) -> torch.Tensor:

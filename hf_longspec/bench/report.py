@@ -32,14 +32,25 @@ NOTE = (
     "the plain loop of the same seed. A wrong text has no speed."
 )
 
+# Methods of the papers that this benchmark runs, and the options that run them.
+RUN_BY = {
+    "SpecAttn (Vegas)": "`--draft specattn`",
+    "MagicDec with Quest": "`--draft quest`",
+    "MagicDec with StreamingLLM": "`--draft specattn --sweep selection=window`; in a cache of its own, "
+    "`--draft FOLDER` of an assistant with a window",
+    "the criterion of SpecExtend, in every layer": "`--draft specattn --sweep selection=last_accepted`",
+    "LongSpec, TokenSwift, EAGLE-3": "`--draft FOLDER`, a trained or converted draft",
+    "draft models, PARD": "`--draft FOLDER`, a small model; transformers' own way: `--assistant MODEL`",
+    "prompt lookup (PLD)": "always; n-grams of this package: `--draft ngram`",
+    "Token Recycling": "`--draft recycling`",
+}
 # Methods that the papers compare with and this benchmark does not run, and why not.
 NOT_RUN = {
-    "EAGLE, EAGLE-2, EAGLE-3": "their drafts are trained for single targets in formats that are not read here",
+    "EAGLE, EAGLE-2": "their drafts are trained for single targets in formats that are not read here",
     "Medusa": "its heads, with an activation and a vocabulary head each, are not read",
-    "TriForce": "it needs a third, small model beside the target's sparse cache, which is not implemented here",
-    "MagicDec": "its engine is not run; `--sweep selection=window` measures its draft over sinks and last tokens; its "
-    "draft with Quest, which selects in every drafting step, is not implemented here",
-    "SpecExtend": "it is not run; `--sweep selection=last_accepted` measures its criterion in every layer",
+    "TriForce": "a small model drafts there for the target on a sparse cache, which drafts for the target; here a "
+    "drafter has no drafter of its own, and only n-grams join its tree",
+    "the engines of MagicDec and SpecExtend": "their selections run here, but not their code",
     "vLLM, SGLang": "other engines, whose own model code leaves nothing to compare in one process",
 }
 
@@ -162,7 +173,7 @@ def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool 
 
     Args:
         brief (`bool`, *optional*): Leave out columns, so that the tables fit a terminal.
-        not_run (`bool`, *optional*): List the methods that are not run.
+        not_run (`bool`, *optional*): List the methods of the papers, those that are run and those that are not.
     """
     rows, found = rows_of(records), of_kind(records, "environment")[0]
     settings = {key: value for key, value in found["settings"].items() if key in ("target", "data", "tokens", "seed")}
@@ -180,12 +191,14 @@ def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool 
         if swept := [row for row in members if row["point"]]:
             swept = [row for points in grouped(swept, draft_of).values() for row in points]
             parts += [f"## Settings: {title}", table(swept, SWEPT)]
+    parts += by_category(records)
     if failed := [row for row in rows if row["text"] in FAILED]:
         lines = [f"- {row['method']}, {title_of(row)}: {row['audit'] or row['text']}" for row in failed]
         parts += ["## Wrong texts", "\n".join(lines)]
     for record in of_kind(records, "analysis"):
         parts += [f"## Analysis: {record['method']}, {title_of(record)}", analysis_text(record)]
     if not_run:
+        parts += ["## Run by", "\n".join(f"- {name}: {how}." for name, how in RUN_BY.items())]
         parts += ["## Not run", "\n".join(f"- {name}: {why}." for name, why in NOT_RUN.items())]
     return "\n\n".join([*parts, *_left_out(records)]) + "\n"
 
@@ -223,6 +236,28 @@ SWEPT = {
 }
 
 
+def by_category(records: Sequence[Record]) -> list[str]:
+    """Return a table of tau by category for every cell, if the prompts have more than one."""
+    counts: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for run in of_kind(records, "run"):
+        per_row = run["tokens"] / max(1, len(run["row_steps"]))
+        for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False):
+            own = counts.setdefault(title_of(run), {}).setdefault(run["method"], {}).setdefault(category, [0, 0])
+            own[0] += per_row
+            own[1] += steps
+    parts = []
+    for title, methods in counts.items():
+        names = sorted({category for own in methods.values() for category in own})
+        if len(names) > 1:
+            lines = [
+                [method, *(f"{own[name][0] / max(1, own[name][1]):.2f}" if name in own else "" for name in names)]
+                for method, own in methods.items()
+                if method not in (HF, PLAIN)
+            ]
+            parts += [f"## tau by category: {title}", markdown_table(["method", *names], lines)]
+    return parts
+
+
 def analysis_text(record: Record) -> str:
     """The counts of the probes, in words and tables."""
     header = ["depth", "verifications that reached it", "accepted there", "rate"]
@@ -241,7 +276,7 @@ def analysis_text(record: Record) -> str:
     if lines:
         parts.append(markdown_table(["of rejected tokens", "count", "mean", *deciles], lines))
     if rejected["p"]["count"] and not rejected["q"]["count"]:
-        parts.append("The draft's probabilities q are known for SpecAttn only.")
+        parts.append("The draft's probabilities q are known for SpecAttn and Quest only.")
     titles = {
         "overlap": "Share of the selected entries that the next verification selects again, sinks included, mean over "
         "layers",

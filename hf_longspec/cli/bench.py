@@ -24,8 +24,8 @@ from ..bench.matrix import Cell, Matrix, Method
 from ..bench.plots import plot_all
 from ..bench.probes import analyse_cell
 from ..bench.progress import Progress
-from ..bench.prompts import OWN_LENGTH, DocumentPrompts, read_source
-from ..bench.report import FAILED, NOT_RUN, matrix_report, rows_of
+from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
+from ..bench.report import FAILED, NOT_RUN, RUN_BY, matrix_report, rows_of
 from ..bench.results import ResultFile, of_kind
 from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
 from ..cli import CommandError, options, session
@@ -46,12 +46,18 @@ def bench(
         ),
     ] = None,
     data: Annotated[
-        str,
-        typer.Option(help="Text; JSON lines, parquet or CSV of a known data set; a folder of either; or builtin."),
-    ] = "builtin",
+        list[str] | None,
+        typer.Option(
+            help="Text; JSON lines, parquet or CSV of a known data set; a folder of either; or builtin, the default. "
+            "May be repeated."
+        ),
+    ] = None,
     column: Annotated[
         str | None, typer.Option(help="Key or column of --data that holds the texts, for other data sets.")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Write each text as a message, by the chat template of the target.")
+    ] = False,
     context: Annotated[
         str, typer.Option(help="Tokens of the prompts, such as 2k,8k; own: whole documents of any length.")
     ] = "2k",
@@ -74,7 +80,7 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the result file.")] = False,
     plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw PNGs.")] = True,
     as_json: options.Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also list the methods that are not run.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also list methods of the papers: run or not.")] = False,
     debug: options.Debug = False,
 ) -> None:
     """Measure drafts beside plain generate, our loop without a draft and prompt lookup.
@@ -99,7 +105,8 @@ def bench(
             target=target,
             drafts=draft or ["specattn"],
             assistant=assistant,
-            data=data,
+            data=data or [BUILTIN],
+            chat=chat,
             contexts=lengths("--context", context),
             batches=lengths("--batch", batch),
             dtypes=dtypes("--dtype", dtype),
@@ -111,9 +118,9 @@ def bench(
             lookup_tokens=lookup_tokens,
         )
         parse_sweeps(run.sweeps)
-        documents, layout = read_source(data, column)
+        documents, layout = read_sources(run.data, column)
         with session.quiet(progress_bars=not Path(target).is_dir()):
-            prompts = DocumentPrompts(session.load_tokenizer(target), documents)
+            prompts = DocumentPrompts(session.load_tokenizer(target), documents, chat)
             seconds = math.inf if minutes is None else minutes * 60
             file, interrupted = run.measure(prompts, layout, output, seconds, resume)
         _show(file, plots, as_json, verbose)
@@ -130,7 +137,8 @@ class Bench:
     target: str
     drafts: list[str]
     assistant: str | None
-    data: str
+    data: list[str]
+    chat: bool
     contexts: list[int]
     batches: list[int]
     dtypes: list[str]
@@ -206,8 +214,8 @@ class Bench:
             )
         if longest > document:
             raise CommandError(
-                f"--context {longest}: the longest document of --data {self.data} has {document} tokens. Use a "
-                f"shorter context, --context {OWN}, or longer documents."
+                f"--context {longest}: the longest document of --data {' '.join(self.data)} has {document} tokens. "
+                f"Use a shorter context, --context {OWN}, or longer documents."
             )
         if OWN_LENGTH in widths:
             prompts.own(1, limit - self.tokens)
@@ -218,7 +226,8 @@ class Bench:
         digest = hashlib.sha256()
         for part in (*prompts.bodies, *prompts.tails):
             digest.update(part.numpy().tobytes())
-        source = {"source": Path(without_folders(self.data)).name or self.data, "layout": layout}
+        names = [Path(without_folders(source)).name or source for source in self.data]
+        source = {"source": ", ".join(names), "layout": layout}
         return vars(self) | {
             "target": name_of(self.target),
             "drafts": [name_of(name) for name in self.drafts],
@@ -355,6 +364,7 @@ def _show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
             "rows": rows_of(records),
             "analyses": of_kind(records, "analysis"),
             "skipped": of_kind(records, "skipped"),
+            "run_by": RUN_BY,
             "not_run": NOT_RUN,
             "finished": bool(of_kind(records, "end")),
             "files": [str(path) for path in paths],

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..bench.calls import TokenClock
 from ..cli import CommandError, options
+from ..generation.gate import PLAIN, message_of
 from ..generation.stats import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
 from .output import PromptProgress
@@ -286,6 +287,8 @@ def generate(
                     )
                     Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
                 print(stats, file=sys.stderr)
+                if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
+                    print(message_of(stats.gate_decisions[-1]), file=sys.stderr)
             if html is not None:
                 html.write_text(page_of(session, text, steps or [], stats), encoding="utf-8")
     raise typer.Exit(options.INTERRUPTED if stats.interrupted else 0)

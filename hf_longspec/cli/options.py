@@ -21,7 +21,9 @@ DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
 
 Target = Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)]
 BY_NAME = ", ".join(weightless_drafts())
-Draft = Annotated[str, typer.Option(help=f"Hub id or folder of a draft, or one that needs no training: {BY_NAME}.")]
+Draft = Annotated[
+    str, typer.Option(help=f"Hub id or folder of a draft or a small model, or one that needs no training: {BY_NAME}.")
+]
 Prompt = Annotated[str | None, typer.Option(help="A text, instead of a file.", show_default=False)]
 Setting = Annotated[
     list[str] | None,

@@ -22,10 +22,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import CONFIG_NAME, logging
 
 from ..cli import CommandError, one_line
 from ..generation.target import TargetView
+from ..modeling.assistant.modeling_assistant import AssistantDraftModel
+from ..modeling.loading import refuse_missing_weights
 from ..modeling.register_draft import reader_of, weightless_drafts
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -157,15 +160,18 @@ def find_draft(name: str) -> None:
 
 
 def load_draft(name: str, model: PreTrainedModel) -> Any:
-    """A published draft for `model`.
+    """A published draft for `model`: one of this package, of another project, or an ordinary language model.
 
     Raises:
         CommandError: If it cannot be loaded, is no draft, or was made for another target.
     """
     find_draft(name)
     with loading(name, "draft"):
-        reader = reader_of(PreTrainedConfig.get_config_dict(name)[0])
-        if reader is not None:  # a checkpoint of another project
+        config = PreTrainedConfig.get_config_dict(name)[0]
+        reader: Any = reader_of(config)  # of checkpoints of other projects
+        if reader is None and config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            reader = AssistantDraftModel
+        if reader is not None:
             return reader.from_pretrained(name, target=model)
         draft, info = AutoModel.from_pretrained(name, dtype=model.dtype, output_loading_info=True)
         if not getattr(draft, "_is_longspec_draft", False):
@@ -176,15 +182,10 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
 
 
 def _refuse_other_weights(model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Refuse weights of another architecture: transformers initialises missing weights at random and continues."""
-    label = f"config.json says model_type={model.config.model_type!r}"
-    for kind in ("missing", "mismatched"):
-        if names := sorted(map(str, info.get(f"{kind}_keys") or ())):
-            raise ValueError(
-                f"{label}, and of the weights of a {type(model).__name__} {len(names)} are {kind} in its files, "
-                f"{names[0]} for one"
-            )
+    """Refuse weights of another architecture, and name those that are not used."""
+    refuse_missing_weights(model, info)
     if names := sorted(info.get("unexpected_keys") or ()):
+        label = f"config.json says model_type={model.config.model_type!r}"
         print(f"note: {label}, which has no use for {len(names)} weights, {names[0]} for one.", file=sys.stderr)
 
 

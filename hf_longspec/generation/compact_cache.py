@@ -3,7 +3,7 @@
 import torch
 from transformers.cache_utils import Cache
 
-from ..attention_backends.contexts import SparseContext
+from ..attention_backends.contexts import SparseContext, StepContext
 from .cache import Rows, SpeculativeCache, SpeculativeLayer
 from .draft_tree import DraftTree
 from .target import TargetView
@@ -66,8 +66,23 @@ class CompactCache(Cache):
             if source.is_initialized and layer.keys is not source.keys:
                 layer.place(source.keys, source.values)
 
+    def context(self, target: TargetView, positions: torch.Tensor) -> StepContext:
+        """Return the context of a drafting step at `positions` `(B, 1)`."""
+        used, dense = self.used.lengths.plus(1), self.dense_used.lengths.plus(1)
+        return SparseContext(used, positions, dense, dense_layers=self.dense_layers, windows=target.windows)
+
+    def advance(self) -> None:
+        """Count one drafted token that was written in every row."""
+        for rows in (self.used, self.dense_used):
+            rows.lengths = rows.lengths.plus(1)
+
     def step(
-        self, target: TargetView, token: torch.Tensor, max_length: int, with_hidden: bool = False
+        self,
+        target: TargetView,
+        token: torch.Tensor,
+        max_length: int,
+        with_hidden: bool = False,
+        fixed_shape: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the target on one token per row, which attends to the entries and to itself.
 
@@ -78,21 +93,20 @@ class CompactCache(Cache):
             token (`torch.LongTensor` of shape `(batch_size,)`): One token per row.
             max_length (`int`): Bound on positions; the token's true position is clamped below it.
             with_hidden (`bool`, *optional*, defaults to `False`): Whether to return the input of the final norm.
+            fixed_shape (`bool`, *optional*, defaults to `True`): Whether the step may run compiled or captured.
 
         Returns:
             `tuple`: Logits `(batch_size, vocab_size)`, and the input of the final norm `(batch_size, hidden_size)` if
             `with_hidden`, else `None`.
         """
         device = token.device
-        used, dense = self.used.lengths, self.dense_used.lengths
+        dense = self.dense_used.lengths
         position = dense.on(device)[:, None]
         if dense.longest >= max_length:
             position = position.clamp_max(max_length - 1)
-        context = SparseContext(
-            used.plus(1), position, dense.plus(1), dense_layers=self.dense_layers, windows=target.windows
-        )
+        context = self.context(target, position)
         mask = DraftTree.root_only(token).mask[:, None]
-        logits, hidden = target.step(token[:, None], position, self, mask, context, True, with_hidden)
+        logits, hidden = target.step(token[:, None], position, self, mask, context, fixed_shape, with_hidden)
         return logits[:, 0], None if hidden is None else hidden[:, 0]
 
 

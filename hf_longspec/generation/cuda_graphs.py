@@ -247,7 +247,8 @@ def state_of(model: torch.nn.Module) -> int:
     if isinstance(model, PreTrainedModel):
         state.append(model.config.to_json_string(use_diff=False))
         if getattr(model, "_is_longspec_draft", False):
-            state.append(model.generation_config.to_json_string())
+            draft: Any = model
+            state.append(repr([draft.setting(name) for name in draft.settings]))
     for module in model.modules():
         state += [id(module), id(getattr(module.forward, "__func__", module.forward))]
         for name, value in vars(module).items():

@@ -303,6 +303,7 @@ class Session:
             self.user_cache.update_from(self.cache)
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.draft_state_bytes = self.drafter.state_bytes
+        self.drafter.keep()
         self.stats.num_out_of_draft_vocabulary = self.draft.num_out_of_vocabulary(self.sequences.generated)
         self.stats.interrupted = self.sequences.interrupted
         logger.info("%s", self.stats)

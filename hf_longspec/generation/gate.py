@@ -7,13 +7,19 @@ token. All speeds are per growing row, so that rows that finish change nothing.
 
 [`GatedDrafter`] hides plain steps from the draft, and [`SpeculationGate`] decides step by step. [`ShadowDraft`]
 compares drafts that cost next to nothing with the tokens of plain steps, and [`TreeTuner`] several trees of one draft.
+
+A gate outlives its call: the next call of the same kind takes it, begins with the choice that was better, and goes on
+to measure. Trials then cost a share of the time of all calls, however short each of them is.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers.utils import logging
 
 from .draft_tree import DraftTree
@@ -102,6 +108,10 @@ class ShadowDraft:
         variance = sum((tokens - mean) ** 2 for tokens in self._recent) / (count - 1)
         return mean - (variance / count) ** 0.5 >= SHADOW_MARGIN * cost
 
+    def forget_text(self) -> None:
+        """Stop following a tree, as another text begins."""
+        self._rows, self._results = [], []
+
     def begin_trial(self) -> None:
         """Speculation is tried because it was suggested."""
         self._is_trial = True
@@ -166,6 +176,7 @@ class SpeculationGate:
         self._speedup_bound = speedup_bound
         self._plain = StepStatistics()
         self._verdict: str | None = None
+        self._known: str | None = None  # verdict of the call before, until this call has reported it
         self._steps = 0  # of the present phase
         self._started = 0.0
         self._now = 0.0  # seconds of all steps so far; time between steps is the caller's
@@ -176,6 +187,20 @@ class SpeculationGate:
     def tree(self) -> int:
         """Index of the tree that a step verifies if it speculates."""
         return self.tuner.tree
+
+    def rest(self) -> None:
+        """Drop what belongs to the call that ends, such as its cache, and keep what was measured."""
+        self._speedup_bound, self.clock = lambda: float("inf"), time.perf_counter
+        if self.shadow is not None:
+            self.shadow.forget_text()
+
+    def resume(self, speedup_bound: Callable[[], float], clock: Callable[[], float]) -> None:
+        """Begin another call of the same kind with the present choice, and with what was measured."""
+        self._speedup_bound, self.clock = speedup_bound, clock
+        self._known, self._verdict = self._verdict, None
+        self._steps = 0
+        self.tuner.begin()
+        self.tuner.fade()
 
     def speculates(self) -> bool:
         """Return whether the step that begins now speculates."""
@@ -216,10 +241,18 @@ class SpeculationGate:
             if self._steps > WARM_UP[PLAIN]:
                 self._plain.add(tokens, rows, seconds)
             verdict = self._after_plain(length)
+        if verdict is None and self._is_known():
+            verdict = self._known
+        self._known = None
         if verdict is None or verdict == self._verdict:
             return None
         self._verdict = verdict
         return self._decision(verdict, rows, length)
+
+    def _is_known(self) -> bool:
+        """Return whether the verdict of the call before is that of the present choice, with its measurements."""
+        is_same = self._known is not None and (self._known == PLAIN) == (self.choice == PLAIN)
+        return is_same and bool(self._plain.count) and (self.choice == PLAIN or bool(self.tuner.steps.count))
 
     def _decision(self, verdict: str, rows: int, length: int) -> GateDecision:
         plain, draft = rows * self._plain.speed, self.tuner.steps
@@ -316,8 +349,14 @@ class SharedGate:
 
 Gate = SpeculationGate | SharedGate
 
+# Gates that no call is using, by draft, target, and everything else that steps of a call depend on.
+_kept: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, SpeculationGate]]] = WeakKeyDictionary()
+_kept_lock = Lock()
+# Kinds of drafts of which a log message has reported that drafting is paused.
+_reported: set[str] = set()
 
-def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None) -> Gate | None:
+
+def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None, known: SpeculationGate | None = None) -> Gate | None:
     """Return the gate of one call; None if every step may speculate.
 
     Args:
@@ -325,10 +364,15 @@ def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None) -> Gate | None:
         drafter ([`Drafter`]): Of the call.
         ranks ([`Ranks`], *optional*): Processes that share the target. Without a gate if there are others besides, as
             where several copies of a sharded target run side by side: that was never tried.
+        known ([`SpeculationGate`], *optional*): The gate of an earlier call of the same kind.
     """
     if not wanted or drafter.num_nodes == 1 or (ranks is not None and not ranks.is_everyone):
         return None
-    shadow, clock = ShadowDraft() if drafter.can_shadow else None, drafter.binding.target.clock
+    clock = drafter.binding.target.clock
+    if known is not None:
+        known.resume(drafter.speedup_bound, clock)
+        return known
+    shadow = ShadowDraft() if drafter.can_shadow else None
     gate = SpeculationGate(drafter.trees, drafter.speedup_bound, shadow, clock)
     return gate if ranks is None else SharedGate(gate, ranks)
 
@@ -336,32 +380,39 @@ def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None) -> Gate | None:
 def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: Callable[[int], bool]) -> Drafter:
     """Return the drafter of `draft`, hidden from the steps that cannot or shall not speculate.
 
-    Decisions of the gate are added to `stats`. The first time that a draft does not pay, a warning is logged.
+    Decisions of the gate are added to `stats`. The first time that a kind of draft is paused, this is logged. A gate
+    that does not share its decisions with other processes is kept for the next call of its kind: the same draft,
+    settings, target, way to choose tokens, number of rows and power of two of tokens.
     """
+    target, binding = drafter.binding.target, drafter.binding
+    model, rule = target.model, binding.rule
+    place = model.device, model.dtype, model.config._attn_implementation, rule is not None and rule.do_sample
+    settings = tuple(repr(draft.setting(name)) for name in draft.settings)
+    kind = place, settings, binding.cache.batch_size, binding.max_length.bit_length(), drafter.trees
 
     def report(decision: GateDecision) -> None:
         stats.gate_decisions.append(decision)
-        if decision.choice == PLAIN and not draft.was_told_of_gate:
-            draft.was_told_of_gate = True
-            logger.warning(warning_of(decision))
+        if decision.choice == PLAIN and stats.method not in _reported:
+            _reported.add(stats.method)
+            logger.info(message_of(decision))
 
-    gate = gate_of(draft.setting("gate"), drafter, drafter.binding.target.ranks)
-    return GatedDrafter(drafter, gate, may_speculate, report)
+    def keep() -> None:
+        if isinstance(gate, SpeculationGate):
+            gate.rest()
+            with _kept_lock:
+                _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
+
+    with _kept_lock:
+        known = _kept.get(draft, {}).get(model, {}).pop(kind, None) if draft.setting("gate") else None
+    gate = gate_of(draft.setting("gate"), drafter, target.ranks, known)
+    return GatedDrafter(drafter, gate, may_speculate, report, keep)
 
 
-def warning_of(decision: GateDecision) -> str:
-    """Return the warning that speculation is switched off."""
-    against = (
-        f"against {decision.plain_tokens_per_second:.3g} tokens/s without drafting, after {decision.length} tokens"
-    )
+def message_of(decision: GateDecision) -> str:
+    """Return the line that says that drafting is paused."""
+    draft, plain = decision.draft_tokens_per_second, decision.plain_tokens_per_second
     if not decision.tau:
-        return (
-            f"speculation cannot pay here and is not tried for now: at most {decision.draft_tokens_per_second:.3g} "
-            f"tokens/s if every draft were accepted, {against}. It is tried when that has changed."
-        )
-    return (
-        f"speculation does not pay here and is switched off for now: {decision.draft_tokens_per_second:.3g} tokens/s "
-        f"at {decision.tau:.2f} tokens per verification, {against}. It is tried again now and then. Fewer drafted "
-        "tokens, a longer context or a draft that knows the text better may pay; draft.generation_config.gate = False "
-        "always speculates."
-    )
+        speeds = f"at most {draft:.3g} tokens/s if every draft were accepted, {plain:.3g} without"
+    else:
+        speeds = f"{draft:.3g} vs {plain:.3g} tokens/s"
+    return f"longspec: drafting paused, plain decoding is faster here ({speeds}); see docs/gate.md"

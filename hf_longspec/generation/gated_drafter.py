@@ -25,6 +25,7 @@ class GatedDrafter(Drafter):
             speculate.
         may_speculate (`Callable[[int], bool]`): Whether the target can verify a tree of this depth in the next step.
         report (`Callable[[GateDecision], None]`): Called with every new decision of the gate.
+        keep (`Callable[[], None]`, *optional*): Called when the text is complete, to keep the gate for another call.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class GatedDrafter(Drafter):
         gate: Any,
         may_speculate: Callable[[int], bool],
         report: Callable[[GateDecision], None],
+        keep: Callable[[], None] = lambda: None,
     ):
         super().__init__(inner.binding)
         self.inner = inner
@@ -40,6 +42,7 @@ class GatedDrafter(Drafter):
         self.num_nodes, self.max_depth = inner.num_nodes, inner.max_depth
         self._may_speculate = may_speculate
         self._report = report
+        self.keep = keep
         self._is_possible = self._is_open = self._was_open = True
         self._has_started = False
         self._prompts: Sequence[torch.Tensor] = ()

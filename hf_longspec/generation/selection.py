@@ -141,8 +141,3 @@ class SelectedCache(CompactCache):
         source, layer = self.cache.layers[layer_idx], self.layers[layer_idx]
         gather_entries(source.keys, slots, layer.keys)
         gather_entries(source.values, slots, layer.values)
-
-    def advance(self) -> None:
-        """Count one drafted token that was written in every row."""
-        for rows in (self.used, self.dense_used):
-            rows.lengths = rows.lengths.plus(1)

@@ -42,6 +42,11 @@ class StepStatistics:
         self._tokens: deque[float] = deque(maxlen=TOKENS_WINDOW)
         self._seconds: deque[float] = deque(maxlen=SECONDS_WINDOW)
 
+    def fade(self, steps: int) -> None:
+        """Keep the tokens of the last few steps only, so that those of another text soon outweigh them."""
+        self._tokens = deque(list(self._tokens)[-steps:], maxlen=TOKENS_WINDOW)
+        self.count = self.row_steps = len(self._tokens)
+
     def add(self, tokens: int, rows: int, seconds: float) -> None:
         """Count a step in which `rows` growing rows emitted `tokens` together."""
         self.count += 1
@@ -142,6 +147,12 @@ class TreeTuner:
         self.tree = self.best
         for arm in self.arms:
             arm.ran = False
+
+    def fade(self) -> None:
+        """Keep the last steps of every tree as evidence for another text."""
+        for arm in self.arms:
+            arm.steps.fade(CONFIRMING)
+            arm.closed_until = 0.0
 
     def restart(self) -> None:
         """Forget everything; begin with another tree than last time, if that one was tried."""

@@ -139,7 +139,7 @@ def render(draft: Any, card: Card, engine: str | None = None) -> str:
         repo=card.repo,
         settings=_settings(draft, card),
         acceptance=card.acceptance.strip() or NOT_MEASURED,
-        training="" if draft.weightless else f"## Training\n\n{_training(card)}\n\n",
+        training="" if draft.weightless and not card.training else f"## Training\n\n{_training(card)}\n\n",
         limits=_paragraphs(limits, card.limits, _license(card)),
     )
 

@@ -29,7 +29,8 @@ LEFT_OUT = (
 # Files of the copy, by the modules that are joined in them. The modules of a method, modeling/<method>/, become
 # <method>.py.
 FILES: dict[str, tuple[str, ...]] = {
-    "attention": tuple(f"attention_backends/{name}" for name in ("registry", "lengths", "merge", "contexts", "scores")),
+    "attention": tuple(f"attention_backends/{name}" for name in ("registry", "lengths", "merge", "contexts")),
+    "attention_scores": ("attention_backends/scores", "attention_backends/pages"),
     "attention_torch": ("attention_backends/torch_fused", "attention_backends/torch_backend"),
     "attention_interface": tuple(f"attention_backends/{name}" for name in ("differentiable", "interface", "beside")),
     "cache": ("generation/cache", "generation/user_cache", "generation/rotary", "generation/windowed_cache"),
@@ -41,13 +42,16 @@ FILES: dict[str, tuple[str, ...]] = {
         "generation/drafter",
         "generation/stats",
         "generation/beam_drafter",
+        "generation/self_drafter",
         "generation/gated_drafter",
         "generation/standins",
     ),
     "decoding": tuple(f"generation/{name}" for name in ("checks", "forward_check", "outputs", "decoding", "route")),
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),
     "ngrams": ("modeling/ngram/settings_ngram", "modeling/ngram/generation_ngram"),
-    "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "tree_choices", "base")),
+    "draft": tuple(
+        f"modeling/{name}" for name in ("configuration_base", "loading", "tree_choices", "base", "self_draft")
+    ),
 }
 
 # The pattern by which transformers finds the siblings of a file. It also matches inside strings.

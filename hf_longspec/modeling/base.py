@@ -69,7 +69,6 @@ class DraftModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         self.generation_config = GenerationConfig(**copy.deepcopy(self.settings))
         self.last_speculation: SpeculationStats | None = None
-        self.was_told_of_gate = False  # whether a log message has reported that speculation does not pay
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 # Arguments of `from_pretrained` that determine the source of files.
 HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}
@@ -55,6 +55,24 @@ def require_complete(path: Any, missing: Any, vocab_size: int) -> None:
         )
     if vocab_size < 1:
         raise ValueError(f"config.json in {path} has vocab_size={vocab_size}: expected the target's, at least 1.")
+
+
+def refuse_missing_weights(model: PreTrainedModel, info: Mapping[str, Any]) -> None:
+    """Refuse weights of another architecture: transformers initialises missing weights at random and continues.
+
+    Args:
+        model (`PreTrainedModel`): A model that was just loaded.
+        info (`Mapping[str, Any]`): The loading info that its `from_pretrained` returned.
+
+    Raises:
+        ValueError: With the first of the names.
+    """
+    for kind in ("missing", "mismatched"):
+        if names := sorted(map(str, info.get(f"{kind}_keys") or ())):
+            raise ValueError(
+                f"config.json says model_type={model.config.model_type!r}, and of the weights of a "
+                f"{type(model).__name__} {len(names)} are {kind} in its files, {names[0]} for one"
+            )
 
 
 def read_settings(draft: Any, path: Any, **hub: Any) -> None:

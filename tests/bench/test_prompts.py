@@ -16,6 +16,7 @@ from hf_longspec.bench.prompts import (
     Document,
     DocumentPrompts,
     read_source,
+    read_sources,
     window_starts,
 )
 
@@ -45,11 +46,20 @@ LINES = {
         "A: Hello.\nB: Bye.",
         "\n\nSummarize.\n",
     ),
-    "Spec-Bench": ({"question_id": 1, "category": "writing", "turns": ["First.", "Second."]}, "First.", ""),
+    "Spec-Bench and SPEED-Bench": (
+        {"question_id": 1, "category": "writing", "turns": ["First.", "Second."]},
+        "First.",
+        "",
+    ),
     "AIME": ({"id": 60, "problem": "Find x.", "answer": "4"}, "Find x.", ""),
     "CodeElo": (
         {"description": "Sort.", "input": "n", "output": "sorted", "interaction": "", "note": "None."},
         "Sort.\n\nInput\nn\n\nOutput\nsorted\n\nNote\nNone.",
+        "",
+    ),
+    "conversations": (
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]},
+        "Why?",
         "",
     ),
     "texts, such as PG-19": ({"short_book_title": "T", "text": "Once."}, "Once.", ""),
@@ -86,11 +96,17 @@ REFUSED = {
     ),
     "no turn": (
         '{"turns": ["x"]}\n{"turns": []}',
-        "line 2: its keys are those of Spec-Bench .* what they hold",
+        "line 2: its keys are those of Spec-Bench and .* what they hold",
     ),
     "no speaker": (
         '{"meeting_transcripts": ["Hello."]}',
         "line 1: its keys are those of QMSum .* what they hold",
+    ),
+    "no user": ('{"messages": [{"role": "system", "content": "x"}]}', "those of conversations .* what they hold"),
+    "no text": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "conversations .* what they hold"),
+    "a placeholder": (
+        '{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"]}',
+        "line 1: the text is a placeholder of SPEED-Bench, .*preparation script",
     ),
     "no object": ("[1]", "line 1: its keys are none, it is a list"),
     "no JSON": ('{"text": "x"}\n{"text"\n', "line 2: no JSON object"),
@@ -127,7 +143,7 @@ def test_folders_hold_texts_or_else_json_lines(tmp_path):
     write(tmp_path / "sets" / "t.jsonl", {"text": "T"})
     documents, layout = read_source(str(tmp_path / "sets"))
     assert [d.body for d in documents] == ["Q", "T"]
-    assert layout == "Spec-Bench and texts, such as PG-19"
+    assert layout == "Spec-Bench and SPEED-Bench and texts, such as PG-19"
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="no file there ends with"):
         read_source(str(tmp_path / "none"))
@@ -227,3 +243,56 @@ def test_tables_are_read_by_their_keys_or_by_a_column(suffix, tmp_path):
     ]
     with pytest.raises(ValueError, match=r"line 1: its keys are problem, answer, notes; expected column body"):
         read_source(path, "body")
+
+
+def test_turns_may_be_a_text_and_documents_have_the_category_of_their_data_set(tmp_path):
+    path = write(tmp_path / "speed.jsonl", {"turns": "One?", "category": "math"}, {"turns": ["Two?"], "category": 3})
+    assert [(d.body, d.category) for d in read_source(path)[0]] == [("One?", "math"), ("Two?", "")]
+    table = tmp_path / "speed.parquet"
+    Dataset.from_list([{"turns": ["One?", "More?"], "category": "math"}]).to_parquet(str(table))
+    assert [(d.body, d.category) for d in read_source(str(table))[0]] == [("One?", "math")]
+
+
+def test_several_sources_take_turns_and_name_documents_without_a_category(tmp_path):
+    first = write(tmp_path / "speed.jsonl", {"turns": "a", "category": "math"}, {"turns": "b"}, {"turns": "c"})
+    second = write(tmp_path / "books.jsonl", {"text": "d"})
+    documents, layout = read_sources([first, second])
+    assert [(d.body, d.category) for d in documents] == [("a", "math"), ("d", "books"), ("b", "speed"), ("c", "speed")]
+    assert layout == "Spec-Bench and SPEED-Bench and texts, such as PG-19"
+    assert [d.category for d in read_sources([second])[0]] == [""]
+
+
+class ChatTokenizer:
+    """A token per letter, and a template."""
+
+    chat_template = "given"
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def apply_chat_template(self, messages, **options):
+        assert options == {"tokenize": False, "add_generation_prompt": True}
+        return f"[{messages[0]['role']}]{messages[0]['content']}[model]"
+
+
+def test_a_chat_template_surrounds_every_prompt():
+    documents = [Document("a", "b" * 50, "?", "first"), Document("c", "d" * 40, "", "second")]
+    prompts = DocumentPrompts(ChatTokenizer(), documents, chat=True)
+    found = ["".join(map(chr, row.tolist())) for row in prompts.windows(40, 4)]
+    assert {len(text) for text in found} == {40}
+    assert all(text.startswith("[user]") and text.endswith("[model]") for text in found)
+    assert sum(text.endswith("?[model]") for text in found) == sum("b" in text for text in found) > 0
+    expected = ["first" if "b" in text else "second" for text in found]
+    assert prompts.categories_of(40, 4, 100) == expected and set(expected) == {"first", "second"}
+    whole = "".join(map(chr, prompts.own(1, 100)[0].tolist()))
+    assert whole == "[user]" + "b" * 50 + "?[model]" and prompts.categories_of(0, 1, 100) == ["first"]
+
+
+def test_tokenizers_without_a_usable_chat_template_are_refused():
+    class Shouting(ChatTokenizer):
+        def apply_chat_template(self, messages, **_):
+            return messages[0]["content"].upper()
+
+    for tokenizer, message in ((lambda text, **_: {"input_ids": []}, "no chat template"), (Shouting(), "writes")):
+        with pytest.raises(ValueError, match=f"--chat: .*{message}"):
+            DocumentPrompts(tokenizer, [Document("a", "b")], chat=True)

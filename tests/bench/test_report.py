@@ -1,15 +1,19 @@
 """Rows, tables and plots from the records of one measured matrix."""
 
+import re
 import statistics
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.plots import plot_all
-from hf_longspec.bench.report import BRIEF, by_depth, matrix_report, rows_of
+from hf_longspec.bench.report import BRIEF, RUN_BY, by_depth, matrix_report, rows_of
 from hf_longspec.bench.results import of_kind
+from hf_longspec.modeling.register_draft import weightless_drafts
 
+ROOT = Path(__file__).resolve().parents[2]
 PNG = b"\x89PNG\r\n\x1a\n"
 TWO_ROWS, WINDOW = "specattn, selection=two_rows", "specattn, selection=window"
 
@@ -97,8 +101,21 @@ def test_the_terminal_gets_eight_columns_and_no_list_of_what_is_not_run(records)
     assert widest == len(BRIEF) == 8
     assert "accepted at depth" in full and "accepted at depth 1" not in brief
     assert "## Not run" not in brief
-    for name in ("MagicDec", "EAGLE", "TriForce"):
+    for name in ("Medusa", "EAGLE", "TriForce"):
         assert f"- {name}" in full.partition("## Not run")[2]
+    assert "## Run by" not in brief and "MagicDec with Quest: `--draft quest`." in full
+
+
+def test_the_options_that_run_the_methods_of_the_papers_exist():
+    page, drafts = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8"), weightless_drafts()
+    for how in RUN_BY.values():
+        for command in re.findall("`([^`]+)`", how):
+            assert f"`{command}`" in page
+            words = command.split()
+            options = dict(zip(words[::2], words[1::2], strict=True))
+            name, setting = options.get("--draft", "FOLDER"), options.get("--sweep")
+            assert name == "FOLDER" or name in drafts
+            assert setting is None or setting.partition("=")[0] in drafts[name].settings
 
 
 def test_acceptance_by_depth_is_conditional():

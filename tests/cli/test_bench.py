@@ -18,7 +18,7 @@ from hf_longspec.testing import tiny_target
 CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
 TARGET, LONGSPEC = str(CARDS / "tiny-target"), str(CARDS / "tiny-longspec")
 TEXT = str(CARDS.parent / "README.md")
-SMALL = ["--target", TARGET, "--data", TEXT, "--context", "64", "--max-new-tokens", "8", "--repeats", "1", "--no-plots"]
+SMALL = ["--target", TARGET, "--context", "64", "--max-new-tokens", "8", "--repeats", "1", "--no-plots"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,8 @@ def here(tmp_path, monkeypatch):
 
 
 def invoke(*arguments):
-    return CliRunner().invoke(app, ["bench", *SMALL, *arguments])
+    data = [] if "--data" in arguments else ["--data", TEXT]
+    return CliRunner().invoke(app, ["bench", *SMALL, *data, *arguments])
 
 
 def run(*arguments):
@@ -71,6 +72,16 @@ def test_a_sweep_measures_every_point_and_the_terminal_shows_less_than_the_file(
     file = (here / "bench.md").read_text(encoding="utf-8")
     assert "share of floor |" in file and "share of floor |" not in result.stdout
     assert "## Not run" in file and "## Not run" in result.stdout
+
+
+def test_tau_by_category_of_several_data_sets(here):
+    (here / "first.jsonl").write_text(json.dumps({"turns": ["word " * 90], "category": "math"}), encoding="utf-8")
+    (here / "second.jsonl").write_text(json.dumps({"text": "other " * 90}), encoding="utf-8")
+    _, calls = run("--data", "first.jsonl", "--data", "second.jsonl", "--draft", "ngram", "--batch", "2")
+    call = next(call for call in calls if call["method"] == "ngram")
+    assert call["categories"] == ["math", "second"] and sum(call["row_steps"]) == call["steps"]
+    taus = [f"{call['tokens'] / 2 / steps:.2f}" for steps in call["row_steps"]]
+    assert f"| ngram | {taus[0]} | {taus[1]} |" in (here / "bench.md").read_text(encoding="utf-8")
 
 
 def test_decoding_and_context_are_swept_and_the_floor_is_bytes_over_bandwidth(here):
@@ -158,7 +169,6 @@ def model():
         (["--dtype", "int8"], "--dtype int8: expected auto"),
         (["--data", "absent.jsonl"], "no such file or folder"),
         (["--draft", "/absent"], "cannot load the draft"),
-        (["--draft", TARGET], "not a draft"),
         (["--draft", "ngram", "--draft", "ngram"], "two are called 'ngram'"),
         (["--assistant", "/absent"], "cannot load the assistant"),
         (["--sweep", "sparse_rate=1"], "no draft has such a setting"),

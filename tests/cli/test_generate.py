@@ -11,16 +11,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from hf_longspec import Eagle3DraftModel, NgramDraftModel, SpeculationStats
 from hf_longspec.bench.calls import TokenClock
 from hf_longspec.cli.generate import MAX_BARS, DraftedTextStreamer, StepText, html_page
+from hf_longspec.generation.gate import gate_of
 from tests.cli.conftest import run_command
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 NEW = 20
+TIED = "lm_head.weight"
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +64,42 @@ def test_the_text_is_that_of_plain_generate(command, tiny, expected, draft, way)
     result = command("generate", *arguments, input=text if way == "stdin" else None)
     assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
     assert "tau" in result.stderr and "drafted tokens accepted" in result.stderr
+
+
+def test_a_pause_of_drafting_is_one_line_of_the_summary(command, tiny, monkeypatch):
+    """A draft that cannot pay: its steps take a minute each on the clock of the gate."""
+    seconds = iter(range(0, 10**9, 60))
+
+    def slow(wanted, drafter, ranks, known=None):
+        gate = gate_of(wanted, drafter, ranks)
+        gate.clock = lambda: next(seconds) if gate.choice == "draft" else 0.0
+        return gate
+
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", slow)
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tiny.longspec, "--max-new-tokens", 40]
+    result = command(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("longspec: drafting paused, plain decoding is faster here") == 1
+
+
+def test_an_ordinary_small_model_is_recognised(command, tiny, target, expected, tmp_path):
+    """Two layers of the target, saved as transformers saves them, and then without one of their weights."""
+    _, tokenizer = target
+    small = AutoModelForCausalLM.from_pretrained(tiny.target, dtype=torch.float32, num_hidden_layers=1)
+    small.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", tmp_path, "--max-new-tokens", NEW]
+    result = command(*arguments, "--set", "window=16")
+    assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
+    assert "longspec_assistant: tau" in result.stderr
+    weights = small.state_dict()
+    del weights["model.norm.weight"]
+    save_file(
+        {name: value for name, value in weights.items() if name != "lm_head.weight"}, tmp_path / "model.safetensors"
+    )
+    result = command(*arguments)
+    assert result.exit_code == 2 and "model.norm.weight" in result.stderr, result.output
+    assert len(result.stderr.strip().splitlines()) == 1
 
 
 def test_an_eagle3_checkpoint_of_another_project_is_recognised(command, tiny, target, expected, tmp_path):

@@ -18,7 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
+from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.generation import decoding
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
@@ -205,6 +205,13 @@ class TestDistribution:
     def test_specattn_follows_the_target_distribution(self, model, acceptance, options):
         samples = self.draws(model, self.specattn(model, acceptance), options)
         assert max_z_score(samples, self.exact(model, options)) < MAX_SIGMA
+
+    @pytest.mark.parametrize("acceptance", ["rejection", "coupled"])
+    def test_quest_follows_the_target_distribution(self, model, acceptance):
+        settings = {"num_assistant_tokens": 2, "sparse_ratio": 0.3, "sparse_min_tokens": 5, "page_size": 3}
+        draft = QuestDraftModel.from_target(model, num_dense_layers=0, acceptance=acceptance, **settings)
+        options = {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.2}
+        assert max_z_score(self.draws(model, draft, options), self.exact(model, options)) < MAX_SIGMA
 
     @pytest.mark.parametrize("kind", ["longspec", "tokenswift"])
     def test_drafts_that_use_the_noise_follow_the_target_distribution(self, model, kind):

@@ -161,7 +161,7 @@ class TestCalls:
         """Return the shadow drafts of all calls of a test."""
         made = []
 
-        def make(wanted, drafter, ranks):
+        def make(wanted, drafter, ranks, known=None):
             gate = gate_of(wanted, drafter, ranks)
             slow_drafts(gate)
             if gate.shadow is not None:

@@ -233,20 +233,20 @@ def test_a_draft_of_another_dtype_is_copied_in_every_call(kind, llama, monkeypat
 
 
 def test_settings_that_change_between_calls_reach_the_graphs(llama, monkeypatch):
-    """They are no tensors, so a graph of before would not see them; `tune` sets this one."""
+    """A graph keeps the settings that it was captured with, so a changed one needs new graphs; `tune` changes them."""
     draft = random_eagle3_draft(llama, tree_widths=[9, 6])
-    histograms = []
-    with monkeypatch.context() as patch:
-        recorder = Recorder()
-        patch.setattr(captured, "capture", recorder)
-        patch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
-        for runner in (lambda *_: None, lambda _, *pair: captured.CapturedRunner(*pair[:2])):
-            patch.setattr("hf_longspec.generation.decoding.runner_of", runner)
-            for norm_output in (False, True):
-                draft.generation_config.norm_output = norm_output
-                generate(llama, draft, "off", new=40)
-                histograms.append(draft.last_speculation.acceptance_histogram)
-    assert histograms[0] != histograms[1] and histograms[2:] == histograms[:2]
+    recorder = Recorder()
+    monkeypatch.setattr(captured, "capture", recorder)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: recorder.inside)
+    monkeypatch.setattr(
+        "hf_longspec.generation.decoding.runner_of", lambda _, *pair: captured.CapturedRunner(*pair[:2])
+    )
+    captures = []
+    for norm_output in (False, False, False, True):  # the first call also turns off the gate
+        draft.generation_config.norm_output = norm_output
+        generate(llama, draft, "off")
+        captures.append(recorder.captures)
+    assert 0 < captures[1] == captures[2] < captures[3]
 
 
 def test_a_step_before_the_first_tokens_runs_as_it_is():

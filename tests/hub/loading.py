@@ -29,6 +29,7 @@ CLASSES = {
     "longspec_ngram": "NgramDraftModel",
     "longspec_assistant": "AssistantDraftModel",
     "longspec_token_recycling": "TokenRecyclingDraftModel",
+    "longspec_quest": "QuestDraftModel",
 }
 KINDS = tuple(CLASSES)
 MODES = ("absent", "package-first", "remote-first")

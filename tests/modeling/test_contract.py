@@ -24,13 +24,21 @@ SETTINGS = {
     "longspec": {"window": 8, "tree_widths": [6, 4]},
     # coupled: with rejection sampling the text has the target's distribution and not the plain loop's tokens
     "specattn": {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"},
+    "longspec_quest": {
+        "num_assistant_tokens": 3,
+        "sparse_ratio": 0.3,
+        "sparse_min_tokens": 6,
+        "page_size": 3,
+        "num_dense_layers": 0,
+        "acceptance": "coupled",
+    },
     "tokenswift": {"num_heads": 2, "tree_branching": [1, 3, 2]},
     "longspec_ngram": {"num_assistant_tokens": 4},
     # the target drafts for itself, on few tokens, so that every architecture is a draft as well
     "longspec_token_recycling": {"num_nodes": 8, "max_depth": 3},
     "longspec_assistant": {"num_assistant_tokens": 3, "window": 5, "sinks": 1},
 }
-REFUSED = {("longspec", "deepseek_v3"): "MLA"}
+REFUSED = {("longspec", "deepseek_v3"): "MLA", ("longspec_quest", "deepseek_v3"): "MLA"}
 FEW_TOKENS = {"vocab_size": 12}
 WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
 LENGTHS = (33, 3, 13)

@@ -104,7 +104,9 @@ def test_what_cannot_be_registered(register, config, model, options, message):
 
 def test_names_on_the_command_line():
     names = weightless_drafts()
-    assert set(names) == {"assistant", "ngram", "plain", "recycling", "specattn", "token_recycling", "vegas"}
+    assert set(names) == {
+        *("assistant", "magicdec", "ngram", "plain", "quest", "recycling", "specattn", "token_recycling", "vegas")
+    }
     assert names["ngram"] is NgramDraftModel and names["vegas"] is names["specattn"]
     assert LongSpecDraftModel not in names.values()
 

@@ -11,6 +11,7 @@ from hf_longspec import (
     LongSpecDraftModel,
     NgramDraftModel,
     PlainDraftModel,
+    QuestDraftModel,
     SpecAttnDraftModel,
     TokenSwiftDraftModel,
 )
@@ -20,7 +21,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
 
 E, L, N = Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
-S, T = SpecAttnDraftModel, TokenSwiftDraftModel
+Q, S, T = QuestDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ REFUSED = [
     (L, "ngram_candidates", -1, "ngram_candidates=-1: expected an integer of at least 0"),
     (S, "ngram_num_tokens", 0, "ngram_num_tokens=0: expected an integer of at least 1"),
     (S, "ngram_source", "all", "ngram_source='all'"),
-    (S, "selection", "quest", "selection='quest': this selection is called 'pages', since it is made once"),
+    (S, "selection", "quest", "selection='quest': this selection is called 'pages'.*QuestDraftModel"),
     (S, "selection", "best", "selection='best': expected one of two_rows, all_rows"),
     (S, "score", "probabilities", "score='probabilities': expected one of logits, weights"),
     (S, "granularity", "head", "granularity='head': expected one of layer, kv_head"),
@@ -64,6 +65,15 @@ REFUSED = [
     (S, "sparse_ration", 0.2, r"unknown settings \['sparse_ration'\].*sparse_ratio"),
     (S, "tree_choices", [0], "tree_choices: num_assistant_tokens=0: expected an integer of at l"),
     (S, "tree_choices", [[2]], r"num_assistant_tokens=\[2\]: expected an integer of at least 1"),
+    (Q, "num_assistant_tokens", 0, "num_assistant_tokens=0: expected an integer of at least 1"),
+    (Q, "page_size", 0, "page_size=0: expected an integer of at least 1"),
+    (Q, "page_size", 16.0, r"page_size=16\.0: expected an integer of at least 1"),
+    (Q, "num_dense_layers", -1, "num_dense_layers=-1: expected an integer of at least 0"),
+    (Q, "sparse_min_tokens", True, "sparse_min_tokens=True: expected an integer of at least 1"),
+    (Q, "sparse_ratio", "all", r"sparse_ratio='all': expected a number in \(0, 1\]"),
+    (Q, "acceptance", "typical", "acceptance='typical': expected one of rejection, coupled"),
+    (Q, "tree_choices", [0], "tree_choices: num_assistant_tokens=0: expected an integer of at l"),
+    (Q, "selection", "pages", r"unknown settings \['selection'\].*page_size"),
     (N, "num_assistant_tokens", 0, "num_assistant_tokens=0: expected an integer of at least 1"),
     (N, "ngram_candidates", 0, "ngram_candidates=0: expected an integer of at least 1"),
     (N, "ngram_candidates", 2.0, "ngram_candidates=2.0: expected an integer"),
@@ -122,13 +132,14 @@ def test_refused_facts_of_a_new_draft(model, cls, facts, message):
 
 
 def test_latent_caches():
-    """MLA has no heads of its own to select by, and none that LongSpec's cross-attention could read."""
+    """MLA has no heads of its own to select by or to cross-attend, and no pages of keys."""
     target = tiny_target("deepseek_v3")
     with pytest.raises(ValueError, match=r"kv_head.*MLA.*granularity='layer'"):
         S.from_target(target, granularity="kv_head")
     assert S.from_target(target).setting("granularity") == "layer"
-    with pytest.raises(ValueError, match=r"MLA.*SpecAttnDraftModel"):
-        L.from_target(target)
+    for cls in (L, Q):
+        with pytest.raises(ValueError, match=r"MLA.*SpecAttnDraftModel"):
+            cls.from_target(target)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ from hf_longspec import (
     AssistantDraftModel,
     NgramDraftModel,
     PlainDraftModel,
+    QuestDraftModel,
     SpecAttnDraftModel,
     TokenRecyclingDraftModel,
 )
 from hf_longspec.testing import random_eagle3_draft, random_longspec_draft, random_tokenswift_draft
 
 SPECATTN = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}
+QUEST = SPECATTN | {"sparse_ratio": 0.3, "page_size": 3, "num_dense_layers": 0}
 
 _MAKERS: dict[str, Any] = {
     "plain": PlainDraftModel.from_target,
@@ -36,6 +38,7 @@ KINDS = tuple(_MAKERS)
 _OTHERS: dict[str, Any] = {
     "eagle3": lambda target, **settings: random_eagle3_draft(target, **({"tree_widths": [12, 11]} | settings)),
     "recycling": TokenRecyclingDraftModel.from_target,
+    "quest": lambda target, **settings: QuestDraftModel.from_target(target, **(QUEST | settings)),
     # the target drafts for itself over a window
     "assistant": lambda target, **settings: AssistantDraftModel.from_target(
         target, **({"num_assistant_tokens": 3, "window": 16, "sinks": 2} | settings)

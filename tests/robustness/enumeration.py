@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "recycling": {},
     "assistant": {},
+    "quest": {},
 }
 DRAFTS: tuple[str, ...] = tuple(SETTINGS)
 

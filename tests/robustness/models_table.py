@@ -22,6 +22,7 @@ START, END = "<!-- models:start -->", "<!-- models:end -->"
 COLUMNS = {
     "n-grams": ("tree", "ngram", "recycling"),
     "SpecAttn": ("specattn",),
+    "Quest": ("quest",),
     "draft model": ("assistant",),
     "EAGLE-3": ("eagle3",),
     "LongSpec": ("longspec",),

@@ -11,7 +11,7 @@ from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import text_config
-from ..loading import HUB_KWARGS
+from ..loading import HUB_KWARGS, refuse_missing_weights
 from ..tree_choices import other_trees
 from .configuration_assistant import AssistantConfig
 from .generation_assistant import AssistantDrafter, AssistantSettings, Shape, size_of
@@ -105,7 +105,7 @@ class AssistantDraftModel(DraftModel):
                 `from_pretrained`, such as `dtype`, which are those of the model.
 
         Raises:
-            ValueError: If there is no target, or the two do not go together.
+            ValueError: If there is no target, weights are missing, or the two do not go together.
         """
         name, hub = str(pretrained_model_name_or_path), {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
         if target is not None:
@@ -120,8 +120,7 @@ class AssistantDraftModel(DraftModel):
                     "draft for."
                 )
             kwargs.pop("output_loading_info", None)
-            assistant = AutoModelForCausalLM.from_pretrained(name, *args, **kwargs)
-            return cls.from_model(_placed(assistant, target), target, **settings)
+            return cls.from_model(_loaded(name, target, *args, **kwargs), target, **settings)
         loaded = super().from_pretrained(name, *args, **kwargs)
         draft = loaded[0] if isinstance(loaded, tuple) else loaded
         draft.generation_config.update(**settings)
@@ -141,7 +140,7 @@ class AssistantDraftModel(DraftModel):
         if name == BESIDE:
             name, inner = source, "/".join(filter(None, [kwargs.get("subfolder"), WEIGHTS]))
             kwargs |= {"subfolder": inner}
-        self.assistant = _placed(AutoModelForCausalLM.from_pretrained(name, **kwargs), target)
+        self.assistant = _loaded(name, target, **kwargs)
         self._is_loaded = True
 
     def save_pretrained(
@@ -316,8 +315,14 @@ def _vocabulary(name: str) -> Any:
         return None
 
 
-def _placed(assistant: PreTrainedModel, target: PreTrainedModel | None) -> PreTrainedModel:
-    """Return the model in eval mode, on the device of the target unless its weights were distributed."""
+def _loaded(name: str, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> PreTrainedModel:
+    """Load a model in eval mode, on the device of the target unless its weights were distributed.
+
+    Raises:
+        ValueError: If weights are missing in its files.
+    """
+    assistant, info = AutoModelForCausalLM.from_pretrained(name, *args, output_loading_info=True, **kwargs)
+    refuse_missing_weights(assistant, info)
     if target is not None and getattr(assistant, "hf_device_map", None) is None:
         assistant = assistant.to(target.device)
     return assistant.eval()

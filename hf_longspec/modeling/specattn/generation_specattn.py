@@ -3,71 +3,19 @@
 SpecAttn (Vegas), https://huggingface.co/papers/2602.07223. One iteration drafts a chain with sparse attention over the
 selected entries and everything since the selection, verifies it with full attention, collects scores from two of the
 verification's query rows, and selects again. Positions stay the true ones.
-
-The speed-up bound follows from the bytes that a step reads. Each of gamma drafting steps reads all weights and a
-share of the keys and values. The verification reads all weights, keys and values once, and emits gamma + 1 tokens if
-every draft is accepted; plain steps would read everything once for each of these tokens. Every estimate errs in
-favour of speculation, so that no measured speed-up exceeds the bound.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
-from torch import nn
 
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, drafted_chain, independent_draws, named
+from ...generation.drafter import Binding, Verification, drafted_chain
 from ...generation.selection import SelectedCache, budget, select_top, select_window
-from ...generation.target import TargetView
-
-# Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
-# small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
-KV_FACTOR = 16
-
-
-def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
-    """Return an upper bound on the tokens per second of speculation, relative to plain steps.
-
-    Args:
-        gamma (`int`): Number of drafted tokens.
-        share (`float`): Share of the keys and values that a drafting step reads, from 0 to 1.
-        weights (`float`): Bytes of weights that a plain step reads.
-        kv (`float`): Bytes of keys and values that a plain step reads, all rows together.
-
-    >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0), speedup_bound(4, 1.0, 1.0, 1e9)
-    (1.0, 1.0)
-    >>> speedup_bound(gamma=4, share=0.0, weights=0.0, kv=1.0)
-    5.0
-    """
-    if not weights and not kv:
-        return float(gamma + 1)
-    kv *= KV_FACTOR
-    return (gamma + 1) * (weights + kv) / ((gamma + 1) * weights + kv * (1 + gamma * share))
-
-
-def weight_bytes(target: TargetView) -> int:
-    """Return a lower bound on the bytes of weights that every step reads in this process.
-
-    Only linear layers outside of experts count, since a step reads some of the experts only.
-    """
-    total = sum(
-        module.weight.numel() * module.weight.element_size()
-        for name, module in target.model.named_modules()
-        if isinstance(module, nn.Linear) and "expert" not in name
-    )
-    return total // (1 if target.ranks is None else target.ranks.size)
-
-
-def entry_bytes(layers: Sequence[Any]) -> int:
-    """Return the bytes of the keys and values of one token in the given layers of a cache."""
-    parts = [part for layer in layers for part in (layer.keys, layer.values)]
-    return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
-
+from ...generation.self_drafter import SelfDrafter
 
 # Query rows whose scores the verification collects, for each selection.
 CAPTURED_ROWS = {"two_rows": "two_rows", "all_rows": "all_rows", "last_accepted": "each_row", "pages": "two_rows"}
@@ -97,7 +45,7 @@ class SpecAttnSettings:
     acceptance: str
 
 
-class SpecAttnDrafter(Drafter):
+class SpecAttnDrafter(SelfDrafter):
     """Draft chains with the target itself on selected cache entries.
 
     Args:
@@ -107,37 +55,20 @@ class SpecAttnDrafter(Drafter):
     """
 
     def __init__(self, binding: Binding, settings: SpecAttnSettings, others: Sequence[int] = ()):
-        super().__init__(binding)
+        super().__init__(binding, [settings.num_assistant_tokens, *others], settings.acceptance)
         self.settings = settings
-        self.gammas = [settings.num_assistant_tokens, *others]
-        self.gamma = self.gammas[0]
-        self.num_nodes = max(self.gammas) + 1
-        self.max_depth = max(self.gammas)
         dense_layers = binding.target.sliding_layers
         shape = (binding.cache, dense_layers, self.max_depth)
         self.selected: SelectedCache = binding.part((SelectedCache, *shape), lambda: SelectedCache(*shape))
 
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the chains, one for each length."""
-        return named((gamma, gamma + 1, gamma) for gamma in self.gammas)
+    @property
+    def sparse_layers(self) -> Sequence[int]:
+        """Indices of the layers whose entries are selected."""
+        return self.selected.sparse_layers
 
-    def choose(self, tree: int) -> None:
-        """Propose chains of this index from now on."""
-        self.gamma = self.gammas[tree]
-
-    def speedup_bound(self) -> float:
-        """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
-        lengths = self.binding.cache.lengths.host
-        selected = [budget(length, self.settings.sparse_ratio, self.settings.sparse_min_tokens) for length in lengths]
-        share = sum(selected) / max(1, sum(lengths))
-        layers = [self.binding.cache.layers[index] for index in self.selected.sparse_layers]
-        return speedup_bound(self.max_depth, share, self._weight_bytes, entry_bytes(layers) * sum(lengths))
-
-    @cached_property
-    def _weight_bytes(self) -> int:
-        """Bytes of the target's weights, counted once per call."""
-        return weight_bytes(self.binding.target)
+    def num_selected(self, length: int) -> int:
+        """Return how many entries are selected of a prefix."""
+        return budget(length, self.settings.sparse_ratio, self.settings.sparse_min_tokens)
 
     @property
     def seed_tokens(self) -> int:
@@ -152,8 +83,7 @@ class SpecAttnDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`."""
         rule, limit = self.binding.rule, self.binding.max_length
-        is_drawn = self.settings.acceptance == "rejection"
-        draws = independent_draws(self.binding, root, self.gamma) if is_drawn else None
+        draws = self.draws(root)
         chain = self.binding.target.draft_chain(root, self.gamma, rule, self.selected, limit, draws)
         if chain is not None:
             return DraftTree.chain(chain[0], q=chain[1])
@@ -174,8 +104,7 @@ class SpecAttnDrafter(Drafter):
 
     def observe(self, verification: Verification) -> None:
         """Select the entries of the next phase: the best ones of the scored prefix, and all tokens committed since."""
-        prefix, settings = verification.prefix_lengths.host, self.settings
-        counts = [budget(length, settings.sparse_ratio, settings.sparse_min_tokens) for length in prefix]
+        counts = [self.num_selected(length) for length in verification.prefix_lengths.host]
         selected, capture = self.selected, verification.capture
         selected.begin(counts, verification.num_nodes.host)
         if capture is not None and capture.is_replayed and selected.sparse_layers:

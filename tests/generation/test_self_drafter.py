@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from benchmarks.floors import Machine, Roofline, shape_of
-from hf_longspec import SpecAttnDraftModel
+from hf_longspec import QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE, gate_of
+from hf_longspec.generation.self_drafter import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
 from hf_longspec.generation.target import TargetView
-from hf_longspec.modeling.specattn.generation_specattn import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
 from hf_longspec.testing import tiny_target
 
 
@@ -76,16 +76,19 @@ def gated(monkeypatch):
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
 
 
-def test_speculation_that_reads_the_whole_context_is_not_tried(plain_run, gated):
-    """Below `sparse_min_tokens` a drafting step reads the whole context."""
+@pytest.mark.parametrize("cls", [QuestDraftModel, SpecAttnDraftModel])
+def test_speculation_that_reads_the_whole_context_is_not_tried(cls, plain_run, gated):
+    """Below `sparse_min_tokens` a drafting step reads the whole context, in pages of one token too."""
     run = plain_run("llama", (21, 30), max_new_tokens=40, eos_token_id=None)
-    out = run.again(run.draft("specattn", sparse_min_tokens=256), return_dict_in_generate=True)
+    settings = {"page_size": 1, "num_dense_layers": 0} if cls is QuestDraftModel else {}
+    draft = cls.from_target(run.model, sparse_min_tokens=256, **settings)
+    out = run.again(draft, return_dict_in_generate=True)
     assert out.sequences.tolist() == run.sequences.tolist()
     assert out.speculation.num_spec_steps == 0 and out.speculation.num_plain_steps == 2 * 39
     (decision,) = out.speculation.gate_decisions
     assert (decision.choice, decision.tau) == (PLAIN, 0.0)
     assert decision.draft_tokens_per_second == pytest.approx(decision.plain_tokens_per_second)
-    again = run.draft("specattn", sparse_min_tokens=6)
+    again = cls.from_target(run.model, sparse_min_tokens=6, **settings)
     run.again(again)
     assert again.last_speculation.num_spec_steps > 0
 

@@ -1,0 +1,293 @@
+"""The report and the picture of `benchmarks/figure.py`: tau, cost and speed-up per system, and the papers' claims."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hf_longspec.bench.calls import HF, PLAIN
+from hf_longspec.bench.markdown import plus_minus, table
+from hf_longspec.bench.results import Record, of_kind
+from hf_longspec.bench.summaries import mean_interval
+
+NOTE = (
+    "tau: tokens per verification, the target's own included; mean over prompts with its 95 % interval. Cost: time of "
+    "an iteration in steps of the plain loop. Speed-ups: tokens per second from the first token to the last, over "
+    "those of the plain loop and of `generate` after the same prompt in the same turn; means over turns with 95 % "
+    "intervals. Prompts were read before. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per level. A "
+    "greedy text that is not that of `generate` is marked, and has no speed."
+)
+MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
+SPEEDS = (("cost", "cost"), ("to_plain", "x plain loop"), ("to_generate", "x `generate`"))
+Cell = tuple[str, int, int, str]
+
+
+def cells(records: Sequence[Record]) -> dict[Cell, dict[int, Record]]:
+    """Return the calls by (mode, batch, context, system) and by turn."""
+    found: dict[Cell, dict[int, Record]] = {}
+    for call in of_kind(records, "call"):
+        at = call["mode"], call["batch"], call["context"], call["system"]
+        found.setdefault(at, {})[call["turn"]] = call
+    return found
+
+
+def rows(records: Sequence[Record]) -> list[Record]:
+    """Return one row per cell: tau, cost and the speed-ups with their intervals."""
+    calls, found = cells(records), []
+    for (mode, batch, context, system), own in calls.items():
+        plain, stock = (calls.get((mode, batch, context, base), {}) for base in (PLAIN, HF))
+        wrong = mode == "greedy" and any(own[turn]["text"] != stock[turn]["text"] for turn in own.keys() & stock.keys())
+        row: Record = {"mode": mode, "batch": batch, "context": context, "system": system, "wrong": wrong}
+        row["tau"] = mean_interval([tau for call in own.values() for tau in call["taus"]], least=1.0)
+        row["draft_state_bytes"] = max(call["draft_state_bytes"] for call in own.values())
+        if not wrong:
+            row["cost"] = _paired(own, plain, lambda call: call["seconds"] * call["batch"] / call["steps"])
+            row["to_plain"] = _paired(own, plain, lambda call: call["tokens"] / call["seconds"])
+            row["to_generate"] = _paired(own, stock, lambda call: call["tokens"] / call["seconds"])
+        found.append(row)
+    return found
+
+
+def _paired(
+    own: Mapping[int, Record], base: Mapping[int, Record], value: Callable[[Record], float]
+) -> dict[str, float] | None:
+    turns = sorted(own.keys() & base.keys())
+    return mean_interval([value(own[turn]) / value(base[turn]) for turn in turns], least=0.0) if turns else None
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper about tau, as the relative difference between two measurements on the same prompts.
+
+    Args:
+        text (`str`): The claim.
+        paper (`str`): The figure of the paper.
+        one (`tuple[str, str]`): System, and `"first"` or `"last"` for the shortest or the longest context.
+        other (`tuple[str, str]`): What it is compared with.
+        expected (`int`): 1 if `one` has the larger tau by the claim, -1 if the smaller, 0 if neither.
+    """
+
+    text: str
+    paper: str
+    one: tuple[str, str]
+    other: tuple[str, str]
+    expected: int
+
+    # Largest relative difference that counts as none.
+    SAME = 0.05
+
+    def verdict(self, calls: Mapping[Cell, Mapping[int, Record]], mode: str) -> Record | None:
+        """Return the difference with its interval, and whether it agrees; `None` if one side was not measured."""
+        contexts = sorted({at[2] for at in calls if at[0] == mode and at[1] == 1})
+        if not contexts:
+            return None
+        places = {"first": contexts[0], "last": contexts[-1]}
+        sides = [calls.get((mode, 1, places[place], system), {}) for system, place in (self.one, self.other)]
+        turns = sorted(sides[0].keys() & sides[1].keys())
+        if len(turns) < 3:
+            return None
+        gaps = [sides[0][turn]["taus"][0] / sides[1][turn]["taus"][0] - 1 for turn in turns]
+        found = mean_interval(gaps)
+        low, high = found["low"], found["high"]
+        agrees = {1: low > 0, -1: high < 0, 0: max(abs(low), abs(high)) <= self.SAME}[self.expected]
+        refuted = {1: high < 0, -1: low > 0, 0: low > self.SAME or high < -self.SAME}[self.expected]
+        return {"gap": found, "verdict": "agrees" if agrees else "does not agree" if refuted else "cannot be told"}
+
+
+CLAIMS = (
+    Claim("LongSpec: tau does not fall with the context", "flat", ("LongSpec", "last"), ("LongSpec", "first"), 0),
+    Claim(
+        "EAGLE-3 that attends to all of a long context accepts less than with a window",
+        "falls beyond its training length",
+        ("EAGLE-3, all", "last"),
+        ("EAGLE-3, window", "last"),
+        -1,
+    ),
+    Claim(
+        "EAGLE-3 with a window: tau does not fall with the context",
+        "flat",
+        ("EAGLE-3, window", "last"),
+        ("EAGLE-3, window", "first"),
+        0,
+    ),
+    Claim(
+        "MagicDec: a small model with a window accepts as much as with all of the context",
+        "close",
+        ("small model, window", "last"),
+        ("small model", "last"),
+        0,
+    ),
+    Claim("SpecAttn accepts more than Quest", "more", ("SpecAttn", "last"), ("Quest", "last"), 1),
+    Claim(
+        "SpecAttn accepts more than a window (StreamingLLM)",
+        "more",
+        ("SpecAttn", "last"),
+        ("SpecAttn, window", "last"),
+        1,
+    ),
+    Claim(
+        "Two query rows select as well as all of them",
+        "within 1 %",
+        ("SpecAttn", "last"),
+        ("SpecAttn, all rows", "last"),
+        0,
+    ),
+    Claim(
+        "SpecAttn accepts more than a selection by the last accepted token (SpecExtend)",
+        "more",
+        ("SpecAttn", "last"),
+        ("SpecAttn, last accepted", "last"),
+        1,
+    ),
+)
+
+
+def claims(records: Sequence[Record]) -> str:
+    """Return a table of the claims that could be compared, with one line per mode."""
+    calls = cells(records)
+    found = [
+        {"claim": claim.text, "paper": claim.paper, "mode": mode, **verdict}
+        for claim in CLAIMS
+        for mode in MODES
+        if (verdict := claim.verdict(calls, mode)) is not None
+    ]
+
+    def gap(row: Record) -> str:
+        return f"{row['gap']['mean']:+.1%}, {row['gap']['low']:+.1%} to {row['gap']['high']:+.1%}"
+
+    columns = {"claim": "claim", "paper": "paper", "mode": "mode", "difference of tau, 95 % interval": gap}
+    return table(found, columns | {"verdict": "verdict"})
+
+
+def headline(records: Sequence[Record]) -> str:
+    """Return tau of all systems by context, one table per mode."""
+    found = [row for row in rows(records) if row["batch"] == 1 and row["system"] not in (HF, PLAIN)]
+    contexts = sorted({row["context"] for row in found})
+    parts = []
+    for mode, title in MODES.items():
+        of_system: dict[str, dict[int, Record]] = {}
+        for row in found:
+            if row["mode"] == mode:
+                of_system.setdefault(row["system"], {})[row["context"]] = row
+        columns: dict[str, Any] = {"draft": lambda line: line["system"]}
+        for context in contexts:
+            columns[f"tau at {context:,}"] = lambda line, context=context: _shown(line["own"].get(context), "tau")
+        for key, label in SPEEDS if contexts else ():
+            columns[f"{label} at {contexts[-1]:,}"] = lambda line, key=key: _shown(line["own"].get(contexts[-1]), key)
+        lines = [{"system": system, "own": own} for system, own in of_system.items()]
+        parts += [f"#### {title}\n\n{table(lines, columns)}"] if lines else []
+    return "\n\n".join(parts)
+
+
+def _shown(row: Record | None, key: str) -> str:
+    if row is None:
+        return ""
+    if row["wrong"]:
+        return "another text"
+    return "" if row.get(key) is None else f"{row[key]['mean']:.2f}{plus_minus(row[key])}"
+
+
+def tables(records: Sequence[Record]) -> list[str]:
+    """Return the report: tau and cost by context, throughput of batches, and the claims."""
+    parts = [headline(records)]
+    large = [row for row in rows(records) if row["batch"] > 1 and row["system"] not in (HF, PLAIN)]
+    columns: dict[str, Any] = {"mode": "mode", "batch": "batch", "context": "context", "draft": "system"}
+    for key, label in (("tau", "tau"), *SPEEDS[1:]):
+        columns[label] = lambda row, key=key: _shown(row, key)
+    if large:
+        parts.append(f"## Several rows together\n\n{table(large, columns)}")
+    return [*parts, f"## Claims of the papers\n\n{claims(records)}"]
+
+
+# Kinds of line in the picture, readable without colour: one dash pattern per family of drafts.
+FAMILIES = {
+    "LongSpec": ("#1b5e9b", "-"),
+    "EAGLE-3": ("#b3541e", "--"),
+    "small model": ("#2e7d4f", "-."),
+    "TokenSwift": ("#7b3fa0", "-"),
+    "SpecAttn": ("#a3243b", ":"),
+    "Quest": ("#555555", ":"),
+    "n-grams": ("#888888", "-"),
+    "Token Recycling": ("#888888", "--"),
+    "hf": ("#bbbbbb", "-"),
+}
+# Systems that the picture shows; the table shows all.
+SHOWN = (
+    "LongSpec, tree",
+    "LongSpec",
+    "EAGLE-3, window",
+    "EAGLE-3, all",
+    "small model",
+    "small model, window",
+    "TokenSwift",
+    "SpecAttn",
+    "Quest",
+    "n-grams",
+    "Token Recycling",
+    "hf assisted",
+)
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Write the picture: tau and the speed-up over the plain loop versus the context, one column of panels per mode."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = [row for row in rows(records) if row["batch"] == 1 and row["system"] in SHOWN and not row["wrong"]]
+    modes = [mode for mode in MODES if any(row["mode"] == mode for row in found)]
+    if not modes:
+        return
+    figure = Figure(figsize=(7.6 * len(modes), 10), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, len(modes), squeeze=False, sharex=True)
+    for column, mode in enumerate(modes):
+        for line, (key, label) in enumerate((("tau", "tau, tokens per verification"), ("to_plain", "x plain loop"))):
+            panel = panels[line][column]
+            of_mode = [row for row in found if row["mode"] == mode and row.get(key)]
+            _panel(panel, of_mode, key)
+            panel.set_ylabel(label)
+            if line == 0:
+                panel.set_title(MODES[mode])
+            else:
+                panel.axhline(1.0, color="black", linewidth=0.8)
+                panel.set_xlabel("tokens of context")
+    figure.savefig(path)
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+
+
+def _panel(panel: Any, found: Sequence[Record], key: str) -> None:
+    contexts = sorted({row["context"] for row in found})
+    ends = []
+    for system in SHOWN:
+        own = sorted((row for row in found if row["system"] == system), key=lambda row: row["context"])
+        if not own:
+            continue
+        colour, dashes = next(style for name, style in FAMILIES.items() if system.startswith(name))
+        places = [row["context"] for row in own]
+        panel.plot(places, [row[key]["mean"] for row in own], color=colour, linestyle=dashes, linewidth=1.8)
+        band = [row[key]["low"] for row in own], [row[key]["high"] for row in own]
+        panel.fill_between(places, *band, color=colour, alpha=0.1, linewidth=0)
+        ends.append((own[-1][key]["mean"], system, colour))
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(contexts, [f"{round(context / 1024)}K" for context in contexts])
+    panel.minorticks_off()
+    panel.set_ylim(bottom=0)
+    panel.set_xlim(contexts[0] / 1.1, contexts[-1] * max(2, (contexts[-1] / contexts[0]) ** 0.55))  # room for labels
+    panel.grid(axis="y", alpha=0.25)
+    for place, (value, system, colour) in zip(_apart([end[0] for end in ends], panel), ends, strict=True):
+        start, text = (contexts[-1], value), (contexts[-1] * 1.18, place)
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6}
+        panel.annotate(system, start, text, color=colour, fontsize=10, va="center", arrowprops=line)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def _apart(values: Sequence[float], panel: Any) -> list[float]:
+    """Return places for labels at these values, moved apart so that they do not overlap."""
+    gap = panel.get_ylim()[1] * 0.042
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    places = list(values)
+    for before, index in pairwise(order):
+        places[index] = max(places[index], places[before] + gap)
+    return places

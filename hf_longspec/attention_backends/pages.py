@@ -1,0 +1,208 @@
+"""Sparse attention to the best pages of a prefix, which every layer chooses by the query of the step itself.
+
+Quest, https://huggingface.co/papers/2406.10774. The prefix is divided into pages. [`KeyPages`] has the lowest and the
+highest value of every channel of the keys in a page, which bound the scores of the page's entries for any query.
+[`PageContext`] is the context of a step that reads the pages with the largest bounds, where they lie in the cache.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from .contexts import CallCounter, StepContext
+from .lengths import SeqLens
+from .merge import merge_attention_states
+from .registry import AttentionBackend
+from .scores import page_bounds, page_extremes
+
+# Pages whose keys are gathered at a time, so that a long prefix is not copied as a whole.
+PAGES_AT_ONCE = 256
+
+
+class KeyPages:
+    """The lowest and the highest key, channel by channel, of every full page in some layers.
+
+    Args:
+        page_size (`int`): Entries of a page.
+        num_sinks (`int`): Number of first entries whose pages are always chosen.
+
+    Attributes:
+        bounds (`dict[int, tuple[torch.Tensor, torch.Tensor]]`): Lowest and highest values `(B, K, P + 1, D)` by layer.
+            The last page takes writes that are not kept.
+        layout (`int`): Number of times that a tensor was replaced.
+    """
+
+    def __init__(self, page_size: int, num_sinks: int):
+        self.page_size = page_size
+        self.num_sink_pages = -(-num_sinks // page_size)
+        self.bounds: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.layout = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all bounds, `2 / page_size` of those of the keys."""
+        return sum(part.numel() * part.element_size() for pair in self.bounds.values() for part in pair)
+
+    def reserve(self, layer_idx: int, keys: torch.Tensor) -> None:
+        """Make room for the pages of a buffer `(B, K, capacity, D)`, and drop bounds for a buffer of another size."""
+        shape = *keys.shape[:2], keys.shape[2] // self.page_size + 1, keys.shape[3]
+        if layer_idx in self.bounds and self.bounds[layer_idx][0].shape == shape:
+            return
+        self.bounds[layer_idx] = keys.new_zeros(shape), keys.new_zeros(shape)
+        self.layout += 1
+
+    def update(self, layer_idx: int, keys: torch.Tensor, first: torch.Tensor, end: torch.Tensor, count: int) -> None:
+        """Compute the bounds of the pages from `first[b]` to before `end[b]`, at most `count` of each row.
+
+        Args:
+            layer_idx (`int`): Index of the layer.
+            keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Buffer of its keys.
+            first (`torch.LongTensor` of shape `(B,)`): First page of every row.
+            end (`torch.LongTensor` of shape `(B,)`): Page after the last one.
+            count (`int`): Largest number of pages of a row.
+        """
+        lowest, highest = self.bounds[layer_idx]
+        spare, last_slot = lowest.shape[2] - 1, keys.shape[2] - 1
+        within = torch.arange(self.page_size, device=keys.device)
+        for start in range(0, count, PAGES_AT_ONCE):
+            pages = first[:, None] + torch.arange(start, min(start + PAGES_AT_ONCE, count), device=keys.device)
+            slots = (pages[..., None] * self.page_size + within).flatten(1).clamp_max(last_slot)
+            found = page_extremes(_take(keys, slots[:, None]), self.page_size)
+            places = torch.where(pages < end[:, None], pages, spare)[:, None, :, None].expand_as(found[0])
+            lowest.scatter_(2, places, found[0])
+            highest.scatter_(2, places, found[1])
+
+
+class PageSizes(NamedTuple):
+    """Sizes of a step's tensors. Hashable, as they choose the graph.
+
+    Args:
+        pages (`int`): Pages that compete, at least the full pages of the longest row.
+        chosen (`int`): Pages that are chosen, at least those of the row with the most.
+        rest (`int`): Largest number of entries after the full pages.
+    """
+
+    pages: int
+    chosen: int
+    rest: int
+
+
+@dataclass
+class PageContext(StepContext):
+    """One drafting step, as the attention layers see it. Build a new context for every forward.
+
+    A layer with bounds attends to the pages with the largest bounds for the step's own query, those of the first
+    entries always among them, and to all entries after the last full page. Every KV head has its own pages. All other
+    layers attend to the whole cache, and so do those whose attention gets another number of KV heads than the cache.
+
+    Args:
+        lengths ([`SeqLens`]): Used slots of the cache, including the query's own.
+        positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions of the queries.
+        full (`torch.LongTensor` of shape `(B,)`): Number of full pages of every row.
+        chosen (`torch.LongTensor` of shape `(B,)`): Number of pages to choose in every row, at most `full`.
+        pages ([`KeyPages`]): Bounds of the pages.
+        sizes ([`PageSizes`]): Sizes of the tensors.
+        calls ([`CallCounter`], *optional*): Counts the layers that called.
+    """
+
+    full: torch.Tensor
+    chosen: torch.Tensor
+    pages: KeyPages
+    sizes: PageSizes
+    calls: CallCounter = field(default_factory=CallCounter)
+
+    def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
+        """Return positions and numbers of pages; the bounds with their layout, the sizes and the windows."""
+        return (self.positions, self.full, self.chosen), (self.pages, self.pages.layout, self.sizes, self.windows)
+
+    @classmethod
+    def in_graph(
+        cls,
+        changing: Sequence[torch.Tensor],
+        settings: tuple,
+        mask: torch.Tensor,
+        layers: Sequence[SeqLens],
+        keep: Any,
+    ) -> "PageContext":
+        """Return the context of a drafting step inside a graph; see [`StepContext`]."""
+        (pages, _, sizes, windows), (positions, full, chosen) = settings, changing
+        return cls(layers[0].plus(1), positions, full, chosen, pages, sizes, CallCounter(), windows=windows)
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the attention of the drafting queries in one layer; arguments as in [`TreeContext.attend`].
+
+        Args:
+            key (`torch.Tensor` of shape `(B, K, S, D)`): The cache.
+            value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
+            sliding_window (`int`, *optional*): Window of this layer; it applies to layers without bounds only.
+
+        Returns:
+            `torch.Tensor` of shape `(B, H, N, Dv)`.
+        """
+        self.calls.total += 1
+        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
+        bounds = self.pages.bounds.get(layer_idx)
+        # jetmoe repeats keys after it has cached them, in an order of its own
+        if bounds is not None and bounds[0].shape[1] == key.shape[1]:
+            slots, counts = self.slots(layer_idx, query)
+            state = backend.sparse_attention(query, key, value, slots, counts, **options)
+        else:
+            window = self.window_of(layer_idx, sliding_window)
+            options |= {"positions": self.positions, "sliding_window": window}
+            state = backend.prefix_attention(query, key, value, self.lengths, **options)
+        return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+
+    def slots(self, layer_idx: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose the entries that a layer attends to.
+
+        Args:
+            layer_idx (`int`): Index of the layer.
+            query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the step, which share the entries.
+
+        Returns:
+            `tuple`: Slots `(B, K, T)`, and how many of them every row uses, `(B,)`.
+        """
+        size, sizes = self.pages.page_size, self.sizes
+        if "entries" not in self._memo:
+            self._memo["entries"] = self._entries(query.device)
+        hidden, is_paged, rest, counts = self._memo["entries"]
+        scores = page_bounds(query, *(part[:, :, : sizes.pages] for part in self.pages.bounds[layer_idx]))
+        scores[..., : self.pages.num_sink_pages] = torch.inf
+        best = scores.masked_fill_(hidden, -torch.inf).topk(sizes.chosen, dim=-1).indices
+        paged = (best[..., None] * size + torch.arange(size, device=query.device)).flatten(2)
+        return torch.where(is_paged, torch.nn.functional.pad(paged, (0, sizes.rest)), rest), counts
+
+    def _entries(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return what all layers have in common.
+
+        Returns:
+            `tuple`: Which pages `(B, 1, P)` are not full; which of the T places `(B, 1, T)` hold entries of pages; the
+            slots `(B, 1, T)` at the other places; and how many places `(B,)` are used.
+        """
+        size, (pages, chosen, rest) = self.pages.page_size, self.sizes
+        full, taken = self.full[:, None, None], self.chosen[:, None, None] * size
+        lengths = self.lengths.on(device)
+        places = torch.arange(chosen * size + rest, device=device)
+        after = torch.minimum(full * size + (places - taken).clamp_min(0), lengths[:, None, None] - 1)
+        hidden = torch.arange(pages, device=device) >= full
+        return hidden, places < taken, after, lengths + (self.chosen - self.full) * size
+
+
+def _take(keys: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return `keys[b, h, slots[b, h]]` of `(B, K, S, D)` and `(B, 1 or K, n)`, as `(B, K, n, D)`."""
+    index = slots[..., None].expand(-1, keys.shape[1], -1, keys.shape[3])
+    return keys.gather(2, index)

@@ -1,0 +1,117 @@
+"""A drafter that runs the target itself on a part of its cache, and the speed-up that this can have at most.
+
+The speed-up bound follows from the bytes that a step reads. Each of gamma drafting steps reads all weights and a
+share of the keys and values. The verification reads all weights, keys and values once, and emits gamma + 1 tokens if
+every draft is accepted; plain steps would read everything once for each of these tokens. Every estimate errs in
+favour of speculation, so that no measured speed-up exceeds the bound.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from .drafter import Binding, Drafter, TreeShape, independent_draws, named
+from .target import TargetView
+
+# Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
+# small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
+KV_FACTOR = 16
+
+
+def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
+    """Return an upper bound on the tokens per second of speculation, relative to plain steps.
+
+    Args:
+        gamma (`int`): Number of drafted tokens.
+        share (`float`): Share of the keys and values that a drafting step reads, from 0 to 1.
+        weights (`float`): Bytes of weights that a plain step reads.
+        kv (`float`): Bytes of keys and values that a plain step reads, all rows together.
+
+    >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0), speedup_bound(4, 1.0, 1.0, 1e9)
+    (1.0, 1.0)
+    >>> speedup_bound(gamma=4, share=0.0, weights=0.0, kv=1.0)
+    5.0
+    """
+    if not weights and not kv:
+        return float(gamma + 1)
+    kv *= KV_FACTOR
+    return (gamma + 1) * (weights + kv) / ((gamma + 1) * weights + kv * (1 + gamma * share))
+
+
+def weight_bytes(target: TargetView) -> int:
+    """Return a lower bound on the bytes of weights that every step reads in this process.
+
+    Only linear layers outside of experts count, since a step reads some of the experts only.
+    """
+    total = sum(
+        module.weight.numel() * module.weight.element_size()
+        for name, module in target.model.named_modules()
+        if isinstance(module, nn.Linear) and "expert" not in name
+    )
+    return total // (1 if target.ranks is None else target.ranks.size)
+
+
+def entry_bytes(layers: Sequence[Any]) -> int:
+    """Return the bytes of the keys and values of one token in the given layers of a cache."""
+    parts = [part for layer in layers for part in (layer.keys, layer.values)]
+    return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
+
+
+class SelfDrafter(Drafter):
+    """Draft chains with the target itself on a part of its cache.
+
+    Subclasses implement `propose` and `observe`, and say which part of which layers a drafting step reads.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        gammas (`Sequence[int]`): Numbers of drafted tokens to choose from, the configured one first.
+        acceptance (`str`): When sampling, `rejection` or `coupled`.
+
+    Attributes:
+        gamma (`int`): Number of drafted tokens of the present chains.
+    """
+
+    def __init__(self, binding: Binding, gammas: Sequence[int], acceptance: str):
+        super().__init__(binding)
+        self.gammas = gammas
+        self.gamma = gammas[0]
+        self.num_nodes = max(gammas) + 1
+        self.max_depth = max(gammas)
+        self._is_drawn = acceptance == "rejection"
+
+    @property
+    def sparse_layers(self) -> Sequence[int]:
+        """Indices of the layers of which a drafting step reads a part only."""
+        raise NotImplementedError
+
+    def num_selected(self, length: int) -> int:
+        """Return how many of `length` committed tokens a drafting step reads in a sparse layer, or fewer."""
+        raise NotImplementedError
+
+    @cached_property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """Shapes of the chains, one for each length."""
+        return named((gamma, gamma + 1, gamma) for gamma in self.gammas)
+
+    def choose(self, tree: int) -> None:
+        """Propose chains of this index from now on."""
+        self.gamma = self.gammas[tree]
+
+    def speedup_bound(self) -> float:
+        """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
+        lengths = self.binding.cache.lengths.host
+        share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
+        layers = [self.binding.cache.layers[index] for index in self.sparse_layers]
+        return speedup_bound(self.max_depth, share, self._weight_bytes, entry_bytes(layers) * sum(lengths))
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        """Bytes of the target's weights, counted once per call."""
+        return weight_bytes(self.binding.target)
+
+    def draws(self, root: torch.Tensor) -> torch.Tensor | None:
+        """Return noise to draw the tokens after `root` `(batch,)` with; `None` if they are not drawn."""
+        return independent_draws(self.binding, root, self.gamma) if self._is_drawn else None

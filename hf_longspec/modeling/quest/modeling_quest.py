@@ -1,0 +1,44 @@
+"""QuestDraftModel: training-free self-speculation with query-aware sparse attention."""
+
+from dataclasses import fields
+from typing import Any, ClassVar
+
+from ...generation.drafter import Binding, Drafter
+from ...generation.target import TargetView
+from ..self_draft import SelfDraftModel
+from .configuration_quest import QuestConfig
+from .generation_quest import QuestDrafter, QuestSettings
+
+
+class QuestDraftModel(SelfDraftModel):
+    """Draft with the target model itself on the pages of its cache that fit the query of every step.
+
+    The draft has no weights. A published one consists of a config and the settings that were chosen for a target.
+
+    ```python
+    draft = QuestDraftModel.from_target(target, num_assistant_tokens=6, sparse_ratio=0.1)
+    target.generate(**inputs, assistant_model=draft)
+    ```
+
+    Sources: the selection is that of Quest, https://huggingface.co/papers/2406.10774; drafting with it is a draft of
+    MagicDec, https://huggingface.co/papers/2408.11049.
+    """
+
+    config_class = QuestConfig
+    settings: ClassVar[dict[str, Any]] = SelfDraftModel.settings | {"page_size": 16, "num_dense_layers": 2}
+
+    def make_drafter(self, binding: Binding) -> Drafter:
+        """Return a drafter with the present settings."""
+        settings = QuestSettings(**{field.name: self.setting(field.name) for field in fields(QuestSettings)})
+        return QuestDrafter(binding, settings, self.gammas()[1:])
+
+    def check_settings(self, target: TargetView) -> None:
+        """Refuse unknown choices, numbers out of range, and targets without keys of their own."""
+        if target.has_latent_cache:
+            raise ValueError(
+                "this target caches one latent for all heads (MLA) and computes the keys from it in every step, so "
+                "there are no pages of keys to choose from. Use SpecAttnDraftModel, or another draft."
+            )
+        super().check_settings(target)
+        for name, least in (("page_size", 1), ("num_dense_layers", 0)):
+            self.check_number(name, least)

@@ -1,0 +1,152 @@
+"""Bounds of pages and the choice among them, against loops over single keys."""
+
+import pytest
+import torch
+
+from hf_longspec.attention_backends.lengths import SeqLens
+from hf_longspec.attention_backends.pages import KeyPages, PageContext, PageSizes
+from hf_longspec.attention_backends.reference import REFERENCE_BACKEND
+from hf_longspec.attention_backends.scores import page_bounds, page_extremes
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
+from tests.attention_backends.oracle import SCALING, assert_within_budget, double_loop, plain_attention
+from tests.pairwise import pairwise
+
+# sums of 7 products in float32, in another order
+TOLERANCE = 1e-5
+BATCH, KV_HEADS, SIZE = 2, 3, 7
+BACKENDS = {"reference": REFERENCE_BACKEND, "torch": TORCH_BACKEND, "triton": TRITON_BACKEND}
+
+
+def random_case(length, groups, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    query = torch.randn(BATCH, KV_HEADS * groups, 1, SIZE, generator=generator)
+    key, value = (torch.randn(BATCH, KV_HEADS, length, size, generator=generator) for size in (SIZE, 5))
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+def bounds_by_loops(query, keys, page_size):
+    """Return the largest sum of channels that each page could have, `[B][K][P]`, in Python floats."""
+    groups, found = query.shape[1] // keys.shape[1], []
+    for row_query, row_keys in zip(query.tolist(), keys.tolist(), strict=True):
+        found.append([])
+        for head, of_head in enumerate(row_keys):
+            found[-1].append([])
+            for start in range(0, len(of_head), page_size):
+                page = of_head[start : start + page_size]
+                sums = []
+                for group in range(groups):
+                    (q,) = row_query[head * groups + group]
+                    sums.append(sum(max(x * k[channel] for k in page) for channel, x in enumerate(q)))
+                found[-1][-1].append(max(sums))
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize(
+    ("length", "page_size", "groups", "dtype"),
+    pairwise((1, 16, 35), (1, 3, 16, 40), (1, 2, 5), (torch.float32, torch.bfloat16)),
+)
+def test_bounds(length, page_size, groups, dtype):
+    """They are those of loops over all keys, and no key of a page scores higher with any query of its group."""
+    query, keys, _ = random_case(length, groups, dtype)
+    lowest, highest = page_extremes(keys, page_size)
+    found = page_bounds(query, lowest, highest)
+    torch.testing.assert_close(found, bounds_by_loops(query, keys, page_size), rtol=0, atol=TOLERANCE)
+    scores = query.float() @ keys.float().repeat_interleave(groups, 1).transpose(2, 3)  # [B, H, 1, S]
+    of_entries = found.repeat_interleave(page_size, 2)[..., :length].repeat_interleave(groups, 1)
+    assert (scores.squeeze(2) <= of_entries + TOLERANCE).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_bounds_that_grow_are_those_of_all_keys(page_size, monkeypatch):
+    """Rows grow by different numbers of tokens; one of them is cut and goes on with other keys."""
+    monkeypatch.setattr("hf_longspec.attention_backends.pages.PAGES_AT_ONCE", 2)
+    generator = torch.Generator().manual_seed(3)
+    capacity, pages = 100, KeyPages(page_size, num_sinks=4)
+    keys = torch.full((BATCH, KV_HEADS, capacity, SIZE), torch.nan)
+    pages.reserve(0, keys)
+    full, layout = [0, 0], pages.layout
+    for lengths in ([37, 2], [38, 5], [54, 6], [20, 40], [55, 40], [100, 99]):
+        first = [min(known, length // page_size) for known, length in zip(full, lengths, strict=True)]
+        for row, start in enumerate(first):
+            new = slice(start * page_size, lengths[row])
+            keys[row, :, new] = torch.randn(keys[row, :, new].shape, generator=generator)
+        full = [length // page_size for length in lengths]
+        count = max(end - start for start, end in zip(first, full, strict=True))
+        pages.reserve(0, keys)
+        pages.update(0, keys, torch.tensor(first), torch.tensor(full), count)
+        for row, end in enumerate(full):
+            for page in range(end):
+                entries = keys[row, :, page * page_size : (page + 1) * page_size].tolist()
+                for head, of_head in enumerate(entries):
+                    columns = list(zip(*of_head, strict=True))
+                    assert pages.bounds[0][0][row, head, page].tolist() == list(map(min, columns))
+                    assert pages.bounds[0][1][row, head, page].tolist() == list(map(max, columns))
+    assert pages.layout == layout
+    assert pages.nbytes == 2 * 4 * BATCH * KV_HEADS * (capacity // page_size + 1) * SIZE
+
+
+def chosen_by_loops(query, keys, lengths, prefixes, chosen, page_size, num_sinks):
+    """Return the slots that every row and KV head attends to, as sets."""
+    bounds, found = bounds_by_loops(query, keys, page_size).tolist(), []
+    for row, length in enumerate(lengths):
+        full = prefixes[row] // page_size
+        first = [page for page in range(full) if page * page_size < num_sinks]
+        found.append([])
+        for of_head in bounds[row]:
+            others = sorted(set(range(full)) - set(first), key=lambda page: -of_head[page])
+            best = (first + others)[: chosen[row]]
+            slots = {page * page_size + k for page in best for k in range(page_size)}
+            found[-1].append(slots | set(range(full * page_size, length)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "groups", "prefixes", "spare"),
+    pairwise(tuple(BACKENDS), (1, 3, 8, 16), (1, 2), ((61, 17), (48, 48), (5, 0)), (0, 2)),
+)
+def test_a_step(name, page_size, groups, prefixes, spare, request):
+    """Attention to the entries that loops choose. Sizes may be larger than needed, and unused slots hold NaN."""
+    backend = BACKENDS[name]
+    if name == "triton":
+        request.getfixturevalue("kernel_device")
+    drafted, num_sinks = 2, 4
+    lengths = [prefix + drafted for prefix in prefixes]
+    query, key, value = random_case(80, groups, seed=page_size)
+    for row, length in enumerate(lengths):
+        key[row, :, length:] = value[row, :, length:] = torch.nan
+    pages = KeyPages(page_size, num_sinks)
+    pages.reserve(4, key)
+    full = [prefix // page_size for prefix in prefixes]
+    chosen = [min(end, max(-(-num_sinks // page_size), end // 2)) for end in full]
+    pages.update(4, key, torch.zeros(2, dtype=torch.long), torch.tensor(full), max(full))
+    most = key.shape[2] // page_size
+    sizes = PageSizes(min(most, max(full) + spare), min(most, max(full) + spare, max(chosen) + spare), page_size + 1)
+    positions = torch.tensor(lengths)[:, None] - 1
+    context = PageContext(SeqLens(lengths), positions, torch.tensor(full), torch.tensor(chosen), pages, sizes)
+
+    slots, counts = context.slots(4, query)
+    known = key.nan_to_num(0.0)
+    expected = chosen_by_loops(query, known, lengths, prefixes, chosen, page_size, num_sinks)
+    visible = torch.zeros(*query.shape[:3], key.shape[2], dtype=torch.bool)
+    for row, heads in enumerate(expected):
+        for head, entries in enumerate(heads):
+            used = slots.expand(-1, KV_HEADS, -1)[row, head, : counts[row]].tolist()
+            assert len(used) == len(set(used)) and set(used) == entries
+            visible[row, head * groups : (head + 1) * groups, :, list(entries)] = True
+    out = context.attend(backend, 4, query, key, value, scaling=SCALING)
+    exact = double_loop(query, known, value.nan_to_num(0.0), visible, scaling=SCALING)
+    plain = plain_attention(query, known, value.nan_to_num(0.0), visible, scaling=SCALING)
+    assert_within_budget((out, exact[1].float()), exact, plain)
+
+    # layers without bounds, and with bounds of other heads than their attention gets, attend to everything
+    pages.reserve(6, key[:, :1])
+    places, ends = torch.arange(key.shape[2]), torch.tensor(lengths)[:, None]
+    for layer, window in ((5, 9), (6, None)):
+        out = context.attend(backend, layer, query, key, value, scaling=SCALING, sliding_window=window)
+        near = (places < ends) & (places >= ends - (window or 80))
+        seen = near[:, None, None].expand_as(visible)
+        exact = double_loop(query, known, value.nan_to_num(0.0), seen, scaling=SCALING)
+        plain = plain_attention(query, known, value.nan_to_num(0.0), seen, scaling=SCALING)
+        assert_within_budget((out, exact[1].float()), exact, plain)
+    assert context.calls.total == 3

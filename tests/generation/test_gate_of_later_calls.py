@@ -1,0 +1,165 @@
+"""The gate of the second call and of those after it: what it begins with, what it loses, and what it keeps alive."""
+
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_longspec.generation import gate as module
+from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate, gate_of
+from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
+from tests.generation.made_up_machine import Machine, always, geometric
+
+CALLS, TOKENS, COST = 50, 100, 1.6
+
+
+def run_call(machine):
+    """Run one call, and return its seconds and tokens."""
+    started, machine.emitted, machine.length, machine.resting = machine.now, 0, 1024, False
+    machine.run(TOKENS)
+    machine.gate.rest()
+    machine.gate.resume(lambda: float("inf"), lambda: machine.now)
+    return machine.now - started, machine.emitted
+
+
+@pytest.mark.parametrize(("rate", "best"), [(0.85, DRAFT), (0.02, PLAIN)])
+def test_short_calls_lose_at_most_two_per_cent_from_the_third_on(rate, best):
+    """Against the better of two ways: all plain, or all with the tokens that drafting steps emitted here."""
+    drafted = []
+    accepted = geometric(rate)
+    machine = Machine(always(COST), lambda own: drafted.append(accepted(own)) or drafted[-1])
+    calls = [run_call(machine) for _ in range(CALLS)]
+    seconds, tokens = (sum(values) for values in zip(*calls[2:], strict=True))
+    per_token = {DRAFT: COST * len(drafted) / sum(drafted), PLAIN: 1.0}
+    assert min(per_token, key=per_token.get) == best
+    assert seconds / tokens <= 1.02 * per_token[best]
+    assert calls[0][0] > calls[-1][0]  # the first call pays for its measurements
+
+
+def test_a_draft_that_gets_worse_is_paused_and_one_that_gets_better_is_tried():
+    """Calls on texts of another kind: what was right before is refuted by measurement."""
+    quality = SimpleNamespace(rate=0.9)
+    machine = Machine(always(COST), lambda own: geometric(quality.rate)(own))
+    for rate, best in ((0.9, DRAFT), (0.02, PLAIN), (0.9, DRAFT)):
+        quality.rate = rate
+        for _ in range(CALLS):
+            machine.choices.clear()
+            run_call(machine)
+        assert machine.choices.count(best) >= 0.9 * len(machine.choices)
+
+
+class Clock:
+    """Plain steps take a second and drafting ones ten."""
+
+    def __init__(self):
+        self.gate, self.now, self.calls = None, 0.0, 0
+
+    def __call__(self):
+        self.calls += 1
+        self.now += (1.0 if self.gate.choice == PLAIN else 10.0) if self.calls % 2 == 0 else 0.0
+        return self.now
+
+
+@pytest.fixture
+def gates(monkeypatch):
+    """The gates of all calls, on a simulated clock."""
+    made = []
+
+    def make(wanted, drafter, ranks, known=None):
+        gate = gate_of(wanted, drafter, ranks, known)
+        clock = Clock()
+        clock.gate, gate.clock = gate, clock
+        made.append((gate, known))
+        return gate
+
+    monkeypatch.setattr(module, "gate_of", make)
+    return made
+
+
+def useless(model):
+    """A draft whose tokens are noise."""
+    draft = RandomTreeDraftModel.from_target(model)
+    draft.num_nodes, draft.luck = 5, 0.0
+    return draft
+
+
+def generate(model, draft, lengths=(21,), **options):
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    torch.manual_seed(1)
+    how = {"max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0, "do_sample": False} | options
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **how)
+
+
+def test_the_second_call_begins_with_the_better_choice(gates):
+    model = tiny_target("llama")
+    draft = useless(model)
+    expected = generate(model, None)
+    assert torch.equal(generate(model, draft), expected)
+    first = draft.last_speculation
+    assert first.num_spec_steps > 0 and first.gate_decisions[-1].choice == PLAIN
+    assert torch.equal(generate(model, draft), expected)
+    second = draft.last_speculation
+    assert second.num_spec_steps == 0 and second.num_plain_steps == 59
+    assert [decision.choice for decision in second.gate_decisions] == [PLAIN]
+    assert gates[1][1] is gates[0][0]
+
+
+def test_a_call_of_another_kind_has_a_gate_of_its_own(gates):
+    model = tiny_target("llama")
+    draft = useless(model)
+    generate(model, draft)
+    others = ({"lengths": (21, 9)}, {"do_sample": True}, {"max_new_tokens": 300})
+    for options in others:
+        generate(model, draft, **options)
+    draft.num_nodes = 6
+    generate(model, draft)
+    generate(tiny_target("llama"), draft)
+    assert [known for _, known in gates] == [None] * 6
+    draft.num_nodes = 5
+    generate(model, draft)
+    assert gates[-1][1] is gates[0][0]
+
+
+def test_a_kept_gate_keeps_neither_the_cache_nor_the_draft(monkeypatch):
+    model = tiny_target("llama")
+    draft = useless(model)
+    caches = []
+    make = type(draft).make_drafter
+
+    def watched(self, binding):
+        caches.append(weakref.ref(binding.cache))
+        return make(self, binding)
+
+    monkeypatch.setattr(type(draft), "make_drafter", watched)
+    generate(model, draft)
+    draft.verifications.clear()
+    gc.collect()
+    assert len(caches) == 1 and caches[0]() is None
+    (kept,) = module._kept[draft][model].values()
+    assert type(kept) is SpeculationGate
+    reference = weakref.ref(draft)
+    del draft, kept
+    gc.collect()
+    assert reference() is None
+
+
+def test_two_calls_at_a_time_do_not_share_a_gate(gates):
+    """The second call begins while the first one is running."""
+    model = tiny_target("llama")
+    draft = useless(model)
+    values, inner = [], []
+
+    class Streamer:
+        def put(self, value):
+            values.append(value)
+            if len(values) == 3:  # the prompt came first, before the call had a gate
+                inner.append(generate(model, draft))
+
+        def end(self):
+            pass
+
+    outer = generate(model, draft, streamer=Streamer())
+    assert torch.equal(outer, inner[0])
+    assert len({id(gate) for gate, _ in gates}) == 2 and [known for _, known in gates] == [None, None]

@@ -1,0 +1,267 @@
+"""Quest against what follows from its definition: loops over the cache choose what a step reads, at every step anew."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from math import ceil
+
+import pytest
+import torch
+
+from hf_longspec import QuestDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec.attention_backends.pages import KeyPages, PageContext
+from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling.quest.generation_quest import QuestDrafter
+from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.generation.tiny_models import ATTENTION
+
+pytestmark = pytest.mark.usefixtures("every_step_speculates")
+
+PREFIXED = [name for name in ATTENTION if name != "deepseek_v3"]  # refused: MLA
+LENGTHS = (57, 3, 39)
+NEW_TOKENS, GAMMA, SINKS = 22, 4, 4
+SPARSE = {"sparse_ratio": 0.3, "sparse_min_tokens": 7, "page_size": 3, "num_dense_layers": 0}
+# logits of one token over a cache against those of a whole forward, in float32
+LOGIT_TOLERANCE = 1e-5
+
+
+def generate(model, draft, lengths=LENGTHS, **options):
+    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
+    fixed = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **(fixed | options))
+
+
+@pytest.mark.parametrize("name", PREFIXED)
+def test_reading_everything_drafts_like_the_target(name):
+    """With every page chosen the draft is the target: all drafts are accepted, up to the last, cut iteration."""
+    model = tiny_target(name)
+    draft = QuestDraftModel.from_target(
+        model, sparse_ratio=1.0, sparse_min_tokens=1, page_size=5, num_dense_layers=0, num_assistant_tokens=GAMMA
+    )
+    out = generate(model, draft, return_dict_in_generate=True)
+    whole, cut = divmod(NEW_TOKENS - 1, GAMMA + 1)
+    expected = [0] * (GAMMA + 1)
+    expected[GAMMA] = whole * len(LENGTHS)
+    expected[cut - 1] += len(LENGTHS)
+    assert out.speculation.acceptance_histogram == expected
+
+
+@contextmanager
+def drafting(patch):
+    """Yield a list that gets the tokens and the logits of every drafting step."""
+    steps, step = [], QuestDrafter._draft_step
+
+    def noted(self, token):
+        logits = step(self, token)
+        steps.append((token.clone(), logits.clone()))
+        return logits
+
+    with patch.context() as patched:
+        patched.setattr(QuestDrafter, "_draft_step", noted)
+        yield steps
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@torch.no_grad()
+def test_logits_of_a_step_that_reads_everything(name, monkeypatch):
+    """They are those of a plain forward over text and drafted tokens."""
+    model = tiny_target(name)
+    draft = QuestDraftModel.from_target(model, sparse_ratio=1.0, page_size=5, num_dense_layers=0)
+    with drafting(monkeypatch) as steps:
+        text = generate(model, draft, (33,))
+    place, seen = 33, 0  # root of the first phase
+    for token, logits in steps:
+        assert token.tolist() == [text[0, place]]  # everything is accepted, so the text is what was drafted
+        expected = model(text[:, : place + 1]).logits[:, -1]
+        torch.testing.assert_close(logits, expected, rtol=LOGIT_TOLERANCE, atol=LOGIT_TOLERANCE)
+        seen += 1
+        place += 2 if seen % GAMMA == 0 else 1
+        if place >= text.shape[1]:
+            break
+    assert seen > 3 * GAMMA
+
+
+def by_loops(query, key, length, prefix, settings):
+    """Return the slots that each KV head of one row attends to at a step, from the cache alone.
+
+    Args:
+        query: Queries `(H, 1, D)` of the step.
+        key: The row's keys `(K, S, D)`.
+        length: Slots in use, with the query's own.
+        prefix: Committed tokens.
+        settings: Settings of the draft.
+    """
+    size, full = settings["page_size"], prefix // settings["page_size"]
+    allowed = min(prefix, max(settings["sparse_min_tokens"], ceil(settings["sparse_ratio"] * prefix)))
+    first = [page for page in range(full) if page * size < SINKS]
+    count = min(full, max(ceil(SINKS / size), allowed // size))
+    groups, found = len(query) // len(key), []
+    for head, of_head in enumerate(key):
+        bounds = {}
+        for page in range(full):
+            entries = of_head[page * size : (page + 1) * size]
+            corners = torch.stack([entries.amin(0), entries.amax(0)])
+            of_queries = [(q[0] * corners).amax(0).sum().item() for q in query[head * groups : (head + 1) * groups]]
+            bounds[page] = max(of_queries)
+        best = sorted((page for page in bounds if page not in first), key=bounds.__getitem__, reverse=True)
+        pages = (first + best)[:count]
+        found.append({page * size + k for page in pages for k in range(size)} | set(range(full * size, length)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma2"])
+def test_every_step_reads_the_pages_that_fit_its_own_query(name, monkeypatch):
+    """In every step and layer, loops over the cache choose the same entries, which change with the query."""
+    model = tiny_target(name)
+    draft = QuestDraftModel.from_target(model, num_assistant_tokens=GAMMA, **SPARSE)
+    sliding = TargetView(model).sliding_layers
+    attend, propose, committed, phases = PageContext.attend, QuestDrafter.propose, [()], {}
+
+    def noted(self, root):
+        committed[0] = self.binding.cache.lengths.host
+        return propose(self, root)
+
+    def watched(self, backend, layer_idx, query, key, value, **options):
+        read = []
+
+        def sparse(query, key, value, slots, counts, **rest):
+            read.append((slots.expand(-1, key.shape[1], -1), counts))
+            return backend.sparse_attention(query, key, value, slots, counts, **rest)
+
+        out = attend(self, replace(backend, sparse_attention=sparse), layer_idx, query, key, value, **options)
+        assert len(read) == (layer_idx not in sliding)
+        for slots, counts in read:
+            for row, (length, prefix) in enumerate(zip(self.lengths.host, committed[0], strict=True)):
+                used = [set(of_head[: counts[row]].tolist()) for of_head in slots[row]]
+                assert used == by_loops(query[row], key[row], length, prefix, SPARSE)
+                full = prefix // SPARSE["page_size"] * SPARSE["page_size"]
+                phases.setdefault((layer_idx, row, prefix), []).append([{s for s in u if s < full} for u in used])
+        return out
+
+    monkeypatch.setattr(QuestDrafter, "propose", noted)
+    monkeypatch.setattr(PageContext, "attend", watched)
+    assert torch.equal(generate(model, draft), generate(model, None))
+    stats = draft.last_speculation
+    assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+    several = [choices for (_, row, _), choices in phases.items() if LENGTHS[row] > 30]
+    assert {len(choices) % GAMMA for choices in several} == {0}  # some rows end earlier and are drafted for again
+    assert sum(choices[0] != choices[-1] for choices in several) > len(several) / 2
+    # heads of a layer choose for themselves
+    assert any(heads[0] != heads[1] for choices in several for heads in choices)
+
+
+def assert_bounds(paged, page_size):
+    """The bounds of all full pages are those of the keys in the target's cache."""
+    for layer in paged.paged_layers:
+        lowest, highest = paged.pages.bounds[layer]
+        for row, length in enumerate(paged.cache.lengths.host):
+            for page in range(length // page_size):
+                entries = paged.cache.layers[layer].keys[row, :, page * page_size : (page + 1) * page_size]
+                assert torch.equal(lowest[row, :, page], entries.amin(1))
+                assert torch.equal(highest[row, :, page], entries.amax(1))
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
+    """A commit computes those of the pages that it filled, not all of them again."""
+    model, computed, counts, observe, update = tiny_target("llama"), [], [], QuestDrafter.observe, KeyPages.update
+
+    def checked(self, verification):
+        observe(self, verification)
+        assert_bounds(self.paged, page_size)
+        (buffer,) = {layer.keys.shape for layer in self.binding.cache.layers}
+        pages = buffer[2] // page_size + 1
+        assert self.state_bytes == 3 * 2 * 4 * buffer[0] * buffer[1] * pages * buffer[3]
+        computed.append(max(counts, default=0))
+        counts.clear()
+
+    def counted(self, layer_idx, keys, first, end, count):
+        counts.append(count)
+        update(self, layer_idx, keys, first, end, count)
+
+    monkeypatch.setattr(QuestDrafter, "observe", checked)
+    monkeypatch.setattr(KeyPages, "update", counted)
+    draft = QuestDraftModel.from_target(model, **(SPARSE | {"page_size": page_size, "num_assistant_tokens": GAMMA}))
+    generate(model, draft)
+    first, *others = computed
+    assert first == max(LENGTHS) // page_size and len(others) > 4
+    assert 0 < max(others) <= GAMMA // page_size + 1
+
+
+def test_a_second_turn_and_a_cut_cache_have_their_own_bounds(monkeypatch):
+    model, observe = tiny_target("llama"), QuestDrafter.observe
+    monkeypatch.setattr(QuestDrafter, "observe", lambda self, v: (observe(self, v), assert_bounds(self.paged, 3))[0])
+    draft = QuestDraftModel.from_target(model, **SPARSE)
+    cache = SpeculativeCache(model.config, 1, 40, tree_slots=draft.num_tree_nodes(TargetView(model)))
+    first = generate(model, draft, (21,), past_key_values=cache)
+    cache.crop(-9)
+    again = torch.cat([first[:, : cache.lengths.host[0] + 1], torch.tensor([[5, 9, 7, 7]])], 1)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    # longer than the cache was made for, so its buffers are replaced
+    second = model.generate(again, assistant_model=draft, past_key_values=cache, **options)
+    assert torch.equal(second, model.generate(again, **options))
+    drafter = draft.candidate_generator(model, max_length=64)
+    for end in (24, 30, 33):  # inside transformers' own loop the text goes on without a new drafter
+        drafter.get_candidates(second[:, :end])
+    assert drafter.binding.cache.lengths.host == (32,)
+
+
+def test_first_layers_and_windows_read_everything():
+    model = tiny_target("gemma3")
+    sliding = TargetView(model).sliding_layers
+    assert sliding == {0, 1, 3}
+    for dense, paged in ((0, True), (2, True), (3, False)):
+        draft = QuestDraftModel.from_target(model, **(SPARSE | {"num_dense_layers": dense}))
+        assert torch.equal(generate(model, draft), generate(model, None))
+        stats = draft.last_speculation
+        assert (stats.draft_state_bytes > 0) == paged
+        assert (stats.num_accepted_draft_tokens < stats.num_draft_tokens - 3 * GAMMA) == paged
+
+
+@torch.no_grad()
+def test_drafting_leaves_the_committed_cache_alone(monkeypatch):
+    model, propose, checks = tiny_target("gpt_oss"), QuestDrafter.propose, []
+
+    def checked(self, root):
+        cache = self.binding.cache
+        lengths = cache.lengths
+
+        def committed():
+            return [t[row, :, :length].clone() for layer in cache.layers for t in (layer.keys, layer.values)
+                    for row, length in enumerate(lengths.host)]  # fmt: skip
+
+        before = committed()
+        tree = propose(self, root)
+        assert cache.lengths is lengths and all(map(torch.equal, committed(), before))
+        checks.append(len(before))
+        return tree
+
+    monkeypatch.setattr(QuestDrafter, "propose", checked)
+    generate(model, QuestDraftModel.from_target(model, **SPARSE))
+    assert len(checks) > 3
+
+
+def test_pages_of_the_verification_are_another_selection():
+    """SpecAttn's `pages` are chosen once per verification; the same budget accepts another number of tokens."""
+    model = tiny_target("llama")
+    shared = {"sparse_ratio": 0.3, "sparse_min_tokens": 16, "num_assistant_tokens": GAMMA}
+    quest = QuestDraftModel.from_target(model, page_size=16, num_dense_layers=0, **shared)
+    once = SpecAttnDraftModel.from_target(model, selection="pages", granularity="kv_head", **shared)
+    for draft in (quest, once):
+        generate(model, draft, (97,), max_new_tokens=60, min_new_tokens=60)
+    assert quest.last_speculation.acceptance_histogram != once.last_speculation.acceptance_histogram
+
+
+def test_ngrams_and_other_lengths_of_the_chain():
+    model = tiny_target("llama", vocab_size=12)
+    settings = SPARSE | {"tree_choices": [2, 6], "acceptance": "coupled", "ngram_candidates": 2, "ngram_num_tokens": 5}
+    draft = QuestDraftModel.from_target(model, **settings)
+    assert draft.num_tree_nodes(TargetView(model)) == 7 + 2 * 5
+    for options in ({}, {"do_sample": True}):
+        torch.manual_seed(3)
+        text = generate(model, draft, **options)
+        torch.manual_seed(3)
+        assert options or torch.equal(text, generate(model, None))
+        assert draft.last_speculation.num_accepted_draft_tokens > 0
+    draft.generation_config.acceptance = "rejection"
+    with pytest.raises(ValueError, match="acceptance='rejection' with ngram_candidates=2"):
+        generate(model, draft, do_sample=True)
