@@ -26,7 +26,7 @@ from ..attention_backends.lengths import SeqLens
 from .cache import Rows
 from .cuda_graphs import CapturedRunner
 from .draft_tree import DraftTree
-from .sampling import TokenRule, drafted_in_graph, warped
+from .sampling import TokenRule, drafted_in_graph, noise_of_chain, warped
 from .target_modules import logits_under, with_final_norm_input
 from .verification import Acceptance, packed
 
@@ -292,9 +292,7 @@ class FixedSteps:
         # a step reads one slot more than the step before it
         ends = (SeqLens.equal(prefix.longest + count - 1, len(root)) for prefix in prefixes)
         sizes = [self.runner.sizes(end, 1, layout.capacity) for end in ends]
-        noise: tuple[torch.Tensor, ...] = () if draws is None else (draws,)
-        if draws is None and rule is not None and rule.do_sample:
-            noise = (rule.noise_of(count).transpose(0, 1),)
+        noise = noise_of_chain(rule, count, draws)
         lengths = [prefix.on(root.device) for prefix in prefixes]
         changing = (root, cache.dense_used.lengths.on(root.device), *lengths, *noise)
         graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)

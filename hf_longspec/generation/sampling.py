@@ -290,6 +290,16 @@ def warped(
     return scores.view(logits.shape)
 
 
+def noise_of_chain(rule: TokenRule | None, count: int, draws: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return the noise `(count, B, vocab)` that [`drafted_in_graph`] chooses by: `draws`, or that of the target.
+
+    It is empty if tokens are not sampled.
+    """
+    if draws is not None:
+        return (draws,)
+    return (rule.noise_of(count).transpose(0, 1),) if rule is not None and rule.do_sample else ()
+
+
 def drafted_in_graph(
     rule: TokenRule | None,
     root: torch.Tensor,

@@ -34,7 +34,7 @@ from ...generation.drafter import (
     last_of,
     named,
 )
-from ...generation.sampling import Coupling, drafted_in_graph
+from ...generation.sampling import Coupling, drafted_in_graph, noise_of_chain
 from ...generation.target import TargetView
 from ...generation.windowed_cache import WindowedCache
 
@@ -190,10 +190,8 @@ class AssistantDrafter(Drafter):
 
     def _captured_chain(self, inputs: list[torch.Tensor], count: int, draws: torch.Tensor | None) -> DraftTree | None:
         """Return a chain of drafted tokens by one graph; `None` if it cannot be captured."""
-        rule, noise = self.binding.rule, () if draws is None else (draws,)
-        fits = rule is None or rule.fits_graphs
-        if fits and draws is None and rule is not None and rule.do_sample:
-            noise = (rule.noise_of(count).transpose(0, 1),)
+        rule = self.binding.rule
+        fits, noise = rule is None or rule.fits_graphs, noise_of_chain(rule, count, draws)
         key = draws is not None, () if rule is None else rule.key
         found = self._captured(_chain, (*inputs, *noise), fits, key)
         return None if found is None else DraftTree.chain(found[0], q=found[1])
