@@ -27,7 +27,10 @@ DRAFTERS = {
     "plain": ("longspec_plain", {}),
     "n-grams": ("longspec_ngram", {"num_assistant_tokens": 4}),
     "specattn": ("specattn", {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}),
-    "quest": ("longspec_quest", {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "page_size": 4}),
+    "quest": (
+        "longspec_quest",
+        {"num_assistant_tokens": 2, "sparse_ratio": 0.1, "sparse_min_tokens": 4, "page_size": 3},
+    ),
     "longspec": ("longspec", {"window": 8, "tree_widths": [6, 4]}),
     "longspec, n-grams": ("longspec", {"window": 8, "tree_widths": [2, 2], "ngram_candidates": 2}),
     "eagle3": ("longspec_eagle3", {"window": 8, "tree_widths": [12, 9]}),

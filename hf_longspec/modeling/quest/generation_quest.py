@@ -121,8 +121,9 @@ class PagedCache(CompactCache):
             pages = min(self.cache.layers[0].capacity // size, capacity_for(max(full)))
             self.sizes = PageSizes(pages, min(pages, capacity_for(max(num_pages))), self.sizes.rest)
         devices = {self.cache.layers[index].keys.device for index in self.paged_layers}
+        tables = [self.table(device) for device in devices]  # one copy in every iteration, not two in some
         if target.captures and 0 < count <= most and len(devices) == 1:
-            target.replayed(_find_bounds, (self.table(*devices),), (self,), self, (most, self.layout))
+            target.replayed(_find_bounds, tuple(tables), (self,), self, (most, self.layout))
         elif count:
             self.find_bounds(self.table, count)
 
