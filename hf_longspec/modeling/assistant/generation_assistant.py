@@ -105,7 +105,7 @@ class AssistantDrafter(Drafter):
         )
         self.cache.reset()
         self._is_switched = False
-        self._proposed_chain = True
+        self._proposed_chain, self._start = True, self.cache.lengths  # the last proposal, and the lengths before it
         # Committed tokens that are no input of the draft yet, and their number: one in every row unless `_is_ragged`.
         self.pending = torch.zeros(binding.cache.batch_size, 0, dtype=torch.long, device=self.device)
         self.counts = SeqLens.equal(0, binding.cache.batch_size)
@@ -184,7 +184,8 @@ class AssistantDrafter(Drafter):
                 if fields is None:
                     fields = self._beam(self._forward, start, inputs, known, shape, root)
                 tree = DraftTree.of_fields(fields, len(shape))
-        self.cache.rows.lengths = start.plus(self.counts) if self._is_ragged else start
+        # pending tokens are committed; the nodes stay after them, in their order, until the next step
+        self._start, self.cache.rows.lengths = start, start.plus(self.counts if self._is_ragged else 1)
         self._proposed_chain = isinstance(shape, int)
         return tree
 
@@ -216,10 +217,10 @@ class AssistantDrafter(Drafter):
         """Keep all accepted nodes. The last one, which may never have been an input, is run again."""
         assert verification.tree is not None
         counts = verification.num_nodes
-        if self._proposed_chain:  # nodes lie one slot after the pending token, and the last one is not kept
+        if self._proposed_chain:  # the pending token and all nodes but the last one
+            self.cache.rows.lengths = self._start
             self.cache.commit(None, counts)
         else:
-            self.cache.rows.lengths = self.cache.lengths.plus(1)
             self.cache.commit(verification.path.to(self.device), counts)
             self.cache.rows.lengths = self.cache.lengths.plus(-1)
         inputs = verification.tree.tokens, verification.path, counts.on(verification.path.device), self.pending
