@@ -41,7 +41,7 @@ GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 TABLES := engine verification memory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min test-torch-min gpu install install-min lint soak bench figure tables models mutants cards docs clean
+.PHONY: help demo test test-min test-torch-min gpu install install-min lint soak bench figure tables models mutants package cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -111,6 +111,10 @@ mutants: $(READY) ## break the rules of losslessness one at a time, and show tha
 docs: $(READY) ## build the documentation as a site, in site/
 	@echo "Building the documentation; a dead link is an error."
 	$(VENV)/bin/mkdocs build --strict
+
+package: $(READY) ## build wheel and sdist, and use the wheel in an empty environment
+	@echo "Building wheel and sdist from the last commit, and using the wheel in an empty environment."
+	$(VENV)/bin/python -m tests.package
 
 cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_cards
 	@echo "Writing the repositories of all bundled drafts below build/hub_cards. Nothing is uploaded."

@@ -4,7 +4,10 @@ HYPOTHESIS_PROFILE=soak chooses the other profile. The gate decides by measured 
 for `every_step_speculates`; SPECULATION_GATE=flip, where gates open and shut at random, finds those that forgot.
 """
 
+import dataclasses
 import datetime
+import gc
+import logging
 import os
 
 import pytest
@@ -14,6 +17,15 @@ from hypothesis import HealthCheck, settings
 # Tiny models gain nothing from threads, and threads that wait for each other on a busy machine made one test
 # file take 148 s instead of 14 s. A test that needs threads sets them itself.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start
+# The few kernels of one test are not worth a pool of processes that import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# Pytest listens to every logger that does not propagate, and torch would write it a report of all that it traces for
+# compilation, in a tenth of the time of tracing.
+trace_log = logging.getLogger("torch.__trace")
+trace_log.handlers.clear()
+trace_log.propagate = True
 
 # Without a GPU Triton's kernels run in its interpreter, which must be chosen before they are defined.
 if not torch.cuda.is_available():
@@ -35,6 +47,12 @@ os.environ.setdefault("ARCHITECTURE_ROTATION", str(datetime.datetime.now(datetim
 
 def pytest_report_header() -> str:
     return f"model types: ARCHITECTURE_ROTATION={os.environ['ARCHITECTURE_ROTATION']}"
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported by now, a million objects, out of later garbage collections and `gc.get_objects()`."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=os.environ.get("SPECULATION_GATE") == "flip")
@@ -69,3 +87,25 @@ def tokenizer():
     from tests.tiny_tokenizers import character_tokenizer
 
     return character_tokenizer(" abcdefghijklmnopqrstuvwxyz.,!?0123456789", padding_side="left")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sources_read_once():
+    """Published repositories are made of the same forty modules of the package: each is read for the first one only."""
+    # imported here: the interpreter is chosen above
+    from hf_longspec.hub import flatten
+    from hf_longspec.hub.repository import PACKAGE
+
+    read, known = flatten._read, {}
+
+    def read_once(name, root, package, left_out):
+        if root != PACKAGE:
+            return read(name, root, package, left_out)
+        key = name, package, tuple(left_out)
+        if key not in known:
+            known[key] = read(name, root, package, left_out)
+        return dataclasses.replace(known[key], kept=[])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flatten, "_read", read_once)
+        yield

@@ -138,19 +138,27 @@ def sampling_arguments(temperature: float, top_p: float, top_k: int, repetition_
 
 
 def decode(
-    session: Session, ids: torch.Tensor, steps: list[StepText] | None, quiet: bool, coloured: bool, **arguments: Any
-) -> tuple[list[int], SpeculationStats]:
+    session: Session,
+    ids: torch.Tensor,
+    steps: list[StepText] | None,
+    quiet: bool,
+    coloured: bool,
+    samples: int = 1,
+    **arguments: Any,
+) -> tuple[list[list[int]], SpeculationStats]:
     """Generate, with a bar while the prompt is read, and until the end if nothing else is shown.
 
     Args:
         ids (`torch.LongTensor` of shape `(1, length)`): The prompt.
         steps (`list[StepText]`, *optional*): Receives the steps.
-        quiet (`bool`): Write nothing to standard output meanwhile.
+        quiet (`bool`): Write nothing to standard output meanwhile; required for several samples.
         coloured (`bool`): Mark drafted tokens on standard output, if that is a terminal.
+        samples (`int`, *optional*, defaults to 1): Number of texts, which are the rows of one batch.
         arguments: Of `generate`.
 
     Returns:
-        `tuple[list[int], SpeculationStats]`: The new tokens, after Ctrl-C those so far, and the statistics.
+        `tuple[list[list[int]], SpeculationStats]`: The new tokens of each text, after Ctrl-C those so far, and the
+        statistics.
 
     Raises:
         KeyboardInterrupt: If there is no token yet.
@@ -179,16 +187,17 @@ def decode(
             if quiet:
                 progress.step()
 
-        mask, clock = torch.ones_like(ids), TokenClock(on_arrival=arrived, text=text)
+        rows = ids.repeat_interleave(samples, 0)
+        mask, clock = torch.ones_like(rows), TokenClock(samples, on_arrival=arrived, text=text)
         try:
             sequences = session.model.generate(
-                ids, attention_mask=mask, assistant_model=draft, streamer=clock, **arguments
+                rows, attention_mask=mask, assistant_model=draft, streamer=clock, **arguments
             )
         except KeyboardInterrupt:
             sequences = getattr(draft.last_speculation, "partial_sequences", None)
             if sequences is None:
                 raise
-    return sequences[0, ids.shape[1] :].tolist(), draft.last_speculation
+    return sequences[:, ids.shape[1] :].tolist(), draft.last_speculation
 
 
 def page_of(session: Session, text: str, steps: Sequence[StepText], stats: SpeculationStats) -> str:
@@ -220,6 +229,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass.")] = 1.0,
     top_k: Annotated[int, options.number(0, "Sample among the k likeliest tokens; 0 for all.")] = 0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of the text become less likely.")] = 1.0,
+    samples: Annotated[int, options.number(1, "Texts to sample after the prompt, as one batch.")] = 1,
     chat: Annotated[bool, typer.Option("--chat", help="The text is a message: apply the chat template.")] = False,
     setting: options.Setting = None,
     dtype: options.Dtype = options.DtypeName.auto,
@@ -251,6 +261,10 @@ def generate(
     """
     with options.one_line_errors(debug):
         how = sampling_arguments(temperature, top_p, top_k, repetition_penalty)
+        if samples > 1 and not temperature:
+            raise CommandError(f"--samples {samples}: greedy texts are all the same. Pass a --temperature above 0.")
+        if samples > 1 and (show_drafts or html is not None):
+            raise CommandError(f"--samples {samples}: --show-drafts and --html show one text. Leave them out.")
         name, text = options.read_text(file, prompt)
         if html is not None:
             options.require_writable_file("--html", html)
@@ -264,14 +278,16 @@ def generate(
             seed = torch.seed() % 2**32 if seed is None else seed
             set_seed(seed)
             steps: list[StepText] | None = [] if show_drafts or html is not None else None
-            tokens, stats = decode(session, ids, steps, as_json, show_drafts, max_new_tokens=max_new_tokens, **how)
+            quiet = as_json or samples > 1
+            rows, stats = decode(session, ids, steps, quiet, show_drafts, samples, max_new_tokens=max_new_tokens, **how)
+            texts = [session.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
             if as_json:
                 found = {
-                    "text": session.tokenizer.decode(tokens, skip_special_tokens=True),
+                    **({"text": texts[0]} if samples == 1 else {"texts": texts}),
                     **session.record(),
                     "seed": seed if temperature else None,
                     "prompt_tokens": ids.shape[1],
-                    "new_tokens": len(tokens),
+                    "new_tokens": max(map(len, rows)),
                     "statistics": stats.to_dict(),
                     **({} if steps is None else {"steps": list(map(asdict, steps))}),
                 }
@@ -279,7 +295,7 @@ def generate(
                 if stats.interrupted:
                     print("Interrupted.", file=sys.stderr)
             else:
-                print()
+                print("\n\n".join(texts) if samples > 1 else "")
                 if show_drafts:
                     coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
                     piped = (

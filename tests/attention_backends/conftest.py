@@ -1,5 +1,6 @@
 """Fixtures of the attention tests: backends in small tiles, the machine of flash-attn, Triton's kernels."""
 
+import inspect
 import sys
 from dataclasses import replace
 from importlib import import_module
@@ -13,7 +14,7 @@ from hf_longspec.attention_backends import flash, torch_backend
 from hf_longspec.attention_backends.flash import FLASH_BACKEND
 from hf_longspec.attention_backends.reference import REFERENCE_BACKEND
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.attention_backends.triton import config, launch, tiles
+from hf_longspec.attention_backends.triton import config, language, launch, tiles
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.flash_standins import PACKAGES, Machine
 from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE
@@ -37,6 +38,27 @@ def kernel_device():
     if reason is not None:
         pytest.skip(reason)
     return device
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_listed_once():
+    """Triton's interpreter lists its whole language for every call of a function in a kernel, a third of its time."""
+    if not language.INTERPRETED:
+        yield
+        return
+    interpreter, names = import_module("triton.runtime.interpreter"), {}
+
+    def patch_builtin(package, builder, *scope):
+        if package not in names:  # before anything in it is replaced
+            listed = inspect.getmembers(package)
+            names[package] = [name for name, member in listed if interpreter.tl.core.is_builtin(member)]
+        for name in names[package]:
+            if interpreter.tl.core.is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, *scope)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+        yield
 
 
 @pytest.fixture

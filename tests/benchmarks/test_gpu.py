@@ -1,6 +1,6 @@
 """The GPU benchmark on a CPU: one run over everything, and what it refuses. Parts that need a GPU are left out by name.
 
-The last tests run the command as it is started on a machine with nothing but torch, triton and transformers.
+The last test runs the command as it is started on a machine with nothing but torch, triton and transformers.
 """
 
 import dataclasses
@@ -408,9 +408,10 @@ def test_floors_of_drafts_follow_their_settings(make_run):
     assert iteration_floor(NgramDraftModel.from_target(target), at) is None
 
 
-# Runs a program to which these packages seem not to be installed. Others look for them: they are not found, not broken.
+# Runs programs to which these packages seem not to be installed, each in a fork of a process that has imported torch.
+# Others look for the packages: they are not found, not broken.
 BARE = """
-import runpy, sys
+import json, os, runpy, sys
 HIDDEN = {hidden}
 class Hiding:
     def __init__(self, finder):
@@ -420,45 +421,43 @@ class Hiding:
     def find_spec(self, name, path=None, target=None):
         return None if name.split(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
-sys.argv = sys.argv[1:]
-if sys.argv[0] == "-m":
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-else:
-    sys.path[0] = str(__import__("pathlib").Path(sys.argv[0]).resolve().parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+import torch, transformers.generation.utils, transformers.modeling_utils
+for folder, *arguments in json.loads(sys.argv[1]):
+    if os.fork():
+        assert os.wait()[1] == 0, arguments
+        continue
+    os.chdir(folder)
+    sys.argv = arguments
+    if arguments[0] == "-m":
+        sys.path[0] = folder
+        sys.argv = arguments[1:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(arguments[0]))
+        runpy.run_path(arguments[0], run_name="__main__")
+    break
 """
 HIDDEN = {"accelerate", "datasets", "matplotlib", "numba", "pandas", "peft", "rich", "scipy", "sklearn", "tabulate"}
 HIDDEN |= {"typer", "yaml_include", "hypothesis"}
 
 
-@pytest.mark.parametrize("program", [["benchmarks/gpu.py"], ["-m", "benchmarks.gpu"]], ids=["as a file", "as a module"])
-def test_it_runs_from_a_checkout_with_torch_and_transformers_alone(tmp_path, program):
+def test_it_runs_from_a_checkout_with_torch_and_transformers_alone(tmp_path):
     """Where the package is not installed (`-S` leaves out the site's .pth files) and optional packages are missing."""
-    output, elsewhere = tmp_path / "gpu.jsonl", "-m" not in program
     script = tmp_path / "bare.py"
     script.write_text(BARE.replace("{hidden}", repr(HIDDEN)))
     packages = next(path for path in sys.path if path.endswith("site-packages"))
-    program = [str(ROOT / program[0])] if elsewhere else program
-    arguments = [
-        *program,
-        "--smoke",
-        "--sections",
-        "iterations,drafts",
-        "--dtype",
-        "float32",
-        "--threads",
-        "1",
-        "--output",
-        str(output),
-    ]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages if elsewhere else f"{ROOT}:{packages}"}
-    command = [sys.executable, "-S", str(script), *arguments]
-    folder = tmp_path if elsewhere else ROOT
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    small = ["--smoke", "--sections", "iterations,drafts", "--dtype", "float32", "--threads", "1", "--output"]
+    # as a file from elsewhere, and as a module from the root of the checkout
+    starts = {tmp_path / "file.jsonl": (tmp_path, ROOT / "benchmarks" / "gpu.py"),
+              tmp_path / "module.jsonl": (ROOT, "-m", "benchmarks.gpu")}  # fmt: skip
+    programs = [[*map(str, start), *small, str(output)] for output, start in starts.items()]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages}
+    command = [sys.executable, "-S", str(script), json.dumps(programs)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    records = read_records(output)
-    assert records[-1]["kind"] == "end" and not of(records, "failed")
-    assert tuple(row["draft"] for row in of(records, "iteration", context=48)) == FIRST + OTHERS
-    assert all(row["same_tokens"] == SMOKE.tokens for row in of(records, "iteration"))  # exact: in float32
-    assert records[0]["commit"] and output.is_file()
+    for output in starts:
+        records = read_records(output)
+        assert records[-1]["kind"] == "end" and not of(records, "failed")
+        assert tuple(row["draft"] for row in of(records, "iteration", context=48)) == FIRST + OTHERS
+        assert all(row["same_tokens"] == SMOKE.tokens for row in of(records, "iteration"))  # exact: in float32
+        assert records[0]["commit"]

@@ -15,7 +15,7 @@ BLIND = ["--draft", "specattn", "--set", "sparse_min_tokens=4", "--set", "sparse
 BLIND += ["--set", "selection=window"]
 SHORT = ["--max-new-tokens", 24, "--context", 96]
 # A cold distribution, far from that of the draft: with it the broken rules below deviate by 10 sigma and more.
-SAMPLED = ["--max-new-tokens", 4, "--context", 64, "--samples", 192, "--sample-tokens", 3, "--batch", 96]
+SAMPLED = ["--max-new-tokens", 4, "--context", 24, "--samples", 192, "--sample-tokens", 3, "--batch", 192]
 SAMPLED += ["--temperature", 0.5, "--set", "num_assistant_tokens=2"]  # the last of two values counts
 
 

@@ -10,14 +10,14 @@ import pytest
 import typer
 
 from hf_longspec.cli.app import app
+from hf_longspec.cli.tune import Tuner
 from tests.docs.blocks import blocks_of, read
 from tests.docs.test_commands import examples_of
 
 COMMANDS = typer.main.get_command(app).commands
 PAGE = read("docs/cli.md")
 EXAMPLES = [line for block in blocks_of("docs/cli.md") if block.language == "bash" for line in block.code.splitlines()]
-# Options that the examples of a help text leave at their defaults, small enough for a test; the last of two values
-# counts.
+# Sizes that are small enough for a test, on top of those of an example; the last of two values counts.
 SMALL = {
     "generate": ["--max-new-tokens", "8"],
     "audit": ["--max-new-tokens", "8", "--context", "64"],
@@ -42,13 +42,27 @@ def folder(tiny, tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def decoded_once(monkeypatch):
+    """`tune` decodes with its first candidate, and takes the others to be as fast; test_tune.py measures them all."""
+    decode, found = Tuner._decode, []
+
+    def once(*call):
+        if not found:
+            found.append(decode(*call))
+        return found[0]
+
+    monkeypatch.setattr(Tuner, "_decode", once)
+
+
 @pytest.mark.parametrize("line", EXAMPLES + HELPED)
-def test_an_example_runs(command, folder, monkeypatch, line):
+def test_an_example_runs(command, folder, monkeypatch, decoded_once, line):
     monkeypatch.chdir(folder)
     (program, name, *words), text = shlex.split(line), None
     if "<" in words:
         words, text = words[: words.index("<")], Path(words[-1]).read_text()
-    result = command(name, *words, *(SMALL[name] if line in HELPED else ()), input=text)
+    sizes = [*SMALL.get(name, ()), *(("--samples", "256", "--batch", "256") if "--samples" in words else ())]
+    result = command(name, *words, *sizes, input=text)
     assert program == "hf-longspec" and result.exit_code == 0, f"{line}\n{result.output}"
     assert result.stdout.strip()
     for option, value in pairwise(words):

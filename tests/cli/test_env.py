@@ -1,8 +1,6 @@
 """`env`: complete, and without anything that says whose machine it is."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +11,7 @@ import hf_longspec
 from hf_longspec.attention_backends import registry
 from hf_longspec.cli import env
 
+PROJECT = str(env.Path(env.__file__).parents[2])
 SECRETS = {
     "HOME": "/home/gwendolyn",
     "USER": "gwendolyn",
@@ -24,22 +23,16 @@ SECRETS = {
 }
 
 
-def test_a_real_process_tells_versions_and_no_secrets(tmp_path):
+def test_a_report_tells_versions_and_no_secrets(command, tmp_path, monkeypatch):
     folder = tmp_path / "gwendolyn"
     folder.mkdir()
-    result = subprocess.run(
-        [sys.executable, "-m", "hf_longspec.cli.app", "env"],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | SECRETS | {"PYTHONPATH": str(env.Path(hf_longspec.__file__).parents[1])},
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(folder)
+    result = command("env", env=SECRETS)
+    assert result.exit_code == 0, result.stderr
     for value in (f"hf_longspec: {hf_longspec.__version__}", f"transformers: {transformers.__version__}", "threads: 1",
                   f"torch: {torch.__version__}", "OMP_NUM_THREADS: 1", "hf_longspec_torch: float32 yes"):  # fmt: skip
         assert value in result.stdout, value
-    for secret in ("gwendolyn", "verysecret", str(tmp_path), sys.prefix, os.getcwd(), "/home", "/tmp"):
+    for secret in ("gwendolyn", "verysecret", str(tmp_path), sys.prefix, PROJECT, "/home", "/tmp"):
         assert secret not in result.stdout, secret
 
 

@@ -66,6 +66,25 @@ def test_the_text_is_that_of_plain_generate(command, tiny, expected, draft, way)
     assert "tau" in result.stderr and "drafted tokens accepted" in result.stderr
 
 
+def test_several_samples_are_the_rows_of_one_batch(command, tiny, target):
+    model, tokenizer = target
+    text = tiny.notes.read_text()
+    arguments = ["generate", "--prompt", text, "--target", tiny.target, "--draft", "ngram", "--max-new-tokens", NEW]
+    sampled = [*arguments, "--samples", 3, "--temperature", 1, "--seed", 5]
+    result = command(*sampled, "--json")
+    assert result.exit_code == 0, result.output
+    ids = tokenizer(text, return_tensors="pt")["input_ids"].repeat_interleave(3, 0)
+    set_seed(5)
+    how = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, assistant_model=NgramDraftModel.from_target(model), **how)
+    texts = [tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True) for row in expected]
+    assert json.loads(result.stdout)["texts"] == texts and len(set(texts)) == 3
+    assert command(*sampled).stdout == "\n\n".join(texts) + "\n"
+    for wrong, message in ((["--samples", 3], "are all the same"), (["--show-drafts"], "show one text")):
+        refused = command(*(arguments if "--samples" in wrong else sampled), *wrong)
+        assert refused.exit_code == 2 and message in refused.stderr
+
+
 def test_a_pause_of_drafting_is_one_line_of_the_summary(command, tiny, monkeypatch):
     """A draft that cannot pay: its steps take a minute each on the clock of the gate."""
     seconds = iter(range(0, 10**9, 60))

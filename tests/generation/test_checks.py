@@ -373,7 +373,7 @@ class TestWhatWouldHaveNoEffect:
         """Drafts that read it are refused; others work."""
         model = tiny_target("llama", num_hidden_layers=1)
         inputs, mask = tiny_prompts(128, (9,))
-        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        options = {"attention_mask": mask, "max_new_tokens": 2, "do_sample": False}
         expected = model.generate(inputs, **options).tolist()
         heads, plain = random_tokenswift_draft(model), PlainDraftModel.from_target(model)
         if whole:

@@ -245,7 +245,21 @@ def published_again(copied, kind, folder):
     return all((again / file).read_bytes() == (first / file).read_bytes() for file in files)
 
 
+def imports_of(read):
+    """Return `get_imports` of transformers, which parses a file for every file that imports it, for a text once."""
+    known = {}
+
+    def found(filename):
+        text = Path(filename).read_bytes()
+        if text not in known:
+            known[text] = read(filename)
+        return known[text]
+
+    return found
+
+
 def main(mode, folder):
+    dynamic_module_utils.get_imports = imports_of(dynamic_module_utils.get_imports)
     dynamic_module_utils.HF_MODULES_CACHE = str(folder / f"modules-{mode}")
     if mode == "absent":
         sys.meta_path.insert(0, Absent())

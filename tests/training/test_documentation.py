@@ -22,15 +22,17 @@ def shrunk(call, sizes):
 def test_the_calls_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("peft")
     text = (PROJECT / "docs" / "training.md").read_text(encoding="utf-8")
-    train, heads, eagle3, export, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    stream, train, heads, eagle3, export, adapt = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     train, heads = shrunk(train, SMALLER), shrunk(heads, SMALLER_HEADS)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hub_cards").symlink_to(PROJECT / "hub_cards")
-    (tmp_path / "runs").mkdir()
-    np.save("runs/tokens.npy", np.arange(400, dtype=np.uint16) + 5)
+    (tmp_path / "notes.txt").write_text((PROJECT / "LICENSE").read_text(encoding="utf-8")[:1200], encoding="utf-8")
+    exec(stream, {})  # noqa: S102 - the documentation's own code
+    tokens = np.load("runs/tokens.npy")
+    assert 250 < len(tokens) < 1000 and tokens[-1] == 0
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     names = {}
-    exec(train, names)  # noqa: S102 - the documentation's own code
+    exec(train, names)  # noqa: S102 - likewise
     assert "longspec: tau" in capsys.readouterr().out
     exec(heads, {})  # noqa: S102 - likewise
     assert (tmp_path / "runs" / "heads" / "checkpoint-1" / "model.safetensors").is_file()

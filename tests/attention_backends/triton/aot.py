@@ -35,6 +35,8 @@ GPUS = {
     100: tiles.Gpu(227 * 1024, warpgroups=True),
 }
 GROUPS = 4
+# Features by rows in `short`; those that benchmarks/aot.py compiles for 16 and 64 nodes, "plain", are left out.
+SHORT = {16: ("plain", "all"), 32: ("plain", "all"), 64: ("all", "none"), 128: ("all",)}
 # dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
 # one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first three.
 SPARSE = (
@@ -115,7 +117,7 @@ def calls(everything, gpu):
             most = tiles.largest_rows(size, size, dtype.itemsize, gpu)
             all_rows = [rows for rows in (16, 32, 64, 128) if rows <= most]
             for rows in all_rows:
-                for features in ("plain", "all", "none") if everything or rows == 64 else ("plain", "all"):
+                for features in ("plain", "all", "none") if everything else SHORT[rows]:
                     yield "hybrid", hybrid, (size, rows, dtype, features)
             for rows in all_rows[:2]:
                 yield "tree", tree, (size, rows, dtype)

@@ -79,9 +79,10 @@ def test_every_tile_fits():
 
 @pytest.fixture
 def hopper(monkeypatch, poisoned_memory):
-    """The tiles of a Hopper GPU, wherever the kernels run, and two splits for a long prefix."""
+    """The tiles of a Hopper GPU, wherever the kernels run, and two splits for a long prefix; few programs merge."""
     monkeypatch.setattr(launch, "gpu_of", lambda device: HOPPER)
     monkeypatch.setattr(launch, "wanted_splits", lambda *args: 2)
+    monkeypatch.setattr(launch, "BLOCK_STATES", 64)
 
 
 # Nodes and heads of a group, and so the tile: of 16, 32, 64 and 128 rows, and two of 128.
