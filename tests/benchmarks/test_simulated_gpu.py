@@ -1,5 +1,6 @@
 """`benchmarks/gpu.py` from a checkout, on a simulated CUDA device: the command that a GPU runs, with captured steps."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.benchmarks.test_gpu import BARE, FIRST, HIDDEN, OTHERS, of
 from tests.simulated_cuda import why_not
 
 pytest.importorskip("triton", reason="captured steps need Triton's kernels")
+pytestmark = pytest.mark.soak  # `make test-torch-min` runs it
 
 TRITON = "hf_longspec_triton"
 SECTIONS = "correctness,kernels,baselines,forwards,drafts,batches,quantised"  # a profile takes minutes without a driver
@@ -27,8 +29,8 @@ def run(tmp_path, sections, dtype):
     packages = next(path for path in sys.path if path.endswith("site-packages"))
     program = Path(__file__).with_name("simulated_gpu.py")
     options = ["--sections", sections, "--dtype", dtype, "--contexts", "96", "--threads", "1", "--output", output]
-    command = [sys.executable, "-S", script, program, *options]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-S", script, json.dumps([list(map(str, (tmp_path, program, *options)))])]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "could not be captured" not in done.stdout + done.stderr
@@ -53,7 +55,6 @@ def test_plain_specattn_and_longspec_as_they_are_and_captured(tmp_path):
         assert row["ms"]["median"] > 0 and row["floor_ms"] > 0
 
 
-@pytest.mark.soak
 def test_everything_else(tmp_path):
     """Triton's kernels and the forwards on them are timed as graphs; no section ends early."""
     records = run(tmp_path, SECTIONS, "bfloat16")
