@@ -45,6 +45,7 @@ CATCH_UP = 64
 
 Shape = int | list[int]
 # Runs tokens, positions, mask and context, staged from some lengths on; returns logits.
+Inputs = Sequence[torch.Tensor]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, SeqLens], torch.Tensor]
 
 
@@ -238,7 +239,7 @@ class AssistantDrafter(Drafter):
         self.cache.commit(None, SeqLens([int(count > 0) for count in counts.host], root))
 
     def _chain(
-        self, forward: Forward, start: SeqLens, inputs: Sequence[torch.Tensor], count: int
+        self, forward: Forward, start: SeqLens, inputs: Inputs, count: int
     ) -> Callable[[int, torch.Tensor], torch.Tensor]:
         """Return the function of a depth and of the tokens `(B,)` there to the logits `(B, vocab)` that follow.
 
@@ -256,13 +257,7 @@ class AssistantDrafter(Drafter):
         return logits_after
 
     def _beam(
-        self,
-        forward: Forward,
-        start: SeqLens,
-        inputs: Sequence[torch.Tensor],
-        known: Sequence[torch.Tensor],
-        widths: Sequence[int],
-        root: torch.Tensor,
+        self, forward: Forward, start: SeqLens, inputs: Inputs, known: Inputs, widths: Sequence[int], root: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Return the [`DraftTree.fields`] of a beam after `root` on its device, one forward for each level."""
         beam = Beam(root)
@@ -273,9 +268,7 @@ class AssistantDrafter(Drafter):
             beam.grow(self.coupling.scores(logits.to(root.device), known, depth, beam.paths), width)
         return beam.fields()
 
-    def _first(
-        self, forward: Forward, start: SeqLens, inputs: Sequence[torch.Tensor], masks: int
-    ) -> tuple[torch.Tensor, SeqLens]:
+    def _first(self, forward: Forward, start: SeqLens, inputs: Inputs, masks: int) -> tuple[torch.Tensor, SeqLens]:
         """Run pending tokens, root and masks; return logits `(B, 1 + masks, V)` from the root on, and its slots."""
         root, pending = inputs[0][:, None], inputs[1]
         mask_token = self.settings.mask_token or 0
@@ -291,13 +284,7 @@ class AssistantDrafter(Drafter):
         prefix = start.plus(self.counts) if start.host else _grown(start, counts, pending.shape[1])
         return self._of_target(logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[-1]))), prefix
 
-    def _run_chain(
-        self,
-        forward: Forward,
-        start: SeqLens,
-        inputs: Sequence[torch.Tensor],
-        tokens: torch.Tensor,
-    ) -> torch.Tensor:
+    def _run_chain(self, forward: Forward, start: SeqLens, inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits `(B, N, V)` of a chain that is staged from `start` on. Padding comes last in a row."""
         places = torch.arange(tokens.shape[1], device=self.device)
         mask = (places[:, None] >= places).expand(len(tokens), -1, -1)
@@ -305,7 +292,7 @@ class AssistantDrafter(Drafter):
         context = TreeContext(start, slots, mask, None, CallCounter(), windows=self._windows)
         return forward(self._known(tokens), self._positions(slots, inputs), mask[:, None], context, start)
 
-    def _level(self, forward: Forward, prefix: SeqLens, inputs: Sequence[torch.Tensor], beam: Beam) -> torch.Tensor:
+    def _level(self, forward: Forward, prefix: SeqLens, inputs: Inputs, beam: Beam) -> torch.Tensor:
         """Run the newest level of a tree after `prefix`, root included; return its logits `(B, n, V)`."""
         mask = beam.reach[:, :, 1:].to(self.device)
         depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(beam.levels[1:])], 1)
@@ -319,7 +306,7 @@ class AssistantDrafter(Drafter):
             forward(self._known(beam.tokens.to(self.device)), positions, mask[:, None], context, start)
         )
 
-    def _positions(self, slots: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _positions(self, slots: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """Return the positions of nodes that would lie in `slots` if the cache were the text so far."""
         if self.settings.window is not None:
             slots = slots + inputs[-1][:, None]
