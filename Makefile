@@ -62,6 +62,8 @@ test-min: $(READY_MIN) ## the tests of what differs between transformers version
 test-torch-min: $(READY_TORCH_MIN) ## compiled steps, kernels and the simulated device, on the oldest supported torch
 	@echo "Running the tests of what depends on torch on the oldest supported torch."
 	$(VENV_TORCH_MIN)/bin/python -m pytest $(TORCH_MIN_TESTS) $(ARGS)
+	@echo "Running benchmarks/gpu.py on the simulated device."
+	$(VENV_TORCH_MIN)/bin/python -m pytest -m soak tests/benchmarks/test_simulated_gpu.py
 
 gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: parity of every kernel there, then all measurements
 	@$(GPU) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'

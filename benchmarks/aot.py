@@ -98,16 +98,16 @@ class Report:
     per_multiprocessor: int = field(default=0)
 
 
-def hybrid(nodes: int, gpu: Any, name: str = "", **features: Any) -> Variant:
+def hybrid(nodes: int, gpu: Any, name: str = "", size: int = SIZE, **features: Any) -> Variant:
     """Attention of `nodes` nodes to the prefix, and with more than one of them to the tree."""
     tree = nodes > 1 and features.pop("TREE", 1)
     rows, plain = nodes * GROUPS, bool(tree) and not features.get("SCORES")
-    config = tiles.hybrid_config(rows, SIZE, SIZE, ITEMSIZE, gpu, plain)
+    config = tiles.hybrid_config(rows, size, size, ITEMSIZE, gpu, plain)
     constants = {"stride_mm": 1, "PREFIX": True, "TREE": int(tree), "HAS_WINDOW": False, "SCORES": 0}
     constants |= loops(config) | features
-    options = tiles.tile_options(config, GROUPS, SIZE, SIZE, constants.pop("HAS_SOFTCAP", False), False)
+    options = tiles.tile_options(config, GROUPS, size, size, constants.pop("HAS_SOFTCAP", False), False)
     name = name or f"{nodes} node{'s' * (nodes > 1)}"
-    return Variant(name, kernels.attention_kernel, constants | options, config, nodes)
+    return Variant(name, kernels.attention_kernel, constants | options, config, nodes if size == SIZE else 0)
 
 
 def loops(config: Any) -> dict[str, int]:
@@ -121,6 +121,9 @@ def others(gpu: Any) -> list[Variant]:
     features = {"HAS_WINDOW": True, "HAS_SOFTCAP": True, "SCORES": 2}
     found = [hybrid(nodes, gpu, f"{nodes} nodes, window, softcap, scores", **features) for nodes in (4, 8, 16, 32)]
     found.append(hybrid(16, gpu, "16 nodes, no tree", TREE=0))
+    found += [
+        hybrid(nodes, gpu, f"{nodes} nodes, vectors of {size}", size) for size in (64, 256) for nodes in (4, 8, 16)
+    ]
     config = tiles.tree_config(64, SIZE, SIZE, ITEMSIZE, gpu)
     alone = {"stride_mm": 1, "PREFIX": False, "TREE": 1, "HAS_WINDOW": False, "SCORES": 0} | loops(config)
     alone |= tiles.tile_options(config, GROUPS, SIZE, SIZE, False, False)

@@ -18,7 +18,7 @@ from hf_longspec.bench.summaries import significant
 
 # The log-sum-exp is computed in float32 from products of exact inputs, whatever the dtype of these.
 LSE_BUDGET = 1e-3
-FLEX_NODES = 17
+FLEX_NODES = 16
 
 Attend = Callable[[Layer], torch.Tensor]
 

@@ -54,7 +54,8 @@ class Plan:
     tokens: int
     ms: float
     gamma: int = 7
-    trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 16), (4, 4, 4, 4))
+    # 64 and 16 nodes with the root, which fill whole tiles of the kernels, and the tree of the paper
+    trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
 
 
 LLAMA_8B = Plan(
@@ -62,7 +63,7 @@ LLAMA_8B = Plan(
     contexts=(8192, 32768, 131072),
     points=((1, 32768), (1, 8192), (1, 131072), (4, 32768)),
     lengths=(1, 17, 4095, 5000, 33000),
-    nodes=(1, 7, 17, 69),
+    nodes=(1, 8, 16, 64),
     rotating=8,
     matrix=8192,
     batches=(4, 16, 32, 64, 128),

@@ -110,7 +110,7 @@ def machine_of(args: argparse.Namespace) -> Machine:
 
 def argument_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, wide = made.add_argument, [[4, 16, 16, 16, 16], [4, 4, 4, 3]]
+    add, wide = made.add_argument, [[4, 16, 16, 16, 11], [4, 4, 4, 3]]
     add("--target", default="Llama-3.1-8B", help=f"{', '.join(CONFIGS)}, a folder or a Hub id (default: %(default)s)")
     add("--gpu", choices=list(MACHINES), default="H200", help="default: %(default)s")
     add("--tbs", type=float, help="measured bandwidth, 10^12 bytes per second")
@@ -121,7 +121,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--nodes", type=integers, default=[16, 64], help="nodes of a verification (default: 16,64)")
     add("--weight-bytes", type=float, default=2.0, help="2 for bfloat16, 1 for FP8, 0.5 for 4 bits (default: 2)")
     add("--kv-bytes", type=float, default=2.0, help="likewise for the cache (default: 2)")
-    add("--trees", type=trees, default=wide, help="LongSpec's widths (default: 4+16+16+16+16,4+4+4+3)")
+    add("--trees", type=trees, default=wide, help="LongSpec's widths (default: 4+16+16+16+11,4+4+4+3)")
     add("--gammas", type=integers, default=[6, 9], help="drafted tokens of SpecAttn (default: 6,9)")
     add("--ratio", type=float, default=0.07, help="share that SpecAttn drafts over (default: %(default)s)")
     add("--branching", type=integers, default=[1, 3, 3, 3], help="TokenSwift's children (default: 1,3,3,3)")

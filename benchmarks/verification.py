@@ -1,6 +1,6 @@
 """One verification after 16K tokens: our backend against the masked block of transformers' `sdpa`.
 
-Attention alone, and the whole forward of a random model with four layers of an 8B Llama, over 1, 8, 17 and 64 nodes. A
+Attention alone, and the whole forward of a random model with four layers of an 8B Llama, over 1, 8, 16 and 64 nodes. A
 single node is what plain decoding runs: there transformers needs no mask. Needs about 8 GiB of memory.
 
     python -m benchmarks.verification
@@ -185,7 +185,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     made = parser(__doc__, "verification", minutes=6)
     add_repeats(made)
     made.add_argument("--context", type=int, default=16384, help="tokens before the nodes (default: %(default)s)")
-    made.add_argument("--nodes", type=integers, default=[1, 8, 17, 64], help="tree sizes (default: 1,8,17,64)")
+    made.add_argument("--nodes", type=integers, default=[1, 8, 16, 64], help="tree sizes (default: 1,8,16,64)")
     made.add_argument("--dtypes", type=names, default=["float32", "bfloat16"], help="default: float32,bfloat16")
     made.add_argument("--shape", type=shape, default=Shape(), help="sizes of the model, such as layers=2,hidden=512")
     return made.parse_args(arguments)

@@ -335,6 +335,9 @@ class SimulatedCuda(TorchDispatchMode):
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
             "synchronize": lambda device=None: self._wait(),
             "empty_cache": lambda: None,
+            "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
+            "reset_peak_memory_stats": lambda device=None: None,
+            "max_memory_allocated": lambda device=None: 0,
             "Stream": lambda *args, **kwargs: stream,
             "current_stream": lambda device=None: stream,
             "stream": lambda other: nullcontext(),
@@ -609,8 +612,16 @@ def _flash_attention(query, key, value, dropout=0.0, is_causal=False, return_deb
     return out, lse.float(), nothing, nothing, query.shape[2], key.shape[2], nothing, nothing, nothing
 
 
+def _flash_forward(query, key, value, cum_q, cum_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale=None):
+    inputs = (part.transpose(1, 2) for part in (query, key, value))
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, dropout, is_causal, scale=scale)
+    nothing = torch.empty(0)
+    return out.transpose(1, 2), lse.float(), nothing, nothing, nothing
+
+
 # Operations that the CPU does not have, or would choose otherwise.
 REPLACED: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": _flash_attention,
+    "_flash_attention_forward": _flash_forward,
     "_fused_sdp_choice": lambda *args, **kwargs: 0,  # the kernel in plain operations
 }

@@ -26,9 +26,9 @@ from ..attention_backends.lengths import SeqLens
 from .cache import Rows
 from .cuda_graphs import CapturedRunner
 from .draft_tree import DraftTree
-from .sampling import TokenRule, warped
+from .sampling import TokenRule, drafted_in_graph, noise_of_chain, warped
 from .target_modules import logits_under, with_final_norm_input
-from .verification import Acceptance, chain_q, exponential_race, packed
+from .verification import Acceptance, packed
 
 logger = logging.get_logger(__name__)
 
@@ -292,9 +292,7 @@ class FixedSteps:
         # a step reads one slot more than the step before it
         ends = (SeqLens.equal(prefix.longest + count - 1, len(root)) for prefix in prefixes)
         sizes = [self.runner.sizes(end, 1, layout.capacity) for end in ends]
-        noise: tuple[torch.Tensor, ...] = () if draws is None else (draws,)
-        if draws is None and rule is not None and rule.do_sample:
-            noise = (rule.noise_of(count).transpose(0, 1),)
+        noise = noise_of_chain(rule, count, draws)
         lengths = [prefix.on(root.device) for prefix in prefixes]
         changing = (root, cache.dense_used.lengths.on(root.device), *lengths, *noise)
         graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
@@ -305,6 +303,40 @@ class FixedSteps:
         if result is not None:
             self._q = result[1]
         return result
+
+    def forwards(
+        self,
+        function: Callable[..., Any],
+        changing: tuple[torch.Tensor, ...],
+        fixed: tuple,
+        settings: tuple,
+        cache: Any,
+        room: int,
+    ) -> Any:
+        """Run a function of several forwards in one graph.
+
+        Args:
+            function (`Callable`): A function of `forward`, the lengths of the cache, `changing` and `fixed`, without a
+                closure. `forward(tokens, positions, mask, context, start)` stages tokens `(B, N)` in the slots from
+                `start` on and returns their logits.
+            changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
+            fixed (`tuple`): Objects that stay the same for the same `cache` and `settings`.
+            settings (`tuple`): Hashable values.
+            cache ([`SpeculativeCache`]): Cache whose rows all layers share.
+            room (`int`): Slots after the prefix that the forwards use.
+
+        Returns:
+            Result of `function`; `None`, with nothing done, if it cannot be captured.
+        """
+        captures = self.runner.captures and getattr(self.runner, "inner", None) is None  # compiled one by one
+        layout = self._layout(cache) if captures else None
+        if layout is None:
+            return None
+        sizes = self.runner.sizes(cache.lengths, room, layout.capacity)
+        inputs = cache.lengths.on(changing[0].device), *changing
+        shape = function, *(x.shape for x in inputs), settings, room, self.runner.key_of(sizes, *layout.number)
+        everything = function, self.model, layout.members, sizes, layout.buffers, fixed
+        return self.runner(_forwards, shape, inputs, everything, self.model, cache)
 
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, rule: TokenRule, cache: Any
@@ -321,13 +353,14 @@ class FixedSteps:
             `tuple`, *optional*: [`Acceptance`], and the result of [`packed`]; `None`, with nothing done, if the logits
             are not those of the last captured step, or this acceptance cannot be captured.
         """
-        q = tree.q
-        if logits is not self._logits or not rule.fits_graphs or (q is not None and q is not self._q):
+        if logits is not self._logits or not rule.fits_graphs:
             return None
-        changing = (tree.tokens, tree.parents, tree.valid, *rule.draws_for(tree))
+        q = tree.q if tree.q is self._q else None  # the result of another graph is copied
+        copied = () if tree.q is q else (tree.q,)
+        changing = (tree.tokens, tree.parents, tree.valid, *copied, *rule.draws_for(tree))
         places = logits.data_ptr(), None if q is None else q.data_ptr()
-        shape = *logits.shape, *places, tree.max_depth, tree.is_chain, rule.key
-        fixed = logits, q, rule, tree.max_depth, tree.is_chain
+        shape = *logits.shape, *places, len(copied), tree.max_depth, tree.is_chain, rule.key
+        fixed = logits, q, bool(copied), rule, tree.max_depth, tree.is_chain
         result = self.runner(_accept, shape, changing, fixed, self.model, cache)
         if result is None:
             return None
@@ -341,22 +374,33 @@ def _chain(changing, model, members, sizes, buffers, settings, count, rule, limi
     """Run [`FixedSteps.chain`] inside a graph."""
     root, first, *rest = changing
     lengths, noise = rest[: len(sizes)], rest[len(sizes) :]
-    tokens, distributions, mask = [root], [], root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
-    for depth in range(count):
+    mask, known = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool), (0,) * len(sizes)
+
+    def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
         position = (first + depth)[:, None].clamp_max(limit - 1)
-        step = (tokens[-1][:, None], position, mask, *(length + depth for length in lengths), position)
-        known = (0,) * len(sizes)
-        logits = _step(step, model, SparseContext, members, known, settings, False, sizes, buffers)[0][:, 0]
-        scores = logits if rule is None else warped(rule.processors, logits[:, None])[:, 0]
-        tokens.append(exponential_race(scores, noise[0][depth]) if noise else scores.argmax(-1))
-        if with_q:
-            distributions.append(scores.softmax(-1))
-    return torch.stack(tokens, 1), chain_q(distributions) if with_q else None
+        step = (token[:, None], position, mask, *(length + depth for length in lengths), position)
+        found: torch.Tensor = _step(step, model, SparseContext, members, known, settings, False, sizes, buffers)[0]
+        return found[:, 0]
+
+    return drafted_in_graph(rule, root, count, logits_after, noise[0] if noise else None, with_q)
 
 
-def _accept(changing, logits, q, rule, max_depth, is_chain):
+def _forwards(changing, function, model, members, sizes, buffers, fixed):
+    """Run [`FixedSteps.forwards`] inside a graph."""
+    lengths, *inputs = changing
+
+    def forward(tokens, positions, mask, context, start):
+        cache = StepCache(buffers, _places(members, [start], tokens))
+        return logits_under(context, model, tokens, positions, cache, mask)
+
+    return function(forward, SeqLens.in_graph(lengths, sizes, 0), inputs, *fixed)
+
+
+def _accept(changing, logits, q, is_copied, rule, max_depth, is_chain):
     """Run [`FixedSteps.accept`] inside a graph."""
     tokens, parents, valid, *draws = changing
+    if is_copied:
+        q, *draws = draws
     tree = DraftTree(tokens, parents, valid, q, is_chain=is_chain, max_depth=max_depth)
     acceptance = rule.accept_scored(tree, warped(rule.processors, logits), *draws)
     fields = acceptance.path, acceptance.num_nodes, acceptance.tokens

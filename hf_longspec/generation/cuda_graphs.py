@@ -232,6 +232,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 PLAIN = {bool, int, float, str, type(None)}
 COLLECTIONS = {dict, OrderedDict, list, tuple, set}
+# Attributes of a draft that a call sets and no step reads.
+NOTES = {"last_speculation", "was_told_of_gate"}
 
 
 def state_of(model: torch.nn.Module) -> int:
@@ -251,6 +253,8 @@ def state_of(model: torch.nn.Module) -> int:
         state += [id(module), id(getattr(module.forward, "__func__", module.forward))]
         for name, value in vars(module).items():
             kind = type(value)
+            if name in NOTES:
+                continue
             if kind in PLAIN:
                 state += [name, value]
             elif name in ("_parameters", "_buffers"):

@@ -337,6 +337,15 @@ class TargetView:
                 return result
         return function(changing, *fixed, *settings)
 
+    def forwards_replayed(
+        self, function: Any, changing: tuple[torch.Tensor, ...], fixed: tuple, settings: tuple, cache: Any, room: int
+    ) -> Any:
+        """Return the result of several forwards by one graph; `None`, with nothing done, if they are not captured.
+
+        See [`FixedSteps.forwards`] for the arguments.
+        """
+        return None if self._fixed is None else self._fixed.forwards(function, changing, fixed, settings, cache, room)
+
     def draft_chain(
         self, root: torch.Tensor, count: int, rule: Any, cache: Any, limit: int, draws: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:

@@ -8,7 +8,7 @@ sinks. StreamingLLM numbers the kept tokens anew instead, for which it caches ke
 import torch
 from transformers import PreTrainedConfig
 
-from ..attention_backends.lengths import SeqLens
+from ..attention_backends.lengths import SeqLens, on_device
 from .cache import SpeculativeCache
 
 
@@ -58,25 +58,22 @@ class WindowedCache(SpeculativeCache):
 
     def trim(self) -> None:
         """Drop tokens of rows that hold too many."""
-        if self.window is None:
+        if self.window is None or self.lengths.longest <= self.most:
             return
-        kept, lengths, dropped = self.sinks + self.window, list(self.lengths.host), list(self.dropped.host)
-        for row, length in enumerate(self.lengths.host):
-            if length <= self.most:
-                continue
-            for layer in self.layers:
-                if layer.is_initialized:
-                    for states in (layer.keys, layer.values):
-                        states[row, :, self.sinks : kept] = states[row, :, length - self.window : length].clone()
-            dropped[row] += length - kept
-            lengths[row] = kept
-        if lengths != list(self.lengths.host):
-            self.dropped = SeqLens(dropped)
-            self.set_lengths(lengths)
-
-    def true_positions(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the positions of tokens in `slots` `(B, N)` after the sinks."""
-        return slots if self.window is None else slots + self.dropped.on(slots.device)[:, None]
+        kept, host = self.sinks + self.window, self.lengths.host
+        drops = [length - kept if length > self.most else 0 for length in host]
+        lengths = [length - drop for length, drop in zip(host, drops, strict=True)]
+        dropped = [before + drop for before, drop in zip(self.dropped.host, drops, strict=True)]
+        numbers = on_device([drops, lengths, dropped], self.layers[0].keys.device)  # one copy for all of them
+        places = torch.arange(self.sinks, kept, device=numbers.device) + numbers[0][:, None]  # [B, window]
+        for layer in self.layers:
+            if layer.is_initialized:
+                states = layer.keys, layer.values
+                index = places.to(layer.keys.device)[:, None, :, None]
+                moved = [x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in states]
+                torch._foreach_copy_([x[:, :, self.sinks : kept] for x in states], moved)
+        self.dropped = SeqLens(dropped, numbers[2])
+        self.set_lengths(SeqLens(lengths, numbers[1]))
 
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""

@@ -152,9 +152,9 @@ def line(kind, ms, **values):
 def test_predictions_are_judged_by_the_lines():
     outcome = lambda name, lines: next(p for p in PREDICTIONS if p.name == name).outcome(lines)  # noqa: E731
     at = {"backend": "b", "batch": 1, "context": 32768}
-    kernels = [line("kernel", ms, nodes=nodes, **at) for nodes, ms in [(1, 1.0), (17, 1.1), (69, 3.5)]]
-    assert outcome("17 nodes", kernels)["holds"] is True and outcome("17 nodes", kernels)["values"] == [1.1]
-    assert outcome("69 nodes", kernels)["holds"] is False and outcome("69 nodes", [])["holds"] is None
+    kernels = [line("kernel", ms, nodes=nodes, **at) for nodes, ms in [(1, 1.0), (16, 1.1), (64, 3.5)]]
+    assert outcome("16 nodes", kernels)["holds"] is True and outcome("16 nodes", kernels)["values"] == [1.1]
+    assert outcome("64 nodes", kernels)["holds"] is False and outcome("64 nodes", [])["holds"] is None
     for tbs, times, holds in [(3.1, 1.3, True), (2.9, 1.3, False), (3.1, 1.5, False)]:
         fast = [line("kernel", 1.0, nodes=1, tb_per_second=tbs, times_floor=times, **at)]
         assert outcome("prefix bandwidth", fast)["holds"] is holds

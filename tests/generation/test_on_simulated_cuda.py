@@ -3,6 +3,7 @@
 import logging
 from contextlib import contextmanager
 from statistics import mean
+from types import MethodType
 from typing import NamedTuple
 
 import pytest
@@ -26,11 +27,24 @@ DRAFTERS = {
     "plain": ("longspec_plain", {}),
     "n-grams": ("longspec_ngram", {"num_assistant_tokens": 4}),
     "specattn": ("specattn", {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6}),
+    "quest": (
+        "longspec_quest",
+        {"num_assistant_tokens": 2, "sparse_ratio": 0.1, "sparse_min_tokens": 4, "page_size": 3},
+    ),
     "longspec": ("longspec", {"window": 8, "tree_widths": [6, 4]}),
     "longspec, n-grams": ("longspec", {"window": 8, "tree_widths": [2, 2], "ngram_candidates": 2}),
     "eagle3": ("longspec_eagle3", {"window": 8, "tree_widths": [12, 9]}),
     "tokenswift": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 3, 2]}),
     "partial_kv": ("tokenswift", {"num_heads": 2, "tree_branching": [1, 2, 2], "self_draft": "partial_kv"}),
+    "token recycling": ("longspec_token_recycling", {"num_nodes": 8, "max_depth": 3}),
+    "draft model": ("longspec_assistant", {"num_assistant_tokens": 3}),
+    "draft model, tree": ("longspec_assistant", {"tree_widths": [4, 3]}),
+    "draft model, rejection": (
+        "longspec_assistant",
+        {"num_assistant_tokens": 2, "window": 24, "acceptance": "rejection"},
+    ),
+    "draft model, PARD": ("longspec_assistant", {"num_assistant_tokens": 3, "pard_token": 23}),
+    "draft model, n-grams": ("longspec_assistant", {"num_assistant_tokens": 2, "ngram_candidates": 2}),
 }
 # Most copies from pinned memory and most launches outside of graphs in a steady iteration with captured steps;
 # launches are averaged, as noise is drawn in blocks.
@@ -51,6 +65,15 @@ def simulated(index=0):
             yield device
         finally:
             registry.select.cache_clear()
+
+
+def make_draft(name, model):
+    """The draft of one of the [`DRAFTERS`] with random weights, which is a model of its own where one drafts."""
+    kind, settings = DRAFTERS[name]
+    models = [tiny_target("qwen3", 5, vocab_size=24, num_hidden_layers=2)] if kind == "longspec_assistant" else []
+    draft = DRAFTS[kind].model.from_target(model, *models, **settings)
+    randomize(draft)
+    return draft
 
 
 def generate(model, draft, input_ids, mask, sampled, **options):
@@ -91,12 +114,9 @@ def watch(cuda, monkeypatch):
 @pytest.mark.parametrize(("name", "steps", "sampled", "lengths"), CASES, ids=str)
 def test_drafters(name, steps, sampled, lengths, monkeypatch):
     """The same text as on the CPU, twice. Iterations read once and never write; steady ones capture nothing."""
-    kind, settings = DRAFTERS[name]
     model = tiny_target("llama", vocab_size=24)
-    draft = DRAFTS[kind].model.from_target(model, **settings)
-    randomize(draft)
-    prompts = tiny_prompts(24, lengths)
-    expected = generate(model, draft, *prompts, sampled)
+    draft, prompts = make_draft(name, model), tiny_prompts(24, lengths)
+    expected = generate(model, make_draft(name, model), *prompts, sampled)  # by another one: the first call counts too
 
     draft.generation_config.compile = steps
     with simulated() as cuda:
@@ -119,6 +139,47 @@ def test_drafters(name, steps, sampled, lengths, monkeypatch):
                 assert mean(iteration.launches for iteration in same) <= MOST_LAUNCHES
             iterations.clear()
         assert bool(cuda.replays) == (steps == "graph")
+
+
+class Fused(torch.autograd.Function):
+    """As libraries of fused kernels write their operations. The activation is not the target's, so that it shows."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.gelu(gate) * up
+
+
+def fuse(model):
+    """Replace forwards of modules of a loaded model in place, as Liger does."""
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(
+            lambda mlp, x: mlp.down_proj(Fused.apply(mlp.gate_proj(x), mlp.up_proj(x))), layer.mlp
+        )
+
+
+@torch.no_grad()
+def test_modules_with_fused_kernels_are_captured(monkeypatch):
+    """The text is that of stock `generate` with the same modules, also where graphs of the others were captured."""
+    model, fused, prompts = (
+        tiny_target("llama", vocab_size=24),
+        tiny_target("llama", vocab_size=24),
+        tiny_prompts(24, (21,)),
+    )
+    fuse(fused)
+    stock = [generate(one, None, *prompts, False) for one in (model, fused)]
+    assert not torch.equal(*stock)
+    draft = make_draft("longspec", model)
+    draft.generation_config.compile = "graph"
+    with simulated() as cuda:
+        cuda.place(model), cuda.place(draft)
+        iterations = watch(cuda, monkeypatch)
+        assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), stock[0])
+        fuse(model)
+        iterations.clear()
+        for _ in range(2):
+            assert torch.equal(cuda.fetch(generate(model, draft, *cuda.place(prompts), False)), stock[1])
+        assert len({iteration.graphs for iteration in iterations[FIRST:]}) == 1 and cuda.replays
 
 
 @torch.no_grad()

@@ -15,18 +15,18 @@ SMALLEST_TILE = 16
 # With warpgroup instructions (Hopper and data-center Blackwell) a tile of 64 rows needs 4 warps, so that two programs
 # fit on a multiprocessor, and one of 128 rows reads keys and values half as often.
 WARPGROUP_TILES = {
-    64: {16: (128, 4, 2), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
+    64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
     128: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 4, 3), 128: (64, 8, 3)},
-    256: {16: (64, 8, 2), 32: (64, 8, 2), 64: (32, 8, 3)},
+    256: {16: (32, 8, 3), 32: (64, 8, 2), 64: (32, 8, 3)},
 }
 # Elsewhere 64 rows spill with 4 warps, and 128 rows spill in any case.
 TILES = {
-    64: {16: (128, 4, 2), 32: (64, 4, 3), 64: (64, 8, 3)},
+    64: {16: (64, 4, 3), 32: (64, 4, 3), 64: (64, 8, 3)},
     128: {16: (64, 4, 3), 32: (64, 8, 3), 64: (64, 8, 3)},
-    256: {16: (64, 8, 2), 32: (64, 8, 2)},
+    256: {16: (32, 8, 3), 32: (64, 8, 2)},
 }
 # In float32 no tensor cores are used, and all operands of a product are in registers.
-FLOAT32_TILES = {64: {16: (16, 4, 2)}, 128: {16: (16, 4, 2)}, 256: {16: (16, 8, 2)}}
+FLOAT32_TILES = {64: {16: (16, 4, 2)}, 128: {16: (16, 4, 2)}, 256: {16: (16, 8, 3)}}
 # Programs of one launch: two for each of the 132 multiprocessors of an H100 or H200.
 PROGRAMS = 264
 # Prefix slots of one program at least. With fewer, partial results weigh more than the keys that they save.
@@ -104,7 +104,7 @@ def hybrid_config(rows: int, size: int, value_size: int, itemsize: int, gpu: Gpu
     if not plain and block_rows > 16 and block_keys > 32:
         block_keys, num_stages = 32, num_stages + 1
     # The loop over the tree is short, and stages would spill 56 bytes; in float32 it spills 300 without.
-    tree = (16 if block_rows == 16 else 32, 1) if itemsize == 2 else (16, 2)
+    tree = (16 if block_rows == 16 else 32, 1) if itemsize == 2 else (16, num_stages)
     sizes = _padded(size, value_size)
     tile = TileConfig(block_rows, block_keys, *tree, SHORTEST_SPLIT, *sizes, num_warps, num_stages)
     return _fit(tile, itemsize, gpu.shared_memory)
@@ -126,11 +126,10 @@ def sparse_config(size: int, value_size: int, itemsize: int) -> TileConfig:
     bits, and 4 warps up to 6 KB in float32, whose products run without matrix units. A drafting step has one query, so
     16 rows hold a group of 16 heads.
     """
-    if itemsize == 4:
-        block_keys, num_warps = 32, 8
-    else:
-        block_keys, num_warps = 64 if max(size, value_size) <= 128 else 32, 4
-    return TileConfig(16, block_keys, 0, 0, SPARSE_SPLIT, *_padded(size, value_size), num_warps, 2)
+    is_large = max(size, value_size) > 128
+    block_keys, num_warps = (32, 8) if itemsize == 4 else (32 if is_large else 64, 4)
+    stages = 3 if itemsize == 4 and is_large else 2
+    return TileConfig(16, block_keys, 0, 0, SPARSE_SPLIT, *_padded(size, value_size), num_warps, stages)
 
 
 def wanted_splits(row_tiles: int, all_kv_heads: int, has_tree: bool) -> int:

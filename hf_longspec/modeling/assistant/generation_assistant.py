@@ -10,22 +10,31 @@ forward: `num_assistant_tokens - 1` mask tokens follow the root, and the logits 
 tokens of the chain. Keys of masks are dropped, so the next forward begins with the tokens that were accepted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from transformers.utils import logging
 
-from ...attention_backends.contexts import LevelContext, TreeContext
+from ...attention_backends.contexts import CallCounter, LevelContext, TreeContext
 from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, drafted_chain, independent_draws, named
-from ...generation.sampling import Coupling
+from ...generation.drafter import (
+    Binding,
+    Drafter,
+    TreeShape,
+    Verification,
+    drafted_chain,
+    independent_draws,
+    last_of,
+    named,
+)
+from ...generation.sampling import Coupling, drafted_in_graph, noise_of_chain
 from ...generation.target import TargetView
 from ...generation.windowed_cache import WindowedCache
 
@@ -35,6 +44,9 @@ logger = logging.get_logger(__name__)
 CATCH_UP = 64
 
 Shape = int | list[int]
+# Runs tokens, positions, mask and context, staged from some lengths on; returns logits.
+Inputs = Sequence[torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, SeqLens], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,10 +106,12 @@ class AssistantDrafter(Drafter):
         )
         self.cache.reset()
         self._is_switched = False
-        self._proposed_chain = True
-        # Committed tokens that are no input of the draft yet, and their number in every row.
+        self._proposed_chain, self._start = True, self.cache.lengths  # the last proposal, and the lengths before it
+        # Committed tokens that are no input of the draft yet, and their number: one in every row unless `_is_ragged`.
         self.pending = torch.zeros(binding.cache.batch_size, 0, dtype=torch.long, device=self.device)
-        self.counts = [0] * binding.cache.batch_size
+        self.counts = SeqLens.equal(0, binding.cache.batch_size)
+        # Its windows, found before a graph is captured.
+        self._windows = assistant.windows
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
@@ -141,137 +155,189 @@ class AssistantDrafter(Drafter):
             else:
                 self._catch_up(texts)
         last = torch.stack([text[-1] for text in texts])[:, None]
-        # PARD's steps have one width from the first one on
-        self.pending = last if self.settings.mask_token is None else pad(last, (0, self.max_depth - 1))
-        self.counts = [1] * len(texts)
+        # steps have one width from the first one on
+        self.pending = pad(last, (0, max(self.max_depth, self.foreign_depth) - 1)) if self._is_ragged else last
+        self.counts = SeqLens.equal(1, len(texts))
+
+    @property
+    def _is_ragged(self) -> bool:
+        """Whether rows have different numbers of pending tokens: masks follow the root, or others propose nodes."""
+        return self.settings.mask_token is not None or self.foreign_depth > 0
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain or a tree of candidates after `root` `(batch,)`."""
+        shape, start, rule = self.shape, self.cache.lengths, self.binding.rule
+        inputs = [root.to(self.device), self.pending, self._last_position]
+        if self._is_ragged:
+            inputs.append(self.counts.on(self.device))
+        if self.settings.window is not None:
+            inputs.append(self.cache.dropped.on(self.device))
         with self.attention():
-            is_chain = isinstance(self.shape, int)
-            tree = self._chain(root, self.shape) if isinstance(self.shape, int) else self._beam(root, self.shape)
-        self.cache.rows.lengths = self.prefix  # the nodes stay after it, in their order, until the next step
-        self._proposed_chain = is_chain
+            if isinstance(shape, int):
+                draws = independent_draws(self.binding, root, shape) if self.settings.is_drawn else None
+                tree = self._captured_chain(inputs, shape, draws)
+                if tree is None:
+                    after = self._chain(self._forward, start, inputs, shape)
+                    tree = drafted_chain(rule, root, shape, lambda *where: after(*where).to(root.device), draws)
+            else:
+                known = self.coupling.known(len(shape))
+                fields = self._captured(_beam, (*inputs, *known), self.coupling.fits_graphs, self.coupling.key)
+                if fields is None:
+                    fields = self._beam(self._forward, start, inputs, known, shape, root)
+                tree = DraftTree.of_fields(fields, len(shape))
+        # pending tokens are committed; the nodes stay after them, in their order, until the next step
+        self._start, self.cache.rows.lengths = start, start.plus(self.counts if self._is_ragged else 1)
+        self._proposed_chain = isinstance(shape, int)
         return tree
+
+    def _captured_chain(self, inputs: list[torch.Tensor], count: int, draws: torch.Tensor | None) -> DraftTree | None:
+        """Return a chain of drafted tokens by one graph; `None` if it cannot be captured."""
+        rule = self.binding.rule
+        fits, noise = rule is None or rule.fits_graphs, noise_of_chain(rule, count, draws)
+        key = draws is not None, () if rule is None else rule.key
+        found = self._captured(_chain, (*inputs, *noise), fits, key)
+        return None if found is None else DraftTree.chain(found[0], q=found[1])
+
+    def _captured(self, function: Any, changing: tuple[torch.Tensor, ...], fits: bool, key: tuple) -> Any:
+        """Return the result of a function by one graph; `None` if it cannot be captured."""
+        if not fits or any(x.device != self.device for x in changing):
+            return None
+        depth = size_of(self.shape)[1]
+        room = self.pending.shape[1] + max(self.num_nodes, 1 + depth)
+        self._make_room(room)
+        shape = self.shape if isinstance(self.shape, int) else tuple(self.shape)
+        settings = shape, self._is_ragged, self.settings.mask_token, self.settings.window is None, self._windows, key
+        return self.assistant.forwards_replayed(function, changing, (self, self.shape, key), settings, self.cache, room)
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of accepted nodes that were an input, and remember the tokens that were none."""
-        if self.settings.mask_token is None and not self.foreign_depth:
-            self._keep_nodes(verification)
-        else:
-            self._keep_root(verification)
+        (self._keep_root if self._is_ragged else self._keep_nodes)(verification)
         self.cache.trim()
-        if self.settings.mask_token is None and not self.foreign_depth:
-            self.cache.rows.lengths = self.cache.lengths.plus(-1)
 
     def _keep_nodes(self, verification: Verification) -> None:
         """Keep all accepted nodes. The last one, which may never have been an input, is run again."""
         assert verification.tree is not None
         counts = verification.num_nodes
-        self.cache.commit(None if self._proposed_chain else verification.path.to(self.device), counts)
-        last = verification.tree.tokens.gather(1, verification.last_nodes[:, None]).to(self.device)
-        grows = counts.on(self.device)[:, None] > 0
-        self.pending, self.counts = torch.where(grows, last, self.pending[:, :1]), [1] * len(counts.host)
+        if self._proposed_chain:  # the pending token and all nodes but the last one
+            self.cache.rows.lengths = self._start
+            self.cache.commit(None, counts)
+        else:
+            self.cache.commit(verification.path.to(self.device), counts)
+            self.cache.rows.lengths = self.cache.lengths.plus(-1)
+        inputs = verification.tree.tokens, verification.path, counts.on(verification.path.device), self.pending
+        changing = tuple(x.to(self.device) for x in inputs)
+        self.pending = self.assistant.replayed(_last_tokens, changing, (), self.cache)
 
     def _keep_root(self, verification: Verification) -> None:
         """Keep the root alone: masks follow it, or nodes that others proposed are on the path."""
-        kept = [tokens[:-1] for tokens in verification.tokens]
-        width = max(verification.path.shape[1] - 1, 1)
-        self.pending = on_device([row + [0] * (width - len(row)) for row in map(list, kept)], self.device)
-        self.counts = [len(row) for row in kept]
-        self.cache.commit(None, [int(count > 0) for count in verification.num_nodes.host])
+        assert verification.tree is not None
+        counts = verification.num_nodes
+        changing = tuple(x.to(self.device) for x in (verification.tree.tokens, verification.path))
+        changing, width = (*changing, counts.on(self.device)), self.pending.shape[1]
+        self.pending, after, root = self.assistant.replayed(_after_root, changing, (), self.cache, (width,))
+        self.counts = SeqLens([max(count - 1, 0) for count in counts.host], after)
+        self.cache.commit(None, SeqLens([int(count > 0) for count in counts.host], root))
 
-    def _chain(self, root: torch.Tensor, length: int) -> DraftTree:
-        """Return a chain of drafted tokens, one forward for each, or one for all with PARD."""
-        mask_token = self.settings.mask_token
-        first = self._first(root, 0 if mask_token is None else length - 1)
+    def _chain(
+        self, forward: Forward, start: SeqLens, inputs: Inputs, count: int
+    ) -> Callable[[int, torch.Tensor], torch.Tensor]:
+        """Return the function of a depth and of the tokens `(B,)` there to the logits `(B, vocab)` that follow.
+
+        It runs one forward for each token, or one for all with PARD.
+        """
+        masks = 0 if self.settings.mask_token is None else count - 1
+        first, prefix = self._first(forward, start, inputs, masks)
 
         def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
-            if mask_token is not None:
-                logits = first[:, depth]
-            else:
-                logits = (self._after(token) if depth else first)[:, 0]
-            return self._of_target(logits, root.device)
+            if masks or not depth:
+                return first[:, depth]
+            here = prefix.plus(depth)  # all tokens before the newest one are its prefix
+            return self._of_target(self._run_chain(forward, here, inputs, token.to(self.device)[:, None]))[:, 0]
 
-        draws = independent_draws(self.binding, root, length) if self.settings.is_drawn else None
-        return drafted_chain(self.binding.rule, root, length, logits_after, draws)
+        return logits_after
 
-    def _beam(self, root: torch.Tensor, widths: list[int]) -> DraftTree:
-        """Return the tree of a beam, one forward for each level."""
-        beam, known = Beam(root), self.coupling.known(len(widths))
+    def _beam(
+        self, forward: Forward, start: SeqLens, inputs: Inputs, known: Inputs, widths: Sequence[int], root: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the [`DraftTree.fields`] of a beam after `root` on its device, one forward for each level."""
+        beam = Beam(root)
+        logits, prefix = self._first(forward, start, inputs, 0)
         for depth, width in enumerate(widths):
-            logits = self._level(beam, depth) if depth else self._first(root)
-            scores = self.coupling.scores(self._of_target(logits, root.device), known, depth, beam.paths)
-            beam.grow(scores, width)
-        return DraftTree.of_fields(beam.fields(), len(widths))
+            if depth:
+                logits = self._level(forward, prefix.plus(1), inputs, beam)
+            beam.grow(self.coupling.scores(logits.to(root.device), known, depth, beam.paths), width)
+        return beam.fields()
 
-    def _first(self, root: torch.Tensor, masks: int = 0) -> torch.Tensor:
-        """Run pending tokens, root and masks, and return the logits `(B, 1 + masks, V)` from the root on."""
-        counts, root = self.counts, root.to(self.device)[:, None]
-        if min(counts) == self.pending.shape[1]:  # no padding
-            tokens, valid, first = torch.cat([self.pending, root], 1), None, None
-            if masks:
-                tokens = pad(tokens, (0, masks), value=self.settings.mask_token)
-        else:
-            padded = pad(self.pending, (0, 1 + masks), value=self.settings.mask_token or 0)
-            first = on_device(counts, self.device)[:, None]
-            places = torch.arange(padded.shape[1], device=self.device)
-            mask_token = self.settings.mask_token or 0
-            tokens = torch.where(places < first, padded, torch.where(places == first, root, mask_token))
-            valid = places <= first + masks
-        start = self.cache.lengths
-        logits = self._run_chain(tokens, valid)
-        self.prefix = start.plus(min(counts)) if len(set(counts)) == 1 else SeqLens(_sum(start.host, counts))
-        self.cache.rows.lengths = self.prefix.plus(1)
-        if first is None:
-            return logits[:, -1 - masks :]
+    def _first(self, forward: Forward, start: SeqLens, inputs: Inputs, masks: int) -> tuple[torch.Tensor, SeqLens]:
+        """Run pending tokens, root and masks; return logits `(B, 1 + masks, V)` from the root on, and its slots."""
+        root, pending = inputs[0][:, None], inputs[1]
+        mask_token = self.settings.mask_token or 0
+        if not self._is_ragged:
+            logits = self._run_chain(forward, start, inputs, torch.cat([pending, root], 1))
+            return self._of_target(logits[:, -1:]), start.plus(1)
+        counts = inputs[3]
+        padded = pad(pending, (0, 1 + masks), value=mask_token)
+        first, places = counts[:, None], torch.arange(padded.shape[1], device=self.device)
+        tokens = torch.where(places < first, padded, torch.where(places == first, root, mask_token))
+        logits = self._run_chain(forward, start, inputs, tokens)
         wanted = first + torch.arange(1 + masks, device=self.device)
-        return logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[-1]))
+        prefix = start.plus(self.counts) if start.host else _grown(start, counts, pending.shape[1])
+        return self._of_target(logits.gather(1, wanted[..., None].expand(-1, -1, logits.shape[-1]))), prefix
 
-    def _run_chain(self, tokens: torch.Tensor, valid: torch.Tensor | None, is_fixed: bool = True) -> torch.Tensor:
-        """Return the logits `(B, N, V)` of a chain after the committed tokens; it is staged."""
-        tree, start = DraftTree.chain(tokens, valid), self.cache.lengths
-        slots = start.on(self.device)[:, None] + tree.depths
-        context = TreeContext(start, slots, tree.mask, windows=self.assistant.windows)
-        return self._run(tree.tokens, slots, context, is_fixed)
+    def _run_chain(self, forward: Forward, start: SeqLens, inputs: Inputs, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits `(B, N, V)` of a chain that is staged from `start` on. Padding comes last in a row."""
+        places = torch.arange(tokens.shape[1], device=self.device)
+        mask = (places[:, None] >= places).expand(len(tokens), -1, -1)
+        slots = start.on(self.device)[:, None] + places
+        context = TreeContext(start, slots, mask, None, CallCounter(), windows=self._windows)
+        return forward(self._known(tokens), self._positions(slots, inputs), mask[:, None], context, start)
 
-    def _after(self, token: torch.Tensor) -> torch.Tensor:
-        """Run the newest token of a chain, and return its logits `(B, 1, V)`. All before it is its prefix."""
-        logits = self._run_chain(token.to(self.device)[:, None], None)
-        self.cache.rows.lengths = self.cache.lengths.plus(1)
-        return logits
-
-    def _level(self, beam: Beam, depth: int) -> torch.Tensor:
-        """Run the newest level of a tree, and return its logits `(B, n, V)`."""
-        prefix = self.prefix.plus(1)  # the root included, which all nodes see
+    def _level(self, forward: Forward, prefix: SeqLens, inputs: Inputs, beam: Beam) -> torch.Tensor:
+        """Run the newest level of a tree after `prefix`, root included; return its logits `(B, n, V)`."""
         mask = beam.reach[:, :, 1:].to(self.device)
-        depths = [d for d, level in enumerate(beam.levels[1:]) for _ in range(level.shape[1])]
-        node_slots = prefix.on(self.device)[:, None] + on_device(depths, self.device)
+        depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(beam.levels[1:])], 1)
+        node_slots = prefix.on(self.device)[:, None] + depths.to(self.device)
         slots = node_slots[:, -mask.shape[1] :]
-        self.cache.rows.lengths = prefix.plus(mask.shape[2] - mask.shape[1])
-        context = LevelContext(prefix, slots, mask, node_positions=node_slots, windows=self.assistant.windows)
-        return self._run(beam.tokens.to(self.device), slots, context, True)
+        options: dict[str, Any] = {"node_positions": node_slots, "windows": self._windows}
+        context = LevelContext(prefix, slots, mask, None, CallCounter(), **options)
+        start = prefix.plus(mask.shape[2] - mask.shape[1])
+        positions = self._positions(slots, inputs)
+        return self._of_target(
+            forward(self._known(beam.tokens.to(self.device)), positions, mask[:, None], context, start)
+        )
 
-    def _run(self, tokens: torch.Tensor, slots: torch.Tensor, context: Any, is_fixed: bool) -> torch.Tensor:
-        """Run nodes that would lie in `slots` if the cache were the text so far, and return their logits."""
-        count = tokens.shape[1]
-        if count > self.cache.tree_slots:
-            self.cache.reserve(self.cache.most, count)
-        self.cache.stage(count)
-        positions = self.cache.true_positions(slots)
-        if max(self.cache.positions) + count > self._last_position:
-            positions = positions.clamp_max(self._last_position)
-        mask = context.mask[:, None]
-        logits, _ = self.assistant.step(self._known(tokens), positions, self.cache, mask, context, is_fixed)
-        return logits
+    def _positions(self, slots: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+        """Return the positions of nodes that would lie in `slots` if the cache were the text so far."""
+        if self.settings.window is not None:
+            slots = slots + inputs[-1][:, None]
+        return torch.minimum(slots, inputs[2])
+
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        mask: torch.Tensor,
+        context: Any,
+        start: SeqLens,
+        is_fixed: bool = True,
+    ) -> torch.Tensor:
+        """Run one step of the draft by itself; a [`Forward`]."""
+        self.cache.rows.lengths = start
+        self._make_room(tokens.shape[1])
+        self.cache.stage(tokens.shape[1])
+        return self.assistant.step(tokens, positions, self.cache, mask, context, is_fixed)[0]
+
+    def _make_room(self, nodes: int) -> None:
+        if nodes > self.cache.tree_slots:
+            self.cache.reserve(self.cache.most, nodes)
 
     @cached_property
-    def _last_position(self) -> int:
+    def _last_position(self) -> torch.Tensor:
         """The last position that any token may have; a model with a table of positions has none beyond its end."""
         last = self.binding.max_length - 1
-        if any("rotary_emb" in name for name, _ in self.assistant.model.named_modules()):
-            return last
-        return min(last, (getattr(self.assistant.config, "max_position_embeddings", None) or last + 1) - 1)
+        if not any("rotary_emb" in name for name, _ in self.assistant.model.named_modules()):
+            last = min(last, (getattr(self.assistant.config, "max_position_embeddings", None) or last + 1) - 1)
+        return on_device([last], self.device)
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the tokens; those beyond the draft's vocabulary, which are padding of the target's, are replaced."""
@@ -279,10 +345,9 @@ class AssistantDrafter(Drafter):
             return tokens
         return tokens.clamp_max(self.num_embeddings - 1)
 
-    def _of_target(self, logits: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _of_target(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits over the target's vocabulary; the two differ by padding."""
         missing = self.binding.target.vocab_size - logits.shape[-1]
-        logits = logits.to(device)
         if not missing:
             return logits
         return pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :missing]
@@ -296,7 +361,7 @@ class AssistantDrafter(Drafter):
         places = on_device([row + [0] * (width - len(row)) for row in kept], self.device)
         tokens = torch.stack([text[row] for text, row in zip(texts, places, strict=True)])
         extra = self.assistant.keeping(torch.zeros(1, dtype=torch.long, device=self.device))
-        places = places.clamp_max(self._last_position)
+        places = torch.minimum(places, self._last_position)
         for begin in range(0, width, self.settings.chunk_size):
             chunk = slice(begin, begin + self.settings.chunk_size)
             self.assistant.model(
@@ -319,8 +384,8 @@ class AssistantDrafter(Drafter):
                 for text, start, count in zip(texts, self.cache.positions, counts, strict=True)
             ]
             tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            valid = torch.arange(tokens.shape[1], device=self.device) < on_device(counts, self.device)[:, None]
-            self._run_chain(tokens, valid, is_fixed=False)
+            inputs = tokens[:, 0], tokens, self._last_position, self.cache.dropped.on(self.device)
+            self._run_chain(partial(self._forward, is_fixed=False), self.cache.lengths, inputs, tokens)
             self.cache.commit(None, counts)
             self.cache.trim()
 
@@ -337,5 +402,37 @@ class AssistantDrafter(Drafter):
             )
 
 
-def _sum(lengths: Sequence[int], counts: Sequence[int]) -> list[int]:
-    return [length + count for length, count in zip(lengths, counts, strict=True)]
+def _chain(forward, start, inputs, drafter, count, key):
+    """Draft a chain inside a graph; see [`FixedSteps.forwards`]."""
+    is_drawn, rule = key[0], drafter.binding.rule
+    noise = inputs[-1] if is_drawn or (rule is not None and rule.do_sample) else None
+    inputs = inputs if noise is None else inputs[:-1]
+    logits_after = drafter._chain(forward, start, inputs, count)
+    return drafted_in_graph(rule, inputs[0], count, logits_after, noise, is_drawn)
+
+
+def _beam(forward, start, inputs, drafter, widths, key):
+    """Draft a tree inside a graph; see [`FixedSteps.forwards`]."""
+    own = 3 + drafter._is_ragged + (drafter.settings.window is not None)
+    return drafter._beam(forward, start, inputs[:own], inputs[own:], widths, inputs[0])
+
+
+def _last_tokens(changing):
+    """Return the last committed token of every row, and the pending one of rows that have ended."""
+    tokens, path, counts, pending = changing
+    last = tokens.gather(1, last_of(path, counts)[:, None])
+    return torch.where(counts[:, None] > 0, last, pending[:, :1])
+
+
+def _after_root(changing, width):
+    """Return the committed tokens after the root, padded to `width`, their number, and that of the root."""
+    tokens, path, counts = changing
+    on_path = tokens.gather(1, path)[:, 1 : 1 + width]
+    return pad(on_path, (0, width - on_path.shape[1])), (counts - 1).clamp_min(0), counts.clamp_max(1)
+
+
+def _grown(lengths: SeqLens, counts: torch.Tensor, most: int) -> SeqLens:
+    """Return the sums of lengths and counts, which are at most `most`, inside a graph."""
+    grown = SeqLens(None, lengths.on(counts.device) + counts)
+    grown.longest = lengths.longest + most
+    return grown

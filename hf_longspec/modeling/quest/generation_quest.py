@@ -19,6 +19,7 @@ from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache
 from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Verification, drafted_chain
+from ...generation.sampling import drafted_in_graph, noise_of_chain
 from ...generation.selection import SINK_TOKENS, budget, capacity_for
 from ...generation.self_drafter import SelfDrafter
 from ...generation.target import TargetView
@@ -120,10 +121,11 @@ class PagedCache(CompactCache):
             pages = min(self.cache.layers[0].capacity // size, capacity_for(max(full)))
             self.sizes = PageSizes(pages, min(pages, capacity_for(max(num_pages))), self.sizes.rest)
         devices = {self.cache.layers[index].keys.device for index in self.paged_layers}
+        tables = [self.table(device) for device in devices]  # one copy in every iteration, not two in some
         if target.captures and 0 < count <= most and len(devices) == 1:
-            target.replayed(_find_bounds, (self._table(*devices),), (self,), self, (most, self.layout))
+            target.replayed(_find_bounds, tuple(tables), (self,), self, (most, self.layout))
         elif count:
-            self.find_bounds(self._table, count)
+            self.find_bounds(self.table, count)
 
     def find_bounds(self, table: Callable[[torch.device], torch.Tensor], count: int) -> None:
         """Compute the bounds of at most `count` new pages of each row; `table` returns their numbers on a device."""
@@ -134,11 +136,11 @@ class PagedCache(CompactCache):
 
     def context(self, target: TargetView, positions: torch.Tensor) -> StepContext:
         """Return the context of a drafting step at `positions` `(B, 1)`."""
-        _, full, chosen = self._table(positions.device)
+        _, full, chosen = self.table(positions.device)
         lengths = self.dense_used.lengths.plus(1)
         return PageContext(lengths, positions, full, chosen, self.pages, self.sizes, windows=target.windows)
 
-    def _table(self, device: torch.device) -> torch.Tensor:
+    def table(self, device: torch.device) -> torch.Tensor:
         """Return first new page, number of full pages and number of pages to read of every row, `(3, B)`."""
         if device not in self._tables:
             self._tables[device] = on_device(self._rows, device)
@@ -149,6 +151,21 @@ def _find_bounds(changing: tuple[torch.Tensor, ...], cache: PagedCache, most: in
     """Run [`PagedCache.find_bounds`], maybe inside a graph."""
     cache.find_bounds(lambda device: changing[0], most)
     return ()
+
+
+def _draft(forward, start, inputs, rule, windows, pages, sizes, gamma, limit, is_drawn, bounds):
+    """Draft a chain inside a graph; see [`FixedSteps.forwards`]. The graph depends on the places of `bounds`."""
+    root, (_, full, chosen), *noise = inputs
+    mask = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
+
+    def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
+        here = start.plus(depth)
+        positions = here.on(root.device)[:, None].clamp_max(limit - 1)
+        context = PageContext(here.plus(1), positions, full, chosen, pages, sizes, windows=windows)
+        found: torch.Tensor = forward(token[:, None], positions, mask, context, here)
+        return found[:, 0]
+
+    return drafted_in_graph(rule, root, gamma, logits_after, noise[0] if noise else None, is_drawn)
 
 
 class QuestDrafter(SelfDrafter):
@@ -198,7 +215,21 @@ class QuestDrafter(SelfDrafter):
         """Return a chain of gamma tokens after `root` `(batch,)`."""
         self.paged.share_dense()
         draws = self.draws(root)
+        if (captured := self._captured(root, draws)) is not None:
+            return captured
         return drafted_chain(self.binding.rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
+
+    def _captured(self, root: torch.Tensor, draws: torch.Tensor | None) -> DraftTree | None:
+        """Return the chain by one graph; `None` if it cannot be captured."""
+        rule, paged, target = self.binding.rule, self.paged, self.binding.target
+        if not target.captures or not (rule is None or rule.fits_graphs):
+            return None
+        changing = root, paged.table(root.device), *noise_of_chain(rule, self.gamma, draws)
+        steps = self.gamma, self.binding.max_length, draws is not None
+        fixed = rule, target.windows, paged.pages, paged.sizes, *steps, list(paged.pages.bounds.values())
+        settings = paged.layout, paged.sizes, () if rule is None else rule.key, *steps
+        found = target.forwards_replayed(_draft, changing, fixed, settings, self.binding.cache, self.gamma)
+        return None if found is None else DraftTree.chain(found[0], q=found[1])
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
         """Run the target on one token per row over the pages of its query, and return logits `(batch, vocab)`."""

@@ -49,6 +49,52 @@ def likely_tree(num_nodes: int, max_depth: int, num_candidates: int) -> tuple[No
     return tuple((places[path[:-1]], path[-1], len(path)) for path in paths)
 
 
+class CandidateTable:
+    """Candidates after each token of each row, best first; -1 for none. Graphs that read or write it go with it.
+
+    Args:
+        batch_size (`int`): Number of rows.
+        vocab_size (`int`): Number of tokens.
+        num_candidates (`int`): Number of candidates after each token.
+        device (`torch.device`): Device of the table.
+
+    Attributes:
+        entries (`torch.IntTensor` of shape `(B, V + 1, k)`): The candidates. The last entry of a row takes writes that
+            are not kept.
+    """
+
+    def __init__(self, batch_size: int, vocab_size: int, num_candidates: int, device: torch.device):
+        shape = batch_size, vocab_size + 1, num_candidates
+        self.entries = torch.empty(shape, dtype=torch.int32, device=device)
+        self._structures: dict[tuple[Node, ...], tuple] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.entries.numel() * self.entries.element_size()
+
+    def fill(self, texts: Sequence[torch.Tensor]) -> None:
+        """Forget everything but the successors of each token in the texts `(T,)` of the rows."""
+        device, count = self.entries.device, self.entries.shape[2]
+        self.entries.fill_(-1)
+        for row, text in enumerate(texts):
+            if found := successors(text.tolist(), count):
+                self.entries[row, on_device(list(found), device)] = on_device(list(found.values()), device).int()
+
+    def structure(self, tree: tuple[Node, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[slice, ...]]:
+        """Return parents and ranks of all nodes but the root, and the places of each level among them."""
+        if tree not in self._structures:
+            depths = [depth for _, _, depth in tree]
+            ends = [at for at in range(1, len(tree) + 1) if at == len(tree) or depths[at] != depths[at - 1]]
+            levels = tuple(slice(first, end) for first, end in pairwise([0, *ends]))
+            with torch.inference_mode(False):  # the tensors outlive the call, which may run under inference mode
+                parents, ranks = on_device(
+                    [[node[0] for node in tree], [node[1] for node in tree]], self.entries.device
+                )
+            self._structures[tree] = parents, ranks, levels
+        return self._structures[tree]
+
+
 class TokenRecyclingDrafter(Drafter):
     """Propose static trees from a table of candidates.
 
@@ -57,10 +103,6 @@ class TokenRecyclingDrafter(Drafter):
         sizes (`Sequence[int]`): Number of nodes of each tree to choose from, root included.
         max_depth (`int`): Depth of the deepest node.
         num_candidates (`int`): Number of candidates after each token.
-
-    Attributes:
-        table (`torch.IntTensor` of shape `(B, V + 1, k)`): Candidates after each token of each row, best first; -1 for
-            none. The last entry of a row takes writes that are not kept.
     """
 
     can_shadow = True
@@ -72,7 +114,7 @@ class TokenRecyclingDrafter(Drafter):
         self._tree = self._trees[0]
         self.num_nodes = 1 + max(map(len, self._trees))
         self.max_depth = max(tree[-1][2] for tree in self._trees)
-        self.table: torch.Tensor | None = None
+        self.table: CandidateTable | None = None
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
@@ -91,61 +133,68 @@ class TokenRecyclingDrafter(Drafter):
     @property
     def state_bytes(self) -> int:
         """Bytes of the table."""
-        return 0 if self.table is None else self.table.numel() * self.table.element_size()
+        return 0 if self.table is None else self.table.nbytes
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Fill the table with the successors of each token in the prompt, then with the target's candidates."""
         if self.table is None:
-            device, rows = texts[0].device, len(texts)
-            shape = rows, self.binding.target.vocab_size + 1, self.num_candidates
-            self.table = torch.full(shape, -1, dtype=torch.int32, device=device)
-            for row, text in enumerate(texts):
-                found = successors(text.tolist(), self.num_candidates)
-                if found:
-                    self.table[row, on_device(list(found), device)] = on_device(list(found.values()), device).int()
-        self._recycle(verification)
+            sizes = len(texts), self.binding.target.vocab_size, self.num_candidates, texts[0].device
+            self.table = self.binding.part((CandidateTable, *sizes), lambda: CandidateTable(*sizes))
+            self.table.fill(texts)
+        self.resume(texts, verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Write the candidates after the last tokens of the texts, which were verified."""
-        self._recycle(verification)
+        _recycle(self._found(verification), self.table)  # as it is: their number differs between calls
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the static tree after `root` `(batch,)`; nodes without a candidate are padding."""
-        assert self.table is not None
-        parents, ranks, levels = _structure(self._tree, root.device)
-        rows = torch.arange(len(root), device=root.device)[:, None]
-        tokens, valid = root[:, None], torch.ones_like(root[:, None], dtype=torch.bool)
-        for level in levels:
-            above = parents[level]
-            found = self.table[rows, tokens[:, above], ranks[level]].long()
-            valid = torch.cat([valid, valid[:, above] & (found >= 0)], 1)
-            tokens = torch.cat([tokens, found.clamp_min(0)], 1)
-        all_parents = torch.cat([parents.new_full((1,), -1), parents]).expand_as(tokens)
-        return DraftTree(tokens, all_parents, valid, max_depth=self._tree[-1][2])
+        fields = self.binding.target.replayed(_tree, (root,), (self.table,), self.table, (self._tree,))
+        return DraftTree.of_fields(fields, self._tree[-1][2])
 
     def observe(self, verification: Verification) -> None:
         """Write the candidates after all nodes of the tree, accepted or not."""
-        self._recycle(verification)
+        self.binding.target.replayed(_recycle, self._found(verification), (self.table,), self.table)
 
-    def _recycle(self, verification: Verification) -> None:
-        """Write the best candidates after the tokens of all nodes to the table.
+    def _found(self, verification: Verification) -> tuple[torch.Tensor, ...]:
+        """Return tokens and validity of all nodes, the path, and the best candidates after each node."""
+        assert verification.tree is not None and verification.logits is not None
+        best = verification.logits.topk(self.num_candidates, dim=-1).indices
+        return verification.tree.tokens, verification.tree.valid, verification.path, best
 
-        A token may occur at several nodes. The last node of the path with this token wins, else the last node.
-        """
-        assert verification.tree is not None
-        tokens, valid = verification.tree.tokens, verification.tree.valid
-        assert self.table is not None and verification.logits is not None
-        nodes = tokens.shape[1]
-        best = verification.logits.topk(self.num_candidates, dim=-1).indices.to(self.table)
-        place = torch.arange(nodes, device=tokens.device).expand_as(tokens)
-        on_path = torch.zeros_like(tokens, dtype=torch.bool)
-        on_path.scatter_(1, verification.path, True)
-        weight = torch.where(valid, place + nodes * on_path, -1)
-        same = tokens[:, :, None] == tokens[:, None, :]
-        beaten = (same & (weight[:, None, :] > weight[:, :, None])).any(-1)
-        spare = self.table.shape[1] - 1
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        self.table[rows, torch.where(valid & ~beaten, tokens, spare)] = best
+
+def _tree(changing, table, nodes):
+    """Return the fields of the static tree after the roots. It may be part of a graph."""
+    (root,) = changing
+    parents, ranks, levels = table.structure(nodes)
+    rows = torch.arange(len(root), device=root.device)[:, None]
+    tokens, valid = root[:, None], torch.ones_like(root[:, None], dtype=torch.bool)
+    for level in levels:
+        above = parents[level]
+        found = table.entries[rows, tokens[:, above], ranks[level]].long()
+        valid = torch.cat([valid, valid[:, above] & (found >= 0)], 1)
+        tokens = torch.cat([tokens, found.clamp_min(0)], 1)
+    all_parents = torch.cat([parents.new_full((1,), -1), parents]).expand_as(tokens)
+    return DraftTree(tokens, all_parents, valid, max_depth=nodes[-1][2]).fields
+
+
+def _recycle(changing, table):
+    """Write the best candidates after the tokens of all nodes to the table. It may be part of a graph.
+
+    A token may occur at several nodes. The last node of the path with this token wins, else the last node.
+    """
+    tokens, valid, path, best = changing
+    nodes = tokens.shape[1]
+    place = torch.arange(nodes, device=tokens.device).expand_as(tokens)
+    on_path = torch.zeros_like(tokens, dtype=torch.bool)
+    on_path.scatter_(1, path, True)
+    weight = torch.where(valid, place + nodes * on_path, -1)
+    same = tokens[:, :, None] == tokens[:, None, :]
+    beaten = (same & (weight[:, None, :] > weight[:, :, None])).any(-1)
+    spare = table.entries.shape[1] - 1
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    table.entries[rows, torch.where(valid & ~beaten, tokens, spare)] = best.to(table.entries)
+    return (tokens,)  # a graph has a result
 
 
 def successors(text: Sequence[int], most: int) -> dict[int, list[int]]:
@@ -162,14 +211,3 @@ def successors(text: Sequence[int], most: int) -> dict[int, list[int]]:
         known.insert(0, following)
         del known[most:]
     return {token: known + [-1] * (most - len(known)) for token, known in found.items()}
-
-
-@lru_cache(maxsize=64)
-def _structure(tree: tuple[Node, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor, tuple[slice, ...]]:
-    """Return parents and ranks of all nodes but the root, and the places of each level among them."""
-    depths = [depth for _, _, depth in tree]
-    ends = [place for place in range(1, len(tree) + 1) if place == len(tree) or depths[place] != depths[place - 1]]
-    levels = tuple(slice(first, end) for first, end in pairwise([0, *ends]))
-    with torch.inference_mode(False):  # the cached tensors outlive the call, which may run under inference mode
-        parents, ranks = on_device([[node[0] for node in tree], [node[1] for node in tree]], device)
-    return parents, ranks, levels

@@ -21,17 +21,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 # Shared memory that one program may use, in bytes (CUDA programming guide, compute capabilities).
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# Spilled bytes per thread, by capability, call and size of a vector: with vectors of 256 above all, and mostly in
-# float32. None with vectors of 128.
-STACK_BYTES = {
-    (80, "hybrid", 256): 16,
-    (89, "hybrid", 256): 40,
-    (89, "tree", 256): 24,
-    (89, "sparse", 256): 32,
-    (90, "hybrid", 256): 24,
-    (100, "hybrid", 64): 8,
-    (100, "hybrid", 256): 8,
-}
+# Spilled bytes per thread, by capability, call and size of a vector: in float32 without a tree.
+STACK_BYTES = {(89, "hybrid", 256): 8}
 
 
 def compile_kernels(capability, profile, folder):

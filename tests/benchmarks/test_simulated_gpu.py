@@ -1,0 +1,68 @@
+"""`benchmarks/gpu.py` from a checkout, on a simulated CUDA device: the command that a GPU runs, with captured steps."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu_attention import LOWER_BOUND
+from benchmarks.gpu_run import SMOKE
+from hf_longspec.bench.results import read_records
+from tests.benchmarks.test_gpu import BARE, FIRST, HIDDEN, OTHERS, of
+from tests.simulated_cuda import why_not
+
+pytest.importorskip("triton", reason="captured steps need Triton's kernels")
+pytestmark = pytest.mark.soak  # `make test-torch-min` runs it
+
+TRITON = "hf_longspec_triton"
+SECTIONS = "correctness,kernels,baselines,forwards,drafts,batches,quantised"  # a profile takes minutes without a driver
+
+
+def run(tmp_path, sections, dtype):
+    """The lines of a run where only torch, triton and transformers are installed (`-S`: not even this package)."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    script, output = tmp_path / "bare.py", tmp_path / "gpu.jsonl"
+    script.write_text(BARE.replace("{hidden}", repr(HIDDEN)))
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    program = Path(__file__).with_name("simulated_gpu.py")
+    options = ["--sections", sections, "--dtype", dtype, "--contexts", "96", "--threads", "1", "--output", output]
+    command = [sys.executable, "-S", script, json.dumps([list(map(str, (tmp_path, program, *options)))])]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "could not be captured" not in done.stdout + done.stderr
+    records = read_records(output)
+    assert records[0]["gpu"] == "simulated" and records[-1]["kind"] == "end"
+    assert not of(records, "failed")
+    return records
+
+
+def pairs(names):
+    return [(name, compiled) for name in names for compiled in (False, True)]
+
+
+def test_plain_specattn_and_longspec_as_they_are_and_captured(tmp_path):
+    """Every timed iteration speculates, and the text is that of the loop without a draft; exact, as in float32."""
+    records = run(tmp_path, "iterations", "float32")
+    rows = of(records, "iteration")
+    assert [(row["draft"], row["compiled"]) for row in rows] == pairs(FIRST)
+    for row in rows:
+        assert row["backend"] == TRITON and row["same_tokens"] == SMOKE.tokens
+        assert row["speculated"] == (0 if row["draft"] == FIRST[0] else row["iterations"])
+        assert row["ms"]["median"] > 0 and row["floor_ms"] > 0
+
+
+def test_everything_else(tmp_path):
+    """Triton's kernels and the forwards on them are timed as graphs; no section ends early."""
+    records = run(tmp_path, SECTIONS, "bfloat16")
+    assert {line["section"] for line in of(records, "section")} == {"ceilings", *SECTIONS.split(",")}
+    assert [(row["draft"], row["compiled"]) for row in of(records, "iteration")] == pairs(OTHERS)
+    kernels = of(records, "kernel", backend=TRITON)
+    assert {row["nodes"] for row in kernels} == set(SMOKE.nodes) and {row["how"] for row in kernels} == {"graph"}
+    captured = of(records, "forward", backend=TRITON, mode="captured")
+    assert {row["nodes"] for row in captured} == {*SMOKE.nodes, 8}
+    assert {row["baseline"] for row in of(records, "baseline")} >= {"torch flash + tree", LOWER_BOUND}
+    assert of(records, "batch", backend=TRITON) and of(records, "fp8", backend=TRITON)
