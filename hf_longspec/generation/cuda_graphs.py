@@ -232,8 +232,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 PLAIN = {bool, int, float, str, type(None)}
 COLLECTIONS = {dict, OrderedDict, list, tuple, set}
-# Attributes of a draft that a call sets and no step reads.
-NOTES = {"last_speculation", "was_told_of_gate"}
 
 
 def state_of(model: torch.nn.Module) -> int:
@@ -253,7 +251,7 @@ def state_of(model: torch.nn.Module) -> int:
         state += [id(module), id(getattr(module.forward, "__func__", module.forward))]
         for name, value in vars(module).items():
             kind = type(value)
-            if name in NOTES:
+            if name == "last_speculation":  # set by a call, and read by no step
                 continue
             if kind in PLAIN:
                 state += [name, value]
