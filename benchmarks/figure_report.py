@@ -85,7 +85,7 @@ class Claim:
         places = {"first": contexts[0], "last": contexts[-1]}
         sides = [calls.get((mode, 1, places[place], system), {}) for system, place in (self.one, self.other)]
         turns = sorted(sides[0].keys() & sides[1].keys())
-        if len(turns) < 3:
+        if len(turns) < 3 or sides[0] is sides[1]:
             return None
         gaps = [sides[0][turn]["taus"][0] / sides[1][turn]["taus"][0] - 1 for turn in turns]
         found = mean_interval(gaps)
