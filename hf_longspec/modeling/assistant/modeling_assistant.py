@@ -139,7 +139,11 @@ class AssistantDraftModel(DraftModel):
         kwargs.pop("revision", None) if name != BESIDE else None  # that of the draft
         if name == BESIDE:
             name, inner = source, "/".join(filter(None, [kwargs.get("subfolder"), WEIGHTS]))
-            kwargs |= {"subfolder": inner}
+            if Path(source).is_dir():  # with a subfolder transformers reads the generation config of the folder above
+                name = str(Path(source) / inner)
+                kwargs.pop("subfolder", None)
+            else:
+                kwargs |= {"subfolder": inner}
         self.assistant = _loaded(name, target, **kwargs)
         self._is_loaded = True
 

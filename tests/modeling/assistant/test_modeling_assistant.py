@@ -50,6 +50,18 @@ def named(tmp_path, model, small):
     return target, with_tokenizer(tmp_path / "small", tokenizer, small)
 
 
+def test_the_model_of_a_saved_draft_keeps_its_own_settings(named, tmp_path):
+    """Not those of the draft, whose file has the same name in the folder above."""
+    target, folder = named
+    draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=3)
+    own = draft.assistant.generation_config.to_diff_dict()
+    draft.save_pretrained(tmp_path / "saved", assistant_weights=True)
+    again = AutoModel.from_pretrained((tmp_path / "saved").resolve())
+    found = again.assistant.generation_config.to_diff_dict()
+    assert again.setting("num_assistant_tokens") == 3
+    assert found.keys() - {"_from_model_config"} == own.keys() - {"_from_model_config"}
+
+
 def test_a_model_is_loaded_as_a_draft(named):
     target, folder = named
     draft = AssistantDraftModel.from_pretrained(folder, target=target, window=8, tree_widths=[3, 2])
