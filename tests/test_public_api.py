@@ -125,9 +125,10 @@ def test_names_in_the_documentation_exist():
 
 
 def test_version_is_stated_once():
-    declared = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    assert hf_longspec.__version__ == declared
-    assert f"## {declared}" in (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "hf_longspec.__version__"}
+    assert f"## {hf_longspec.__version__}" in (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_types_are_shipped():

@@ -47,6 +47,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "generation/standins",
     ),
     "decoding": tuple(f"generation/{name}" for name in ("checks", "forward_check", "outputs", "decoding", "route")),
+    "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),
     "ngrams": ("modeling/ngram/settings_ngram", "modeling/ngram/generation_ngram"),
     "draft": tuple(
