@@ -38,7 +38,7 @@ GPU_TESTS := tests/attention_backends/triton tests/attention_backends/test_parit
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 
 # Results that docs/results.md shows, in its order.
-TABLES := engine verification memory
+TABLES := figure engine verification memory
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-min test-torch-min gpu install install-min lint soak bench figure tables models mutants package cards docs clean
@@ -99,6 +99,7 @@ tables: $(READY) ## put the committed results into README and docs/results.md, a
 	@echo "Writing docs/results.md, README's table and docs/images/speed.svg."
 	$(VENV)/bin/python -m benchmarks.tables $(TABLES:%=benchmarks/results/%.jsonl) \
 		--page docs/results.md --summary README.md --figure docs/images/speed.svg
+	$(VENV)/bin/python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg
 
 models: $(READY) ## run every draft on every decoder of transformers, and put the table into docs/models.md
 	@echo "Running every draft on a tiny model of every type. This takes minutes."

@@ -1,5 +1,9 @@
-"""The report and the picture of `benchmarks/figure.py`: tau, cost and speed-up per system, and the papers' claims."""
+"""The report and the picture of `benchmarks/figure.py`: tau, cost and speed-up per system, and the papers' claims.
 
+python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg
+"""
+
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,14 +12,15 @@ from typing import Any
 
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.markdown import plus_minus, table
-from hf_longspec.bench.results import Record, of_kind
+from hf_longspec.bench.results import Record, of_kind, read_records
 from hf_longspec.bench.summaries import mean_interval
 
 NOTE = (
     "tau: tokens per verification, the target's own included; mean over prompts with its 95 % interval. Cost: time of "
     "an iteration in steps of the plain loop. Speed-ups: tokens per second from the first token to the last, over "
     "those of the plain loop and of `generate` after the same prompt in the same turn; means over turns with 95 % "
-    "intervals. Prompts were read before. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per level. A "
+    "intervals. Prompts were read before; a small model without a window reads its prompt after the first token, which "
+    "is part of its cost. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per level. A "
     "greedy text that is not that of `generate` is marked, and has no speed."
 )
 MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
@@ -112,11 +117,11 @@ CLAIMS = (
         0,
     ),
     Claim(
-        "MagicDec: a small model with a window accepts as much as with all of the context",
-        "close",
+        "MagicDec: a small model with a window accepts more than with a context beyond its training",
+        "more",
         ("small model, window", "last"),
         ("small model", "last"),
-        0,
+        1,
     ),
     Claim("SpecAttn accepts more than Quest", "more", ("SpecAttn", "last"), ("Quest", "last"), 1),
     Claim(
@@ -144,7 +149,7 @@ CLAIMS = (
 
 
 def claims(records: Sequence[Record]) -> str:
-    """Return a table of the claims that could be compared, with one line per mode."""
+    """Return a table of the claims that could be compared, one line per mode; nothing if none could."""
     calls = cells(records)
     found = [
         {"claim": claim.text, "paper": claim.paper, "mode": mode, **verdict}
@@ -156,6 +161,8 @@ def claims(records: Sequence[Record]) -> str:
     def gap(row: Record) -> str:
         return f"{row['gap']['mean']:+.1%}, {row['gap']['low']:+.1%} to {row['gap']['high']:+.1%}"
 
+    if not found:
+        return ""
     columns = {"claim": "claim", "paper": "paper", "mode": "mode", "difference of tau, 95 % interval": gap}
     return table(found, columns | {"verdict": "verdict"})
 
@@ -188,16 +195,24 @@ def _shown(row: Record | None, key: str) -> str:
     return "" if row.get(key) is None else f"{row[key]['mean']:.2f}{plus_minus(row[key])}"
 
 
+def summary(records: Sequence[Record]) -> str:
+    """Return what documents quote: tau by context, and the claims."""
+    found = claims(records)
+    return "\n\n".join([headline(records), *([f"#### Claims of the papers\n\n{found}"] if found else [])])
+
+
 def tables(records: Sequence[Record]) -> list[str]:
     """Return the report: tau and cost by context, throughput of batches, and the claims."""
-    parts = [headline(records)]
+    parts = [headline(records)] if any(call["batch"] == 1 for call in of_kind(records, "call")) else []
     large = [row for row in rows(records) if row["batch"] > 1 and row["system"] not in (HF, PLAIN)]
     columns: dict[str, Any] = {"mode": "mode", "batch": "batch", "context": "context", "draft": "system"}
     for key, label in (("tau", "tau"), *SPEEDS[1:]):
         columns[label] = lambda row, key=key: _shown(row, key)
     if large:
         parts.append(f"## Several rows together\n\n{table(large, columns)}")
-    return [*parts, f"## Claims of the papers\n\n{claims(records)}"]
+    if found := claims(records):
+        parts.append(f"## Claims of the papers\n\n{found}")
+    return parts
 
 
 # Kinds of line in the picture, readable without colour: one dash pattern per family of drafts.
@@ -240,7 +255,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
         return
     figure = Figure(figsize=(7.6 * len(modes), 10), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, len(modes), squeeze=False, sharex=True)
+    panels = figure.subplots(2, len(modes), squeeze=False)
     for column, mode in enumerate(modes):
         for line, (key, label) in enumerate((("tau", "tau, tokens per verification"), ("to_plain", "x plain loop"))):
             panel = panels[line][column]
@@ -253,7 +268,6 @@ def draw(records: Sequence[Record], path: Path) -> None:
                 panel.axhline(1.0, color="black", linewidth=0.8)
                 panel.set_xlabel("tokens of context")
     figure.savefig(path)
-    figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
 def _panel(panel: Any, found: Sequence[Record], key: str) -> None:
@@ -267,7 +281,7 @@ def _panel(panel: Any, found: Sequence[Record], key: str) -> None:
         places = [row["context"] for row in own]
         panel.plot(places, [row[key]["mean"] for row in own], color=colour, linestyle=dashes, linewidth=1.8)
         band = [row[key]["low"] for row in own], [row[key]["high"] for row in own]
-        panel.fill_between(places, *band, color=colour, alpha=0.1, linewidth=0)
+        panel.fill_between(places, *band, color=colour, alpha=0.06, linewidth=0)
         ends.append((own[-1][key]["mean"], system, colour))
     panel.set_xscale("log", base=2)
     panel.set_xticks(contexts, [f"{round(context / 1024)}K" for context in contexts])
@@ -291,3 +305,8 @@ def _apart(values: Sequence[float], panel: Any) -> list[float]:
     for before, index in pairwise(order):
         places[index] = max(places[index], places[before] + gap)
     return places
+
+
+if __name__ == "__main__":
+    results, picture = map(Path, sys.argv[1:])
+    draw(read_records(results), picture)

@@ -448,8 +448,8 @@ def _one_table(kind: str, columns: Columns) -> Callable[[Sequence[Record]], str]
 
 # By the name of the benchmark, in the order in which a document shows them.
 PAGES = {
+    "figure": Page("Every kind of draft", figure_report.NOTE, figure_report.summary, figure_report.tables),
     "engine": Page("Decoding speed", ENGINE_NOTE, engine_headline, speed_tables),
-    "figure": Page("Every kind of draft", figure_report.NOTE, figure_report.headline, figure_report.tables),
     "verification": Page(
         "One verification after a long prefix",
         VERIFICATION_NOTE,

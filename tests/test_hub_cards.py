@@ -34,6 +34,8 @@ DRAFTS = pytest.mark.parametrize("folder", RESULTS, ids=lambda folder: folder.na
 # Measured with torch 2.13 on a CPU. Another order of float sums can turn a near-tie in the draft, and a step or two.
 BUNDLED_TAU = (
     (LONGSPEC, hf_longspec.LongSpecDraftModel, {}, 1.61),
+    (EAGLE3, hf_longspec.Eagle3DraftModel, {"tree_widths": [4, 4, 4, 3]}, 1.94),
+    (ASSISTANT, hf_longspec.AssistantDraftModel, {}, 1.79),
     (
         TOKENSWIFT,
         hf_longspec.TokenSwiftDraftModel,

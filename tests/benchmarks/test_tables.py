@@ -184,7 +184,9 @@ def test_the_committed_summary_and_figure_are_those_of_the_result_file():
     readme = (PROJECT / "README.md").read_text(encoding="utf-8")
     assert replace_between(readme, summary(records)) == readme
     page = (PROJECT / "docs" / "results.md").read_text(encoding="utf-8")
-    written = [section(read_records(RESULTS / f"{name}.jsonl"))[1] for name in ("engine", "verification", "memory")]
+    written = [
+        section(read_records(RESULTS / f"{name}.jsonl"))[1] for name in ("figure", "engine", "verification", "memory")
+    ]
     assert replace_between(page, "\n\n".join(written)) == page
     figure = (PROJECT / "docs" / "images" / "speed.svg").read_text(encoding="utf-8")
     described = re.search(r"<dc:description>(.*?)</dc:description>", figure, re.DOTALL)

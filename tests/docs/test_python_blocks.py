@@ -64,6 +64,7 @@ def checkout(hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(PROJECT / "hub_cards", "hub_cards", symlinks=True)
     (tmp_path / "notes.txt").write_text("class Shape:\n" + "    def area(self):\n        return self.width\n" * 8)
+    shutil.copy(PROJECT / "LICENSE", tmp_path)
     return tmp_path
 
 
