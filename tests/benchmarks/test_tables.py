@@ -166,7 +166,7 @@ def test_one_command_writes_page_summary_and_figure(result, page, tmp_path, caps
     [
         (RESULTS / "memory.jsonl", [], "nothing to write"),
         (RESULTS / "memory.jsonl", ["--summary", "{page}"], "0 results of engine.py"),
-        ("{folder}/other.jsonl", ["--page", "{page}"], "benchmark 'kitchen': expected one of engine"),
+        ("{folder}/other.jsonl", ["--page", "{page}"], "benchmark 'kitchen': expected one of figure, engine"),
     ],
     ids=["nothing to write", "no speeds", "something else"],
 )
