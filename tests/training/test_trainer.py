@@ -141,6 +141,7 @@ class TestAdapters:
         prompt, mask = tiny_prompts(target.config.vocab_size, [19])
         settings = {"attention_mask": mask, "max_new_tokens": 21, "do_sample": False, "return_dict_in_generate": True}
         plain = target.generate(prompt, **settings)
+        fresh.generation_config.gate = False  # it is kept, and a second call may begin with plain steps
         for assistant in (loaded, loaded.merge_and_unload()):
             out = target.generate(prompt, assistant_model=assistant, **settings)
             assert out.sequences.tolist() == plain.sequences.tolist()
