@@ -182,15 +182,13 @@ def _padded(size: int, value_size: int) -> tuple[int, int]:
 
 
 def _fit(tile: TileConfig, itemsize: int, shared_memory: int) -> TileConfig:
-    """Halve the keys per turn, then take fewer stages, until keys, values, queries and weights fit in shared memory."""
+    """Halve the keys per turn until keys, values, queries and weights fit in shared memory."""
 
-    def needed(keys: int, stages: int) -> int:
-        staged = stages * keys * (tile.block_size + tile.block_value)
+    def needed(keys: int) -> int:
+        staged = tile.num_stages * keys * (tile.block_size + tile.block_value)
         return itemsize * (staged + tile.block_rows * (tile.block_size + keys))
 
-    keys, stages = tile.block_keys, tile.num_stages
-    while needed(keys, stages) > shared_memory and keys > SMALLEST_TILE:
+    keys = tile.block_keys
+    while needed(keys) > shared_memory and keys > SMALLEST_TILE:
         keys //= 2
-    while needed(keys, stages) > shared_memory and stages > 1:
-        stages -= 1
-    return tile._replace(block_keys=keys, tree_stages=min(tile.tree_stages, stages), num_stages=stages)
+    return tile._replace(block_keys=keys)

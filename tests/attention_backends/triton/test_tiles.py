@@ -73,7 +73,8 @@ def test_every_tile_fits():
             for rows in (16, 32, 64, 128):
                 small = hybrid_config(rows, size, size, itemsize, SMALLEST)
                 assert small.split_keys % small.block_keys == 0
-                staged = small.num_stages * small.block_keys * 2 * size
+                # without warpgroups the compiler keeps a buffer less than stages: soak compiles all of them
+                staged = (small.num_stages - 1) * small.block_keys * 2 * size
                 assert itemsize * (staged + small.block_rows * size) <= SMALLEST.shared_memory
 
 
