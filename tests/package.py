@@ -1,6 +1,6 @@
 """Build wheel and sdist, and use the wheel in an empty environment: `make package`.
 
-The new environment has the wheel alone. Its dependencies are those of the environment that runs this file, put behind
+The new environment has the wheel alone. Its dependencies are those of the environment that runs this file, put after
 it on the path, so that nothing is downloaded.
 """
 
