@@ -21,7 +21,7 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks.harness import Run, add_prompts, integers, load_prompts, load_target, parser, prefilled, start
-from hf_longspec.bench.calls import MODES, Call, HfMethod, changed
+from hf_longspec.bench.calls import MODES, HfMethod, changed
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
@@ -97,8 +97,8 @@ class AcceptanceBenchmark:
         with changed(method, dict(setting.options)) if setting.options else nullcontext():
             for start in range(0, len(self.prompts.tokens), batch):
                 rows = slice(start, min(start + batch, len(self.prompts.tokens)))
-                run, steps = self._run(method, rows, length, setting.mode)
-                taus += [run.tokens // len(run.text) / count for count in steps]
+                run = self.decoder.run(method, rows, length, setting.mode, seed=rows.start)
+                taus += [run.tokens // len(run.text) / count for count in run.row_steps]
                 texts.append(run.text)
                 counts = [] if isinstance(method, HfMethod) else method.last_speculation.acceptance_histogram
                 histogram = [a + b for a, b in zip_longest(histogram, counts, fillvalue=0)]
@@ -116,13 +116,6 @@ class AcceptanceBenchmark:
             text = torch.cat(texts)
             record["same_text"] = bool(torch.equal(text, self._greedy_text.setdefault(length, text)))
         return record
-
-    def _run(self, method: Any, rows: slice, length: int, mode: str) -> tuple[Call, list[int]]:
-        """One call and the verifications of each of its rows; transformers' methods verify all rows equally often."""
-        run = self.decoder.run(method, rows, length, mode, seed=rows.start)
-        if isinstance(method, HfMethod):
-            return run, [run.steps // len(run.text)] * len(run.text)
-        return run, [len(steps) for steps in method.last_speculation.emitted_per_step]
 
 
 DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"

@@ -76,19 +76,11 @@ class PrefilledMatrix(Matrix):
         mode = "greedy" if cell.decoding.greedy else "sample"
         return self.decoder.run(method.how, self.windows_of(cell)[seed], cell.context, mode, seed, tokens)
 
-    def _guarded(
-        self,
-        cell: Cell,
-        method: Method,
-        turn: int,
-        rows: list[torch.Tensor],
-        categories: list[str],
-        warm_up: bool,
-    ) -> Call | str:
+    def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
         if warm_up and method.name.endswith(COMPILED):  # after two prompts, as rows grow apart differently
             for seed in range(min(2, self.repeats)):
                 self.call(cell, method, rows, self.tokens, seed)
-        return super()._guarded(cell, method, turn, rows, categories, warm_up)
+        return super()._guarded(cell, method, turn, rows, warm_up)
 
     def _audit(self, *_: Any) -> None:
         """Nothing: greedy float32 text stands for other types, whose prefill takes minutes where they are emulated."""

@@ -159,23 +159,19 @@ class Comparison:
                 if not self.results.has_time(**what):
                     continue
                 call = self.decoder.run(methods[name], windows[turn], context, mode, turn)
-                self.results.write("call", **what, **self._values(call, methods[name]))
+                self.results.write("call", **what, **self._values(call))
             self.results.say(f"{mode}, {context} tokens, batch {batch}: done")
 
     def _is_done(self, what: Mapping[str, Any]) -> bool:
         return any(all(record.get(key) == value for key, value in what.items()) for record in self.results.records)
 
-    def _values(self, call: Call, how: Any) -> dict[str, Any]:
+    def _values(self, call: Call) -> dict[str, Any]:
         """Return the numbers of a call, and a digest by which greedy texts are compared."""
-        rows = len(call.text)
-        verified = [call.steps / rows] * rows
-        if not isinstance(how, HfMethod):
-            verified = [len(steps) for steps in how.last_speculation.emitted_per_step]
         return {
             "tokens": call.tokens,
             "steps": call.steps,
             "seconds": significant(call.decode_seconds, 6),
-            "taus": [significant(call.tokens / rows / max(1, count)) for count in verified],
+            "taus": [significant(call.tokens / len(call.text) / max(1, count)) for count in call.row_steps],
             "draft_state_bytes": call.draft_state_bytes,
             "text": hashlib.sha256(call.text.numpy().tobytes()).hexdigest()[:16],
         }

@@ -319,8 +319,60 @@ class LevelContext(TreeContext):
         return within_window(self.mask, self.positions, self.node_positions, sliding_window, self._memo)
 
 
+class DraftingContext(StepContext):
+    """One drafting step whose layers read the whole cache or a part of it. Subclasses implement `state`."""
+
+    calls: CallCounter
+
+    def attend(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the attention of the drafting queries in one layer; arguments as in [`TreeContext.attend`].
+
+        Args:
+            key (`torch.Tensor` of shape `(B, K, S, D)`): The whole cache, or the compact buffer of a sparse layer.
+            value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
+            sliding_window (`int`, *optional*): Window of this layer; it applies to layers that read the whole cache.
+
+        Returns:
+            `torch.Tensor` of shape `(B, H, N, Dv)`.
+        """
+        self.calls.total += 1
+        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
+        dense = {"positions": self.positions, "sliding_window": self.window_of(layer_idx, sliding_window)}
+        state = self.state(backend, layer_idx, (query, key, value), options, options | dense)
+        return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+
+    def state(
+        self,
+        backend: AttentionBackend,
+        layer_idx: int,
+        where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sparse: dict[str, Any],
+        dense: dict[str, Any],
+    ) -> AttentionState:
+        """Return the state of one layer.
+
+        Args:
+            where (`tuple`): Query, key and value.
+            sparse (`dict`): Options of attention to a part of the cache.
+            dense (`dict`): Options of attention to the whole cache.
+        """
+        raise NotImplementedError
+
+
 @dataclass
-class SparseContext(StepContext):
+class SparseContext(DraftingContext):
     """One drafting step, as the attention layers see it. Build a new context for every forward.
 
     Args:
@@ -354,34 +406,15 @@ class SparseContext(StepContext):
         dense = next((layers[layer] for layer in dense_layers), sparse)
         return cls(sparse.plus(1), changing[0], dense.plus(1), dense_layers, CallCounter(), windows=windows)
 
-    def attend(
+    def state(
         self,
         backend: AttentionBackend,
         layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute the attention of the drafting queries in one layer; arguments as in [`TreeContext.attend`].
-
-        Args:
-            key (`torch.Tensor` of shape `(B, K, S, D)`): The whole cache, or the compact buffer of a sparse layer.
-            value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
-            sliding_window (`int`, *optional*): Window of this layer; it applies to dense layers only.
-
-        Returns:
-            `torch.Tensor` of shape `(B, H, N, Dv)`.
-        """
-        self.calls.total += 1
-        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
-        lengths = self.lengths
+        where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sparse: dict[str, Any],
+        dense: dict[str, Any],
+    ) -> AttentionState:
+        """Attend to the compact buffer, or to the whole cache; see [`DraftingContext.state`]."""
         if layer_idx in self.dense_layers:
-            lengths = self.dense_lengths
-            options |= {"positions": self.positions, "sliding_window": self.window_of(layer_idx, sliding_window)}
-        state = backend.prefix_attention(query, key, value, lengths, **options)
-        return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+            return backend.prefix_attention(*where, self.dense_lengths, **dense)
+        return backend.prefix_attention(*where, self.lengths, **sparse)

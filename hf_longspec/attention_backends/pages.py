@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .contexts import CallCounter, StepContext
+from .contexts import CallCounter, DraftingContext
 from .lengths import SeqLens
-from .merge import merge_attention_states
+from .merge import AttentionState
 from .registry import AttentionBackend
 from .scores import page_bounds, page_extremes
 
@@ -90,7 +90,7 @@ class PageSizes(NamedTuple):
 
 
 @dataclass
-class PageContext(StepContext):
+class PageContext(DraftingContext):
     """One drafting step, as the attention layers see it. Build a new context for every forward.
 
     A layer with bounds attends to the pages with the largest bounds for the step's own query, those of the first
@@ -130,41 +130,20 @@ class PageContext(StepContext):
         (pages, _, sizes, windows), (positions, full, chosen) = settings, changing
         return cls(layers[0].plus(1), positions, full, chosen, pages, sizes, CallCounter(), windows=windows)
 
-    def attend(
+    def state(
         self,
         backend: AttentionBackend,
         layer_idx: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Compute the attention of the drafting queries in one layer; arguments as in [`TreeContext.attend`].
-
-        Args:
-            key (`torch.Tensor` of shape `(B, K, S, D)`): The cache.
-            value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
-            sliding_window (`int`, *optional*): Window of this layer; it applies to layers without bounds only.
-
-        Returns:
-            `torch.Tensor` of shape `(B, H, N, Dv)`.
-        """
-        self.calls.total += 1
-        options: dict[str, Any] = {"scaling": scaling, "softcap": softcap}
+        where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        sparse: dict[str, Any],
+        dense: dict[str, Any],
+    ) -> AttentionState:
+        """Attend to the pages of the queries, or to the whole cache; see [`DraftingContext.state`]."""
         bounds = self.pages.bounds.get(layer_idx)
         # jetmoe repeats keys after it has cached them, in an order of its own
-        if bounds is not None and bounds[0].shape[1] == key.shape[1]:
-            slots, counts = self.slots(layer_idx, query)
-            state = backend.sparse_attention(query, key, value, slots, counts, **options)
-        else:
-            window = self.window_of(layer_idx, sliding_window)
-            options |= {"positions": self.positions, "sliding_window": window}
-            state = backend.prefix_attention(query, key, value, self.lengths, **options)
-        return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+        if bounds is not None and bounds[0].shape[1] == where[1].shape[1]:
+            return backend.sparse_attention(*where, *self.slots(layer_idx, where[0]), **sparse)
+        return backend.prefix_attention(*where, self.lengths, **dense)
 
     def slots(self, layer_idx: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the entries that a layer attends to.

@@ -194,7 +194,7 @@ class Call:
             methods of transformers.
         draft_state_bytes (`int`): Bytes that the drafter keeps in addition to the target's cache.
         drafted (`int`): Drafted tokens that were verified.
-        row_steps (`list[int]`): `steps` of each row.
+        row_steps (`list[int]`): `steps` of each row. The methods of transformers verify all rows equally often.
     """
 
     ttft_seconds: float

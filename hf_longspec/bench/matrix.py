@@ -108,7 +108,6 @@ class Matrix:
         missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
         progress.step(len(self.methods) * self.repeats - len(missing))
         prompts = self.prompts_of(cell) if missing else []
-        categories = self.categories_of(cell) if missing else []
         warm: set[str] = set()
         longest: dict[str, float] = {}
         for turn, names in groupby(missing, key=lambda pair: pair[0]):
@@ -118,7 +117,7 @@ class Matrix:
                 if name in methods and not self.results.fits(longest.get(name, 0.0)):
                     self._skip(cell, name, NO_TIME)
                 elif name in methods:
-                    result = self._guarded(cell, methods[name], turn, prompts[turn], categories[turn], name not in warm)
+                    result = self._guarded(cell, methods[name], turn, prompts[turn], name not in warm)
                     if isinstance(result, str):
                         self._skip(cell, name, result)
                         del methods[name]
@@ -162,15 +161,7 @@ class Matrix:
                 self._skip(cell, method.name, f"transformers decodes at most {limit} row at a time this way")
         return usable
 
-    def _guarded(
-        self,
-        cell: Cell,
-        method: Method,
-        turn: int,
-        rows: list[torch.Tensor],
-        categories: list[str],
-        warm_up: bool,
-    ) -> Call | str:
+    def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
         """One measured call, written to the file, or why there is none."""
         try:
             with method.with_settings():
@@ -190,7 +181,7 @@ class Matrix:
             point=dict(method.point),
             turn=turn,
             prompt_tokens=sum(map(len, rows)) // len(rows),
-            categories=categories,
+            categories=self.categories_of(cell)[turn],
             seconds=round(self.results.elapsed - started, 3),
             **call.to_dict(),
             text=hashes(call.text),

@@ -17,11 +17,11 @@ def draft(target):
 @pytest.mark.parametrize("mode", ["greedy", "sample"])
 def test_rows_of_a_batch_have_the_tau_that_their_steps_give(target, prompts, draft, mode):
     """Steps are counted row by row: greedily they are those of a call with that row alone."""
-    benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=12, batch=3)
-    run, steps = benchmark._run(draft, slice(0, 3), 50, mode)
+    decoder = Decoder(target, prompts, tokens=12)
+    run = decoder.run(draft, slice(0, 3), 50, mode, seed=0)
+    steps = run.row_steps
     assert len(steps) == 3 and sum(steps) == run.steps
     if mode == "greedy":
-        decoder = Decoder(target, prompts, tokens=12)
         assert steps == [decoder.run(draft, slice(row, row + 1), 50, "greedy", seed=0).steps for row in range(3)]
 
 
