@@ -35,7 +35,7 @@ class Rows:
         self._rng, self._choose = np.random.default_rng(self.seed), random.Random(self.seed)
 
     def batch(self, rows: int, length: int, repeats: float, tasks: float, noise: float) -> np.ndarray:
-        """Rows of bytes, `(rows, length)`.
+        """Return rows of bytes, `(rows, length)`.
 
         Args:
             repeats (`float`): Share of rows that contain passages twice or more often.
@@ -54,7 +54,7 @@ class Rows:
         return np.stack(made)
 
     def text(self, length: int) -> np.ndarray:
-        """One piece of `length` bytes of one stream that is long enough."""
+        """Return one piece of `length` bytes of one stream that is long enough."""
         names = list(self.shares)
         streams = self.groups[self._choose.choices(names, [self.shares[name] for name in names])[0]]
         long_enough = [stream for stream in streams if len(stream) >= length]
@@ -100,7 +100,7 @@ class Rows:
         return "".join(self._choose.choices(string.ascii_lowercase, k=size))
 
     def _values(self, row: np.ndarray) -> tuple[list[bytes], list[bytes]]:
-        """Key-value recall."""
+        """Return material and questions of key-value recall."""
         pairs = [(self._word(6), self._word(10)) for _ in range(self._count(row))]
         material = [f"\n{key} = {value}\n".encode() for key, value in pairs]
         self._choose.shuffle(pairs)
@@ -139,7 +139,7 @@ class Rows:
 
 
 def quoted_row(text: Callable[[int], np.ndarray], distance: int, size: int, cue: int) -> tuple[np.ndarray, slice]:
-    """A row whose end repeats a passage that began `distance` bytes earlier, and where the passage returns.
+    """Return a row whose end repeats a passage that began `distance` bytes earlier, and where the passage returns.
 
     Args:
         text (`Callable`): Gives a number of bytes of text; the passage and what surrounds it.

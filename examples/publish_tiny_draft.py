@@ -8,69 +8,167 @@
 earlier stages in order: the published draft that the run continued, other runs, texts of `write_target_texts.py`.
 """
 
+import argparse
+import json
+import re
+from pathlib import Path
 from typing import Any
 
-from tiny_draft_folder import all_stages, load_trained, make_parser, write_folder
+from transformers import AutoModel
 
 import hf_longspec
+from hf_longspec.bench.markdown import acceptance_section
+from hf_longspec.hub import Card, write_repository
 
-# A chain pays on two CPU cores: verifying 16 nodes takes four times as long as one (benchmarks/results/engine.md).
-CPU_TREE = [1, 1, 1]
+ROOT = Path(__file__).resolve().parents[1]
+MAX_BYTES = 4_000_000  # keeps a clone of the repository small
+FILES = ("config.json", "generation_config.json", "model.safetensors")
+
+# A chain pays on two CPU cores: verifying 16 nodes takes several times as long as one (benchmarks/results/engine.md).
+CHAIN = 3
 SETTINGS: dict[str, dict[str, Any]] = {
-    "longspec": {"tree_widths": CPU_TREE},
-    "eagle3": {"tree_widths": CPU_TREE},
-    "assistant": {"num_assistant_tokens": len(CPU_TREE), "window": 512},
+    "longspec": {"tree_widths": [1] * CHAIN},
+    "eagle3": {"tree_widths": [1] * CHAIN},
+    "assistant": {"num_assistant_tokens": CHAIN, "window": 512},
+    "tokenswift": {"self_draft": "verify_hidden", "tree_branching": [1, 1, 1, 1]},
 }
-
-CHAIN = f"""\
-The tree is a chain of {len(CPU_TREE)} tokens, which pays most on a CPU. Wider trees accept more. If verifying them is
+BEAM = f"""\
+The tree is a chain of {CHAIN} tokens, which pays most on a CPU. Wider trees accept more. If verifying them is
 cheap on your device, try `draft.generation_config.tree_widths = [4, 4, 4, 3]`."""
 WHY = {
-    "longspec": CHAIN,
-    "eagle3": CHAIN,
+    "longspec": BEAM,
+    "eagle3": BEAM,
     "assistant": f"""\
-The model drafts chains of {len(CPU_TREE)} tokens and keeps the last 512 tokens of the text, so that its cost does not
+The model drafts chains of {CHAIN} tokens and keeps the last 512 tokens of the text, so that its cost does not
 grow with the context. `draft.generation_config.window = None` keeps all.""",
+    "tokenswift": """\
+The tree is a chain: one candidate of each head. If verifying nodes is cheap on your device, try the paper's
+`draft.generation_config.tree_branching = [1, 3, 3, 3]`.""",
 }
 
-TRAINING = {
+TRAINED = """\
+{minutes} minutes of {threads}: {steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. {loss} It is
+{first:.3f} in the first {every} steps and {last:.3f} in the last."""
+LOSS = {
     "longspec": """\
-{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on the texts of the target's training. The loss is the KL
-divergence to the target's distribution, with Anchor-Offset Indices over {positions:,} positions. Each row has a gap of
-{low} to {high} places between a query and the newest target key that it sees. The loss is {first:.3f} in the first
-{every} steps and {last:.3f} in the last.""",
-    "eagle3": """\
-{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. The loss is the KL divergence to the target's
-distribution, summed over {chained} chained steps. It is {first:.3f} in the first {every} steps and {last:.3f} in the
-last.""",
-    "assistant": """\
-{steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. The loss is the KL divergence to the target's
-distribution. It is {first:.3f} in the first {every} steps and {last:.3f} in the last.""",
+The loss is the KL divergence to the target's distribution, with Anchor-Offset Indices over {positions:,} positions.
+Each row has a gap of {low} to {high} places between a query and the newest target key that it sees.""",
+    "eagle3": "The loss is the KL divergence to the target's distribution, summed over {chained} chained steps.",
+    "assistant": "The loss is the KL divergence to the target's distribution.",
+    "tokenswift": """\
+The loss is the KL divergence to the target's distribution at the same place, summed over the heads; the target is
+frozen.""",
 }
-
+HEADS = "How often each head has the target's most likely token first, or among its first three, at the end:"
 LIMITS = "Greedy text of a small model repeats itself, which makes greedy numbers too favourable."
 
 
 def main() -> None:
-    made = make_parser(__doc__, "tiny-longspec", "longspec.jsonl")
-    made.add_argument("--kind", choices=sorted(SETTINGS), default="longspec")
-    kind = made.parse_known_args()[0].kind
-    made.set_defaults(draft=f"tiny-{kind}", output=made.get_default("output").with_name(f"tiny-{kind}"))
-    made.set_defaults(results=made.get_default("results").with_name(f"{kind}.jsonl"))
-    args = made.parse_args()
-    draft = load_trained(args.run / "final", "train_tiny_draft.py", SETTINGS[kind])
-    training, commands = all_stages(args, TRAINING[kind], **facts_of(draft))
-    write_folder(draft, args, settings=WHY[kind], training=training, command=commands, limits=LIMITS)
+    args = parse_arguments()
+    draft = load_trained(args.run / "final", SETTINGS[args.kind])
+    training, commands = all_stages(args, facts_of(draft))
+    if isinstance(draft, hf_longspec.TokenSwiftDraftModel):
+        log = training_facts(args.run)["last_log"]
+        training = f"{training}\n\n{HEADS}\n\n{accuracies(log, draft.config.num_heads)}"
+    commit = args.run / "commit.txt"
+    measured = args.results.is_file() and args.draft in args.results.read_text(encoding="utf-8")
+    card = Card(
+        repo=f"hub_cards/{args.draft}",
+        base_model="tiny-target",
+        target="hub_cards/tiny-target",
+        license="apache-2.0",
+        language="en",
+        commit=(commit.read_text(encoding="utf-8").strip() if commit.is_file() else None) or None,
+        acceptance=acceptance_section(args.results, args.draft) if measured else "",
+        settings=WHY[args.kind],
+        training=training,
+        command=commands,
+        limits=LIMITS,
+    )
+    files = write_repository(draft, args.output, card)
+    print(f"{args.output}: {sum((args.output / file).stat().st_size for file in files) / 1e6:.1f} MB")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=sorted(SETTINGS), default="longspec")
+    parser.add_argument("--run", type=Path, required=True, help="folder written by train_tiny_draft.py")
+    parser.add_argument("--before", type=Path, action="append", default=[], help="earlier stage; repeatable")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/results/KIND.jsonl")
+    parser.add_argument("--draft", help="name of the draft in the results file (default: tiny-KIND)")
+    parser.add_argument("--output", type=Path, help="default: hub_cards/tiny-KIND")
+    args = parser.parse_args()
+    args.draft = args.draft or f"tiny-{args.kind}"
+    args.output = args.output or ROOT / "hub_cards" / args.draft
+    args.results = args.results or ROOT / "benchmarks" / "results" / f"{args.kind}.jsonl"
+    return args
+
+
+def load_trained(source: Path, settings: dict[str, Any]) -> hf_longspec.DraftModel:
+    """Load a trained draft and set the settings for drafting."""
+    if missing := [name for name in FILES if not any(source.rglob(name))]:
+        raise SystemExit(f"{source} has no {', '.join(missing)}: train with examples/train_tiny_draft.py first")
+    if (size := sum(file.stat().st_size for file in source.rglob("*") if file.is_file())) >= MAX_BYTES:
+        raise SystemExit(f"{source} takes {size:,} bytes, expected less than {MAX_BYTES:,}: train a smaller draft")
+    draft = AutoModel.from_pretrained(source)
+    assert isinstance(draft, hf_longspec.DraftModel)
+    draft.generation_config.update(**settings)
+    return draft
 
 
 def facts_of(draft: hf_longspec.DraftModel) -> dict[str, Any]:
-    """Return what the training's text names of a draft's configuration."""
+    """Return what the text about the loss names of a draft's configuration."""
     if isinstance(draft, hf_longspec.LongSpecDraftModel):
         low, high = draft.config.noise_range
         return {"positions": draft.config.trained_max_length, "low": low, "high": high}
-    if isinstance(draft, hf_longspec.Eagle3DraftModel):
-        return {"chained": draft.config.training_steps}
-    return {}
+    return {"chained": getattr(draft.config, "training_steps", None)}
+
+
+def training_facts(run: Path) -> dict[str, Any]:
+    """Return time, steps, tokens, losses and command of a training run."""
+    state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
+    command = (run / "command.txt").read_text(encoding="utf-8").strip()
+    losses = [entry for entry in state["log_history"] if "loss" in entry]
+    threads = re.search(r"--threads (\d+)", command)
+    return {
+        "minutes": re.findall(r"--minutes (\S+)", command)[0],
+        "threads": f"{threads[1]} CPU thread" + "s" * (threads[1] != "1") if threads else "all CPU cores",
+        "steps": state["global_step"],
+        "batch": state["train_batch_size"],
+        "tokens": state["num_input_tokens_seen"] / 1e6,
+        "streams": " and ".join(f"`{name}`" for name in re.findall(r"--streams (\S+)", command)),
+        "every": losses[0]["step"],
+        "first": losses[0]["loss"],
+        "last": losses[-1]["loss"],
+        "last_log": losses[-1],
+        "command": command,
+    }
+
+
+def all_stages(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[str, str]:
+    """Return text and commands of the whole training for the card: of the earlier stages, then of the run."""
+    stages = [_stage(folder, LOSS[args.kind].format(**facts)) for folder in (*args.before, args.run)]
+    texts, commands = (list(filter(None, parts)) for parts in zip(*stages, strict=True))
+    return "\n\n".join(texts), "\n".join(commands)
+
+
+def _stage(folder: Path, loss: str) -> tuple[str, str]:
+    if (folder / "card.json").is_file():
+        card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
+        return card["training"], card["command"]
+    if not (folder / "trainer_state.json").is_file():
+        return "", (folder / "command.txt").read_text(encoding="utf-8").strip()
+    facts = training_facts(folder)
+    goes_on = "--draft" in facts["command"]
+    text = ("Then " if goes_on else "") + TRAINED.format(loss="The loss is the same." if goes_on else loss, **facts)
+    return text, facts["command"]
+
+
+def accuracies(log: dict[str, float], num_heads: int) -> str:
+    """Return a table of how often each head has the target's most likely token first, and among its first three."""
+    shares = [(log[f"head_{head}_top1"], log[f"head_{head}_top3"]) for head in range(1, num_heads + 1)]
+    rows = [f"| {head} | {first:.3f} | {three:.3f} |" for head, (first, three) in enumerate(shares, 1)]
+    return "\n".join(["| head | first | among three |", "|---|---|---|", *rows])
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python examples/publish_tiny_target.py --model runs/tiny-target/model --eval novels/eval
 
-The loss is measured in float32, by the number of tokens before the predicted one, on windows of held-out novels and of
-standard-library modules that `train_tiny_target.py` leaves out. Every window is as long as the model's context, so all
-positions are averaged over the same documents. The same files give the same folder.
+Everything is measured in float32, on windows of held-out novels, of standard-library modules and of packages that
+`train_tiny_target.py` leaves out. Every window is as long as the model's context, so all positions are averaged over
+the same documents. The same bytes are read again with short contexts, and passages are quoted after some distance. The
+same files give the same folder.
 """
 
 import argparse
@@ -12,19 +13,26 @@ import itertools
 import json
 import platform
 import shutil
+import site
 import sysconfig
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
+from long_context_rows import quoted_row
 from safetensors import safe_open
 from tiny_target_card import write_card
-from train_tiny_target import HELD_OUT
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, read_sources
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 EDGES = (0, 512, 2048, 4096, 8192, 16384)
 CHUNK = 1024
-MAX_BYTES = 12_000_000  # keeps a clone of the repository small
+# Bytes after this many are read again with the last `SHORT` to 2 * `SHORT` bytes only.
+LONG, SHORT = 8192, 512
+# Bytes from a passage to its quotation; size of the passages, and how many of their bytes are given.
+DISTANCES, PASSAGE, CUE, QUOTATIONS = (1024, 4096, 8192, 15_360), 96, 16, 24
+MAX_BYTES = 16_000_000  # keeps a clone of the repository small
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -32,13 +40,7 @@ def main() -> None:
     args = parse_arguments()
     check_files(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
     context = model.config.max_position_embeddings
-    modules = Path(sysconfig.get_paths()["stdlib"])
-    texts = {
-        "novels": {path.stem: path for path in sorted(args.eval.glob("*.txt"))},
-        "standard-library modules": {name: modules / f"{name}.py" for name in sorted(HELD_OUT)},
-    }
     evaluation = {
         "environment": {
             "torch": torch.__version__,
@@ -46,8 +48,9 @@ def main() -> None:
             "python": platform.python_version(),
         },
         "context": context,
+        "measured": {"long": min(LONG, context // 2), "short": SHORT, "passage": PASSAGE, "cue": CUE},
         "sources": {
-            source: evaluate(model, tokenizer, files, context, args.windows) for source, files in texts.items()
+            source: evaluate(model, texts, context, args.windows) for source, texts in held_out(args.eval).items()
         },
     }
     training = json.loads((args.model / "training.json").read_text(encoding="utf-8"))
@@ -76,24 +79,91 @@ def check_files(folder: Path) -> None:
         raise SystemExit(f"{folder} takes {size:,} bytes, expected less than {MAX_BYTES:,}: train a smaller model")
 
 
-def evaluate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, files: dict[str, Path], context: int, windows: int
-) -> dict:
-    """Return the mean loss per bucket of context over windows of all files that are long enough, and these files."""
-    losses, used = [], []
-    for name, path in files.items():
-        ids = tokenizer(path.read_text(encoding="utf-8", errors="ignore"), verbose=False)["input_ids"]
-        if len(ids) < context:
+def held_out(novels: Path) -> dict[str, dict[str, np.ndarray]]:
+    """Return the bytes of the texts that were not trained on, by source and name."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    packages = [Path(root) / name for name in HELD_OUT_PACKAGES for root in site.getsitepackages()]
+    modules = [library / f"{name}.py" for name in sorted(HELD_OUT)]
+    return {
+        "novels": {path.stem: as_bytes(path) for path in sorted(novels.glob("*.txt"))},
+        "modules": {path.stem: as_bytes(path) for path in modules if path.is_file()},
+        "packages": {
+            path.name: read_sources(sorted(path.rglob("*.py")), path.parent) for path in packages if path.is_dir()
+        },
+    }
+
+
+def as_bytes(path: Path) -> np.ndarray:
+    return np.frombuffer(path.read_bytes(), np.uint8)
+
+
+def evaluate(model: PreTrainedModel, texts: dict[str, np.ndarray], context: int, windows: int) -> dict:
+    """Return what was measured on windows of all texts that are long enough, and the names of these texts."""
+    losses, short, used = [], [], []
+    for name, text in texts.items():
+        if len(text) < context:
             continue
         used.append(name)
-        count = min(windows, max(1, len(ids) // context))  # windows of one document do not overlap
+        count = min(windows, max(1, len(text) // context))  # windows of one text do not overlap
         for number in range(count):
-            offset = (len(ids) - context) * number // max(count - 1, 1)
-            losses.append(losses_of(model, torch.tensor([ids[offset : offset + context]])))
+            offset = (len(text) - context) * number // max(count - 1, 1)
+            ids = torch.from_numpy(text[offset : offset + context].astype(np.int64))[None]
+            losses.append(losses_of(model, ids))
+            short.append(short_losses_of(model, ids[0]))
             print(f"{name}: {losses[-1].mean():.3f} at {offset:,}", flush=True)
     if not losses:
-        raise SystemExit(f"none of {', '.join(files) or 'the texts'} has {context:,} tokens: pass longer texts")
-    return {"documents": used, "windows": len(losses), "buckets": buckets(torch.stack(losses), context)}
+        raise SystemExit(f"none of {', '.join(texts) or 'the texts'} has {context:,} bytes: pass longer texts")
+    found = torch.stack(losses)
+    return {
+        "documents": used,
+        "windows": len(losses),
+        "buckets": buckets(found, context),
+        "gain": gain(found[:, min(LONG, context // 2) - 1 :], torch.stack(short)),
+        "recall": [recall(model, [texts[name] for name in used], distance) for distance in DISTANCES],
+    }
+
+
+@torch.no_grad()
+def short_losses_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the bytes after `LONG`, each with `SHORT` to 2 * `SHORT` - 1 bytes before it."""
+    begin = min(LONG, len(ids) // 2)
+    rows = ids[begin - SHORT :].unfold(0, 2 * SHORT, SHORT)
+    logits = model(rows, use_cache=False).logits[:, SHORT - 1 : -1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, SHORT:].flatten(), reduction="none")
+
+
+def gain(long: torch.Tensor, short: torch.Tensor) -> dict[str, float]:
+    """Return the mean loss with long and with short contexts, and their difference with a 95 % interval."""
+    long = long[:, : short.shape[1]]
+    difference = (short - long).double().mean(1)
+    half = 1.96 * difference.std().item() / len(difference) ** 0.5 if len(difference) > 1 else None
+    return {
+        "long": round(long.mean().item(), 4),
+        "short": round(short.mean().item(), 4),
+        "gain": round(difference.mean().item(), 4),
+        "half_width": None if half is None else round(half, 4),
+    }
+
+
+@torch.no_grad()
+def recall(model: PreTrainedModel, texts: list[np.ndarray], distance: int) -> dict[str, float]:
+    """Return nats per byte, and the share of bytes named right, of passages that are quoted after `distance` bytes."""
+    chosen = np.random.default_rng(0)
+    nats, right = [], []
+    for number in range(QUOTATIONS):
+        text = texts[number % len(texts)]
+
+        def piece(length: int, text: np.ndarray = text) -> np.ndarray:
+            start = int(chosen.integers(0, max(1, len(text) - length + 1)))
+            return np.array(text[start : start + length])
+
+        row, asked = quoted_row(piece, min(distance, len(text) - PASSAGE - 64), PASSAGE, CUE)
+        ids = torch.from_numpy(row.astype(np.int64))[None]
+        logits = model(ids, use_cache=False, logits_to_keep=PASSAGE - CUE + 1).logits[0, :-1]
+        wanted = ids[0, asked]
+        nats.append(torch.nn.functional.cross_entropy(logits, wanted).item())
+        right.append((logits.argmax(-1) == wanted).float().mean().item())
+    return {"distance": distance, "nats": round(sum(nats) / len(nats), 3), "right": round(sum(right) / len(right), 3)}
 
 
 @torch.no_grad()

@@ -1,245 +1,263 @@
-"""Train a 5M-parameter Llama on a CPU: the model of `make demo`, of the tests on real text and of the benchmarks.
+"""Train a 6M-parameter Llama on bytes that uses 16K tokens of context: the model of `make demo` and of the benchmarks.
 
-The schedule follows wall-clock time: `--minutes 45,30,10` trains 45 minutes on windows of 512 tokens, 30 on 8,192 and
-10 on 16,384, so the model attends over 16K tokens. The tokenizer is a byte-level BPE. A checkpoint is written every two
-minutes. Run the same command again to continue from it.
+    python examples/train_tiny_target.py --novels novels/train --output runs/tiny-target
 
-    python examples/train_tiny_target.py --corpus novels/train --corpus stdlib --weights 2,1 \
-        --minutes 45,30,10 --output runs/tiny-target
+The target learns to look back first, on short rows in which passages return (induction forms suddenly, after one to
+three million bytes), and the rows then grow: 128, 512, 2K, 8K, 16K. A stage that demands recall goes on until passages
+are recalled at the given distance, and no longer than twice its tokens. Text is the Python standard library and the
+pure-Python packages of the interpreter, package by package, and novels; `HELD_OUT` is never trained on.
 
-`stdlib` stands for the Python standard library (sources and pydoc topics) of the interpreter that runs the script,
-without the modules in `HELD_OUT`. The training loop is explicit because its schedule is a function of time, and
-`transformers.Trainer` schedules by steps. To compare drafts with a smaller model that has the same tokenizer, copy the
-folder `tokenizer` into a new `--output` and pass `--hidden-size 128 --layers 2`.
+The run saves itself every three minutes and continues from there when the command is given again. Matrices are trained
+with Muon (https://huggingface.co/papers/2502.16982), embeddings and norms with AdamW. The learning rate is halved from
+rows of 2K bytes on, and falls to zero in the last stage. The folder of the output then holds the `model` with its
+tokenizer, and the bytes of the training texts, `source.npy` and `novels.npy`, for the training of drafts.
 """
 
 import argparse
 import json
-import math
+import os
+import site
 import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from long_context_rows import Rows, quoted_row
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-# Not used for training: the demo and the benchmarks continue these.
+# Packages and modules of the standard library that are kept for evaluation, the demo and the benchmarks.
 HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox")
-SUFFIXES = {".txt", ".py", ".md", ".rst"}
+HELD_OUT_PACKAGES = ("networkx", "click", "jinja2", "mpmath")
+SKIPPED = {"test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__", "site-packages", "_vendor"}
+MOST_BYTES_OF_A_PACKAGE = 3_000_000  # a few packages would be most of the text otherwise
 END, PAD = "<|endoftext|>", "<|pad|>"
-STAGE_LENGTHS = (512, 8192, 16384)
-TOKENS_PER_STEP = 2048  # at least one window; batches are small, since the number of steps matters most for few tokens
-PEAK_LR, FINAL_LR, WARMUP_STEPS = 2e-3, 1e-4, 100
+END_ID, PAD_ID = 256, 257
 
 
 @dataclass
-class Corpus:
-    """Token stream of one folder: documents separated by the end-of-text token."""
+class Stage:
+    """Rows of one length, and how they are made; see `Rows.batch`. `recall` is the distance that must be mastered."""
 
-    name: str
-    tokens: np.ndarray
+    length: int
+    tokens: float
+    rows: int
+    repeats: float
+    tasks: float
+    noise: float
+    recall: int | None = None
+
+
+STAGES = (
+    Stage(128, 4e6, 64, 0.80, 0.00, 0.6, recall=64),
+    Stage(512, 4e6, 16, 0.45, 0.15, 0.4, recall=256),
+    Stage(2048, 12e6, 6, 0.20, 0.20, 0.3, recall=1024),
+    Stage(8192, 3e6, 2, 0.12, 0.20, 0.2),
+    Stage(16384, 2e6, 1, 0.10, 0.15, 0.1),
+)
+MATRIX_LR, OTHER_LR, WARMUP_STEPS = 0.02, 2e-3, 60
+RECALLED = 0.8  # share of bytes that the model has to name right before longer rows begin
 
 
 def main() -> None:
     args = parse_arguments()
     torch.manual_seed(args.seed)
     args.output.mkdir(parents=True, exist_ok=True)
-    folders = [Path(sysconfig.get_paths()["stdlib"]) if name == "stdlib" else Path(name) for name in args.corpus]
-    documents = [read_documents(folder) for folder in folders]
-    tokenizer = load_or_train_tokenizer(args.output, documents, args.vocab_size)
-    corpora = [
-        load_or_encode(args.output, name, texts, tokenizer) for name, texts in zip(args.corpus, documents, strict=True)
-    ]
-    model = LlamaForCausalLM(model_config(tokenizer, args.hidden_size, args.layers))
+    groups = {"source": read_packages(), "novels": read_novels(args.novels)}
+    for name, streams in groups.items():
+        print(f"{name}: {len(streams)} streams, {sum(map(len, streams)) / 1e6:.1f} MB", flush=True)
+        save_stream(args.output / f"{name}.npy", streams)
+    model = LlamaForCausalLM(model_config())
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
-    train(model, corpora, args)
+    history = train(model, groups, args)
     model.to(torch.bfloat16).save_pretrained(args.output / "model")
-    tokenizer.save_pretrained(args.output / "model")
-    (args.output / "model" / "training.json").write_text(
-        json.dumps(
-            {
-                "minutes": args.minutes,
-                "stage_lengths": STAGE_LENGTHS,
-                "tokens_per_step": TOKENS_PER_STEP,
-                "corpora": {c.name: len(c.tokens) for c in corpora},
-                "weights": args.weights,
-                "seed": args.seed,
-                "history": json.loads((args.output / "history.json").read_text()),
-            },
-            indent=1,
-        )
-    )
+    byte_tokenizer().save_pretrained(args.output / "model")
+    record = {
+        "bytes": {name: sum(map(len, streams)) for name, streams in groups.items()},
+        "streams": {name: len(streams) for name, streams in groups.items()},
+        "stages": [asdict(stage) for stage in STAGES],
+        "seed": args.seed,
+        "history": history,
+    }
+    (args.output / "model" / "training.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--corpus", action="append", required=True, help="folder of text files, or 'stdlib'; repeatable"
-    )
-    parser.add_argument("--weights", help="sampling weight of each corpus, comma-separated (default: its size)")
-    parser.add_argument("--minutes", default="45,30,10", help="wall-clock minutes per stage of 512, 8K, 16K windows")
+    parser.add_argument("--novels", type=Path, required=True, help="folder of text files")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 128 (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hours", type=float, help="stop after this much time of this run; continue later")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.minutes = [float(m) for m in args.minutes.split(",")]
-    args.weights = [float(w) for w in args.weights.split(",")] if args.weights else None
-    if len(args.minutes) != len(STAGE_LENGTHS):
-        parser.error(f"--minutes names {len(args.minutes)} stages, expected {len(STAGE_LENGTHS)}")
-    if args.weights and len(args.weights) != len(args.corpus):
-        parser.error(f"--weights has {len(args.weights)} entries for {len(args.corpus)} corpora")
-    return args
+    return parser.parse_args()
 
 
-def read_documents(folder: Path) -> list[str]:
-    """Read the text files below `folder` without held-out modules, tests and installed packages."""
-    skipped = {"test", "tests", "site-packages", "idlelib", "lib2to3", "encodings", "__pycache__"}
-    texts = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix not in SUFFIXES or path.stem in HELD_OUT or skipped & set(path.relative_to(folder).parts):
-            continue
-        if path.name == "topics.py":
-            scope: dict = {}
-            exec(path.read_text(encoding="utf-8"), scope)  # noqa: S102 - the interpreter's own documentation table
-            texts.extend(scope["topics"].values())
-        elif path.stat().st_size > 500:
-            texts.append(path.read_text(encoding="utf-8", errors="ignore"))
-    if not texts:
-        raise SystemExit(f"no text files ({', '.join(sorted(SUFFIXES))}) below {folder}")
-    return texts
-
-
-def load_or_train_tokenizer(output: Path, documents: list[list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
-    file = output / "tokenizer" / "tokenizer.json"
-    if not file.exists():
-        bpe = Tokenizer(models.BPE())
-        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        bpe.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END, PAD],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        )
-        sample = [text[:60_000] for texts in documents for text in texts]
-        bpe.train_from_iterator(sample, trainer)
-        file.parent.mkdir(exist_ok=True)
-        bpe.save(str(file))
-    return PreTrainedTokenizerFast(
-        tokenizer_file=str(file), bos_token=END, eos_token=END, pad_token=PAD, model_max_length=16384
-    )
-
-
-def load_or_encode(output: Path, name: str, texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Corpus:
-    file = output / f"{Path(name).name or 'corpus'}.npy"
-    if not file.exists():
-        parts = []
-        for text in texts:
-            parts.append(np.asarray(tokenizer(text, verbose=False)["input_ids"], dtype=np.uint16))
-            parts.append(np.asarray([tokenizer.eos_token_id], dtype=np.uint16))
-        np.save(file, np.concatenate(parts))
-    tokens = np.load(file, mmap_mode="r")
-    print(f"{name}: {len(tokens) / 1e6:.1f}M tokens", flush=True)
-    return Corpus(name, tokens)
-
-
-def model_config(tokenizer: PreTrainedTokenizerFast, hidden_size: int, layers: int) -> LlamaConfig:
+def model_config() -> LlamaConfig:
     return LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 5 // 2,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden_size // 32,
-        num_key_value_heads=hidden_size // 128,
-        max_position_embeddings=STAGE_LENGTHS[-1],
-        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        vocab_size=258,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=STAGES[-1].length,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=END_ID,
+        eos_token_id=END_ID,
+        pad_token_id=PAD_ID,
     )
 
 
-def train(model: LlamaForCausalLM, corpora: list[Corpus], args: argparse.Namespace) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.05, fused=True)
-    state = {"elapsed": 0.0, "steps": 0, "tokens": 0}
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer whose first 256 ids are the bytes of UTF-8."""
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    bpe = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(END, special=True), AddedToken(PAD, special=True)])
+    length = STAGES[-1].length
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=END, eos_token=END, pad_token=PAD, model_max_length=length
+    )
+
+
+def save_stream(path: Path, streams: list[np.ndarray]) -> None:
+    """Write the token ids of all streams, each followed by the end of text, unless the file is there."""
+    if not path.exists():
+        end = np.asarray([END_ID], np.uint16)
+        np.save(path, np.concatenate([part for stream in streams for part in (stream.astype(np.uint16), end)]))
+
+
+def read_packages() -> list[np.ndarray]:
+    """One stream of sources per package, and one for the modules of the standard library."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    folders = [path for root in site.getsitepackages() for path in sorted(Path(root).iterdir()) if path.is_dir()]
+    folders += sorted(path for path in library.iterdir() if path.is_dir() and path.name not in SKIPPED)
+    streams = [read_sources(sorted(folder.rglob("*.py")), folder.parent) for folder in folders if wanted(folder.name)]
+    streams.append(read_sources(sorted(library.glob("*.py")), library))
+    return [stream for stream in streams if len(stream) > 40_000]
+
+
+def wanted(name: str) -> bool:
+    return name not in (*HELD_OUT, *HELD_OUT_PACKAGES, *SKIPPED) and not name.endswith(("-info", "data", ".libs"))
+
+
+def read_sources(paths: list[Path], root: Path) -> np.ndarray:
+    """The files one after the other, each under a line with its name; tables and generated files are left out."""
+    parts, total = [], 0
+    for path in paths:
+        inner = path.relative_to(root)
+        if SKIPPED & set(inner.parts) or path.stem in HELD_OUT or not 200 < path.stat().st_size < 150_000:
+            continue
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        if max(map(len, text.split("\n"))) > 400 or total > MOST_BYTES_OF_A_PACKAGE:
+            continue
+        parts.append(np.frombuffer(f"# {inner}\n{text}\n".encode(), np.uint8))
+        total += len(parts[-1])
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint8)
+
+
+def read_novels(folder: Path) -> list[np.ndarray]:
+    streams = [np.frombuffer(path.read_bytes(), np.uint8) for path in sorted(folder.glob("*.txt"))]
+    if not streams:
+        raise SystemExit(f"{folder} has no *.txt: pass a folder of text files with --novels")
+    return [stream for stream in streams if len(stream) > STAGES[-1].length]
+
+
+def train(model: LlamaForCausalLM, groups: dict[str, list[np.ndarray]], args: argparse.Namespace) -> list[dict]:
+    """Train in the stages of `STAGES`, and return what was measured on the way."""
+    layers = model.model.layers
+    matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    optimizers = (
+        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+    state = {"stage": 0, "stage_tokens": 0, "steps": 0, "tokens": 0, "seconds": 0.0}
     history: list[dict] = []
     checkpoint = args.output / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
         state, history = saved["state"], saved["history"]
-        print(f"continuing at {state['elapsed'] / 60:.1f} minutes", flush=True)
-    rng = np.random.default_rng(args.seed + state["steps"])
-    ends = np.cumsum(args.minutes) * 60
-    last_saved = last_logged = time.monotonic()
+        print(f"continuing after {state['tokens'] / 1e6:.2f}M bytes", flush=True)
+    rows = Rows(groups, {"source": 0.65, "novels": 0.35}, args.seed + state["steps"])
+    began = last_saved = last_logged = time.monotonic()
     losses: list[float] = []
-    while state["elapsed"] < ends[-1]:
-        started = time.monotonic()
-        stage = int(np.searchsorted(ends, state["elapsed"], side="right"))
-        length = STAGE_LENGTHS[stage]
-        batch = draw(rng, corpora, args.weights, length, max(1, TOKENS_PER_STEP // length))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(state["elapsed"] / ends[-1], state["steps"])
-        losses.append(training_step(model, optimizer, batch))
-        now = time.monotonic()
-        state["elapsed"] += now - started
+    while state["stage"] < len(STAGES):
+        stage, started = STAGES[state["stage"]], time.process_time()
+        batch = rows.batch(stage.rows, stage.length, stage.repeats, stage.tasks, stage.noise)
+        set_learning_rates(optimizers, state, stage)
+        losses.append(training_step(model, optimizers, torch.from_numpy(batch.astype(np.int64))))
+        state["seconds"] += (time.process_time() - started) / torch.get_num_threads()
         state["steps"] += 1
-        state["tokens"] += batch.numel()
-        if now - last_logged > 30:
-            mean = sum(losses) / len(losses)
-            history.append({**state, "length": length, "loss": mean})
-            print(
-                f"{state['elapsed'] / 60:6.1f} min  {length:6d}  {state['tokens'] / 1e6:7.2f}M  {mean:.4f}", flush=True
-            )
-            losses, last_logged = [], now
-        if now - last_saved > 120 or state["elapsed"] >= ends[-1]:
-            saved = {
-                "model": model.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "state": state,
-                "history": history,
-            }
-            torch.save(saved, checkpoint.with_suffix(".tmp"))
-            checkpoint.with_suffix(".tmp").replace(checkpoint)
+        state["tokens"] += batch.size
+        state["stage_tokens"] += batch.size
+        now = time.monotonic()
+        ended = state["stage_tokens"] >= stage.tokens
+        if now - last_logged > 90 or ended:
+            found = {**state, "length": stage.length, "loss": sum(losses) / len(losses)}
+            found |= recall(model, rows, stage.recall or stage.length // 2)
+            history.append(found)
+            print(json.dumps({k: round(v, 3) for k, v in found.items()}), flush=True)
+            losses, last_logged = [], time.monotonic()
+            mastered = stage.recall is None or found["recalled"] >= RECALLED
+            early = stage.recall is not None and mastered and state["stage_tokens"] >= stage.tokens / 4
+            if early or (ended and (mastered or state["stage_tokens"] >= 2 * stage.tokens)):
+                state["stage"], state["stage_tokens"] = state["stage"] + 1, 0
+        timed_out = args.hours is not None and now - began > args.hours * 3600
+        if now - last_saved > 180 or state["stage"] == len(STAGES) or timed_out:
+            saved = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            torch.save(saved | {"state": state, "history": history}, checkpoint.with_suffix(".tmp"))
+            os.replace(checkpoint.with_suffix(".tmp"), checkpoint)
             last_saved = now
-    (args.output / "history.json").write_text(json.dumps(history, indent=1))
+        if timed_out:
+            raise SystemExit("out of time; give the command again to continue")
+    return history
 
 
-def draw(
-    rng: np.random.Generator, corpora: list[Corpus], weights: list[float] | None, length: int, rows: int
-) -> torch.Tensor:
-    """Draw `rows` random windows of `length` tokens, each from one corpus chosen by weight."""
-    share = np.asarray(weights or [len(c.tokens) for c in corpora], dtype=float)
-    windows = []
-    for index in rng.choice(len(corpora), size=rows, p=share / share.sum()):
-        tokens = corpora[index].tokens
-        start = int(rng.integers(0, len(tokens) - length))
-        windows.append(tokens[start : start + length].astype(np.int64))
-    return torch.from_numpy(np.stack(windows))
+def set_learning_rates(optimizers: tuple, state: dict, stage: Stage) -> None:
+    factor = min(1.0, (state["steps"] + 1) / WARMUP_STEPS)
+    if stage.length > 512:  # rows of few and long texts: steps are noisier
+        factor *= 0.5
+    if stage is STAGES[-1]:
+        factor *= max(0.0, 1 - state["stage_tokens"] / stage.tokens)
+    for optimizer, rate in zip(optimizers, (MATRIX_LR, OTHER_LR), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * factor
 
 
-def learning_rate(progress: float, step: int) -> float:
-    cosine = FINAL_LR + (PEAK_LR - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return cosine * min(1.0, (step + 1) / WARMUP_STEPS)
-
-
-def training_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
-    # Without native bfloat16 instructions autocast is 6-15 times slower than float32 (measured on an AVX2 machine).
-    native = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and "AVX512" in torch.backends.cpu.get_cpu_capability()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=native):
+def training_step(model: LlamaForCausalLM, optimizers: tuple, batch: torch.Tensor) -> float:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return loss.item()
+
+
+@torch.no_grad()
+def recall(model: LlamaForCausalLM, rows: Rows, distance: int, count: int = 4, size: int = 48) -> dict[str, float]:
+    """Nats per byte, and the share of bytes named right, of passages of text that return after `distance` bytes."""
+    nats, right = [], []
+    for _ in range(count):
+        row, asked = quoted_row(rows.text, distance, size, cue=12)
+        ids = torch.from_numpy(row.astype(np.int64))[None]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+            logits = model(ids, use_cache=False, logits_to_keep=size + 1).logits[0, :-1].float()
+        wanted_ids = ids[0, -size:]
+        cut = slice(asked.start - len(row) + size, size)
+        nats.append(torch.nn.functional.cross_entropy(logits[cut], wanted_ids[cut]).item())
+        right.append((logits[cut].argmax(-1) == wanted_ids[cut]).float().mean().item())
+    return {"distance": distance, "nats": sum(nats) / count, "recalled": sum(right) / count}
 
 
 if __name__ == "__main__":

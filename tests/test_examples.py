@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,19 +15,22 @@ from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.tiny_tokenizers import save_byte_target
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-CONTEXT = 768  # one bucket of 512, one cut short
+CONTEXT = 2048  # two buckets; contexts of 512 bytes and more are short for the bytes after 1,024
+
+
+def measured(length, **numbers):
+    return {"length": length, "distance": length // 2, **numbers}
+
 
 TRAINING = {
-    "minutes": [45.0, 30.0, 10.0],
-    "stage_lengths": [512, 8192, 16384],
-    "tokens_per_step": 4096,
-    "corpora": {"/home/someone/novels/train": 20_000_000, "stdlib": 2_400_000},
-    "weights": [2.0, 1.0],
+    "bytes": {"source": 68_000_000, "novels": 65_400_000},
+    "streams": {"source": 85, "novels": 81},
+    "stages": [{"length": 512}, {"length": 16384}],
     "seed": 0,
     "history": [
-        {"elapsed": 60.0, "steps": 30, "tokens": 122_880, "length": 512, "loss": 7.5},
-        {"elapsed": 2700.0, "steps": 900, "tokens": 3_686_400, "length": 512, "loss": 4.5},
-        {"elapsed": 5100.0, "steps": 1000, "tokens": 5_324_800, "length": 16384, "loss": 4.25},
+        measured(512, seconds=60, steps=30, tokens=122_880, loss=2.5, recalled=0.5),
+        measured(512, seconds=2700, steps=900, tokens=3_686_400, loss=1.5, recalled=0.7),
+        measured(16384, seconds=5400, steps=1000, tokens=5_324_800, loss=1.0, recalled=1.0),
     ],
 }
 
@@ -47,7 +51,7 @@ def script():
 def trained(tmp_path_factory):
     """The files of a training run: bfloat16 weights, tokenizer, training.json."""
     folder = tmp_path_factory.mktemp("model")
-    save_byte_target(folder, dtype=torch.bfloat16, max_position_embeddings=CONTEXT)
+    save_byte_target(folder, dtype=torch.bfloat16, max_position_embeddings=CONTEXT, initializer_range=0.2)
     (folder / "training.json").write_text(json.dumps(TRAINING))
     return folder
 
@@ -56,7 +60,7 @@ def trained(tmp_path_factory):
 def novels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("novels")
     for number, name in enumerate(("one", "two")):
-        words = [f"word{(number + 3) * index % 97}" for index in range(400)]
+        words = [f"word{(number + 3) * index % 97}" for index in range(600)]
         (folder / f"{name}.txt").write_text(" ".join(words), encoding="utf-8")
     (folder / "short.txt").write_text("too short", encoding="utf-8")
     return folder
@@ -67,6 +71,9 @@ def publish(script, model, novels, output):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "parse_arguments", lambda: arguments)
         patch.setattr(script, "HELD_OUT", ("mailbox", "statistics"))
+        patch.setattr(script, "HELD_OUT_PACKAGES", ("jinja2",))
+        patch.setattr(script, "QUOTATIONS", 3)
+        patch.setattr(script, "DISTANCES", (300, 1024))
         script.main()
     return output
 
@@ -108,26 +115,64 @@ def test_buckets_are_means_over_what_precedes(script):
     assert found[0]["half_width"] == pytest.approx(1.96 * 2**0.5 / 2**0.5, abs=1e-3)
 
 
+def test_short_losses_are_those_of_the_same_bytes_with_less_before_them(script):
+    """Byte by byte: 512 to 1,023 bytes of context against a forward of exactly these bytes."""
+    model = tiny_target("llama", max_position_embeddings=CONTEXT)
+    ids = tiny_prompts(128, [CONTEXT])[0][0]
+    found = script.short_losses_of(model, ids)
+    assert len(found) == CONTEXT // 2  # the bytes after the first half
+    for place in (1024, 1535, 1536, 2047):
+        begin = place // 512 * 512 - 512
+        with torch.no_grad():
+            logits = model(ids[None, begin:place]).logits[0, -1]
+        expected = torch.nn.functional.cross_entropy(logits, ids[place])
+        assert found[place - 1024].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_gains_compare_the_same_bytes(script):
+    found = script.gain(torch.tensor([[1.0, 2, 9], [2, 3, 9]]), torch.tensor([[2.0, 2], [4, 4]]))
+    assert (found["long"], found["short"], found["gain"]) == (2.0, 3.0, 1.0)
+    assert found["half_width"] == pytest.approx(1.96 * 0.5, abs=1e-3)  # gains of 0.5 and 1.5
+
+
+def test_recall_asks_for_the_rest_of_a_passage(script, monkeypatch):
+    """A model that copies from `distance` bytes back recalls everything at this distance, and little at another."""
+    distance = 300
+
+    def copying(ids, use_cache, logits_to_keep):
+        back = torch.nn.functional.pad(ids, (distance - 1, 0))[:, : ids.shape[1]]
+        return SimpleNamespace(logits=30.0 * torch.nn.functional.one_hot(back, 256)[:, -logits_to_keep:].float())
+
+    monkeypatch.setattr(script, "QUOTATIONS", 4)
+    texts = [torch.randint(256, (size,), generator=torch.Generator().manual_seed(size)).numpy() for size in (900, 950)]
+    assert script.recall(copying, texts, distance) == {"distance": distance, "nats": 0.0, "right": 1.0}
+    assert script.recall(copying, texts, distance - 7)["right"] < 0.1
+
+
 def test_evaluation_and_card_say_the_same(published):
     evaluation = json.loads((published / "evaluation.json").read_text())
     card = (published / "README.md").read_text(encoding="utf-8")
     sources = evaluation["sources"]
-    assert sources["novels"]["documents"] == ["one", "two"]
-    assert sources["standard-library modules"]["documents"] == ["mailbox", "statistics"]
-    assert sources["novels"]["windows"] == sources["standard-library modules"]["windows"] == 4
+    assert sources["novels"]["documents"] == ["one", "two"] and sources["packages"]["documents"] == ["jinja2"]
+    assert sources["modules"]["documents"] == ["mailbox", "statistics"]
+    assert [source["windows"] for source in sources.values()] == [4, 4, 2]
     for source in sources.values():
         assert [(bucket["from"], bucket["to"]) for bucket in source["buckets"]] == [(0, 512), (512, CONTEXT)]
         for bucket in source["buckets"]:
             assert 0 < bucket["loss"] < 20
             assert f"{bucket['loss']:.3f} ± {bucket['half_width']:.3f}" in card
-    assert "4 of 2 novels and 4 of 2 standard-library modules" in card
+        gain = source["gain"]
+        assert f"| {gain['short']:.3f} | {gain['long']:.3f} | {gain['gain']:.3f} ± {gain['half_width']:.3f} |" in card
+        for quoted in source["recall"]:
+            assert f"{quoted['nats']:.2f}, {quoted['right']:.0%}" in card
+    assert "4 of 2 novels, 4 of 2 modules, 2 of 1 packages" in card and "with the last 512 to 1023 bytes" in card
 
 
 def test_the_card_shows_no_private_paths(published):
     card = (published / "README.md").read_text(encoding="utf-8")
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front)["library_name"] == "transformers"
-    assert "| 512 | 45 | 900 | 3.7M | 6.000 |" in body
+    assert "| 512 | 45 | 900 | 3.7M | 2.00 | 60% at 256 |" in body
     assert "/home" not in body and "{" not in body
 
 
@@ -155,6 +200,6 @@ def test_files_that_do_not_fit(script, trained, tmp_path, monkeypatch):
 
 def test_texts_shorter_than_the_context_are_refused(script, trained, tmp_path):
     (tmp_path / "short.txt").write_text("too short", encoding="utf-8")
-    with pytest.raises(SystemExit, match="has 768 tokens"):
+    with pytest.raises(SystemExit, match="has 2,048 bytes"):
         publish(script, trained, tmp_path, tmp_path / "output")
     assert not (tmp_path / "output").exists()

@@ -23,6 +23,7 @@ RECIPES = {
     "longspec_pretrain": ("qwen3", 32768, "text", {}),
     "longspec_long": ("qwen3", 32768, "text", {"pack": "9000", "training.gradient_accumulation_steps": "1"}),
     "longspec_sft": ("qwen3", 32768, "messages", {}),
+    "eagle3": ("qwen3", 32768, "messages", {}),
     "tokenswift": ("qwen2", 8192, "text", {}),
     "tokenswift_14b": ("qwen2", 8192, "text", {}),
 }
@@ -57,9 +58,9 @@ def assert_as_written(recipe, folder, changed):
             assert getattr(found, "value", found) == value, name
 
 
-@pytest.mark.parametrize("family", ["tokenswift", "longspec"])
+@pytest.mark.parametrize("family", ["tokenswift", "longspec", "eagle3"])
 def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
-    """Those of LongSpec follow each other by the folders they name; TokenSwift's heads are trained on once more."""
+    """Those of LongSpec follow each other by the folders they name; the others are trained on once more."""
     monkeypatch.chdir(tmp_path)
     drafts = []
     for name, (architecture, positions, kind, sizes) in RECIPES.items():
@@ -80,11 +81,11 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
         assert f"Saved in {recipe.training['output_dir']} after 2 steps." in done.output
         assert_as_written(recipe, folder, {"max_steps"} | {name.removeprefix("training.") for name in sizes})
         drafts.append(AutoModel.from_pretrained(folder))
-        assert drafts[-1].config.model_type == family
+        assert drafts[-1].config.model_type == {"eagle3": "longspec_eagle3"}.get(family, family)
         if isinstance(recipe.draft, dict):
             config = drafts[-1].config.to_dict()
             assert all(config[key] == value for key, value in recipe.draft.items() if key != "kind")
-    if family == "tokenswift":
+    if family != "longspec":
         again = ["--draft", str(folder), "--output-dir", str(tmp_path / "again")]
         assert run_command("train", "--config", file, *arguments, *again).exit_code == 0
         drafts.append(AutoModel.from_pretrained(tmp_path / "again"))

@@ -1,0 +1,127 @@
+"""Training of the tiny target: its rows, its tokenizer, and a run on tiny stages."""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        yield importlib.import_module("train_tiny_target")
+
+
+@pytest.fixture
+def rows(script):
+    """Rows of two groups, told apart by their bytes: digits, and letters."""
+    draw = np.random.default_rng(0)
+    groups = {
+        "source": [draw.integers(48, 58, 5000).astype(np.uint8), draw.integers(48, 58, 700).astype(np.uint8)],
+        "novels": [draw.integers(65, 91, 3000).astype(np.uint8)],
+    }
+    return script.Rows(groups, {"source": 0.5, "novels": 0.5}, seed=1)
+
+
+def test_a_token_is_a_byte(script, tmp_path):
+    script.byte_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = "def f(x):\n\treturn 'é→日'  \x00\n\n end"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == list(text.encode()) and tokenizer.decode(ids) == text
+    assert tokenizer("a<|endoftext|>b")["input_ids"] == [97, 256, 98] and len(tokenizer) == 258
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (256, 257)
+
+
+def test_text_is_one_piece_of_one_stream_that_is_long_enough(rows):
+    for _ in range(20):
+        piece = rows.text(801).tobytes()
+        assert sum(piece in stream.tobytes() for group in rows.groups.values() for stream in group) == 1
+
+
+def test_rows_with_repeats_contain_passages_twice(rows):
+    made = rows.batch(8, 1000, repeats=1.0, tasks=0.0, noise=0.5)
+    assert made.shape == (8, 1000) and made.dtype == np.uint8
+    for row in made:
+        text = row.tobytes()
+        # five equal bytes of 20 at two places are chance in few of 1,000 places; a passage has 24 and more
+        assert any(text.find(text[place : place + 20], place + 1) > 0 for place in range(0, 980, 4))
+
+
+def test_answers_stand_in_the_row_before_they_are_asked_for(rows):
+    kinds = {"values": (b"\nvalue of ", b"\n"), "definitions": (b"\n# as above\n", b"\n    return")}
+    seen = set()
+    for _ in range(40):
+        text = rows.batch(1, 3000, repeats=0.0, tasks=1.0, noise=0.0)[0].tobytes()
+        for kind, (mark, end) in kinds.items():
+            # without the last, which may be cut; the key of a value stands twice in its question
+            answers = [part.split(b": ")[-1].split(end)[0] for part in text.split(mark)[1:-1]]
+            if answers:
+                seen.add(kind)
+                found = sum(text.count(answer) >= 2 for answer in answers)
+                assert found >= 0.5 * len(answers)  # later material may lie over earlier
+    assert seen == set(kinds)
+
+
+@pytest.mark.parametrize("distance", [37, 500])
+def test_a_quoted_row_ends_with_what_stood_at_the_distance(script, rows, distance):
+    row, asked = script.quoted_row(rows.text, distance, 48, cue=12)
+    assert np.array_equal(row[-48:], row[-48 - distance : len(row) - distance]) == (distance >= 48)
+    assert (asked.stop, asked.stop - asked.start) == (len(row), 36)
+
+
+def test_held_out_files_are_not_read(script, tmp_path):
+    lines = "value = 1  # a line of source\n" * 20
+    for name in ("one.py", "statistics.py", "tests/two.py", "three.py"):
+        (tmp_path / "package" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "package" / name).write_text(lines)
+    (tmp_path / "package" / "three.py").write_text("x" * 500)  # one long line: generated
+    files = sorted((tmp_path / "package").rglob("*.py"))
+    assert script.read_sources(files, tmp_path).tobytes().decode() == f"# package/one.py\n{lines}\n"
+    assert not script.wanted("networkx") and not script.wanted("a.dist-info") and script.wanted("torch")
+
+
+def test_a_run_grows_its_rows_goes_on_and_writes_the_model(script, tmp_path, monkeypatch):
+    stages = (script.Stage(32, 128, 2, 0.5, 0.0, 0.5, recall=16), script.Stage(64, 192, 1, 0.2, 0.2, 0.2))
+    config = script.model_config()
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    monkeypatch.setattr(script, "STAGES", stages)
+    monkeypatch.setattr(script, "model_config", lambda: type(config)(**(config.to_dict() | small)))
+    monkeypatch.setattr(script, "read_packages", lambda: [np.frombuffer(b"0123456789" * 40, np.uint8)])
+    (tmp_path / "novels").mkdir()
+    (tmp_path / "novels" / "one.txt").write_text("It was a dark and stormy night. " * 20)
+    args = argparse.Namespace(novels=tmp_path / "novels", output=tmp_path / "run", hours=0.0, seed=0)
+    monkeypatch.setattr(script, "parse_arguments", lambda: args)
+    with pytest.raises(SystemExit, match="give the command again"):
+        script.main()
+    first = torch.load(args.output / "checkpoint.pt", weights_only=True)["state"]
+    assert first["steps"] == 1 and not (args.output / "model").exists()
+    args.hours = None
+    script.main()
+    record = json.loads((args.output / "model" / "training.json").read_text())
+    assert [entry["length"] for entry in record["history"]][-1] == 64
+    # a stage whose recall is not reached takes twice its tokens
+    assert record["history"][-1]["tokens"] == 2 * 128 + 192 and record["bytes"]["source"] == 400
+    model = AutoModelForCausalLM.from_pretrained(args.output / "model")
+    assert model.dtype == torch.bfloat16 and model.config.vocab_size == 258
+    assert np.load(args.output / "novels.npy").tolist()[-2:] == [32, 256]
+
+
+@pytest.mark.parametrize(("steps", "stage", "share", "factor"), [(0, 0, 0, 1 / 60), (99, 0, 0, 1), (99, 3, 0.9, 0.5)])
+def test_learning_rates(script, steps, stage, share, factor):
+    optimizers = [torch.optim.SGD([torch.zeros(1)], lr=9.0) for _ in range(2)]
+    chosen = script.STAGES[stage]
+    script.set_learning_rates(optimizers, {"steps": steps, "stage_tokens": share * chosen.tokens}, chosen)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    assert rates == pytest.approx([script.MATRIX_LR * factor, script.OTHER_LR * factor])
+    last = script.STAGES[-1]
+    script.set_learning_rates(optimizers, {"steps": 99, "stage_tokens": 0.75 * last.tokens}, last)
+    assert optimizers[0].param_groups[0]["lr"] == pytest.approx(script.MATRIX_LR * 0.5 * 0.25)
