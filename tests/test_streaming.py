@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from hf_longspec import FileStreamer, IncrementalDecoder, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.streaming import MAX_PENDING, REPLACEMENT
@@ -17,7 +17,6 @@ from hf_longspec.testing import tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-TINY_TARGET = Path(__file__).resolve().parents[1] / "hub_cards" / "tiny-target"
 ODD = (
     "naïve café — “quotes”, Привет, 你好世界, 한국어, עברית, हिन्दी, 🙂👩‍👩‍👧🏽🇨🇭, a\u0301, \u200bzero\u00a0width, "
     f"\ufeff, {REPLACEMENT} itself, 𐍈𝄞, tab\t, crlf\r\n, \x00\x1f, the end 😀"
@@ -26,7 +25,16 @@ ODD = (
 
 @cache
 def byte_level():
-    return AutoTokenizer.from_pretrained(TINY_TARGET)
+    """Return a tokenizer like that of GPT-2, whose tokens are words, parts of words and bytes."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|pad|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=1000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train([str(Path(__file__).resolve().parents[1] / "LICENSE")], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|pad|>")
 
 
 @cache
@@ -127,7 +135,7 @@ class Story:
     @staticmethod
     @cache
     def model():
-        return tiny_target("llama", vocab_size=4096, hidden_size=32, intermediate_size=32)
+        return tiny_target("llama", vocab_size=1000, hidden_size=32, intermediate_size=32)
 
     @classmethod
     def generate(cls, **options):

@@ -1,4 +1,5 @@
 import gc
+import mmap
 from pathlib import Path
 
 import pytest
@@ -157,9 +158,10 @@ def test_peak_memory_grows_with_what_is_held():
     gc.collect()  # tensors of earlier tests, freed in between, would hide the growth
     memory.reset()
     before = memory.read()
-    held = torch.ones(2**24)  # 64 MiB
+    held = mmap.mmap(-1, 2**26)  # 64 MiB of new pages; a tensor could take what an earlier one left
+    torch.frombuffer(held, dtype=torch.uint8).fill_(1)
     grown = memory.read()
-    del held
+    held.close()
     memory.reset()
     assert 0.9 * 2**26 < grown - before < 2 * 2**26
     assert memory.read() < grown

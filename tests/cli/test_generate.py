@@ -316,7 +316,7 @@ def test_an_interrupted_text_stays(command, tiny, expected, monkeypatch, as_json
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT for a single process")
 def test_ctrl_c_keeps_the_text_so_far(tiny):
     """A real process, interrupted after its first words: they stay, the statistics follow, the status is 130."""
-    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", 15_000]
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", 14_000]
     process = subprocess.Popen(
         [sys.executable, "-m", "hf_longspec.cli.app", *map(str, arguments), "--temperature", "1"],
         stdout=subprocess.PIPE,
