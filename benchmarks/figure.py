@@ -43,6 +43,9 @@ from hf_longspec.bench.summaries import in_turns, significant
 GAMMA = 4
 CHAIN = [1] * GAMMA
 TREE = [4, 4, 4, 3]
+HEADS = {"self_draft": "verify_hidden", "tree_branching": CHAIN}
+# Drafts that only comparisons use: trained with one thing left out, or other heads.
+VARIANTS = Path(__file__).parent / "drafts"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
 
     Args:
         cards (`Path`): Folder of the trained drafts of the target, `tiny-longspec` and so on. Those that are missing
-            are left out.
+            are left out, here and in `benchmarks/drafts`, which holds variants of them for comparisons.
     """
     chain = {"num_assistant_tokens": GAMMA}
     found: dict[str, Any] = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
@@ -86,17 +89,23 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
         "EAGLE-3, window": ("tiny-eagle3", {"tree_widths": CHAIN}),
         "EAGLE-3, tree": ("tiny-eagle3", {"tree_widths": TREE}),
         "EAGLE-3, all": ("tiny-eagle3", {"tree_widths": CHAIN, "window": None}),
-        "TokenSwift": ("tiny-tokenswift", {}),
+        "TokenSwift": ("tiny-tokenswift", HEADS),
+        "TokenSwift, paper's heads": ("chained-heads", HEADS),
+        "LongSpec, no offsets": ("longspec-no-offsets", {"tree_widths": CHAIN}),
+        "LongSpec, no noise": ("longspec-no-noise", {"tree_widths": CHAIN}),
+        "LongSpec, no cross-attention": ("longspec-no-cross-attention", {"tree_widths": CHAIN}),
         "small model": ("tiny-assistant", {**chain, "window": None}),
         "small model, window": ("tiny-assistant", {**chain, "window": 512}),
     }
     for name, (folder, settings) in trained.items():
-        if (cards / folder / "config.json").is_file():
-            found[name] = AutoModel.from_pretrained(cards / folder, dtype=model.dtype)
+        home = cards if folder.startswith("tiny-") else VARIANTS
+        if (home / folder / "config.json").is_file():
+            found[name] = AutoModel.from_pretrained(home / folder, dtype=model.dtype)
             found[name].generation_config.update(**settings)
     own = hf_longspec.SpecAttnDraftModel
     found |= {
         "SpecAttn": own.from_target(model, **chain),
+        "SpecAttn, logits": own.from_target(model, **chain, score="logits"),
         "SpecAttn, all rows": own.from_target(model, **chain, selection="all_rows"),
         "SpecAttn, last accepted": own.from_target(model, **chain, selection="last_accepted"),
         "SpecAttn, window": own.from_target(model, **chain, selection="window"),
