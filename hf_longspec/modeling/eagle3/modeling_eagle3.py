@@ -44,7 +44,7 @@ class Eagle3DraftModel(DraftModel):
     config_class = Eagle3Config
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
-        "tree_widths": [8, 8, 8, 8, 8],
+        "tree_widths": [4, 4, 4, 3],  # 16 nodes with the root, which is a whole tile of the kernels
         "tree_choices": None,
         "window": TRAINED,
         "sinks": 4,

@@ -28,9 +28,9 @@ class TokenRecyclingDraftModel(DraftModel):
 
     config_class = TokenRecyclingConfig
     weightless: ClassVar[bool] = True
-    # the sizes of the paper
+    # the sizes of the paper, whose 80 nodes would fill half of a tile of 128 rows
     settings: ClassVar[dict[str, Any]] = {
-        "num_nodes": 80,
+        "num_nodes": 64,
         "max_depth": 6,
         "num_candidates": 8,
         "tree_choices": None,
