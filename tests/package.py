@@ -1,10 +1,12 @@
 """Build wheel and sdist, and use the wheel in an empty environment: `make package`.
 
-The new environment has the wheel alone. Its dependencies are those of the environment that runs this file, put after
+Every block of Python in the documentation runs there too, in empty folders and without the sources of the package. The
+new environment has the wheel alone. Its dependencies are those of the environment that runs this file, put after
 it on the path, so that nothing is downloaded.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -61,8 +63,8 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     assert not missing and {"LICENSE", "README.md", "pyproject.toml"} <= packed, missing
 
 
-def use(wheel: Path, folder: Path) -> None:
-    """Install the wheel in an empty environment, generate a text there and call the command."""
+def use(wheel: Path, folder: Path) -> Path:
+    """Install the wheel in an empty environment, generate a text there and call the command; return its Python."""
     environment = folder / "environment"
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
@@ -85,11 +87,22 @@ def use(wheel: Path, folder: Path) -> None:
     subprocess.run([python, "-c", USE], **clean)
     shown = subprocess.run([environment / "bin" / "hf-longspec", "--version"], capture_output=True, text=True, **clean)
     assert wheel.name.split("-")[1] in shown.stdout, shown.stdout
+    return python
+
+
+def run_documentation(python: Path, source: Path) -> None:
+    """Run the blocks of all pages, and the notebook, in a checkout from which the package was taken away."""
+    shutil.rmtree(source / "hf_longspec")
+    tests = [
+        f"tests/{name}.py" for name in ("docs/test_python_blocks", "docs/test_notebook", "training/test_documentation")
+    ]
+    clean = {"PATH": os.environ["PATH"], "HOME": str(source), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([python, "-m", "pytest", "-q", "-n", "auto", *tests], cwd=source, env=clean, check=True)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         built = build(Path(name))
         check_contents(*built)
-        use(built[0], Path(name))
+        run_documentation(use(built[0], Path(name)), Path(name) / "source")
         print("\n".join(path.name for path in built))
