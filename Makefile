@@ -37,8 +37,8 @@ GPU_TESTS := tests/attention_backends/triton tests/attention_backends/test_parit
 
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 
-# Results that docs/results.md shows, in its order.
-TABLES := figure engine verification memory
+# Results that docs/earlier_results.md shows, in its order.
+EARLIER := engine verification memory
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-min test-torch-min gpu install install-min lint soak bench figure tables models mutants package cards docs clean
@@ -95,10 +95,10 @@ figure: $(READY) ## compare every kind of draft on the tiny target, in 20 minute
 	@echo "Measuring every kind of draft after 1K to 16K tokens. Leave the machine alone meanwhile."
 	$(VENV)/bin/python -m benchmarks.figure $(ARGS)
 
-tables: $(READY) ## put the committed results into README and docs/results.md, and draw the figure
-	@echo "Writing docs/results.md, README's table and docs/images/speed.svg."
-	$(VENV)/bin/python -m benchmarks.tables $(TABLES:%=benchmarks/results/%.jsonl) \
-		--page docs/results.md --summary README.md --figure docs/images/speed.svg
+tables: $(READY) ## put the committed results into docs/results.md and docs/earlier_results.md, and draw the figure
+	@echo "Writing docs/results.md, docs/earlier_results.md and docs/images/drafts.svg."
+	$(VENV)/bin/python -m benchmarks.tables benchmarks/results/figure.jsonl --page docs/results.md
+	$(VENV)/bin/python -m benchmarks.tables $(EARLIER:%=benchmarks/results/%.jsonl) --page docs/earlier_results.md
 	$(VENV)/bin/python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg
 
 models: $(READY) ## run every draft on every decoder of transformers, and put the table into docs/models.md

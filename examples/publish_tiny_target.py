@@ -31,7 +31,7 @@ CHUNK = 1024
 # Bytes after this many are read again with the last `SHORT` to 2 * `SHORT` bytes only.
 LONG, SHORT = 8192, 512
 # Bytes from a passage to its quotation; size of the passages, and how many of their bytes are given.
-DISTANCES, PASSAGE, CUE, QUOTATIONS = (1024, 4096, 8192, 15_360), 96, 16, 24
+DISTANCES, PASSAGE, CUE, QUOTATIONS = (1024, 4096, 8192, 15_360), 96, 16, 8
 MAX_BYTES = 16_000_000  # keeps a clone of the repository small
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 

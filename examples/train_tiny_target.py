@@ -56,7 +56,7 @@ STAGES = (
     Stage(512, 4e6, 16, 0.45, 0.15, 0.4, recall=256),
     Stage(2048, 12e6, 6, 0.20, 0.20, 0.3, recall=1024),
     Stage(8192, 3e6, 2, 0.12, 0.20, 0.2),
-    Stage(16384, 2e6, 1, 0.10, 0.15, 0.1),
+    Stage(16384, 1.3e6, 1, 0.10, 0.15, 0.1),
 )
 MATRIX_LR, OTHER_LR, WARMUP_STEPS = 0.02, 2e-3, 60
 RECALLED = 0.8  # share of bytes that the model has to name right before longer rows begin

@@ -1,7 +1,6 @@
-"""Tables of result files: reports, pages and the figure follow from them, and pages keep what is around a table."""
+"""Tables of result files: reports and pages follow from them, and pages keep what is around a table."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from benchmarks.harness import Run
 from benchmarks.pages import PAGES, best_of_cells, kind_of
-from benchmarks.tables import main, replace_between, section, speed_figure, summary
+from benchmarks.tables import main, replace_between, section
 from hf_longspec.bench.markdown import environment_line
 from hf_longspec.bench.results import read_records
 
@@ -116,17 +115,6 @@ def result(tmp_path):
     return path
 
 
-def test_the_table_has_the_longest_contexts_of_one_batch_and_our_methods(result):
-    table = summary(read_records(result)).splitlines()
-    assert table[0] == "| prompt | dtype | text | `generate`, tokens/s | plain loop | LongSpec | LongSpec, compiled |"
-    assert table[2:5] == [
-        "| 8,192 | bf16 | greedy | 50 | 2.00x | 1.50x | **3.00x** |",
-        "| 8,192 | bf16 | sampled |  | **7.00x** |  |  |",
-        "| 16,128 | bf16 | greedy | 50 | 2.00x | 1.50x | **3.00x** |",
-    ]
-    assert "batch 1, 48 tokens, medians of 5" in table[-1] and "commit abc123" in table[-1]
-
-
 def test_the_fastest_setting_is_taken_of_every_kind(result):
     best = best_of_cells(read_records(result))["bfloat16", 8192, 1, "greedy"]
     assert best["LongSpec"]["method"] == "LongSpec, 4+4"
@@ -134,41 +122,13 @@ def test_the_fastest_setting_is_taken_of_every_kind(result):
     assert {kind_of(row["method"]) for row in best.values()} == set(best)
 
 
-def test_the_figure_shows_every_context_and_is_reproducible(result, tmp_path):
-    pytest.importorskip("matplotlib")
-    records = read_records(result)
-    speed_figure(records, tmp_path / "a.svg")
-    speed_figure(records, tmp_path / "b.svg")
-    text = (tmp_path / "a.svg").read_text()
-    assert text == (tmp_path / "b.svg").read_text()
-    # matplotlib puts every text that it draws into a comment
-    assert "<!-- 2,048 -->" in text and "<!-- 8,192 -->" in text and "<!-- 16,128 -->" in text
-    assert "<!-- LongSpec, compiled -->" in text and "<!-- generate -->" in text
-    assert "assisted" not in text
-    speed_figure(records, tmp_path / "c.png")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_one_command_writes_page_summary_and_figure(result, page, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    readme, figure = tmp_path / "README.md", tmp_path / "speed.svg"
-    readme.write_text(PAGE)
-    main([str(result), "--page", str(page), "--summary", str(readme), "--figure", str(figure)])
-    assert "### Decoding speed" in page.read_text() and "###" not in readme.read_text()
-    for written in (page, readme):
-        assert written.read_text().startswith(BEFORE) and written.read_text().endswith(AFTER)
-    assert figure.is_file()
-    assert capsys.readouterr().out.count("\n") == 3
-
-
 @pytest.mark.parametrize(
     ("file", "options", "message"),
     [
         (RESULTS / "memory.jsonl", [], "nothing to write"),
-        (RESULTS / "memory.jsonl", ["--summary", "{page}"], "0 results of engine.py"),
         ("{folder}/other.jsonl", ["--page", "{page}"], "benchmark 'kitchen': expected one of figure, engine"),
     ],
-    ids=["nothing to write", "no speeds", "something else"],
+    ids=["nothing to write", "something else"],
 )
 def test_what_cannot_be_written_is_refused(file, options, message, page, tmp_path, capsys):
     (tmp_path / "other.jsonl").write_text('{"kind": "environment", "benchmark": "kitchen"}\n')
@@ -178,16 +138,11 @@ def test_what_cannot_be_written_is_refused(file, options, message, page, tmp_pat
     assert page.read_text() == PAGE
 
 
-def test_the_committed_summary_and_figure_are_those_of_the_result_file():
-    """`make tables` mends it."""
-    records = read_records(RESULTS / "engine.jsonl")
-    readme = (PROJECT / "README.md").read_text(encoding="utf-8")
-    assert replace_between(readme, summary(records)) == readme
-    page = (PROJECT / "docs" / "results.md").read_text(encoding="utf-8")
-    written = [
-        section(read_records(RESULTS / f"{name}.jsonl"))[1] for name in ("figure", "engine", "verification", "memory")
-    ]
-    assert replace_between(page, "\n\n".join(written)) == page
-    figure = (PROJECT / "docs" / "images" / "speed.svg").read_text(encoding="utf-8")
-    described = re.search(r"<dc:description>(.*?)</dc:description>", figure, re.DOTALL)
-    assert described and described[1] == environment_line(records).replace("&", "&amp;")
+@pytest.mark.parametrize(
+    ("page", "results"), [("results", ["figure"]), ("earlier_results", ["engine", "verification", "memory"])]
+)
+def test_the_committed_pages_are_those_of_the_result_files(page, results):
+    """`make tables` mends them."""
+    text = (PROJECT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    written = [section(read_records(RESULTS / f"{name}.jsonl"))[1] for name in results]
+    assert replace_between(text, "\n\n".join(written)) == text

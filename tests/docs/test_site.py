@@ -39,11 +39,11 @@ def test_it_builds_and_loads_nothing_from_elsewhere(site):
 
 def test_links_from_readme_and_out_of_docs(site):
     index, results = (site / "index.html").read_text("utf-8"), (site / "results" / "index.html").read_text("utf-8")
-    assert 'href="quicktour/"' in index and 'href="contributing/"' in index and 'src="images/speed.svg"' in index
+    assert 'href="quicktour/"' in index and 'href="contributing/"' in index and 'src="images/drafts.svg"' in index
     assert '<abbr title="in the repository: LICENSE">Apache-2.0</abbr>' in index
-    assert 'href="../benchmark_scripts/"' in results and 'src="../images/speed.svg"' in results
+    assert 'href="../benchmark_scripts/"' in results and 'src="../images/drafts.svg"' in results
     assert '<abbr title="in the repository: hub_cards/tiny-target">target</abbr>' in results
-    assert (site / "images" / "speed.svg").is_file()
+    assert (site / "images" / "drafts.svg").is_file()
 
 
 def test_every_page_is_in_the_navigation():
@@ -68,7 +68,7 @@ def hooks(monkeypatch):
     ("page", "markdown", "expected"),
     [
         ("index.md", "[a](docs/faq.md#speed)", "[a](faq.md#speed)"),
-        ("index.md", "![a](docs/images/speed.svg)", "![a](images/speed.svg)"),
+        ("index.md", "![a](docs/images/drafts.svg)", "![a](images/drafts.svg)"),
         ("faq.md", "[a](../README.md) [b](gate.md) [c](#speed)", "[a](index.md) [b](gate.md) [c](#speed)"),
         ("faq.md", "[a](https://x.y/z)", "[a](https://x.y/z)"),
         ("faq.md", "```\n[a](../LICENSE)\n```\n", "```\n[a](../LICENSE)\n```\n"),
