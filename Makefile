@@ -122,8 +122,7 @@ cards: $(READY) ## build the bundled drafts' complete repositories in build/hub_
 	@mkdir -p build/hub_cards
 	@for kind in longspec tokenswift eagle3 assistant; do \
 		$(VENV)/bin/python -m hf_longspec.cli.app publish hub_cards/tiny-$$kind --dry-run \
-			$$(test -f benchmarks/results/$$kind.jsonl && echo --results benchmarks/results/$$kind.jsonl) \
-			--output build/hub_cards/tiny-$$kind || exit; \
+			--results benchmarks/results/drafts.jsonl --output build/hub_cards/tiny-$$kind || exit; \
 	done
 
 clean: ## remove caches and build output; the environments stay

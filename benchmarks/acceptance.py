@@ -4,7 +4,7 @@ tau is the mean number of tokens emitted per verification, the target's own toke
 other work may go on beside it. Every result is written as soon as it is known, the most important settings first.
 
     python -m benchmarks.acceptance --target hub_cards/tiny-target --data novels --data stdlib --threads 1
-    python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/longspec.jsonl
+    python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/drafts.jsonl
 """
 
 import argparse
@@ -108,7 +108,9 @@ class AcceptanceBenchmark:
             "histogram": histogram,
         }
         # drafts are compared setting by setting, the settings of one draft with its first
-        first = self._first.setdefault((setting.mode, "" if name is None else str(setting.options), length), taus)
+        # SpecAttn's settings are compared with its first one, other drafts with the first of their kind
+        what = "" if name is None or not setting.options else f"{kind_of(method)} {setting.options}"
+        first = self._first.setdefault((setting.mode, what, length), taus)
         if first is not taus:
             difference = [tau - other for tau, other in zip(taus, first, strict=True)]
             record["difference"] = mean_interval(difference)
@@ -144,9 +146,12 @@ MINOR_SETTINGS = (
 
 
 CHAIN = {"tree_branching": [1, 1, 1, 1]}
-# By model type of the draft, each in both modes. Drafts are compared with the first one, the first has the others too.
+# By model type of the draft, each in both modes. Drafts are compared with the first of their kind, which has the others
+# too.
 OF_TRAINED: dict[str, list[dict[str, Any]]] = {
     "longspec": [{"tree_widths": widths} for widths in ([4, 4, 4, 3], [1, 1, 1], [4, 16, 16, 16, 16])],
+    "longspec_eagle3": [{"tree_widths": widths} for widths in ([4, 4, 4, 3], [1, 1, 1])],
+    "longspec_assistant": [{"num_assistant_tokens": 3, "window": window} for window in (512, None)],
     "tokenswift": [
         {"self_draft": "partial_kv", **CHAIN},
         {"self_draft": "verify_hidden", **CHAIN},
@@ -166,7 +171,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = load_target(args.target, torch.float32)
     drafts = make_drafts(model, args.draft)
     tokens, origin = load_prompts(args.target, args.data, max(args.lengths), args.prompts)
-    runs = plan(list(drafts), next(iter(drafts.values())).config.model_type, args.lengths)
+    runs = plan({name: kind_of(draft) for name, draft in drafts.items()}, args.lengths)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = hf_longspec.SpecAttnDraftModel.settings | {"gate": False}
@@ -175,17 +180,32 @@ def main(arguments: list[str] | None = None) -> None:
         AcceptanceBenchmark(model, drafts, prompts, args.tokens, args.batch).run(runs, results)
 
 
-def plan(names: Sequence[str | None], kind: str, lengths: Sequence[int]) -> list[Planned]:
-    """Plan the runs, the most important first: trained drafts are compared with one tree, the first has others."""
-    first, middle = names[0], sorted(lengths)[len(lengths) // 2]
-    if first is None:
-        runs: list[Planned] = [(first, setting, length) for setting in SETTINGS for length in lengths]
-        return runs + [(first, setting, middle) for setting in MINOR_SETTINGS]
-    first_one, *others = OF_TRAINED[kind]
-    pairs = [(Setting.of(mode, **first_one), length) for mode in MODES for length in lengths]
-    compared = [(name, *pair) for name in names for pair in pairs]
-    rest = [(Setting.of(mode, **options), length) for options in others for mode in MODES for length in lengths]
-    return compared + [(first, *pair) for pair in rest]
+def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planned]:
+    """Plan the runs, the most important first: drafts are compared with one setting, the first of a kind has others.
+
+    Args:
+        kinds (`Mapping[str, str]`): Model type of each draft by its name; `None` is the name of SpecAttn.
+        lengths (`Sequence[int]`): Tokens of the prompts.
+    """
+    if None in kinds:
+        middle = sorted(lengths)[len(lengths) // 2]
+        runs: list[Planned] = [(None, setting, length) for setting in SETTINGS for length in lengths]
+        return runs + [(None, setting, middle) for setting in MINOR_SETTINGS]
+    first_of_kind = {kind: name for name, kind in reversed(kinds.items())}
+    compared = [(name, OF_TRAINED[kind][0]) for name, kind in kinds.items()]
+    rest = [(name, options) for kind, name in first_of_kind.items() for options in OF_TRAINED[kind][1:]]
+    return [
+        (name, Setting.of(mode, **options), length)
+        for part in (compared, rest)
+        for name, options in part
+        for mode in MODES
+        for length in lengths
+    ]
+
+
+def kind_of(draft: Any) -> str:
+    """Return the model type of a draft."""
+    return draft.config.model_type
 
 
 def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str | None, Any]:

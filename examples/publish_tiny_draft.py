@@ -60,7 +60,9 @@ The loss is the KL divergence to the target's distribution at the same place, su
 frozen.""",
 }
 HEADS = "How often each head has the target's most likely token first, or among its first three, at the end:"
-LIMITS = "Greedy text of a small model repeats itself, which makes greedy numbers too favourable."
+LIMITS = """\
+Greedy text of a small model repeats itself, which makes greedy numbers too favourable. docs/results.md compares this draft
+with all other kinds of draft."""
 
 
 def main() -> None:
@@ -94,13 +96,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kind", choices=sorted(SETTINGS), default="longspec")
     parser.add_argument("--run", type=Path, required=True, help="folder written by train_tiny_draft.py")
     parser.add_argument("--before", type=Path, action="append", default=[], help="earlier stage; repeatable")
-    parser.add_argument("--results", type=Path, help="default: benchmarks/results/KIND.jsonl")
+    parser.add_argument("--results", type=Path, help="default: benchmarks/results/drafts.jsonl")
     parser.add_argument("--draft", help="name of the draft in the results file (default: tiny-KIND)")
     parser.add_argument("--output", type=Path, help="default: hub_cards/tiny-KIND")
     args = parser.parse_args()
     args.draft = args.draft or f"tiny-{args.kind}"
     args.output = args.output or ROOT / "hub_cards" / args.draft
-    args.results = args.results or ROOT / "benchmarks" / "results" / f"{args.kind}.jsonl"
+    args.results = args.results or ROOT / "benchmarks" / "results" / "drafts.jsonl"
     return args
 
 

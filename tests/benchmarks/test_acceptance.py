@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import hf_longspec
-from benchmarks.acceptance import AcceptanceBenchmark, Setting
+from benchmarks.acceptance import AcceptanceBenchmark, Setting, plan
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import HfMethod, changed
 from hf_longspec.bench.prefill import Decoder
@@ -121,3 +121,16 @@ def test_a_method_of_transformers_takes_the_steps_that_were_counted(target, prom
     run = Decoder(target, prompts, tokens=9).run(method, slice(1, 2), 50, "greedy", seed=0)
     measured = AcceptanceBenchmark(target, {"hf": method}, prompts, 9, 3).measure("hf", Setting.of("greedy"), 50)
     assert measured["per_prompt"][1] == pytest.approx(run.tokens / run.steps, rel=1e-3)
+
+
+def test_drafts_of_several_kinds_are_planned_by_their_own_settings():
+    """All drafts first, by one setting of their kind; then the other settings of the first of each kind."""
+    kinds = {"a": "longspec", "b": "tokenswift", "c": "longspec"}
+    found = plan(kinds, [10, 20])
+    compared, rest = found[:12], found[12:]
+    assert [(name, length) for name, setting, length in compared if setting.mode == "greedy"] == [
+        (name, length) for name in kinds for length in (10, 20)
+    ]
+    assert all(setting.options[0][0] == ("self_draft" if name == "b" else "tree_widths") for name, setting, _ in found)
+    assert {name for name, *_ in rest} == {"a", "b"} and len(found) == len(set(map(str, found)))
+    assert {str(setting.options) for name, setting, _ in found if name == "c"} == {"(('tree_widths', [4, 4, 4, 3]),)"}
