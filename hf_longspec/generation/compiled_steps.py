@@ -26,7 +26,8 @@ from ..attention_backends.lengths import SeqLens
 from .cache import Rows
 from .cuda_graphs import CapturedRunner
 from .draft_tree import DraftTree
-from .sampling import TokenRule, drafted_in_graph, noise_of_chain, warped
+from .drafted_chain import drafted_in_graph, noise_of_chain
+from .sampling import TokenRule, warped
 from .target_modules import logits_under, with_final_norm_input
 from .verification import Acceptance, packed
 

@@ -15,7 +15,7 @@ from .cache import SpeculativeCache
 from .draft_tree import DraftTree
 from .sampling import TokenRule
 from .target import Step, TargetView, chain_of_last_tokens
-from .verification import chain_q, draw_noise, exponential_race
+from .verification import draw_noise
 
 
 @dataclass
@@ -83,37 +83,6 @@ class Verification:
         context = step.context
         counts = SeqLens.of(num_nodes)
         return cls(path, counts, context.lengths, context.capture, tokens, step.hidden, tree, step.logits)
-
-
-def drafted_chain(
-    rule: TokenRule | None,
-    root: torch.Tensor,
-    count: int,
-    logits_after: Callable[[int, torch.Tensor], torch.Tensor],
-    draws: torch.Tensor | None = None,
-) -> DraftTree:
-    """Draft a chain token by token, under the target's rule.
-
-    Args:
-        rule ([`TokenRule`], *optional*): The target's rule; the argmax without one.
-        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
-        count (`int`): Number of tokens to draft.
-        logits_after (`Callable`): Function of a depth and of the tokens `(B,)` there, to the logits `(B, vocab)` that
-            follow.
-        draws (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Result of [`independent_draws`].
-    """
-    tokens, distributions = [root], []
-    for depth in range(count):
-        logits = logits_after(depth, tokens[-1])
-        scores = logits if rule is None else rule.scores_at(logits, depth)
-        if draws is not None:
-            tokens.append(exponential_race(scores, draws[depth]))
-            distributions.append(scores.softmax(-1))
-        else:  # greedy, or coupled: sampled with the noise row that the target will use at this position
-            tokens.append(scores.argmax(-1) if rule is None else rule.choose(scores, depth))
-        if rule is not None and not rule.history_free:
-            rule.try_out(depth, tokens[-1])
-    return DraftTree.chain(torch.stack(tokens, 1), q=chain_q(distributions) if distributions else None)
 
 
 def independent_draws(binding: Binding, root: torch.Tensor, count: int) -> torch.Tensor | None:

@@ -26,7 +26,6 @@ from .verification import (
     accept_greedy,
     accept_rejection,
     accept_sampled,
-    chain_q,
     draw_noise,
     exponential_race,
     perturbed_log_probs,
@@ -288,48 +287,6 @@ def warped(
     for processor in processors:
         scores = processor(seen, scores)
     return scores.view(logits.shape)
-
-
-def noise_of_chain(rule: TokenRule | None, count: int, draws: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the noise `(count, B, vocab)` that [`drafted_in_graph`] chooses by: `draws`, or that of the target.
-
-    It is empty if tokens are not sampled.
-    """
-    if draws is not None:
-        return (draws,)
-    return (rule.noise_of(count).transpose(0, 1),) if rule is not None and rule.do_sample else ()
-
-
-def drafted_in_graph(
-    rule: TokenRule | None,
-    root: torch.Tensor,
-    count: int,
-    logits_after: Callable[[int, torch.Tensor], torch.Tensor],
-    noise: torch.Tensor | None,
-    with_q: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draft a chain token by token inside a graph, under a rule that `fits_graphs`.
-
-    Args:
-        rule ([`TokenRule`], *optional*): The target's rule; the argmax without one.
-        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
-        count (`int`): Number of tokens to draft.
-        logits_after (`Callable`): Function of a depth and of the tokens `(B,)` there, to the logits `(B, vocab)` that
-            follow.
-        noise (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Decides the tokens; the argmax does without it.
-        with_q (`bool`): Whether to return the distributions that the tokens were drawn from.
-
-    Returns:
-        `tuple`: The roots and the drafted tokens `(B, count + 1)`, and distributions `(B, count + 1, vocab)` or `None`.
-    """
-    tokens, distributions = [root], []
-    for depth in range(count):
-        logits = logits_after(depth, tokens[-1])
-        scores = logits if rule is None else warped(rule.processors, logits[:, None])[:, 0]
-        tokens.append(scores.argmax(-1) if noise is None else exponential_race(scores, noise[depth]))
-        if with_q:
-            distributions.append(scores.softmax(-1))
-    return torch.stack(tokens, 1), chain_q(distributions) if with_q else None
 
 
 def along_path(values: torch.Tensor, path: torch.Tensor) -> torch.Tensor:

@@ -24,17 +24,17 @@ from ...attention_backends.contexts import CallCounter, LevelContext, TreeContex
 from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
+from ...generation.drafted_chain import drafted_chain, drafted_in_graph, noise_of_chain
 from ...generation.drafter import (
     Binding,
     Drafter,
     TreeShape,
     Verification,
-    drafted_chain,
     independent_draws,
     last_of,
     named,
 )
-from ...generation.sampling import Coupling, drafted_in_graph, noise_of_chain
+from ...generation.sampling import Coupling
 from ...generation.target import TargetView
 from ...generation.windowed_cache import WindowedCache
 

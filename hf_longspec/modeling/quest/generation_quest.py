@@ -18,8 +18,8 @@ from ...attention_backends.pages import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Verification, drafted_chain
-from ...generation.sampling import drafted_in_graph, noise_of_chain
+from ...generation.drafted_chain import drafted_chain, drafted_in_graph, noise_of_chain
+from ...generation.drafter import Binding, Verification
 from ...generation.selection import SINK_TOKENS, budget, capacity_for
 from ...generation.self_drafter import SelfDrafter
 from ...generation.target import TargetView

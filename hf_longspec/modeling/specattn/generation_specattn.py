@@ -13,7 +13,8 @@ import torch
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Verification, drafted_chain
+from ...generation.drafted_chain import drafted_chain
+from ...generation.drafter import Binding, Verification
 from ...generation.selection import SelectedCache, budget, select_top, select_window
 from ...generation.self_drafter import SelfDrafter
 
