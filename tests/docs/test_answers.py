@@ -84,7 +84,7 @@ def test_stop_strings_need_the_tokenizer(generate, tokenizer, draft):
     stop = text[-9:-4]
     options = {"stop_strings": [stop], "max_new_tokens": 40}
     stopped = generate(tokenizer=tokenizer, **options)
-    assert tokenizer.decode(stopped[0]).endswith(stop) and len(tokenizer.decode(stopped[0])) < len(text)
+    assert stop in tokenizer.decode(stopped[0])[-9:] and len(tokenizer.decode(stopped[0])) < len(text)
     assert stopped.equal(generate(None, tokenizer=tokenizer, **options))
     assert draft.last_speculation.num_forwards > 0
     with pytest.raises(ValueError, match="tokenizer"):
