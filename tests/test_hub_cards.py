@@ -29,18 +29,18 @@ DRAFTS = pytest.mark.parametrize("folder", BUNDLED, ids=lambda folder: folder.na
 
 # Measured with torch 2.13 on a CPU. Another order of float sums can turn a near-tie in the draft, and a step or two.
 BUNDLED_TAU = (
-    (LONGSPEC, hf_longspec.LongSpecDraftModel, {}, 1.61),
-    (EAGLE3, hf_longspec.Eagle3DraftModel, {"tree_widths": [4, 4, 4, 3]}, 2.86),
-    (ASSISTANT, hf_longspec.AssistantDraftModel, {}, 2.17),
+    (LONGSPEC, hf_longspec.LongSpecDraftModel, {}, 1.91),
+    (EAGLE3, hf_longspec.Eagle3DraftModel, {"tree_widths": [4, 4, 4, 3]}, 2.25),
+    (ASSISTANT, hf_longspec.AssistantDraftModel, {}, 1.91),
     (
         TOKENSWIFT,
         hf_longspec.TokenSwiftDraftModel,
         {"tree_branching": [1, 3, 3, 3], "self_draft": "partial_kv", "partial_kv_budget": 512},
-        3.32,
+        3.50,
     ),
 )
 # How often each head has the target's most likely token among its three most likely ones.
-BUNDLED_HITS = [0.714, 0.721, 0.733]
+BUNDLED_HITS = [0.755, 0.759, 0.765]
 TAU_TOLERANCE = 0.1
 
 
@@ -147,7 +147,7 @@ def test_the_usage_on_the_card_runs(folder, monkeypatch):
 @FOLDERS
 def test_a_folder_is_small_and_names_no_folder_of_the_machine_that_made_it(folder):
     assert sum(path.stat().st_size for path in files_of(folder).values()) < (
-        12_000_000 if folder == TARGET else 4_000_000
+        16_000_000 if folder == TARGET else 4_000_000
     )
     for path in (*folder.glob("*.json"), folder / "README.md"):
         assert not re.search(r"/(home|root|tmp|work|users)/", path.read_text(encoding="utf-8"), re.IGNORECASE), path

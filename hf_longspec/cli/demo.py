@@ -27,8 +27,8 @@ from .bench import load_draft
 from .output import PromptProgress
 
 HF = "HF generate"
-CONTEXT, NEW_TOKENS = 6144, 64
-QUICK_CONTEXT, QUICK_NEW_TOKENS = 2048, 32
+CONTEXT, NEW_TOKENS = 6144, 128
+QUICK_CONTEXT, QUICK_NEW_TOKENS = 2048, 64
 # Without bfloat16 instructions reading the prompt takes 10 times as long as in float32, and every method reads it.
 EMULATED_CONTEXT = 2048
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
