@@ -29,6 +29,6 @@ def tiny(tmp_path_factory):
     lines = [
         f"def set_{name}(self, value):\n    self._{name} = value\n    return self\n\n" for name in ("a", "width", "b")
     ]
-    notes.write_text("class Shape:\n" + "".join(lines) * 8, encoding="utf-8")
+    notes.write_text("class Shape:\n" + "".join(lines) * 2, encoding="utf-8")
     drafts = {name: HUB_CARDS / f"tiny-{name}" for name in ("longspec", "tokenswift")}
     return SimpleNamespace(target=HUB_CARDS / "tiny-target", notes=notes, **drafts)

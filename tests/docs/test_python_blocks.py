@@ -28,6 +28,7 @@ HUB = {
 SIZES = [
     (re.compile(r"(max_new_tokens\"?(?:=|: ))[\d_]+"), r"\g<1>8"),
     (re.compile(r"(max_length=)[\d_]+"), r"\g<1>100"),
+    (re.compile(r"(open\(\"LICENSE\"\)\.read\(\))"), r"\g<1>[:600]"),
 ]
 DRAFTED = re.compile(r"assistant_model=|custom_generate=")  # what our loop is called by
 # Pages whose first block says where `target`, `inputs` and the rest come from. On others they are as in the quick tour.
