@@ -60,9 +60,10 @@ The loss is the KL divergence to the target's distribution at the same place, su
 frozen.""",
 }
 HEADS = "How often each head has the target's most likely token first, or among its first three, at the end:"
-LIMITS = """\
-Greedy text of a small model repeats itself, which makes greedy numbers too favourable. docs/results.md compares this draft
-with all other kinds of draft."""
+LIMITS = (
+    "Greedy text of a small model repeats itself, which makes greedy numbers too favourable. docs/results.md compares "
+    "this draft\nwith all other kinds of draft."
+)
 
 
 def main() -> None:
