@@ -1,4 +1,4 @@
-"""Write the Hub folder of a draft of the tiny target: weights, settings, numbers and a generated card.
+"""Write the folder of a draft of the tiny target in hub_cards: weights, settings, numbers and a generated card.
 
     python examples/publish_tiny_draft.py --run runs/tiny-longspec
     python examples/publish_tiny_draft.py --kind eagle3 --run runs/tiny-eagle3
@@ -11,6 +11,8 @@ earlier stages in order: the published draft that the run continued, other runs,
 import argparse
 import json
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,12 @@ def main() -> None:
         command=commands,
         limits=LIMITS,
     )
-    files = write_repository(draft, args.output, card)
+    with tempfile.TemporaryDirectory() as name:
+        # the code stays that of the folder, which imports the package; `make cards` builds complete repositories
+        files = [file for file in write_repository(draft, Path(name), card) if file.suffix != ".py"]
+        for file in files:
+            (args.output / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path(name) / file, args.output / file)
     print(f"{args.output}: {sum((args.output / file).stat().st_size for file in files) / 1e6:.1f} MB")
 
 
