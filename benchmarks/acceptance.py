@@ -107,10 +107,9 @@ class AcceptanceBenchmark:
             "per_prompt": [significant(tau) for tau in taus],
             "histogram": histogram,
         }
-        # drafts are compared setting by setting, the settings of one draft with its first
-        # SpecAttn's settings are compared with its first one, other drafts with the first of their kind
-        what = "" if name is None or not setting.options else f"{kind_of(method)} {setting.options}"
-        first = self._first.setdefault((setting.mode, what, length), taus)
+        # drafts of one kind are compared setting by setting, and the settings of SpecAttn with its first
+        group = "" if name is None or not setting.options else f"{method.config.model_type} {setting.options}"
+        first = self._first.setdefault((setting.mode, group, length), taus)
         if first is not taus:
             difference = [tau - other for tau, other in zip(taus, first, strict=True)]
             record["difference"] = mean_interval(difference)
@@ -171,7 +170,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = load_target(args.target, torch.float32)
     drafts = make_drafts(model, args.draft)
     tokens, origin = load_prompts(args.target, args.data, max(args.lengths), args.prompts)
-    runs = plan({name: kind_of(draft) for name, draft in drafts.items()}, args.lengths)
+    runs = plan({name: draft.config.model_type for name, draft in drafts.items()}, args.lengths)
     settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = hf_longspec.SpecAttnDraftModel.settings | {"gate": False}
@@ -201,11 +200,6 @@ def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planne
         for mode in MODES
         for length in lengths
     ]
-
-
-def kind_of(draft: Any) -> str:
-    """Return the model type of a draft."""
-    return draft.config.model_type
 
 
 def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str | None, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel
 
 # Pieces of a passage that returns, in bytes. Shorter ones can be guessed, longer ones teach nothing new.
 PASSAGE = 24, 160
@@ -154,3 +156,25 @@ def quoted_row(text: Callable[[int], np.ndarray], distance: int, size: int, cue:
     row = text(margin + distance + size)
     row[-size:] = row[margin : margin + size]
     return row, slice(len(row) - size + cue, len(row))
+
+
+@torch.no_grad()
+def recalled(
+    model: PreTrainedModel, text: Callable[[int], np.ndarray], distance: int, count: int, size: int, cue: int
+) -> tuple[float, float]:
+    """Return nats per byte, and the share of bytes named right, of passages that return after `distance` bytes.
+
+    Args:
+        model (`PreTrainedModel`): A model whose tokens are bytes.
+        text (`Callable`), distance (`int`), size (`int`), cue (`int`): As of [`quoted_row`].
+        count (`int`): Number of passages.
+    """
+    nats, right = [], []
+    for _ in range(count):
+        row, asked = quoted_row(text, distance, size, cue)
+        ids = torch.from_numpy(row.astype(np.int64))[None]
+        logits = model(ids, use_cache=False, logits_to_keep=size - cue + 1).logits[0, :-1].float()
+        wanted = ids[0, asked]
+        nats.append(torch.nn.functional.cross_entropy(logits, wanted).item())
+        right.append((logits.argmax(-1) == wanted).float().mean().item())
+    return sum(nats) / count, sum(right) / count

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from long_context_rows import quoted_row
+from long_context_rows import recalled
 from safetensors import safe_open
 from tiny_target_card import write_card
 from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, read_sources
@@ -48,7 +48,7 @@ def main() -> None:
             "python": platform.python_version(),
         },
         "context": context,
-        "measured": {"long": min(LONG, context // 2), "short": SHORT, "passage": PASSAGE, "cue": CUE},
+        "measured": {"long": long_from(context), "short": SHORT, "passage": PASSAGE, "cue": CUE},
         "sources": {
             source: evaluate(model, texts, context, args.windows) for source, texts in held_out(args.eval).items()
         },
@@ -93,6 +93,11 @@ def held_out(novels: Path) -> dict[str, dict[str, np.ndarray]]:
     }
 
 
+def long_from(context: int) -> int:
+    """Return how many bytes stand before the first one whose context counts as long."""
+    return min(LONG, context // 2)
+
+
 def as_bytes(path: Path) -> np.ndarray:
     return np.frombuffer(path.read_bytes(), np.uint8)
 
@@ -114,20 +119,20 @@ def evaluate(model: PreTrainedModel, texts: dict[str, np.ndarray], context: int,
     if not losses:
         raise SystemExit(f"none of {', '.join(texts) or 'the texts'} has {context:,} bytes: pass longer texts")
     found = torch.stack(losses)
+    distances = [distance for distance in DISTANCES if distance + 2 * PASSAGE <= context]
     return {
         "documents": used,
         "windows": len(losses),
         "buckets": buckets(found, context),
-        "gain": gain(found[:, min(LONG, context // 2) - 1 :], torch.stack(short)),
-        "recall": [recall(model, [texts[name] for name in used], distance) for distance in DISTANCES],
+        "gain": gain(found[:, long_from(context) - 1 :], torch.stack(short)),
+        "recall": [recall(model, [texts[name] for name in used], distance) for distance in distances],
     }
 
 
 @torch.no_grad()
 def short_losses_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Return the loss of the bytes after `LONG`, each with `SHORT` to 2 * `SHORT` - 1 bytes before it."""
-    begin = min(LONG, len(ids) // 2)
-    rows = ids[begin - SHORT :].unfold(0, 2 * SHORT, SHORT)
+    rows = ids[long_from(len(ids)) - SHORT :].unfold(0, 2 * SHORT, SHORT)
     logits = model(rows, use_cache=False).logits[:, SHORT - 1 : -1]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, SHORT:].flatten(), reduction="none")
 
@@ -136,34 +141,30 @@ def gain(long: torch.Tensor, short: torch.Tensor) -> dict[str, float]:
     """Return the mean loss with long and with short contexts, and their difference with a 95 % interval."""
     long = long[:, : short.shape[1]]
     difference = (short - long).double().mean(1)
-    half = 1.96 * difference.std().item() / len(difference) ** 0.5 if len(difference) > 1 else None
     return {
         "long": round(long.mean().item(), 4),
         "short": round(short.mean().item(), 4),
         "gain": round(difference.mean().item(), 4),
-        "half_width": None if half is None else round(half, 4),
+        "half_width": half_width(difference),
     }
 
 
-@torch.no_grad()
+def half_width(means: torch.Tensor) -> float | None:
+    """Return half the width of the 95 % interval of a mean over windows; `None` for one window."""
+    return round(1.96 * means.std().item() / len(means) ** 0.5, 4) if len(means) > 1 else None
+
+
 def recall(model: PreTrainedModel, texts: list[np.ndarray], distance: int) -> dict[str, float]:
-    """Return nats per byte, and the share of bytes named right, of passages that are quoted after `distance` bytes."""
-    chosen = np.random.default_rng(0)
-    nats, right = [], []
-    for number in range(QUOTATIONS):
-        text = texts[number % len(texts)]
+    """Return how well passages of the texts, in turn, are recalled after `distance` bytes; see [`recalled`]."""
+    chosen, turns = np.random.default_rng(0), itertools.cycle(texts)
 
-        def piece(length: int, text: np.ndarray = text) -> np.ndarray:
-            start = int(chosen.integers(0, max(1, len(text) - length + 1)))
-            return np.array(text[start : start + length])
+    def piece(length: int) -> np.ndarray:
+        text = next(turns)
+        start = int(chosen.integers(0, len(text) - length + 1))
+        return np.array(text[start : start + length])
 
-        row, asked = quoted_row(piece, min(distance, len(text) - PASSAGE - 64), PASSAGE, CUE)
-        ids = torch.from_numpy(row.astype(np.int64))[None]
-        logits = model(ids, use_cache=False, logits_to_keep=PASSAGE - CUE + 1).logits[0, :-1]
-        wanted = ids[0, asked]
-        nats.append(torch.nn.functional.cross_entropy(logits, wanted).item())
-        right.append((logits.argmax(-1) == wanted).float().mean().item())
-    return {"distance": distance, "nats": round(sum(nats) / len(nats), 3), "right": round(sum(right) / len(right), 3)}
+    nats, right = recalled(model, piece, distance, QUOTATIONS, PASSAGE, CUE)
+    return {"distance": distance, "nats": round(nats, 3), "right": round(right, 3)}
 
 
 @torch.no_grad()
@@ -182,9 +183,8 @@ def buckets(losses: torch.Tensor, context: int) -> list[dict]:
     found = []
     for low, high in itertools.pairwise(sorted({min(edge, context) for edge in EDGES})):
         means = losses[:, max(low - 1, 0) : high - 1].double().mean(1)
-        half = 1.96 * means.std().item() / len(means) ** 0.5 if len(means) > 1 else None
-        found.append({"from": low, "to": high, "loss": round(means.mean().item(), 4)})
-        found[-1]["half_width"] = None if half is None else round(half, 4)
+        loss = round(means.mean().item(), 4)
+        found.append({"from": low, "to": high, "loss": loss, "half_width": half_width(means)})
     return found
 
 

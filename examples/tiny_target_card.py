@@ -5,6 +5,8 @@ from typing import Any
 from train_tiny_target import MATRIX_LR, OTHER_LR
 from transformers import PreTrainedModel
 
+from hf_longspec.bench.markdown import markdown_table
+
 FRONT_MATTER = """\
 ---
 library_name: transformers
@@ -158,5 +160,5 @@ def with_interval(value: float, found: dict[str, Any]) -> str:
 
 
 def table(head: list[str], rows: dict[str, list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """Return a table of rows by their first cell, and the end of its last line."""
+    return markdown_table(head, [[name, *cells] for name, cells in rows.items()]) + "\n"

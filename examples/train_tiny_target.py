@@ -24,10 +24,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from long_context_rows import Rows, quoted_row
+from long_context_rows import Rows, recalled
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from hf_longspec.bench.machine import native_bfloat16
 
 # Packages and modules of the standard library that are kept for evaluation, the demo and the benchmarks.
 HELD_OUT = ("argparse", "statistics", "tarfile", "turtle", "typing", "zipfile", "decimal", "_pydecimal", "mailbox")
@@ -203,7 +205,10 @@ def train(model: LlamaForCausalLM, groups: dict[str, list[np.ndarray]], args: ar
         ended = state["stage_tokens"] >= stage.tokens
         if now - last_logged > 90 or ended:
             found = {**state, "length": stage.length, "loss": sum(losses) / len(losses)}
-            found |= recall(model, rows, stage.recall or stage.length // 2)
+            distance = stage.recall or stage.length // 2
+            with in_bfloat16():
+                nats, share = recalled(model, rows.text, distance, count=4, size=48, cue=12)
+            found |= {"distance": distance, "nats": nats, "recalled": share}
             history.append(found)
             print(json.dumps({k: round(v, 3) for k, v in found.items()}), flush=True)
             losses, last_logged = [], time.monotonic()
@@ -233,8 +238,13 @@ def set_learning_rates(optimizers: tuple, state: dict, stage: Stage) -> None:
             group["lr"] = rate * factor
 
 
+def in_bfloat16() -> torch.autocast:
+    """Return a context for forwards in bfloat16, which does nothing where it would be emulated, and slow."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(native_bfloat16()))
+
+
 def training_step(model: LlamaForCausalLM, optimizers: tuple, batch: torch.Tensor) -> float:
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+    with in_bfloat16():
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -242,22 +252,6 @@ def training_step(model: LlamaForCausalLM, optimizers: tuple, batch: torch.Tenso
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return loss.item()
-
-
-@torch.no_grad()
-def recall(model: LlamaForCausalLM, rows: Rows, distance: int, count: int = 4, size: int = 48) -> dict[str, float]:
-    """Nats per byte, and the share of bytes named right, of passages of text that return after `distance` bytes."""
-    nats, right = [], []
-    for _ in range(count):
-        row, asked = quoted_row(rows.text, distance, size, cue=12)
-        ids = torch.from_numpy(row.astype(np.int64))[None]
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-            logits = model(ids, use_cache=False, logits_to_keep=size + 1).logits[0, :-1].float()
-        wanted_ids = ids[0, -size:]
-        cut = slice(asked.start - len(row) + size, size)
-        nats.append(torch.nn.functional.cross_entropy(logits[cut], wanted_ids[cut]).item())
-        right.append((logits[cut].argmax(-1) == wanted_ids[cut]).float().mean().item())
-    return {"distance": distance, "nats": sum(nats) / count, "recalled": sum(right) / count}
 
 
 if __name__ == "__main__":

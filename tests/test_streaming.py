@@ -8,12 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_longspec import FileStreamer, IncrementalDecoder, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.streaming import MAX_PENDING, REPLACEMENT
 from hf_longspec.testing import tiny_target
+from tests.tiny_tokenizers import byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -26,15 +27,8 @@ ODD = (
 @cache
 def byte_level():
     """Return a tokenizer like that of GPT-2, whose tokens are words, parts of words and bytes."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>", "<|pad|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=1000, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train([str(Path(__file__).resolve().parents[1] / "LICENSE")], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    text = (Path(__file__).resolve().parents[1] / "LICENSE").read_text(encoding="utf-8")
+    return byte_tokenizer(special=("<eos>", "<pad>"), texts=[text], vocab_size=1000)
 
 
 @cache

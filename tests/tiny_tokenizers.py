@@ -18,12 +18,13 @@ def character_tokenizer(characters, **options):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)
 
 
-def byte_tokenizer(special=SPECIAL):
-    """One token per byte, after the special ones."""
+def byte_tokenizer(special=SPECIAL, texts=(), vocab_size=30_000):
+    """One token per byte, after the special ones; with texts, their frequent pieces as well."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator([], trainers.BpeTrainer(special_tokens=list(special), initial_alphabet=alphabet))
+    options = {"special_tokens": list(special), "initial_alphabet": alphabet, "show_progress": False}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, **options))
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
 
 
