@@ -11,7 +11,7 @@ import argparse
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks.harness import Run, add_prompts, integers, load_prompts, load_target, parser, prefilled, start
-from hf_longspec.bench.calls import MODES, HfMethod, changed
+from hf_longspec.bench.calls import MODES, Decoding, HfMethod, changed
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.summaries import mean_interval, significant
 from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
@@ -32,17 +32,30 @@ class Setting:
     """Settings of a draft, and the way in which the target chooses its tokens.
 
     Args:
-        mode (`str`): `sample` at temperature 1, or `greedy`.
+        decoding ([`Decoding`]): How the target chooses.
         options (`tuple`): Keys of `draft.generation_config` with their values, on top of the draft's defaults.
     """
 
-    mode: str
+    decoding: Decoding
     options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, mode: str = "sample", **options: Any) -> "Setting":
-        """From keywords."""
-        return cls(mode, tuple(options.items()))
+    def of(cls, mode: str = "sample", changes: Mapping[str, Any] | None = None, **options: Any) -> "Setting":
+        """From options as keywords.
+
+        Args:
+            mode (`str`): `sample` at temperature 1, or `greedy`.
+            changes (`Mapping`, *optional*): Other values of the mode's [`Decoding`].
+        """
+        return cls(replace(MODES[mode], **(changes or {})), tuple(options.items()))
+
+    @property
+    def mode(self) -> str:
+        """`sample` or `greedy`, with the changes of it."""
+        name = "greedy" if self.decoding.greedy else "sample"
+        plain = MODES[name].to_dict()
+        changes = {key: value for key, value in self.decoding.to_dict().items() if plain.get(key) != value}
+        return ", ".join([name, *(f"{key}={value}" for key, value in changes.items())])
 
 
 # Name of a draft, setting, length of the prompts.
@@ -97,7 +110,7 @@ class AcceptanceBenchmark:
         with changed(method, dict(setting.options)) if setting.options else nullcontext():
             for start in range(0, len(self.prompts.tokens), batch):
                 rows = slice(start, min(start + batch, len(self.prompts.tokens)))
-                run = self.decoder.run(method, rows, length, setting.mode, seed=rows.start)
+                run = self.decoder.run(method, rows, length, setting.decoding, seed=rows.start)
                 taus += [run.tokens // len(run.text) / count for count in run.row_steps]
                 texts.append(run.text)
                 counts = [] if isinstance(method, HfMethod) else method.last_speculation.acceptance_histogram
@@ -113,7 +126,7 @@ class AcceptanceBenchmark:
         if first is not taus:
             difference = [tau - other for tau, other in zip(taus, first, strict=True)]
             record["difference"] = mean_interval(difference)
-        if setting.mode == "greedy":
+        if setting.decoding == MODES["greedy"]:
             text = torch.cat(texts)
             record["same_text"] = bool(torch.equal(text, self._greedy_text.setdefault(length, text)))
         return record
@@ -127,16 +140,18 @@ SETTINGS = (
     Setting.of(selection="window"),
     Setting.of(selection="all_rows"),
     Setting.of(selection="last_accepted"),
+    Setting.of(selection="accepted_rows"),
     Setting.of(selection="pages"),
     Setting.of(selection="two_rows", score="logits"),
     Setting.of(selection="all_rows", score="logits"),
-    Setting.of(selection="two_rows", num_assistant_tokens=6),
     Setting.of("greedy", selection="two_rows"),
     Setting.of("greedy", selection="window"),
     Setting.of("greedy", selection="all_rows"),
+    Setting.of("greedy", selection="two_rows", score="logits"),
 )
 # At the middle length only.
 MINOR_SETTINGS = (
+    *(Setting.of(mode, selection="two_rows", num_assistant_tokens=gamma) for mode in MODES for gamma in range(5, 10)),
     Setting.of(selection="two_rows", granularity="kv_head"),
     Setting.of(selection="two_rows", acceptance="coupled"),
     Setting.of(selection="two_rows", sparse_ratio=0.03),
@@ -145,6 +160,9 @@ MINOR_SETTINGS = (
 
 
 CHAIN = {"tree_branching": [1, 1, 1, 1]}
+# The paper's setting, without the first level of its tree: candidates of the root token are of the target itself.
+PAPER = {"self_draft": "partial_kv", "tree_branching": [1, 3, 3, 3]}
+NGRAMS = {"ngram_candidates": 20, "ngram_num_tokens": 4}
 # By model type of the draft, each in both modes. Drafts are compared with the first of their kind, which has the others
 # too.
 OF_TRAINED: dict[str, list[dict[str, Any]]] = {
@@ -159,9 +177,19 @@ OF_TRAINED: dict[str, list[dict[str, Any]]] = {
             {"self_draft": "partial_kv", **CHAIN, "partial_kv_policy": policy, "partial_kv_budget": 512}
             for policy in POLICIES
         ),
-        {"self_draft": "verify_hidden", "tree_branching": [1, 3, 3, 3]},
-        {"self_draft": "partial_kv", "tree_branching": [1, 3, 3, 3]},
+        {**PAPER, "self_draft": "verify_hidden"},
+        PAPER,
     ],
+}
+# At the middle length only: what the paper varies, one at a time.
+MINOR_OF_TRAINED = {
+    "tokenswift": [
+        *(Setting.of(mode, **PAPER | {"tree_branching": tree}) for mode in MODES for tree in ([3] * 4, [1, 9, 9, 9])),
+        *(Setting.of(mode, **PAPER, **NGRAMS | {"ngram_candidates": k}) for mode in MODES for k in (5, 10, 20)),
+        *(Setting.of("sample", {"temperature": heat}, **PAPER, **NGRAMS) for heat in (0.4, 0.7, 1.3)),
+        *(Setting.of("sample", {"penalty": penalty}, **PAPER, **NGRAMS) for penalty in (1.1, 1.2, 1.5)),
+        *(Setting.of("sample", {"penalty": 1.2, "window": window}, **PAPER, **NGRAMS) for window in (64, 256, 4096)),
+    ]
 }
 
 
@@ -186,20 +214,24 @@ def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planne
         kinds (`Mapping[str, str]`): Model type of each draft by its name; `None` is the name of SpecAttn.
         lengths (`Sequence[int]`): Tokens of the prompts.
     """
+    middle = sorted(lengths)[len(lengths) // 2]
     if None in kinds:
-        middle = sorted(lengths)[len(lengths) // 2]
         runs: list[Planned] = [(None, setting, length) for setting in SETTINGS for length in lengths]
         return runs + [(None, setting, middle) for setting in MINOR_SETTINGS]
     first_of_kind = {kind: name for name, kind in reversed(kinds.items())}
     compared = [(name, OF_TRAINED[kind][0]) for name, kind in kinds.items()]
     rest = [(name, options) for kind, name in first_of_kind.items() for options in OF_TRAINED[kind][1:]]
-    return [
+    runs = [
         (name, Setting.of(mode, **options), length)
         for part in (compared, rest)
         for name, options in part
         for mode in MODES
         for length in lengths
     ]
+    minor = [
+        (name, setting, middle) for kind, name in first_of_kind.items() for setting in MINOR_OF_TRAINED.get(kind, [])
+    ]
+    return runs + minor
 
 
 def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str | None, Any]:

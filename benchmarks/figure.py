@@ -38,7 +38,8 @@ from benchmarks.harness import (
 )
 from hf_longspec.bench.calls import HF, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
-from hf_longspec.bench.summaries import in_turns, significant
+from hf_longspec.bench.results import of_kind
+from hf_longspec.bench.summaries import rotated, significant
 
 GAMMA = 4
 CHAIN = [1] * GAMMA
@@ -69,7 +70,7 @@ class Preset:
 
 PRESETS = {
     "short": Preset([1024, 4096, 16128], [1], prompts=6, tokens=64, minutes=20),
-    "full": Preset([1024, 2048, 4096, 8192, 16128], [1, 4], prompts=24, tokens=128, minutes=600),
+    "full": Preset([1024, 2048, 4096, 8192, 16128], [1, 4], prompts=24, tokens=64, minutes=600),
 }
 
 
@@ -150,29 +151,39 @@ class Comparison:
 
     def __post_init__(self) -> None:
         self.decoder = Decoder(self.model, self.prompts, self.tokens)
+        self.warm: set[tuple[Any, ...]] = set()
 
     def measure(
         self, methods: Mapping[str, Any], modes: Iterable[str], contexts: Sequence[int], batches: Sequence[int]
     ):
-        """Measure all cells, short contexts first, batch by batch; each call is written as soon as it is over."""
-        count = len(self.prompts.tokens)
-        for batch, context, mode in product(batches, contexts, modes):
-            windows = row_windows(count, batch, max(1, count // batch))
-            fitting = [name for name, how in methods.items() if getattr(how, "max_batch", None) in (None, batch)]
-            for turn, name in in_turns(fitting, len(windows)):
-                what: dict[str, Any] = {"mode": mode, "context": context, "batch": batch, "system": name, "turn": turn}
-                if self._is_done(what):
-                    continue
-                if turn == 0:  # compilation, and the first touch of the buffers
-                    self.decoder.run(methods[name], windows[turn], context, mode, turn, min(8, self.tokens))
-                if not self.results.has_time(**what):
-                    continue
-                call = self.decoder.run(methods[name], windows[turn], context, mode, turn)
-                self.results.write("call", **what, **self._values(call))
-            self.results.say(f"{mode}, {context} tokens, batch {batch}: done")
+        """Measure prompt by prompt, so that a run that is cut off has about as many of them in every cell.
 
-    def _is_done(self, what: Mapping[str, Any]) -> bool:
-        return any(all(record.get(key) == value for key, value in what.items()) for record in self.results.records)
+        Each call is written as soon as it is over.
+        """
+        count = len(self.prompts.tokens)
+        windows = [
+            (rows, batch, turn)
+            for batch in batches
+            for turn, rows in enumerate(row_windows(count, batch, max(1, count // batch)))
+        ]
+        for rows, batch, turn in sorted(windows, key=lambda window: window[0].stop):
+            fitting = [name for name, how in methods.items() if getattr(how, "max_batch", None) in (None, batch)]
+            for context, mode, name in product(contexts, modes, rotated(fitting, turn)):
+                what: dict[str, Any] = {"mode": mode, "context": context, "batch": batch, "system": name, "turn": turn}
+                if of_kind(self.results.records, "call", **what):
+                    continue
+                if not self.results.has_time(**what):
+                    return
+                self._measure(methods[name], rows, what)
+            self.results.say(f"prompts {rows.start + 1} to {rows.stop} in a batch of {batch}: done")
+
+    def _measure(self, method: Any, rows: slice, what: Mapping[str, Any]) -> None:
+        at = rows, what["context"], what["mode"], what["turn"]
+        kind = what["system"], what["batch"], what["context"], what["mode"]
+        if kind not in self.warm:  # compilation, and the first touch of the buffers
+            self.decoder.run(method, *at, min(8, self.tokens))
+            self.warm.add(kind)
+        self.results.write("call", **what, **self._values(self.decoder.run(method, *at)))
 
     def _values(self, call: Call) -> dict[str, Any]:
         """Return the numbers of a call, and a digest by which greedy texts are compared."""

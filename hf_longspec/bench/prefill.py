@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..generation.cache import SpeculativeCache
 from ..generation.target import TargetView
-from .calls import MODES, Call, HfMethod, run_call
+from .calls import MODES, Call, Decoding, HfMethod, run_call
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,9 @@ class Decoder:
         self.model, self.prompts, self.tokens = model, prompts, tokens
         self._caches: dict[tuple[int, int], SpeculativeCache] = {}
 
-    def run(self, method: Any, rows: slice, context: int, mode: str, seed: int, tokens: int | None = None) -> Call:
+    def run(
+        self, method: Any, rows: slice, context: int, mode: str | Decoding, seed: int, tokens: int | None = None
+    ) -> Call:
         """Decode after the first `context` tokens of some prompts.
 
         Plain `generate` is given the cache of all prompt tokens but the last, and the loop that of all but those that
@@ -70,11 +72,11 @@ class Decoder:
 
         Args:
             method (`DraftModel` or [`HfMethod`]): How to decode.
-            mode (`str`): `sample` (temperature 1, nothing cut off) or `greedy`.
+            mode (`str` or [`Decoding`]): `sample` (temperature 1, nothing cut off), `greedy`, or another way.
         """
         tokens = tokens or self.tokens
         ids = self.prompts.tokens[rows, :context]
-        prompt, how = (ids, torch.ones_like(ids)), MODES[mode]
+        prompt, how = (ids, torch.ones_like(ids)), MODES[mode] if isinstance(mode, str) else mode
         if isinstance(method, HfMethod):
             cache: Any = self.prompts.dynamic_cache(rows, context - 1)
             with _new_tokens_only(self.model):

@@ -60,7 +60,8 @@ class ResultFile:
         before = read_records(path) if resume and path.exists() else []
         if before:
             refuse_other(path, before[0], benchmark, settings, here)
-        self.records = [record for record in before if record["kind"] != "end"]
+        # what was left out is tried again
+        self.records = [record for record in before if record["kind"] not in ("end", "skipped")]
         self._reported = self.elapsed
         path.parent.mkdir(parents=True, exist_ok=True)
         # written anew beside the file: a cut-off last line goes, and a full disk costs nothing

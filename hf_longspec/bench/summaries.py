@@ -61,6 +61,11 @@ def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
     ['a', 'b', 'c', 'b', 'c', 'a']
     """
     for repeat in range(repeats):
-        first = repeat % len(names)
-        for name in [*names[first:], *names[:first]]:
+        for name in rotated(names, repeat):
             yield repeat, name
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """Return all names, each turn beginning with another one."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]

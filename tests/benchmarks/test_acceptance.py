@@ -134,3 +134,12 @@ def test_drafts_of_several_kinds_are_planned_by_their_own_settings():
     assert all(setting.options[0][0] == ("self_draft" if name == "b" else "tree_widths") for name, setting, _ in found)
     assert {name for name, *_ in rest} == {"a", "b"} and len(found) == len(set(map(str, found)))
     assert {str(setting.options) for name, setting, _ in found if name == "c"} == {"(('tree_widths', [4, 4, 4, 3]),)"}
+
+
+def test_changed_decoding_is_named_in_the_results_and_used(target, prompts, draft):
+    cold, hot = (Setting.of("sample", {"temperature": heat}) for heat in (0.5, 5.0))
+    assert cold.mode == "sample, temperature=0.5" and Setting.of("sample", {"temperature": 1.0}).mode == "sample"
+    assert Setting.of("greedy", {"penalty": 1.2, "window": 64}).mode == "greedy, penalty=1.2, window=64"
+    decoder = Decoder(target, prompts, tokens=12)
+    texts = [decoder.run(draft, slice(0, 3), 50, setting.decoding, seed=0).text for setting in (cold, hot)]
+    assert not torch.equal(*texts)

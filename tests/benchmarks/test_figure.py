@@ -65,7 +65,21 @@ def test_what_has_no_time_is_left_out(target, prompts, tmp_path):
     records = measure(
         target, prompts, tmp_path / "figure.jsonl", seconds=0, modes=["greedy"], contexts=[24], batches=[1]
     )
-    assert not of_kind(records, "call") and of_kind(records, "skipped")
+    assert not of_kind(records, "call") and len(of_kind(records, "skipped")) == 1
+
+
+def test_a_run_without_time_is_finished_by_the_next(target, prompts, tmp_path):
+    path = tmp_path / "figure.jsonl"
+    measure(target, prompts, path, seconds=0)
+    records = measure(target, prompts, path, resume=True)
+    assert {call["turn"] for call in of_kind(records, "call", batch=1)} == set(range(len(prompts.tokens)))
+    assert not of_kind(records, "skipped")
+
+
+def test_prompts_are_finished_one_after_another(target, prompts, tmp_path):
+    records = measure(target, prompts, tmp_path / "figure.jsonl", modes=["greedy", "sample"], contexts=[16, 24])
+    order = [(call["turn"] + 1) * call["batch"] for call in of_kind(records, "call")]
+    assert order == sorted(order) and len(set(order)) == len(prompts.tokens)
 
 
 def call(system, context, tau, turn=0, text="same", seconds=1.0):

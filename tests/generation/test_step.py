@@ -102,10 +102,15 @@ def test_every_architecture_without_experts_is_one_graph(architecture, graphs):
     assert 1 <= graphs.frame_count <= 2  # two: rows of one length for a while
 
 
-def test_a_graph_serves_another_draft_of_the_same_target(llama, graphs):
-    for _ in range(2):
-        generate(llama, PlainDraftModel.from_target(llama), "compile", rows=1, new=5)
-        assert graphs.frame_count == 1
+def test_a_graph_serves_another_draft_of_the_same_target(graphs, caplog):
+    """It is compiled once, and a line says so before that."""
+    model = tiny_target("llama", num_hidden_layers=1)
+    with caplog.at_level("INFO", logger="hf_longspec"):
+        for _ in range(2):
+            generate(model, PlainDraftModel.from_target(model), "compile", rows=1, new=5)
+            assert graphs.frame_count == 1
+    (line,) = (record.getMessage() for record in caplog.records if "compiling" in record.getMessage())
+    assert "compiling step 1 of LlamaForCausalLM" in line
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(graphs, monkeypatch, caplog):

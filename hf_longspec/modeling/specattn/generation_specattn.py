@@ -19,7 +19,13 @@ from ...generation.selection import SelectedCache, budget, select_top, select_wi
 from ...generation.self_drafter import SelfDrafter
 
 # Query rows whose scores the verification collects, for each selection.
-CAPTURED_ROWS = {"two_rows": "two_rows", "all_rows": "all_rows", "last_accepted": "each_row", "pages": "two_rows"}
+CAPTURED_ROWS = {
+    "two_rows": "two_rows",
+    "all_rows": "all_rows",
+    "accepted_rows": "each_row",
+    "last_accepted": "each_row",
+    "pages": "two_rows",
+}
 SELECTIONS = (*CAPTURED_ROWS, "window")
 
 
@@ -31,7 +37,7 @@ class SpecAttnSettings:
         num_assistant_tokens (`int`): Number of tokens drafted per iteration (gamma).
         sparse_ratio (`float`): Share of the prefix that drafting reads.
         sparse_min_tokens (`int`): Minimum number of entries to select. Shorter prefixes are selected as a whole.
-        selection (`str`): `two_rows` (the paper's), `all_rows`, `last_accepted`, `window` or `pages`.
+        selection (`str`): `two_rows` (the paper's), `all_rows`, `accepted_rows`, `last_accepted`, `window` or `pages`.
         score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities). `pages` has its own score.
         granularity (`str`): One selection per `layer` or per `kv_head`.
         acceptance (`str`): When sampling, `rejection` or `coupled`.
@@ -133,9 +139,11 @@ class SpecAttnDrafter(SelfDrafter):
         if capture is None:
             return select_window(prefix, on_device(counts, device), max(counts))
         scores = capture.scores.pop(layer_idx)
-        if capture.rows == "each_row":
+        if self.settings.selection == "last_accepted":
             node = verification.last_nodes.to(device)
             scores = scores[torch.arange(len(counts), device=device), :, node]
+        elif self.settings.selection == "accepted_rows":
+            scores = _sum_of_path(scores, verification.path.to(device), verification.num_nodes.on(device))
         return select_top(scores, prefix, max(counts))
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
@@ -143,6 +151,13 @@ class SpecAttnDrafter(SelfDrafter):
         logits, _ = self.selected.step(self.binding.target, token, self.binding.max_length)
         self.selected.advance()
         return logits
+
+
+def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tensor) -> torch.Tensor:
+    """Return `(B, K, S)`, sums of the scores `(B, K, N, S)` of each row's accepted nodes, its first `num_nodes`."""
+    nodes = path[:, None, :, None].expand(-1, scores.shape[1], -1, scores.shape[3])
+    kept = torch.arange(path.shape[1], device=path.device) < num_nodes[:, None]
+    return scores.gather(2, nodes).masked_fill(~kept[:, None, :, None], 0.0).sum(2)
 
 
 def _fill_all(changing, selected, scores, *settings):

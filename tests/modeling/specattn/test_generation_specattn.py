@@ -67,7 +67,7 @@ def seeded_drafter(model, lengths=LENGTHS, **settings):
     return drafter, torch.tensor([7, 8, 9][: len(lengths)])
 
 
-@pytest.mark.parametrize("selection", ["two_rows", "all_rows", "last_accepted", "pages", "window"])
+@pytest.mark.parametrize("selection", ["two_rows", "all_rows", "accepted_rows", "last_accepted", "pages", "window"])
 @torch.no_grad()
 def test_compact_buffers_hold_budget_and_tail(selection):
     """Each row reads `max(floor, ceil(ratio * prefix))` entries of its prefix, sinks among them, and what follows."""
@@ -109,6 +109,25 @@ def test_selection_takes_the_entries_with_the_highest_scores(monkeypatch):
     for source, compact in zip(cache.layers, drafter.selected.layers, strict=True):
         match = (compact.keys[0, 0, :12, None] == source.keys[0, 0, None, :57]).all(-1)
         assert set(match.int().argmax(1).tolist()) == expected
+
+
+@torch.no_grad()
+def test_accepted_rows_ignores_the_scores_of_rejected_tokens():
+    """Two of three nodes are accepted, and the third, whose scores are by far the largest, chooses nothing."""
+    drafter, _ = seeded_drafter(
+        tiny_target("qwen2"), lengths=[57], selection="accepted_rows", sparse_min_tokens=12, sparse_ratio=0.01
+    )
+    cache = drafter.binding.cache
+    invented = torch.randn(1, 1, 3, 57, generator=torch.Generator().manual_seed(5))
+    invented[:, :, 2] *= 100
+    capture = drafter.capture(chain_of_last_tokens([torch.arange(5)], 5)[0])
+    capture.scores = {index: invented.clone() for index in range(len(cache.layers))}
+    drafter.observe(Verification(torch.tensor([[0, 1, 0]]), SeqLens([2]), SeqLens((57,)), capture))
+    total = invented[0, 0, 0] + invented[0, 0, 1]
+    order = [slot for slot in total.argsort(descending=True).tolist() if slot >= SINK_TOKENS]
+    for source, compact in zip(cache.layers, drafter.selected.layers, strict=True):
+        match = (compact.keys[0, 0, :12, None] == source.keys[0, 0, None, :57]).all(-1)
+        assert set(match.int().argmax(1).tolist()) == {*range(SINK_TOKENS), *order[: 12 - SINK_TOKENS]}
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "deepseek_v3"])
