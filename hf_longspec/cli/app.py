@@ -7,7 +7,7 @@ from typing import Annotated, Any
 try:
     import typer
 
-    from ..cli import audit, bench, convert, demo, env, generate, publish, train, tune
+    from ..cli import audit, bench, convert, demo, env, generate, publish, tokenize, train, tune
     from .options import INPUT_ERROR, INTERRUPTED
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]
@@ -22,7 +22,7 @@ from hf_longspec import __version__
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for module in (generate, audit, tune, env, bench, train, convert, publish, demo):
+for module in (generate, audit, tune, env, bench, tokenize, train, convert, publish, demo):
     app.command()(getattr(module, module.__name__.rpartition(".")[2]))
 
 

@@ -105,7 +105,7 @@ class CompiledRunner:
         key = function, shape
         if key not in functions:
             functions[key] = _in_one_graph(function, len(functions))
-            logger.info("longspec: compiling step %d of %s; this can take a minute", len(functions), type(module).__name__)
+            logger.info("longspec: compiling step %d of %s, up to a minute", len(functions), type(module).__name__)
         if functions[key] is _FAILED:
             return None
         try:

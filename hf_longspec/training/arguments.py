@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from transformers import TrainingArguments
+from transformers.utils import is_torch_xla_available
 
 LOSSES = ("kl", "ce")
 
@@ -13,6 +15,8 @@ class DraftTrainingArguments(TrainingArguments):
 
     Settings that belong to the draft, not to one training run, are in its config: for LongSpec, `window` and
     `noise_range`, the range of the gaps between a query and the newest target key that it sees.
+
+    Without an accelerator `use_cpu` is set.
 
     Args:
         loss (`str`, *optional*, defaults to `"kl"`):
@@ -71,6 +75,8 @@ class DraftTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        # transformers refuses bf16=True without a GPU unless this is set
+        self.use_cpu = self.use_cpu or not (torch.accelerator.is_available() or is_torch_xla_available())
         super().__post_init__()
         if self.loss not in LOSSES:
             raise ValueError(f"loss={self.loss!r}: expected one of {', '.join(LOSSES)}.")

@@ -77,7 +77,7 @@ def test_a_run_without_time_is_finished_by_the_next(target, prompts, tmp_path):
 
 
 def test_prompts_are_finished_one_after_another(target, prompts, tmp_path):
-    records = measure(target, prompts, tmp_path / "figure.jsonl", modes=["greedy", "sample"], contexts=[16, 24])
+    records = measure(target, prompts, tmp_path / "figure.jsonl", contexts=[16, 24])
     order = [(call["turn"] + 1) * call["batch"] for call in of_kind(records, "call")]
     assert order == sorted(order) and len(set(order)) == len(prompts.tokens)
 

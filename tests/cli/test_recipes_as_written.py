@@ -71,14 +71,14 @@ def test_two_steps_of_every_recipe(family, tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         target, rows = save_tiny(tmp_path / name, architecture, positions), save_rows(tmp_path, kind)
         data = f"dataset.data_files={{{recipe.dataset['split']}: {rows}}}"
-        settings = {"training.use_cpu": "true"} | sizes
         arguments = ["--set", "dataset.path=json", "--set", data, "--max-steps", "2", "--target", str(target)]
-        for setting, value in settings.items():
+        for setting, value in sizes.items():
             arguments += ["--set", f"{setting}={value}"]
         done = run_command("train", "--config", file, *arguments)
         assert done.exit_code == 0, done.output
         folder = tmp_path / recipe.training["output_dir"]
         assert f"Saved in {recipe.training['output_dir']} after 2 steps." in done.output
+        assert f"hf-longspec tune TEXT --target {target} --draft {recipe.training['output_dir']}" in done.output
         assert_as_written(recipe, folder, {"max_steps"} | {name.removeprefix("training.") for name in sizes})
         drafts.append(AutoModel.from_pretrained(folder))
         assert drafts[-1].config.model_type == {"eagle3": "longspec_eagle3"}.get(family, family)

@@ -19,7 +19,7 @@ pytest.importorskip("datasets")
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXAMPLES = PROJECT / "examples"
-SHRUNK = ["--max-steps", "2", "--set", "training.bf16=false", "--set", "training.use_cpu=true"]
+SHRUNK = ["--max-steps", "2", "--set", "training.bf16=false"]
 SHRUNK += ["--set", "training.per_device_train_batch_size=2", "--set", "training.gradient_accumulation_steps=1"]
 SHRUNK += ["--set", "dtype=float32", "--set", "training.disable_tqdm=true", "--set", "training.save_steps=1"]
 

@@ -1,0 +1,50 @@
+"""`hf-longspec tokenize`: text files as a stream of tokens, which recipes and `TokenWindows` read."""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from ..cli import CommandError, options
+from .session import load_tokenizer
+
+
+def tokenize(
+    files: Annotated[list[Path], typer.Argument(help="Text files, one document each; - for standard input.")],
+    target: options.Target,
+    output: Annotated[Path, typer.Option(help="File to write, .npy. Its folder is made.", show_default=False)],
+    debug: options.Debug = False,
+) -> None:
+    """Write text files as one stream of the target's tokens, for training.
+
+    Each file is a document, and the target's end-of-text token follows it. A recipe reads the stream as `dataset:
+    {tokens: [runs/tokens.npy]}`.
+
+    Examples:
+
+    \b
+    hf-longspec tokenize notes.txt --target Qwen/Qwen3-0.6B --output runs/tokens.npy
+    hf-longspec tokenize docs/*.md --target Qwen/Qwen3-0.6B --output runs/docs.npy
+
+    Exit status: 0; 2 for what cannot be read or written.
+    """
+    with options.one_line_errors(debug):
+        if output.suffix != ".npy":
+            raise CommandError(f"--output {output}: a stream is a NumPy file. Name it {output.with_suffix('.npy')}.")
+        options.require_writable_folder("--output", output.parent, new=False)
+        documents = [options.read_text(file, None)[1] for file in files]
+        tokenizer = load_tokenizer(target)
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise CommandError(f"the tokenizer of {target} has no end-of-text token. Pass another target.")
+        stream: list[int] = []
+        for document in documents:
+            ids = tokenizer(document, verbose=False)["input_ids"]
+            stream += ids if ids and ids[-1] == end else [*ids, end]
+        output.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = output.with_suffix(".unfinished.npy")
+        np.save(unfinished, np.array(stream, dtype=np.uint32))
+        unfinished.replace(output)
+        count = f"{len(documents)} document{'' if len(documents) == 1 else 's'}"
+        print(f"{output}: {len(stream):,} tokens of {count}.")
