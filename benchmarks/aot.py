@@ -83,7 +83,7 @@ class Variant:
 
 @dataclass
 class Report:
-    """What the compiler used for a variant.
+    """Resources that the compiler used for a variant.
 
     Args:
         registers (`int`): Of a thread.
@@ -233,7 +233,7 @@ class Count:
 
 
 def row(variant: Variant, report: Report) -> dict[str, Any]:
-    """What is reported of a variant, for JSON and for the tables."""
+    """Return the report on a variant, for JSON and for the tables."""
     config = variant.config
     keys = "block_keys" if variant.constants.get("PREFIX", True) else "tree_keys"
     shape = f"{config.block_rows} x {getattr(config, keys)}" if config is not None else ""

@@ -223,7 +223,7 @@ class TreeContext(StepContext):
         sinks: torch.Tensor | None,
         options: dict[str, Any],
     ) -> torch.Tensor | None:
-        """Attend and pass the scores to the capture. None if nobody wants scores or the backend writes none."""
+        """Attend and pass the scores to the capture. None if no scores are wanted or the backend writes none."""
         rows = getattr(self.capture, "score_rows", None)
         attention = getattr(backend, "scored_attention", None)  # backends of an older copy have no such field
         if rows is None or attention is None or layer_idx in rows.skipped_layers:

@@ -37,7 +37,7 @@ def system_report() -> dict[str, Any]:
     machine = ("cpu", "cores", "usable_cores", "threads", "simd", "native_bfloat16", "memory_gib")
     return {
         "hf_longspec": __version__,
-        # not that of somebody else's repository, which this environment may lie in
+        # not that of another repository, which this environment may lie in
         "commit": found["commit"] if (Path(__file__).resolve().parents[2] / ".git").exists() else None,
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": found["python"],

@@ -215,7 +215,7 @@ def lora_config(settings: dict[str, Any] | None) -> Any:
 
 
 def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
-    """Write card.json into the folder of the draft; what somebody has added to it before stays.
+    """Write card.json into the folder of the draft; entries that were added to it before stay.
 
     Args:
         recipe ([`Recipe`]): The recipe of the run.

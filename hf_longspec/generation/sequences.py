@@ -14,7 +14,7 @@ from ..attention_backends.lengths import on_device
 
 
 class TextBuffer:
-    """Prompts and generated tokens on the device of the prompts, which gets new tokens when somebody reads it.
+    """Prompts and generated tokens on the device of the prompts, which gets new tokens when it is read.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts.

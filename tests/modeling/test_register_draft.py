@@ -20,7 +20,7 @@ HERE = "tests.modeling.test_register_draft"
 
 
 class ToyMethod(TrainingMethod):
-    """What `training=` names."""
+    """A training method, which `training=` names."""
 
 
 def toy_plan(draft, target, context, measure):

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_longspec.testing import LOGIT_STD, tiny_prompts
 
-# Of the projections, seed by seed. Norms before or after the residual stream, biases and activations decide under
+# Scale of the projections, seed by seed. Norms before or after the residual stream, biases and activations decide under
 # which of them the last token, the text before it, or nothing at all matters most.
 SCALES = 1.5, 2.5, 1.0, 0.6
 

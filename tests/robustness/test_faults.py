@@ -79,7 +79,7 @@ def method_of(owner, name):
 
 
 def in_the_second_layer(draft, bomb, patch):
-    """Of a forward over the prompt in chunks: its tokens are in the cache of the first layer."""
+    """Raise in a forward over the prompt in chunks, whose tokens are in the cache of the first layer."""
     layer = draft.of_model.model.layers[1]
     forward = layer.forward
     patch.setattr(layer, "forward", lambda *args, **kwargs: bomb() or forward(*args, **kwargs))

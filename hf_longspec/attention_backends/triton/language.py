@@ -1,6 +1,6 @@
 """The guarded import of Triton, and whether its kernels are interpreted. It needs neither torch nor a GPU.
 
-Without triton the kernel files still import, as plain functions that nobody calls. With TRITON_INTERPRET=1 in the
+Without triton the kernel files still import, as plain functions that are never called. With TRITON_INTERPRET=1 in the
 environment before the first import, kernels run on a CPU, slowly, for tests.
 """
 

@@ -54,7 +54,7 @@ AS_EAGLE3 = {
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
-# Default `max_position_embeddings` of drafts is their target's in some files: nobody trains a draft on so long texts.
+# Default `max_position_embeddings` of drafts is their target's in some files: no draft is trained on so long texts.
 USUAL_LENGTH = 2048
 
 

@@ -159,7 +159,7 @@ def test_only_sinks_and_window_are_prefilled():
 
 
 def test_rows_drop_tokens_by_their_own_length(model, small):
-    """What a row accepts does not depend on the rows beside it, also after many tokens were dropped."""
+    """The tokens that a row accepts do not depend on the rows beside it, also after many tokens were dropped."""
     draft = AssistantDraftModel.from_model(small, model, window=8, num_assistant_tokens=3)
     generate(model, draft, new=60)
     together, alone = draft.last_speculation.acceptance_histogram, torch.zeros(4, dtype=torch.long)

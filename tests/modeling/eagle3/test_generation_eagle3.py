@@ -30,7 +30,7 @@ def draft_for(model, **settings):
 
 @pytest.fixture
 def levels(monkeypatch):
-    """What is returned for each level of each draft: position of the last entry, tokens, logits."""
+    """Return a list that gets, for each level of each draft, the position of the last entry, tokens and logits."""
     found, first, following = [], Eagle3Drafter.first_level, Eagle3Drafter.next_level
 
     def first_level(self, taps, tokens, positions, last):
@@ -156,7 +156,7 @@ def test_drafting_is_a_forward_over_the_text(target, levels, name, settings, chu
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, 100])
 def test_taps_are_hidden_states(target, chunk):
-    """Of the same forward to the bit; over chunks within rounding. Only first and last positions are kept."""
+    """Taps of one forward agree to the bit, and over chunks within rounding. Only first and last positions are kept."""
     model = target("llama")
     ids, _ = tiny_prompts(128, (23,))
     layers = (0, 2, 3)

@@ -163,7 +163,7 @@ def test_candidates_are_the_best_of_each_head_at_the_last_accepted_token(plain_r
     handle = run.model.model.norm.register_forward_pre_hook(lambda module, inputs: caught.append(inputs[0]))
 
     def logits_after(hidden, path):
-        """Of the last head that has seen all tokens of a path, whose first is the root."""
+        """Return the result of the last head that has seen all tokens of a path, whose first is the root."""
         embedded = torch.cat([hidden[None], ends.embed(torch.tensor([path]))[0]]) if sequential else None
         sizes = len(path), draft.config.rms_norm_eps, draft.config.chained
         states = restated_heads(draft.state_dict(), "heads.layers.", hidden.expand(len(path) + 1, -1), *sizes, embedded)
