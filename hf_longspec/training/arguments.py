@@ -76,7 +76,8 @@ class DraftTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         # transformers refuses bf16=True without a GPU unless this is set
-        self.use_cpu = self.use_cpu or not (torch.accelerator.is_available() or is_torch_xla_available())
+        if not (torch.accelerator.is_available() or is_torch_xla_available()):
+            self.use_cpu = True
         super().__post_init__()
         if self.loss not in LOSSES:
             raise ValueError(f"loss={self.loss!r}: expected one of {', '.join(LOSSES)}.")
