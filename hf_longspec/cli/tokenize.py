@@ -29,19 +29,17 @@ def tokenize(
 
     Exit status: 0; 2 for what cannot be read or written.
     """
+    from ..training.data import document_ids
+
     with options.one_line_errors(debug):
         if output.suffix != ".npy":
             raise CommandError(f"--output {output}: a stream is a NumPy file. Name it {output.with_suffix('.npy')}.")
         options.require_writable_folder("--output", output.parent, new=False)
         documents = [options.read_text(file, None)[1] for file in files]
         tokenizer = load_tokenizer(target)
-        end = tokenizer.eos_token_id
-        if end is None:
+        if tokenizer.eos_token_id is None:
             raise CommandError(f"the tokenizer of {target} has no end-of-text token. Pass another target.")
-        stream: list[int] = []
-        for document in documents:
-            ids = tokenizer(document, verbose=False)["input_ids"]
-            stream += ids if ids and ids[-1] == end else [*ids, end]
+        stream = [token for document in documents for token in document_ids(tokenizer, document)]
         output.parent.mkdir(parents=True, exist_ok=True)
         unfinished = output.with_suffix(".unfinished.npy")
         np.save(unfinished, np.array(stream, dtype=np.uint32))

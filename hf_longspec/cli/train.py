@@ -139,9 +139,8 @@ def run(recipe: Recipe, resume: bool) -> None:
     trainer.save_model()
     if trainer.is_world_process_zero():
         write_facts(recipe, Path(str(args.output_dir)), trainer.state)
-        print(
-            f"Saved in {args.output_dir} after {trainer.state.global_step} steps. Its fastest settings on this machine:"
-        )
+        print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
+        print("This measures which settings of the draft are fastest here, and writes them into it:")
         print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
 
 

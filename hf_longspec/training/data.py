@@ -15,6 +15,13 @@ IGNORED = -100  # a label that is not trained on, as in transformers
 DOCUMENTS_PER_BATCH = 1000
 
 
+def document_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text, the last of which is the tokenizer's end-of-text token."""
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    end = tokenizer.eos_token_id
+    return ids if ids and ids[-1] == end else [*ids, end]
+
+
 class DocumentEncoder:
     """Tokenizes rows: a text, a conversation, or `input_ids` (and optionally `labels`), which are used as they are.
 
@@ -65,9 +72,7 @@ class DocumentEncoder:
             raise ValueError("the tokenizer has no end-of-text token to append to a text: set tokenizer.eos_token.")
 
     def _text(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = self.tokenizer(row[self.text_column], verbose=False)["input_ids"]
-        end = self.tokenizer.eos_token_id
-        tokens = torch.tensor(ids if ids and ids[-1] == end else [*ids, end])
+        tokens = torch.tensor(document_ids(self.tokenizer, row[self.text_column]))
         return tokens, tokens
 
     def _conversation(self, row: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,6 +69,7 @@ def test_every_kind_of_attention(plain_run, name):
         ("gpt_oss", {"score": "logits"}),
         ("gemma2", {"score": "weights", "selection": "all_rows", "granularity": "kv_head"}),
         ("gpt_oss", {"granularity": "kv_head"}),
+        ("llama", {"selection": "last_accepted", "granularity": "kv_head"}),
         ("llama", {"selection": "accepted_rows", "granularity": "kv_head"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),

@@ -159,15 +159,15 @@ def is_on_engine(draft):
     return type(draft).__module__.split(".")[1:3][-1] == "engine"
 
 
-def copies_of_the_code(kinds):
-    """Return drafts of the published classes by kind, loaded while the package is hidden."""
+def copies_of_the_code():
+    """Return drafts of the published classes of every kind, loaded while the package is hidden."""
     # and what a copy found when it was loaded beside the package
     loaded = [name for name in sys.modules if name.split(".")[0] in (PACKAGE, "transformers_modules")]
     hidden = {name: sys.modules.pop(name) for name in loaded}
     sys.meta_path.insert(0, absent := Absent())
     copies = {}
-    for kind in kinds:  # AutoModel would take an installed class that is registered
-        name = f"modeling_{kind.removeprefix('longspec_')}.{CLASSES[kind]}"
+    for kind, cls in CLASSES.items():  # AutoModel would take an installed class that is registered
+        name = f"modeling_{kind.removeprefix('longspec_')}.{cls}"
         copies[kind] = get_class_from_dynamic_module(name, f"org/{kind}").from_pretrained(f"org/{kind}")
     sys.meta_path.remove(absent)
     sys.modules.update({name: module for name, module in hidden.items() if name.split(".")[0] == PACKAGE})
@@ -175,8 +175,8 @@ def copies_of_the_code(kinds):
 
 
 def both_copies(folder, target, first):
-    """Check that the installed package and the published copies generate in one process: all kinds, or two."""
-    copies = copies_of_the_code(KINDS if first == "remote" else ("tokenswift", "specattn"))
+    """Check that the installed package and the published copies generate in one process."""
+    copies = copies_of_the_code()
     check(first, package_was_hidden=(PACKAGE in sys.modules) == (first == "package"))
     package = importlib.import_module(PACKAGE)
     for kind, copied in copies.items():
@@ -188,7 +188,7 @@ def both_copies(folder, target, first):
             installed_wins=wins == ["hf_longspec"] * 2,  # with the flag and without
             copied=target.agrees(copied),
         )
-        if first == "package" or kind in ("longspec", "longspec_ngram"):
+        if kind in {"remote": ("longspec", "longspec_ngram"), "package": ("tokenswift", "specattn")}[first]:
             cache = package.SpeculativeCache(target.model.config, 2, 64)
             check(
                 kind,
