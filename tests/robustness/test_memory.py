@@ -11,7 +11,7 @@ from tests.robustness.drafts import KINDS, make_draft
 
 NEVER = 1
 # The allocator of libc keeps freed memory and splits it anew: after the warm-up the process was seen to move by less
-# than 2 MB either way. One kept cache of a call is 0.3 MB, so 60 calls that leak would show as 20 MB.
+# than 2 MB either way. One kept cache of a call is 0.3 MB, so 36 calls that leak would show as 11 MB.
 SLACK = 8 * 2**20
 WARM_UP = 24
 
@@ -50,8 +50,8 @@ def check(calls):
     assert tensors <= 0 and size < SLACK
 
 
-def test_sixty_calls():
-    check(60)
+def test_many_calls():
+    check(36)
 
 
 def test_a_leak_is_noticed():

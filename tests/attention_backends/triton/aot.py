@@ -36,7 +36,7 @@ GPUS = {
 }
 GROUPS = 4
 # Features by rows in `short`; those that benchmarks/aot.py compiles for 16 and 64 nodes, "plain", are left out.
-SHORT = {16: ("plain", "all"), 32: ("plain", "all"), 64: ("all", "none"), 128: ("all",)}
+SHORT = {16: ("all",), 32: ("plain",), 64: ("all", "none"), 128: ("all",)}
 # dtype, sizes of keys and values, softcap: every choice that `sparse_config` can make, at the sizes of common models;
 # one that is no power of two, and MLA's two. Compiling takes a second per variant: `short` compiles the first three.
 SPARSE = (

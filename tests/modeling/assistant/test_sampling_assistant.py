@@ -10,7 +10,7 @@ from tests.distributions import max_z_score
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-ROWS, TOKENS, VOCAB = 3000, 3, 6
+ROWS, TOKENS, VOCAB = 2000, 3, 6
 TEMPERATURE = 1.5
 
 DRAFTS = {
