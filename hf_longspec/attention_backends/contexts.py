@@ -65,9 +65,14 @@ class LayerInputs(NamedTuple):
 
     def attend_to_prefix(self, lengths: SeqLens, positions: torch.Tensor | None = None) -> AttentionState:
         """Attend to the slots below `lengths[b]` with the sinks, and with the window if given `positions` `(B, N)`."""
-        window = {} if positions is None else {"positions": positions, "sliding_window": self.sliding_window}
-        state = self.backend.prefix_attention(*self.tensors, lengths, **window, **self.options)
-        return merge_attention_states([state], self.sinks)
+        state = self.backend.prefix_attention(
+            *(self.query, self.key, self.value, lengths),
+            scaling=self.scaling,
+            positions=positions,
+            sliding_window=None if positions is None else self.sliding_window,
+            softcap=self.softcap,
+        )
+        return state if self.sinks is None else merge_attention_states([state], self.sinks)
 
 
 class GraphStep(NamedTuple):
@@ -262,8 +267,9 @@ class TreeContext(StepContext):
         nodes = self.mask.shape[-1]
         if self.lengths.shared is not None:
             return cached.narrow(2, self.lengths.shared, nodes)
-        _, slots = self.lengths.slots(nodes, self.positions.device)
-        return cached.gather(2, slots[:, None, :, None].expand(-1, cached.shape[1], -1, cached.shape[3]))
+        if "slots" not in self._memo:
+            self._memo["slots"] = self.lengths.slots(nodes, self.positions.device)[1][:, None, :, None]
+        return cached.gather(2, self._memo["slots"].expand(-1, cached.shape[1], -1, cached.shape[3]))
 
 
 @dataclass
