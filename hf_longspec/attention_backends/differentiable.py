@@ -54,8 +54,23 @@ def differentiable_attention(
         distance = torch.arange(length - nodes, length, device=query.device)[:, None]
         distance = distance - torch.arange(length, device=query.device)
         mask = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
-    weights = _weights(query, key, mask, scaling, softcap, sinks)
-    groups = query.shape[1] // value.shape[1]
+    groups = query.shape[1] // key.shape[1]
+    products = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3)
+    scores = products.to(torch.promote_types(query.dtype, torch.float32)) * scaling  # [B, H, N, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = None
+    if mask is not None:
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        scores = scores if mask.dtype == torch.bool else scores + mask
+        # not -inf: softmax of a row of -inf is NaN, forward and backward
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, nodes, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
+    if visible is not None:
+        weights = weights.masked_fill(~visible, 0.0)
     return drop(weights, dropout).to(value.dtype) @ value.repeat_interleave(groups, dim=1)
 
 
@@ -116,33 +131,6 @@ def shifted_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         )
         rows.append(pad(shifted, (0, 0, gap, 0)))
     return torch.cat(rows)
-
-
-def _weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return attention weights `(B, H, N, S)` in float32 or better."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    visible = None
-    if mask is not None:
-        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-        scores = scores if mask.dtype == torch.bool else scores + mask
-        # not -inf: softmax of a row of -inf is NaN, forward and backward
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
-        weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1)
-    return weights if visible is None else weights.masked_fill(~visible, 0.0)
 
 
 def _blocks(states: torch.Tensor, size: int) -> torch.Tensor:

@@ -14,21 +14,20 @@ import torch
 
 from .lengths import SeqLens
 from .merge import AttentionState, concatenate, merge_attention_states, nothing_visible
-from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
+from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend, why_not_dtype
 from .torch_fused import (
-    ExplicitMask,
-    PositionMask,
+    KeyMask,
     additive_mask,
     can_fuse,
+    explicit_mask,
     fused_attention,
     hybrid_attention,
     one_head,
     pack,
     pack_mask,
+    position_mask,
     unpack,
 )
-
-KeyMask = Callable[[int, int], torch.Tensor]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -87,7 +86,7 @@ def tree_attention(
     blocks = []
     for row in range(0, max(1, query.shape[2]), BLOCK_QUERIES):
         rows = slice(row, row + BLOCK_QUERIES)
-        visible = ExplicitMask(mask[:, :, rows], query.dtype)
+        visible = explicit_mask(mask[:, :, rows], query.dtype)
         blocks.append(_attend_masked(query[:, :, rows], key, value, visible, scaling=scaling, softcap=softcap))
     return concatenate(blocks, dim=2)
 
@@ -108,13 +107,23 @@ def causal_attention(
     if nodes == 1:  # the last position sees everything, or the last window
         first = 0 if sliding_window is None else length - sliding_window
         return _attend_packed(query, key, value, first, length, scaling=scaling, softcap=softcap)
-    if sliding_window is not None or softcap is not None or not can_fuse(query, value):
-        return _attend_query_blocks(query, key, value, sliding_window, scaling, softcap)
     before = length - nodes
-    own = fused_attention(query, key[:, :, before:], value[:, :, before:], scaling=scaling, is_causal=True)
-    if before == 0:
-        return own
-    return merge_attention_states([_attend_packed(query, key, value, 0, before, scaling=scaling), own])
+    if sliding_window is None and softcap is None and can_fuse(query, value):
+        own = fused_attention(query, key[:, :, before:], value[:, :, before:], scaling=scaling, is_causal=True)
+        if before == 0:
+            return own
+        return merge_attention_states([_attend_packed(query, key, value, 0, before, scaling=scaling), own])
+    blocks = []
+    for row in range(0, nodes, BLOCK_QUERIES):  # each block attends to the keys that any of its queries sees
+        queries = query[:, :, row : row + BLOCK_QUERIES]
+        first = before + row  # position of the first query of the block
+        stop = first + queries.shape[2]
+        start = 0 if sliding_window is None else max(0, first - sliding_window + 1)
+        positions = torch.arange(first, stop, device=query.device)[None]
+        mask = position_mask(positions, start, sliding_window, causal=True, dtype=query.dtype)
+        keys, values = key[:, :, start:stop], value[:, :, start:stop]
+        blocks.append(_attend_masked(queries, keys, values, mask, scaling=scaling, softcap=softcap))
+    return concatenate(blocks, dim=2)
 
 
 def attention_to_copies(
@@ -141,9 +150,7 @@ def attention_to_copies(
 
 def why_not(call: AttentionCall) -> str | None:
     """Return None, or the reason for refusing: the dtype must be an ordinary floating point one."""
-    if call.dtype in DTYPES:
-        return None
-    return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
+    return why_not_dtype(call, DTYPES)
 
 
 def prefix_mask(
@@ -187,7 +194,7 @@ def _attend_prefix(
     if inner < length:
         parts.append(_attend_packed(query, key, value, inner, length, scaling=scaling, softcap=softcap))
     if start < inner:
-        mask = PositionMask(positions, start, size, causal=False, dtype=query.dtype)
+        mask = position_mask(positions, start, size, causal=False, dtype=query.dtype)
         edge = key[:, :, start:inner], value[:, :, start:inner]
         parts.append(_attend_masked(query, *edge, mask, scaling=scaling, softcap=softcap))
     return merge_attention_states(parts) if parts else nothing_visible(query, value)
@@ -204,29 +211,6 @@ def _window_bounds(positions: torch.Tensor, sliding_window: int, length: int) ->
     return max(0, length - sliding_window), length
 
 
-def _attend_query_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sliding_window: int | None,
-    scaling: float,
-    softcap: float | None,
-) -> AttentionState:
-    """Attend each block of queries, causally, to the keys that any of them sees."""
-    nodes, length = query.shape[2], key.shape[2]
-    blocks = []
-    for row in range(0, nodes, BLOCK_QUERIES):
-        queries = query[:, :, row : row + BLOCK_QUERIES]
-        first = length - nodes + row  # position of the first query of the block
-        stop = first + queries.shape[2]
-        start = 0 if sliding_window is None else max(0, first - sliding_window + 1)
-        positions = torch.arange(first, stop, device=query.device)[None]
-        mask = PositionMask(positions, start, sliding_window, causal=True, dtype=query.dtype)
-        keys, values = key[:, :, start:stop], value[:, :, start:stop]
-        blocks.append(_attend_masked(queries, keys, values, mask, scaling=scaling, softcap=softcap))
-    return concatenate(blocks, dim=2)
-
-
 def _attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -240,7 +224,7 @@ def _attend_packed(
 ) -> AttentionState:
     """Attend few queries, with packed heads, to keys `start` to `stop`, all or under a mask `(B, N, stop - start)`."""
     if softcap is not None or not can_fuse(query, value, masked=mask is not None):
-        visible = None if mask is None else ExplicitMask(mask[:, None], query.dtype)
+        visible = None if mask is None else explicit_mask(mask[:, None], query.dtype)
         keys, values = key[:, :, start:stop], value[:, :, start:stop]
         return blockwise_attention(query, keys, values, visible, scaling=scaling, softcap=softcap)
     kv_heads = key.shape[1]

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from ..attention_backends.beside import name_beside
 from ..attention_backends.contexts import TreeContext
+from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
