@@ -8,13 +8,20 @@ against 17 microseconds for 68 x 32 by 32 x 68, torch 2.13, AMD EPYC with AVX2),
 cost accuracy.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from .lengths import SeqLens
 from .merge import AttentionState, concatenate, merge_attention_states, nothing_visible
-from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend, why_not_dtype
+from .registry import (
+    WINDOW_WITHOUT_POSITIONS,
+    AttentionBackend,
+    AttentionCall,
+    AttentionFunction,
+    register_backend,
+    why_not_dtype,
+)
 from .torch_fused import (
     KeyMask,
     additive_mask,
@@ -126,9 +133,7 @@ def causal_attention(
     return concatenate(blocks, dim=2)
 
 
-def attention_to_copies(
-    prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def attention_to_copies(prefix_attention: AttentionFunction) -> AttentionFunction:
     """Return a `sparse_attention` (see reference.py) that copies the chosen slots and attends to the copies."""
 
     def sparse_attention(
@@ -137,13 +142,11 @@ def attention_to_copies(
         value: torch.Tensor,
         indices: torch.Tensor,
         counts: torch.Tensor,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        **options: Any,
+    ) -> AttentionState:
         slots = indices.expand(-1, key.shape[1], -1)[..., None]  # [B, K, T, 1]
         chosen = (cached.gather(2, slots.expand(-1, -1, -1, cached.shape[3])) for cached in (key, value))
-        return prefix_attention(query, *chosen, SeqLens(None, counts), scaling=scaling, softcap=softcap)
+        return prefix_attention(query, *chosen, SeqLens(None, counts), **options)
 
     return sparse_attention
 
@@ -242,7 +245,7 @@ def _attend_masked(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend to all keys `(B, K, M, D)` under a mask: `mask(start, stop)` broadcasts to `(B, H, N, stop - start)`."""
+    """Attend to all keys `(B, K, M, D)` under a mask."""
     if softcap is None and can_fuse(query, value, masked=True):
         return fused_attention(query, key, value, mask(0, key.shape[2]), scaling=scaling)
     return blockwise_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
@@ -257,20 +260,7 @@ def blockwise_attention(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend all queries to all keys, or to those a mask leaves, by matrix products over blocks of keys.
-
-    Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, M, Dv)`): Values.
-        mask (`Callable`, *optional*):
-            `mask(start, stop)` is the additive mask of those keys, `(B or 1, H or 1, N, stop - start)`.
-        scaling (`float`): Factor of the scores.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
-
-    Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`.
-    """
+    """Attend to all keys `(B, K, M, D)`, or to those that a mask leaves, by matrix products over blocks of keys."""
     length = key.shape[2]
     state = nothing_visible(query, value)
     if length == 0 or query.numel() == 0:

@@ -65,21 +65,16 @@ def hybrid_attention(
     sinks: torch.Tensor | None = None,
     memo: dict[Any, Any],
 ) -> AttentionState | None:
-    """Attend N staged nodes to the prefix and to each other, in as few calls as possible.
+    """Attend N staged nodes to the prefix and to each other, in as few calls as possible; see also reference.py.
 
     On a small model the number of calls is what a step costs. Up to `DENSE_KEYS` keys, prefix and tree are one call
     with a mask. Beyond, the prefix is a call of its own without a mask. A mask is built once per step.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the nodes.
         key (`torch.Tensor` of shape `(B, K, S, D)`): Prefix in the slots below `lengths[b]`, nodes from there on.
         value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
-        lengths ([`SeqLens`]): Prefix lengths.
         mask (`torch.BoolTensor` of shape `(B, N, N)`): Tree mask, the window included.
         positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions, at least `lengths`.
-        scaling (`float`): Factor of the scores.
-        sliding_window (`int`, *optional*): Window in positions.
-        softcap (`float`, *optional*): Softcap of the scores.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
         memo (`dict`): Kept for the layers of one step.
 
@@ -149,19 +144,14 @@ def fused_attention(
     is_causal: bool = False,
     hides_all: bool = True,
 ) -> AttentionState:
-    """Attend all queries to all keys, or to those an additive mask leaves, in one call of the op.
+    """Attend all queries to all keys, or to those an additive mask leaves, in one call of the op; see reference.py.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys, any strides. H is a multiple of K.
+        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys, any strides.
         value (`torch.Tensor` of shape `(B, K, M, Dv)`): Values, any strides.
         mask (`torch.Tensor` broadcastable to `(B, H, N, M)`, *optional*): Additive mask in the dtype of the query.
-        scaling (`float`): Factor of the scores.
         is_causal (`bool`, *optional*, defaults to `False`): Query n sees keys 0 to n. Only for N == M.
         hides_all (`bool`, *optional*, defaults to `True`): Whether the mask may hide all keys from a query.
-
-    Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`.
     """
     if key.shape[2] == 0 or query.numel() == 0:
         return nothing_visible(query, value)
