@@ -66,7 +66,7 @@ class LayerInputs(NamedTuple):
     def attend_to_prefix(self, lengths: SeqLens, positions: torch.Tensor | None = None) -> AttentionState:
         """Attend to the slots below `lengths[b]` with the sinks, and with the window if given `positions` `(B, N)`."""
         state = self.backend.prefix_attention(
-            *(self.query, self.key, self.value, lengths),
+            *(*self.tensors, lengths),
             scaling=self.scaling,
             positions=positions,
             sliding_window=None if positions is None else self.sliding_window,

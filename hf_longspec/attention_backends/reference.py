@@ -20,7 +20,7 @@ B batch, S key slots, N queries, M tree keys, H query heads, K key/value heads, 
 import torch
 
 from .lengths import SeqLens
-from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
+from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, register_backend
 
 
 def prefix_attention(
@@ -136,11 +136,6 @@ def causal_attention(
     return tree_attention(query, key, value, visible.expand(batch, -1, -1), scaling=scaling, softcap=softcap)
 
 
-def why_not(call: AttentionCall) -> str | None:
-    """Return None: the reference accepts every call."""
-    return None
-
-
 REFERENCE_BACKEND = register_backend(
     AttentionBackend(
         name="hf_longspec_reference",
@@ -148,6 +143,6 @@ REFERENCE_BACKEND = register_backend(
         tree_attention=tree_attention,
         sparse_attention=sparse_attention,
         causal_attention=causal_attention,
-        why_not=why_not,
+        why_not=lambda call: None,
     )
 )

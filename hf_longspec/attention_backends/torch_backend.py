@@ -8,6 +8,7 @@ against 17 microseconds for 68 x 32 by 32 x 68, torch 2.13, AMD EPYC with AVX2),
 cost accuracy.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from .merge import AttentionState, concatenate, merge_attention_states, nothing_
 from .registry import (
     WINDOW_WITHOUT_POSITIONS,
     AttentionBackend,
-    AttentionCall,
     AttentionFunction,
     register_backend,
     why_not_dtype,
@@ -94,7 +94,7 @@ def tree_attention(
     for row in range(0, max(1, query.shape[2]), BLOCK_QUERIES):
         rows = slice(row, row + BLOCK_QUERIES)
         visible = explicit_mask(mask[:, :, rows], query.dtype)
-        blocks.append(_attend_masked(query[:, :, rows], key, value, visible, scaling=scaling, softcap=softcap))
+        blocks.append(_attend_keys(query[:, :, rows], key, value, visible, scaling=scaling, softcap=softcap))
     return concatenate(blocks, dim=2)
 
 
@@ -129,7 +129,7 @@ def causal_attention(
         positions = torch.arange(first, stop, device=query.device)[None]
         mask = position_mask(positions, start, sliding_window, causal=True, dtype=query.dtype)
         keys, values = key[:, :, start:stop], value[:, :, start:stop]
-        blocks.append(_attend_masked(queries, keys, values, mask, scaling=scaling, softcap=softcap))
+        blocks.append(_attend_keys(queries, keys, values, mask, scaling=scaling, softcap=softcap))
     return concatenate(blocks, dim=2)
 
 
@@ -151,27 +151,10 @@ def attention_to_copies(prefix_attention: AttentionFunction) -> AttentionFunctio
     return sparse_attention
 
 
-def why_not(call: AttentionCall) -> str | None:
-    """Return None, or the reason for refusing: the dtype must be an ordinary floating point one."""
-    return why_not_dtype(call, DTYPES)
-
-
 def prefix_mask(
-    lengths: torch.Tensor,
-    slots: int,
-    nodes: int,
-    positions: torch.Tensor | None = None,
-    sliding_window: int | None = None,
+    lengths: torch.Tensor, slots: int, nodes: int, positions: torch.Tensor | None, sliding_window: int | None
 ) -> torch.Tensor:
-    """Return the boolean mask `(B, N, slots)` of N queries over prefixes of `lengths` `(B,)`.
-
-    Args:
-        lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's prefix.
-        slots (`int`): Number of slots.
-        nodes (`int`): N.
-        positions (`torch.LongTensor` of shape `(B, N)`, *optional*): Positions of the queries, needed for a window.
-        sliding_window (`int`, *optional*): Window of the layer.
-    """
+    """Return the boolean mask `(B, N, slots)` of N = `nodes` queries over prefixes of `lengths` `(B,)`."""
     places = torch.arange(slots, device=lengths.device)
     seen = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
     if sliding_window is None or positions is None:
@@ -199,7 +182,7 @@ def _attend_prefix(
     if start < inner:
         mask = position_mask(positions, start, size, causal=False, dtype=query.dtype)
         edge = key[:, :, start:inner], value[:, :, start:inner]
-        parts.append(_attend_masked(query, *edge, mask, scaling=scaling, softcap=softcap))
+        parts.append(_attend_keys(query, *edge, mask, scaling=scaling, softcap=softcap))
     return merge_attention_states(parts) if parts else nothing_visible(query, value)
 
 
@@ -229,49 +212,37 @@ def _attend_packed(
     if softcap is not None or not can_fuse(query, value, masked=mask is not None):
         visible = None if mask is None else explicit_mask(mask[:, None], query.dtype)
         keys, values = key[:, :, start:stop], value[:, :, start:stop]
-        return blockwise_attention(query, keys, values, visible, scaling=scaling, softcap=softcap)
+        return _attend_keys(query, keys, values, visible, scaling=scaling, softcap=softcap)
     kv_heads = key.shape[1]
     packed_mask = None if mask is None else pack_mask(additive_mask(mask, query.dtype), query, kv_heads)
     seen = one_head(key, start, stop), one_head(value, start, stop)
     return unpack(fused_attention(pack(query, kv_heads), *seen, packed_mask, scaling=scaling), query.shape)
 
 
-def _attend_masked(
+def _attend_keys(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: KeyMask,
+    mask: KeyMask | None,
     *,
     scaling: float,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> AttentionState:
-    """Attend to all keys `(B, K, M, D)` under a mask."""
-    if softcap is None and can_fuse(query, value, masked=True):
-        return fused_attention(query, key, value, mask(0, key.shape[2]), scaling=scaling)
-    return blockwise_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
+    """Attend to all keys `(B, K, M, D)`, or to those that a mask leaves.
 
-
-def blockwise_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: KeyMask | None = None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> AttentionState:
-    """Attend to all keys `(B, K, M, D)`, or to those that a mask leaves, by matrix products over blocks of keys."""
+    This is one call if the fused op takes the mask, and otherwise matrix products over blocks of keys.
+    """
     length = key.shape[2]
+    if mask is not None and softcap is None and can_fuse(query, value, masked=True):
+        return fused_attention(query, key, value, mask(0, length), scaling=scaling)
     state = nothing_visible(query, value)
     if length == 0 or query.numel() == 0:
         return state
     scaled = query.to(state[1].dtype) * scaling
-    if torch.compiler.is_compiling():  # the number of blocks would be compiled in, and with it the length
-        keys, values = key.to(scaled.dtype), value.to(scaled.dtype)
-        out, lse = _attend_block(scaled, keys, values, None if mask is None else mask(0, length), softcap)
-        return out.to(value.dtype), lse
-    for start in range(0, length, BLOCK_KEYS):
-        stop = min(start + BLOCK_KEYS, length)
+    blocks = [(0, length)]
+    if not torch.compiler.is_compiling():  # the number of blocks would be compiled in, and with it the length
+        blocks = [(start, min(start + BLOCK_KEYS, length)) for start in range(0, length, BLOCK_KEYS)]
+    for start, stop in blocks:
         keys, values = (x[:, :, start:stop].to(scaled.dtype) for x in (key, value))
         part = _attend_block(scaled, keys, values, None if mask is None else mask(start, stop), softcap)
         state = part if start == 0 else merge_attention_states([state, part])
@@ -302,7 +273,7 @@ TORCH_BACKEND = register_backend(
         tree_attention=tree_attention,
         sparse_attention=attention_to_copies(prefix_attention),  # reads `counts` back
         causal_attention=causal_attention,
-        why_not=why_not,
+        why_not=partial(why_not_dtype, dtypes=DTYPES),
         hybrid_attention=hybrid_attention,
     ),
     priority=10,

@@ -74,38 +74,6 @@ def scored_attention(
     return _attend(query, key, value, lengths, last_node=last_node.to(query.device), **options)
 
 
-def tree_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> AttentionState:
-    """Attend N queries to M keys under an explicit mask; see reference.py."""
-    query, key, value = (with_unit_stride(x) for x in (query, key, value))
-    return tree_op(query, key, value, mask, scaling, softcap)
-
-
-def sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> AttentionState:
-    """Attend N queries to chosen key slots; see reference.py.
-
-    Nothing is copied or read back: slots and counts are read on the device, and keys and values are taken from where
-    they are, whatever their strides.
-    """
-    return sparse_op(query, key, value, indices, counts, scaling, softcap)
-
-
 def why_not(call: AttentionCall) -> str | None:
     """Return None, or the reason for refusing: the dtype, a vector above 256 numbers, or the device."""
     if (reason := why_not_dtype(call, DTYPES)) is not None:
@@ -149,8 +117,8 @@ TRITON_BACKEND = register_backend(
     AttentionBackend(
         name="hf_longspec_triton",
         prefix_attention=prefix_attention,
-        tree_attention=tree_attention,
-        sparse_attention=sparse_attention,
+        tree_attention=tree_op,
+        sparse_attention=sparse_op,
         causal_attention=causal_attention,
         why_not=why_not,
         hybrid_attention=hybrid_attention,

@@ -74,16 +74,17 @@ def tree_op(
     value: torch.Tensor,
     mask: torch.Tensor,
     scaling: float,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to keys under an explicit mask; shapes as in reference.py."""
+    """Attend N queries to M keys under an explicit mask; see reference.py."""
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     config = tree_config(rows, query.shape[3], value.shape[3], query.element_size(), gpu_of(query.device))
     return _attend(config, 1, query, key, value, mask, scaling, softcap)
 
 
 @tree_op.register_fake
-def _(query, key, value, mask, scaling, softcap) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query, key, value, mask, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_state(query, value)
 
 
@@ -95,9 +96,13 @@ def sparse_op(
     indices: torch.Tensor,
     counts: torch.Tensor,
     scaling: float,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to chosen slots where they lie; shapes as in reference.py."""
+    """Attend N queries to chosen key slots; see reference.py.
+
+    Nothing is copied or read back: slots and counts are read on the device, and keys and values are taken from where
+    they are, whatever their strides.
+    """
     kv_heads, nodes, slots = key.shape[1], query.shape[2], indices.shape[2]
     config = sparse_config(query.shape[3], value.shape[3], query.element_size())
     parts = max(1, -(-slots // SPARSE_SPLIT))
@@ -119,7 +124,7 @@ def sparse_op(
 
 
 @sparse_op.register_fake
-def _(query, key, value, indices, counts, scaling, softcap) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query, key, value, indices, counts, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_state(query, value)
 
 

@@ -10,7 +10,7 @@ from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
-from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, sparse_attention
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention
 from hf_longspec.attention_backends.triton.language import INTERPRETED
 from hf_longspec.attention_backends.triton.launch import launch_combine
 from hf_longspec.attention_backends.triton.tiles import SPARSE_SPLIT
@@ -42,7 +42,7 @@ def run(device, query, key, value, lengths, options, form="buffer"):
 
 
 def run_sparse(inputs, options):
-    return on("cpu", *sparse_attention(*on(DEVICE, *inputs), **options))
+    return on("cpu", *TRITON_BACKEND.sparse_attention(*on(DEVICE, *inputs), **options))
 
 
 @pytest.mark.parametrize("lengths", [(90, 0, 33), (70, 140, 64)], ids=str)
@@ -231,7 +231,7 @@ def test_custom_op_of_the_sparse_kernel(softcap):
     options["softcap"] = softcap
 
     def doubled(*tensors):
-        out, lse = sparse_attention(*tensors, **options)
+        out, lse = TRITON_BACKEND.sparse_attention(*tensors, **options)
         return out * 2.0, lse
 
     compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
