@@ -4,16 +4,8 @@ A context is a keyword of the model's forward (`model(..., tree=context)`). It r
 calls `context.attend` and needs nothing else: a context of the installed package also works with a copy of this file
 from the Hub, and the other way round.
 
-[`TreeContext`] is hybrid tree attention, which verifies a draft tree. The N nodes see the committed prefix without any
-mask and each other under the N x N tree mask. The two are separate calls, so that no (N, S + N) mask exists and a
-kernel without masks can run over the prefix.
-
-[`LevelContext`] is the same attention for one level of a draft tree whose earlier levels are staged already. A model
-with a cache of its own drafts with it.
-
-[`SparseContext`] is sparse attention, which drafts on selected keys and values. The layers in `dense_layers` read the
-target's whole cache. Every other layer reads a compact buffer with its own selected entries. Positions have no meaning
-in that buffer: rotary embedding was applied before an entry was stored, and the selection respected the window.
+[`TreeContext`] verifies a draft tree, [`LevelContext`] drafts one level of a tree with a model that has a cache of its
+own, and [`SparseContext`] drafts on selected keys and values.
 """
 
 from collections.abc import Sequence
@@ -173,7 +165,10 @@ class StepContext:
 
 @dataclass
 class TreeContext(StepContext):
-    """One verification step, as the attention layers see it.
+    """One verification step by hybrid tree attention.
+
+    The N nodes see the committed prefix without any mask and each other under the N x N tree mask. The two are separate
+    calls, so that no (N, S + N) mask exists and a kernel without masks can run over the prefix.
 
     Args:
         lengths ([`SeqLens`]): Committed prefix per row: the slots of the cache below `lengths[b]`. The nodes are staged
@@ -274,7 +269,7 @@ class TreeContext(StepContext):
 
 @dataclass
 class LevelContext(TreeContext):
-    """One level of a draft tree, as the attention layers see it.
+    """One level of a draft tree.
 
     The forward runs the n nodes of the newest level. They see the prefix, and those of the N nodes after it that are
     their ancestors: the N - n nodes of earlier levels, which are staged already, and themselves.
@@ -307,7 +302,11 @@ class LevelContext(TreeContext):
 
 @dataclass
 class SparseContext(StepContext):
-    """One drafting step, as the attention layers see it.
+    """One drafting step on selected keys and values.
+
+    The layers in `dense_layers` read the target's whole cache. Every other layer reads a compact buffer with its own
+    selected entries. Positions have no meaning in that buffer: rotary embedding was applied before an entry was stored,
+    and the selection respected the window.
 
     Args:
         lengths ([`SeqLens`]): Used entries of the compact buffers, including the query's own.

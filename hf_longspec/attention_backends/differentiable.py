@@ -27,17 +27,12 @@ def differentiable_attention(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Compute attention with gradients.
+    """Compute attention with gradients; other arguments as in reference.py.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
         mask (`torch.Tensor` of shape `(B, 1 or H, N, S)`, *optional*): Boolean or additive, everything included.
         causal (`bool`): Without a mask: query n is position `S - N + n` and sees no later one.
-        scaling (`float`): Factor of the scores.
         sliding_window (`int`, *optional*): Without a mask: each query sees the last `sliding_window` positions.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
         dropout (`float`, *optional*, defaults to 0.0): Dropout probability of the weights.
 

@@ -200,15 +200,12 @@ def pack(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Reshape queries `(B, H, N, D)` to `(B * K, 1, rows, D)`; row g * N + n is query n of head g of its group."""
     batch, heads, nodes, size = query.shape
     rows = heads // kv_heads * nodes
-    packed = query.reshape(batch * kv_heads, 1, rows, size)
-    return torch.cat([packed, packed[:, :, :1]], dim=2) if _is_slow(rows, query) else packed
+    return _without_slow_tail(query.reshape(batch * kv_heads, 1, rows, size), query)
 
 
 def pack_mask(mask: torch.Tensor, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Reshape the additive mask `(B, N, M)` of queries `(B, H, N, D)` to `(B * K or 1, 1, rows, M)`, as `pack` does."""
-    packed = mask.repeat(1, query.shape[1] // kv_heads, 1)[:, None]
-    if _is_slow(packed.shape[2], query):
-        packed = torch.cat([packed, packed[:, :, :1]], dim=2)
+    packed = _without_slow_tail(mask.repeat(1, query.shape[1] // kv_heads, 1)[:, None], query)
     return packed if packed.shape[0] == 1 else packed.repeat_interleave(kv_heads, dim=0)
 
 
@@ -242,10 +239,11 @@ def unpack(state: AttentionState, shape: torch.Size) -> AttentionState:
     return out.reshape(batch, heads, nodes, out.shape[3]), lse.reshape(batch, heads, nodes)
 
 
-def _is_slow(rows: int, query: torch.Tensor) -> bool:
-    """Return whether one row more is faster."""
+def _without_slow_tail(packed: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return the packed rows `(B * K or 1, 1, rows, X)` of a query, with a copy of the first one if that is faster."""
     tails = SLOW_TAILS_FLOAT32 if query.dtype == torch.float32 else SLOW_TAILS
-    return rows & 31 in tails and query.is_cpu
+    is_slow = packed.shape[2] & 31 in tails and query.is_cpu
+    return torch.cat([packed, packed[:, :, :1]], dim=2) if is_slow else packed
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
