@@ -231,15 +231,15 @@ class TreeContext(StepContext):
             if "with_root" not in self._memo:
                 self._memo["with_root"] = self.lengths.plus(1)
             return layer.attend_to_prefix(self._memo["with_root"], self.positions)
-        mask, where = self.windowed_mask(layer.sliding_window), (*layer.tensors, self.lengths)
-        window = {"sliding_window": layer.sliding_window}
-        backend = layer.backend
+        backend, mask = layer.backend, self.windowed_mask(layer.sliding_window)
+        where = (*layer.tensors, self.lengths)
+        options = {"scaling": layer.scaling, "sliding_window": layer.sliding_window, "softcap": layer.softcap}
         if backend.hybrid_attention is not None and mask.shape[1] == mask.shape[2]:  # the nodes of whole trees
             more = {"sinks": layer.sinks, "memo": self._memo}
-            hybrid = backend.hybrid_attention(*where, mask, self.positions, **more, **window, **layer.options)
+            hybrid = backend.hybrid_attention(*where, mask, self.positions, **more, **options)
             if hybrid is not None:
                 return hybrid
-        prefix = backend.prefix_attention(*where, positions=self.positions, **window, **layer.options)
+        prefix = backend.prefix_attention(*where, positions=self.positions, **options)
         nodes = self.staged(layer.key), self.staged(layer.value)
         tree = backend.tree_attention(layer.query, *nodes, mask, **layer.options)
         return merge_attention_states([prefix, tree], layer.sinks)
