@@ -43,8 +43,8 @@ MUTATIONS = (
     Mutation(
         "A node attends to its ancestors alone",
         "attention_backends/contexts.py",
-        "        return mask\n    if sliding_window not in memo",
-        "        return torch.ones_like(mask)\n    if sliding_window not in memo",
+        "            return self.mask\n        if sliding_window not in",
+        "            return torch.ones_like(self.mask)\n        if sliding_window not in",
         "tests/generation/test_forward_check.py::test_every_target_passes_by_far",
     ),
     Mutation(
@@ -351,8 +351,8 @@ MUTATIONS = (
     Mutation(
         "The newest level of a tree sees its own ancestors",
         "attention_backends/contexts.py",
-        "within_window(self.mask, self.positions, self.node_positions, sliding_window, self._memo)",
-        "within_window(torch.ones_like(self.mask), self.positions, self.node_positions, sliding_window, self._memo)",
+        "        return self.node_positions\n",
+        "        return self.node_positions\n\n    windowed_mask = lambda self, window: torch.ones_like(self.mask)\n",
         "tests/modeling/assistant/test_generation_assistant.py::test_trees_are_those_of_plain_forwards",
     ),
     Mutation(

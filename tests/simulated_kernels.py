@@ -43,12 +43,12 @@ def _scores(query, key, lengths, last_node, scaling, softcap, per_row):
     return products.masked_fill(hidden[:, :, None, None], -torch.inf)
 
 
-def tree_attention(query, key, value, mask, scaling, softcap):
+def tree_attention(query, key, value, mask, scaling, softcap=None):
     """Arguments and results of `tree_op`."""
     return reference.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
 
 
-def sparse_attention(query, key, value, indices, counts, scaling, softcap):
+def sparse_attention(query, key, value, indices, counts, scaling, softcap=None):
     """Arguments and results of `sparse_op`."""
     return reference.sparse_attention(query, key, value, indices, counts, scaling=scaling, softcap=softcap)
 

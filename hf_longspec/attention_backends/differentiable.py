@@ -3,8 +3,8 @@
 `differentiable_attention` is the path of `interface.py` when a gradient or dropout is wanted. The backends return a
 log-sum-exp, for which the fused ops have no gradient. This path costs the memory of ordinary attention.
 
-`windowed_attention` and `shifted_attention` attend over whole texts without a mask of the text's size. They take
-grouped heads and run on any fused attention with causal masks.
+`windowed_attention` and `shifted_attention` attend over whole texts without a mask of the text's size, on any fused
+attention with causal masks. Queries and outputs are `(B, H, L, D)`, keys and values `(B, K, L, D)`.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,12 @@ def differentiable_attention(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Compute attention with gradients.
+    """Compute attention with gradients; other arguments as in reference.py.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
         mask (`torch.Tensor` of shape `(B, 1 or H, N, S)`, *optional*): Boolean or additive, everything included.
         causal (`bool`): Without a mask: query n is position `S - N + n` and sees no later one.
-        scaling (`float`): Factor of the scores.
         sliding_window (`int`, *optional*): Without a mask: each query sees the last `sliding_window` positions.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
         dropout (`float`, *optional*, defaults to 0.0): Dropout probability of the weights.
 
@@ -54,8 +49,23 @@ def differentiable_attention(
         distance = torch.arange(length - nodes, length, device=query.device)[:, None]
         distance = distance - torch.arange(length, device=query.device)
         mask = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
-    weights = _weights(query, key, mask, scaling, softcap, sinks)
-    groups = query.shape[1] // value.shape[1]
+    groups = query.shape[1] // key.shape[1]
+    products = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3)
+    scores = products.to(torch.promote_types(query.dtype, torch.float32)) * scaling  # [B, H, N, S]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = None
+    if mask is not None:
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        scores = scores if mask.dtype == torch.bool else scores + mask
+        # not -inf: softmax of a row of -inf is NaN, forward and backward
+        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, nodes, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :length]
+    if visible is not None:
+        weights = weights.masked_fill(~visible, 0.0)
     return drop(weights, dropout).to(value.dtype) @ value.repeat_interleave(groups, dim=1)
 
 
@@ -66,13 +76,7 @@ def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     grow with the length, not with its square.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, L, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, L, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, L, D)`): Values.
         window (`int`): Number of positions that a query sees.
-
-    Returns:
-        `torch.Tensor` of shape `(B, H, L, D)`.
     """
     length = query.shape[2]
     if length <= window:
@@ -80,10 +84,15 @@ def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     blocks = -(-length // window)
     rest = blocks * window - length
     query, key, value = (pad(states, (0, 0, 0, rest)) for states in (query, key, value))
-    query_blocks = _blocks(query, window)
-    key_blocks, value_blocks = (_with_previous(_blocks(states, window)) for states in (key, value))
-    mask = _band(blocks, window, query.device).repeat(query.shape[0], 1, 1, 1)
-    out = scaled_dot_product_attention(query_blocks, key_blocks, value_blocks, attn_mask=mask, enable_gqa=True)
+    key_blocks, value_blocks = (_blocks(states, window) for states in (key, value))
+    # each block after its predecessor; that of a text's first block is wrong and hidden
+    keys, values = (torch.cat([states.roll(1, 0), states], dim=2) for states in (key_blocks, value_blocks))
+    position = torch.arange(window, device=query.device)[:, None] + window
+    seen = torch.arange(2 * window, device=query.device)
+    mask = ((seen <= position) & (seen > position - window)).repeat(blocks, 1, 1)  # [blocks, window, 2 * window]
+    mask[0, :, :window] = False
+    mask = mask[:, None].repeat(query.shape[0], 1, 1, 1)
+    out = scaled_dot_product_attention(_blocks(query, window), keys, values, attn_mask=mask, enable_gqa=True)
     out = out.unflatten(0, (-1, blocks)).transpose(1, 2).flatten(2, 3)
     return out[:, :, :length]
 
@@ -95,13 +104,7 @@ def shifted_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     first queries and the last keys it is ordinary causal attention, which any flash kernel computes.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, L, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, L, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, L, D)`): Values.
-        gaps (`Sequence[int]`): One per row, at least 0.
-
-    Returns:
-        `torch.Tensor` of shape `(B, H, L, D)`; zeros where a query sees no key.
+        gaps (`Sequence[int]`): One per row, at least 0. The first queries see no key and get zeros.
     """
     length, rows = query.shape[2], []
     for row, gap in enumerate(gaps):
@@ -118,47 +121,6 @@ def shifted_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return torch.cat(rows)
 
 
-def _weights(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return attention weights `(B, H, N, S)` in float32 or better."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = (query @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32)) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    visible = None
-    if mask is not None:
-        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-        scores = scores if mask.dtype == torch.bool else scores + mask
-        # not -inf: softmax of a row of -inf is NaN, forward and backward
-        scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
-        weights = torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1]
-    else:
-        weights = scores.softmax(dim=-1)
-    return weights if visible is None else weights.masked_fill(~visible, 0.0)
-
-
 def _blocks(states: torch.Tensor, size: int) -> torch.Tensor:
     """Reshape `(B, H, L, D)` to `(B * L / size, H, size, D)`."""
     return states.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
-
-
-def _with_previous(blocks: torch.Tensor) -> torch.Tensor:
-    """Put each block after its predecessor; the mask hides the wrong predecessor of a text's first block."""
-    return torch.cat([blocks.roll(1, 0), blocks], dim=2)
-
-
-def _band(blocks: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return `(blocks, 1, window, 2 * window)`: the positions of the previous and its own block that each one sees."""
-    position = torch.arange(window, device=device)[:, None] + window
-    seen = torch.arange(2 * window, device=device)
-    mask = ((seen <= position) & (seen > position - window)).repeat(blocks, 1, 1)
-    mask[0, :, :window] = False
-    return mask[:, None]

@@ -21,8 +21,9 @@ from transformers.utils import logging
 
 from .lengths import SeqLens
 from .merge import AttentionState, nothing_visible
-from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
+from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend, why_not_dtype
 from .torch_backend import attention_to_copies, causal_attention, tree_attention
+from .torch_fused import with_unit_stride
 
 logger = logging.get_logger(__name__)
 
@@ -63,12 +64,10 @@ def flash_function(capability: int) -> Callable[..., tuple[torch.Tensor, ...]] |
             pass
     try:
         from flash_attn import flash_attn_with_kvcache
+
+        return flash_attn_with_kvcache
     except ImportError:  # likewise, or too old
-        return _from_the_hub(capability)
-    return flash_attn_with_kvcache
-
-
-def _from_the_hub(capability: int) -> Callable[..., tuple[torch.Tensor, ...]] | None:
+        pass
     try:
         from kernels import get_kernel
     except ImportError:
@@ -77,10 +76,7 @@ def _from_the_hub(capability: int) -> Callable[..., tuple[torch.Tensor, ...]] | 
         if not least <= capability <= most:
             continue
         try:
-            function: Callable[..., tuple[torch.Tensor, ...]] = get_kernel(
-                repository, version=version
-            ).flash_attn_with_kvcache
-            return function
+            return get_kernel(repository, version=version).flash_attn_with_kvcache
         except Exception as error:  # no network, no build for this torch, another version of kernels: no common class
             logger.warning("%s, version %d, did not load (%s: %s).", repository, version, type(error).__name__, error)
     return None
@@ -148,8 +144,11 @@ def _attend(
     Returns:
         `(out, lse)` of shapes `(B or B * N, R, K, D)` and `(B or B * N, K, R)`.
     """
-    function = _function_for(query.device)
-    cache = [_last_stride_one(states).transpose(1, 2) for states in (key, value)]
+    capability = compute_capability(query.device)
+    function = None if capability is None else flash_function(capability)
+    if function is None:
+        raise ValueError(f'{_missing(capability)}. Use attn_implementation="hf_longspec".')
+    cache = [with_unit_stride(states).transpose(1, 2) for states in (key, value)]
     where = {"cache_seqlens": ends}
     if starts is not None:  # lengths count from slot 0, whatever the padding on the left
         rows = torch.arange(key.shape[0], device=key.device)[:, None].expand(-1, query.shape[0] // key.shape[0])
@@ -171,14 +170,6 @@ def _attend(
     return out, lse
 
 
-def _function_for(device: torch.device) -> Callable[..., tuple[torch.Tensor, ...]]:
-    capability = compute_capability(device)
-    function = None if capability is None else flash_function(capability)
-    if function is None:
-        raise ValueError(f'{_missing(capability)}. Use attn_implementation="hf_longspec".')
-    return function
-
-
 def why_not(call: AttentionCall) -> str | None:
     """Return None, or the reason why flash-attn cannot take this call: device, GPU, package, dtype or size."""
     capability = compute_capability(call.device)
@@ -189,8 +180,8 @@ def why_not(call: AttentionCall) -> str | None:
     function = flash_function(capability)
     if function is None:
         return _missing(capability)
-    if call.dtype not in DTYPES:
-        return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
+    if (reason := why_not_dtype(call, DTYPES)) is not None:
+        return reason
     if call.head_dim != call.value_dim or call.head_dim % SIZE_STEP or call.head_dim > MAX_SIZE:
         return (
             f"head_dim is {call.head_dim} and value_dim {call.value_dim}, expected equal ones, "
@@ -204,10 +195,6 @@ def why_not(call: AttentionCall) -> str | None:
 def _missing(capability: int | None) -> str:
     package = "flash-attn (version 2, or 3 from its hopper folder)" if capability == HOPPER else "flash-attn"
     return f"{package} is not installed, or does not import, and the package kernels loads no build of it from the Hub"
-
-
-def _last_stride_one(cached: torch.Tensor) -> torch.Tensor:
-    return cached if cached.stride(3) == 1 else cached.contiguous()
 
 
 # No priority: it never ran with the real package, so it runs only for users who choose it by name. Once it has run, it

@@ -30,6 +30,8 @@ except ImportError:  # a published draft computes with torch alone
 
 # Transformers handles names with "flash", "sdpa", "/" or "paged|" in a special way.
 AUTOMATIC = "hf_longspec"
+# Names beside the implementation that a model was loaded with.
+BESIDE = {"eager": f"{AUTOMATIC}_beside_eager", "sdpa": f"{AUTOMATIC}_beside_default"}
 
 REFUSED = {
     "indices": "the model selects keys for each query (DSA); attending to all of them would change its output",
@@ -98,25 +100,7 @@ def attention_forward(
     mask = None if attention_mask is None else attention_mask[..., : key.shape[2]]
     if dropout > 0.0 or (torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))):
         out = differentiable_attention(query, key, value, mask, causal=causal, dropout=dropout, **options)
-    else:
-        out = _attend(backend, query, key, value, mask, causal, **options)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _attend(
-    backend: AttentionBackend,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    *,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Compute attention without a context."""
+        return out.transpose(1, 2).contiguous(), None
     state: AttentionState
     if mask is not None:  # it includes the window, as for transformers' eager attention
         state = backend.tree_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
@@ -126,7 +110,7 @@ def _attend(
     else:
         lengths = SeqLens.equal(key.shape[2], key.shape[0])
         state = backend.prefix_attention(query, key, value, lengths, scaling=scaling, softcap=softcap)
-    return state[0] if sinks is None else merge_attention_states([state], sinks)[0]
+    return merge_attention_states([state], s_aux)[0].transpose(1, 2).contiguous(), None
 
 
 def attention_mask(
@@ -176,6 +160,21 @@ def register() -> None:
     for name in (None, *(backend.name for backend in BACKENDS)):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
         AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
+
+
+def name_beside(implementation: str | None) -> str:
+    """Register the implementation of this package for a model that was loaded with another one, and return its name.
+
+    The implementation is state of the model, so it may change in the middle of a plain forward in another thread,
+    between the mask and the layers. Masks are therefore created by the model's own implementation. The attention
+    function supports the masks of eager and sdpa, and no mask.
+    """
+    name = BESIDE.get(implementation or "")
+    if name is None:
+        return AUTOMATIC
+    AttentionInterface.register(name, partial(attention_forward, backend_name=None))
+    AttentionMaskInterface.register(name, AttentionMaskInterface()[implementation])
+    return name
 
 
 def _nothing_padded(attention_mask: torch.Tensor | None) -> bool:

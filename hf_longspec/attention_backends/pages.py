@@ -5,16 +5,13 @@ highest value of every channel of the keys in a page, which bound the scores of 
 [`PageContext`] is the context of a step that reads the pages with the largest bounds, where they lie in the cache.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import torch
 
-from .contexts import CallCounter, DraftingContext
-from .lengths import SeqLens
-from .merge import AttentionState
-from .registry import AttentionBackend
+from .contexts import GraphStep, LayerInputs, StepContext
+from .merge import AttentionState, merge_attention_states
 from .scores import page_bounds, page_extremes
 
 # Pages whose keys are gathered at a time, so that a long prefix is not copied as a whole.
@@ -69,7 +66,8 @@ class KeyPages:
         for start in range(0, count, PAGES_AT_ONCE):
             pages = first[:, None] + torch.arange(start, min(start + PAGES_AT_ONCE, count), device=keys.device)
             slots = (pages[..., None] * self.page_size + within).flatten(1).clamp_max(last_slot)
-            found = page_extremes(_take(keys, slots[:, None]), self.page_size)
+            index = slots[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3])
+            found = page_extremes(keys.gather(2, index), self.page_size)
             places = torch.where(pages < end[:, None], pages, spare)[:, None, :, None].expand_as(found[0])
             lowest.scatter_(2, places, found[0])
             highest.scatter_(2, places, found[1])
@@ -90,8 +88,8 @@ class PageSizes(NamedTuple):
 
 
 @dataclass
-class PageContext(DraftingContext):
-    """One drafting step, as the attention layers see it. Build a new context for every forward.
+class PageContext(StepContext):
+    """One drafting step, as the attention layers see it.
 
     A layer with bounds attends to the pages with the largest bounds for the step's own query, those of the first
     entries always among them, and to all entries after the last full page. Every KV head has its own pages. All other
@@ -104,46 +102,32 @@ class PageContext(DraftingContext):
         chosen (`torch.LongTensor` of shape `(B,)`): Number of pages to choose in every row, at most `full`.
         pages ([`KeyPages`]): Bounds of the pages.
         sizes ([`PageSizes`]): Sizes of the tensors.
-        calls ([`CallCounter`], *optional*): Counts the layers that called.
     """
 
     full: torch.Tensor
     chosen: torch.Tensor
     pages: KeyPages
     sizes: PageSizes
-    calls: CallCounter = field(default_factory=CallCounter)
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """Return positions and numbers of pages; the bounds with their layout, the sizes and the windows."""
         return (self.positions, self.full, self.chosen), (self.pages, self.pages.layout, self.sizes, self.windows)
 
     @classmethod
-    def in_graph(
-        cls,
-        changing: Sequence[torch.Tensor],
-        settings: tuple,
-        mask: torch.Tensor,
-        layers: Sequence[SeqLens],
-        keep: Any,
-    ) -> "PageContext":
-        """Return the context of a drafting step inside a graph; see [`StepContext`]."""
-        (pages, _, sizes, windows), (positions, full, chosen) = settings, changing
-        return cls(layers[0].plus(1), positions, full, chosen, pages, sizes, CallCounter(), windows=windows)
+    def in_graph(cls, step: GraphStep) -> Self:
+        """Return the context of a drafting step inside a graph."""
+        (pages, _, sizes, windows), (positions, full, chosen) = step.settings, step.changing
+        return cls(step.layers[0].plus(1), positions, full, chosen, pages, sizes, windows=windows)
 
-    def state(
-        self,
-        backend: AttentionBackend,
-        layer_idx: int,
-        where: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        sparse: dict[str, Any],
-        dense: dict[str, Any],
-    ) -> AttentionState:
-        """Attend to the pages of the queries, or to the whole cache; see [`DraftingContext.state`]."""
-        bounds = self.pages.bounds.get(layer_idx)
+    def state(self, layer: LayerInputs) -> AttentionState:
+        """Attend to the pages of the queries, or to the whole cache."""
+        bounds = self.pages.bounds.get(layer.layer_idx)
         # jetmoe repeats keys after it has cached them, in an order of its own
-        if bounds is not None and bounds[0].shape[1] == where[1].shape[1]:
-            return backend.sparse_attention(*where, *self.slots(layer_idx, where[0]), **sparse)
-        return backend.prefix_attention(*where, self.lengths, **dense)
+        if bounds is None or bounds[0].shape[1] != layer.key.shape[1]:
+            return layer.attend_to_prefix(self.lengths, self.positions)
+        slots, counts = self.slots(layer.layer_idx, layer.query)
+        state = layer.backend.sparse_attention(*layer.tensors, slots, counts, **layer.options)
+        return merge_attention_states([state], layer.sinks)
 
     def slots(self, layer_idx: int, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose the entries that a layer attends to.
@@ -179,9 +163,3 @@ class PageContext(DraftingContext):
         after = torch.minimum(full * size + (places - taken).clamp_min(0), lengths[:, None, None] - 1)
         hidden = torch.arange(pages, device=device) >= full
         return hidden, places < taken, after, lengths + (self.chosen - self.full) * size
-
-
-def _take(keys: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return `keys[b, h, slots[b, h]]` of `(B, K, S, D)` and `(B, 1 or K, n)`, as `(B, K, n, D)`."""
-    index = slots[..., None].expand(-1, keys.shape[1], -1, keys.shape[3])
-    return keys.gather(2, index)

@@ -1,6 +1,12 @@
 """The definition of every attention function of a backend, written to be read.
 
-Every backend has these four functions with these signatures and must return the same results. They all return
+Every backend has these four functions with these signatures and must return the same results. They all take
+
+    query (B, H, N, D)        key (B, K, S, D)        value (B, K, S, Dv)
+    scaling: factor of the scores        softcap, optional: scores become softcap * tanh(scores / softcap)
+
+and return `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`, `out` in the dtype of the values, `lse` in float32
+(float64 for float64 input):
 
     out[b, h, n] = sum_j softmax_j(score) v_j        lse[b, h, n] = log sum_j exp(score_j)        (natural logarithm)
     score_j = softcap(scaling * q.k_j), over the keys j that query n may see
@@ -14,7 +20,7 @@ B batch, S key slots, N queries, M tree keys, H query heads, K key/value heads, 
 import torch
 
 from .lengths import SeqLens
-from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
+from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, register_backend
 
 
 def prefix_attention(
@@ -28,22 +34,14 @@ def prefix_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend N queries to the committed prefix: all of them see the key slots below `lengths[b]`.
+    """Attend N queries to the committed prefix: all of them see the key slots below `lengths[b]`; slot j is position j.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys; slot j holds position j.
-        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
         lengths ([`SeqLens`]): Used slots per row, possibly 0. Kernels read them on the device; a backend that slices
             needs them on the host, and reads them from the device only if the host does not know them.
-        scaling (`float`): Factor of the scores.
         positions (`torch.LongTensor` of shape `(B, N)`, *optional*):
             Absolute positions of the queries, at least `lengths - 1`. Needed with `sliding_window`.
         sliding_window (`int`, *optional*): Query n sees slot j only if `positions[b, n] - j < sliding_window`.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
-
-    Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
 
     Raises:
         ValueError: If `sliding_window` comes without `positions`.
@@ -66,20 +64,12 @@ def tree_attention(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend N queries to M keys under an explicit mask.
+    """Attend N queries to M keys under an explicit mask; the keys have M slots instead of S.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, M, Dv)`): Values.
         mask (`torch.Tensor` of shape `(B, N, M)`, `(B, 1, N, M)` or `(B, H, N, M)`):
             True where a query sees a key. A floating point mask is added to the scores; its -inf (or the lowest
             number of its dtype, which transformers uses) hides the key.
-        scaling (`float`): Factor of the scores.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
-
-    Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     mask = mask[:, None] if mask.dim() == 3 else mask
@@ -112,18 +102,10 @@ def sparse_attention(
     """Attend N queries to chosen key slots.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
         indices (`torch.LongTensor` of shape `(B, K, T)` or `(B, 1, T)`):
             Slots, per key/value head or the same for all. Those from `counts[b]` on must be valid slots, and are
             not used.
         counts (`torch.LongTensor` of shape `(B,)`): How many of the T slots are used.
-        scaling (`float`): Factor of the scores.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
-
-    Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
     """
     heads = key.shape[1]
     chosen = indices.expand(-1, heads, -1)[..., None]
@@ -141,18 +123,10 @@ def causal_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend the last N of S positions to all S, causally: query n is position `S - N + n`.
+    """Attend the last N of S positions to all S, causally: query n is position `S - N + n`, and N <= S.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries, N <= S.
-        key (`torch.Tensor` of shape `(B, K, S, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, S, Dv)`): Values.
-        scaling (`float`): Factor of the scores.
         sliding_window (`int`, *optional*): Each query sees the last `sliding_window` positions, its own included.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
-
-    Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`; `lse` in float32 (float64 for float64 input).
     """
     batch, _, nodes, _ = query.shape
     length = key.shape[2]
@@ -162,11 +136,6 @@ def causal_attention(
     return tree_attention(query, key, value, visible.expand(batch, -1, -1), scaling=scaling, softcap=softcap)
 
 
-def why_not(call: AttentionCall) -> str | None:
-    """Return None: the reference accepts every call."""
-    return None
-
-
 REFERENCE_BACKEND = register_backend(
     AttentionBackend(
         name="hf_longspec_reference",
@@ -174,6 +143,6 @@ REFERENCE_BACKEND = register_backend(
         tree_attention=tree_attention,
         sparse_attention=sparse_attention,
         causal_attention=causal_attention,
-        why_not=why_not,
+        why_not=lambda call: None,
     )
 )

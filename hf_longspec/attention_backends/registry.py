@@ -5,7 +5,7 @@ the backend can compute and the reason for any other. `select` returns the prefe
 does, its error lists every reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -102,6 +102,13 @@ def backend_names() -> list[str]:
 def why_not(name: str, call: AttentionCall) -> str | None:
     """Return the reason of backend `name` for refusing a call; `None` if it accepts."""
     return _backends[name].why_not(call)
+
+
+def why_not_dtype(call: AttentionCall, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Return the reason for refusing every dtype but these; `None` if the call has one of them."""
+    if call.dtype in dtypes:
+        return None
+    return f"dtype is {call.dtype}, expected one of {', '.join(map(str, dtypes))}"
 
 
 def choose(call: AttentionCall, name: str | None = None) -> AttentionBackend:

@@ -96,7 +96,7 @@ class ScoreCapture:
             return None
         return ScoreRows(self.score == "weights", self.granularity == "layer", self.skipped_layers)
 
-    def keep_scores(self, layer_idx: int, scores: torch.Tensor, lengths: SeqLens) -> None:
+    def keep_scores(self, layer_idx: int, scores: torch.Tensor) -> None:
         """Take one layer's `(B, 1 or K, S)`, S at least the longest prefix."""
         self._keep(layer_idx, scores)
 

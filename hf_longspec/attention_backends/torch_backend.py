@@ -8,27 +8,33 @@ against 17 microseconds for 68 x 32 by 32 x 68, torch 2.13, AMD EPYC with AVX2),
 cost accuracy.
 """
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from .lengths import SeqLens
 from .merge import AttentionState, concatenate, merge_attention_states, nothing_visible
-from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
+from .registry import (
+    WINDOW_WITHOUT_POSITIONS,
+    AttentionBackend,
+    AttentionFunction,
+    register_backend,
+    why_not_dtype,
+)
 from .torch_fused import (
-    ExplicitMask,
-    PositionMask,
+    KeyMask,
     additive_mask,
     can_fuse,
+    explicit_mask,
     fused_attention,
     hybrid_attention,
     one_head,
     pack,
     pack_mask,
+    position_mask,
     unpack,
 )
-
-KeyMask = Callable[[int, int], torch.Tensor]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -87,8 +93,8 @@ def tree_attention(
     blocks = []
     for row in range(0, max(1, query.shape[2]), BLOCK_QUERIES):
         rows = slice(row, row + BLOCK_QUERIES)
-        visible = ExplicitMask(mask[:, :, rows], query.dtype)
-        blocks.append(_attend_masked(query[:, :, rows], key, value, visible, scaling=scaling, softcap=softcap))
+        visible = explicit_mask(mask[:, :, rows], query.dtype)
+        blocks.append(_attend_keys(query[:, :, rows], key, value, visible, scaling=scaling, softcap=softcap))
     return concatenate(blocks, dim=2)
 
 
@@ -108,18 +114,26 @@ def causal_attention(
     if nodes == 1:  # the last position sees everything, or the last window
         first = 0 if sliding_window is None else length - sliding_window
         return _attend_packed(query, key, value, first, length, scaling=scaling, softcap=softcap)
-    if sliding_window is not None or softcap is not None or not can_fuse(query, value):
-        return _attend_query_blocks(query, key, value, sliding_window, scaling, softcap)
     before = length - nodes
-    own = fused_attention(query, key[:, :, before:], value[:, :, before:], scaling=scaling, is_causal=True)
-    if before == 0:
-        return own
-    return merge_attention_states([_attend_packed(query, key, value, 0, before, scaling=scaling), own])
+    if sliding_window is None and softcap is None and can_fuse(query, value):
+        own = fused_attention(query, key[:, :, before:], value[:, :, before:], scaling=scaling, is_causal=True)
+        if before == 0:
+            return own
+        return merge_attention_states([_attend_packed(query, key, value, 0, before, scaling=scaling), own])
+    blocks = []
+    for row in range(0, nodes, BLOCK_QUERIES):  # each block attends to the keys that any of its queries sees
+        queries = query[:, :, row : row + BLOCK_QUERIES]
+        first = before + row  # position of the first query of the block
+        stop = first + queries.shape[2]
+        start = 0 if sliding_window is None else max(0, first - sliding_window + 1)
+        positions = torch.arange(first, stop, device=query.device)[None]
+        mask = position_mask(positions, start, sliding_window, causal=True, dtype=query.dtype)
+        keys, values = key[:, :, start:stop], value[:, :, start:stop]
+        blocks.append(_attend_keys(queries, keys, values, mask, scaling=scaling, softcap=softcap))
+    return concatenate(blocks, dim=2)
 
 
-def attention_to_copies(
-    prefix_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def attention_to_copies(prefix_attention: AttentionFunction) -> AttentionFunction:
     """Return a `sparse_attention` (see reference.py) that copies the chosen slots and attends to the copies."""
 
     def sparse_attention(
@@ -128,40 +142,19 @@ def attention_to_copies(
         value: torch.Tensor,
         indices: torch.Tensor,
         counts: torch.Tensor,
-        *,
-        scaling: float,
-        softcap: float | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        **options: Any,
+    ) -> AttentionState:
         slots = indices.expand(-1, key.shape[1], -1)[..., None]  # [B, K, T, 1]
         chosen = (cached.gather(2, slots.expand(-1, -1, -1, cached.shape[3])) for cached in (key, value))
-        return prefix_attention(query, *chosen, SeqLens(None, counts), scaling=scaling, softcap=softcap)
+        return prefix_attention(query, *chosen, SeqLens(None, counts), **options)
 
     return sparse_attention
 
 
-def why_not(call: AttentionCall) -> str | None:
-    """Return None, or the reason for refusing: the dtype must be an ordinary floating point one."""
-    if call.dtype in DTYPES:
-        return None
-    return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
-
-
 def prefix_mask(
-    lengths: torch.Tensor,
-    slots: int,
-    nodes: int,
-    positions: torch.Tensor | None = None,
-    sliding_window: int | None = None,
+    lengths: torch.Tensor, slots: int, nodes: int, positions: torch.Tensor | None, sliding_window: int | None
 ) -> torch.Tensor:
-    """Return the boolean mask `(B, N, slots)` of N queries over prefixes of `lengths` `(B,)`.
-
-    Args:
-        lengths (`torch.LongTensor` of shape `(B,)`): Length of each row's prefix.
-        slots (`int`): Number of slots.
-        nodes (`int`): N.
-        positions (`torch.LongTensor` of shape `(B, N)`, *optional*): Positions of the queries, needed for a window.
-        sliding_window (`int`, *optional*): Window of the layer.
-    """
+    """Return the boolean mask `(B, N, slots)` of N = `nodes` queries over prefixes of `lengths` `(B,)`."""
     places = torch.arange(slots, device=lengths.device)
     seen = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
     if sliding_window is None or positions is None:
@@ -187,9 +180,9 @@ def _attend_prefix(
     if inner < length:
         parts.append(_attend_packed(query, key, value, inner, length, scaling=scaling, softcap=softcap))
     if start < inner:
-        mask = PositionMask(positions, start, size, causal=False, dtype=query.dtype)
+        mask = position_mask(positions, start, size, causal=False, dtype=query.dtype)
         edge = key[:, :, start:inner], value[:, :, start:inner]
-        parts.append(_attend_masked(query, *edge, mask, scaling=scaling, softcap=softcap))
+        parts.append(_attend_keys(query, *edge, mask, scaling=scaling, softcap=softcap))
     return merge_attention_states(parts) if parts else nothing_visible(query, value)
 
 
@@ -202,29 +195,6 @@ def _window_bounds(positions: torch.Tensor, sliding_window: int, length: int) ->
     # Reading positions would wait for the device in every layer, or break a graph. They are length - 1 at least; how
     # far they go stays unknown, so the whole window gets a mask.
     return max(0, length - sliding_window), length
-
-
-def _attend_query_blocks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    sliding_window: int | None,
-    scaling: float,
-    softcap: float | None,
-) -> AttentionState:
-    """Attend each block of queries, causally, to the keys that any of them sees."""
-    nodes, length = query.shape[2], key.shape[2]
-    blocks = []
-    for row in range(0, nodes, BLOCK_QUERIES):
-        queries = query[:, :, row : row + BLOCK_QUERIES]
-        first = length - nodes + row  # position of the first query of the block
-        stop = first + queries.shape[2]
-        start = 0 if sliding_window is None else max(0, first - sliding_window + 1)
-        positions = torch.arange(first, stop, device=query.device)[None]
-        mask = PositionMask(positions, start, sliding_window, causal=True, dtype=query.dtype)
-        keys, values = key[:, :, start:stop], value[:, :, start:stop]
-        blocks.append(_attend_masked(queries, keys, values, mask, scaling=scaling, softcap=softcap))
-    return concatenate(blocks, dim=2)
 
 
 def _attend_packed(
@@ -240,64 +210,39 @@ def _attend_packed(
 ) -> AttentionState:
     """Attend few queries, with packed heads, to keys `start` to `stop`, all or under a mask `(B, N, stop - start)`."""
     if softcap is not None or not can_fuse(query, value, masked=mask is not None):
-        visible = None if mask is None else ExplicitMask(mask[:, None], query.dtype)
+        visible = None if mask is None else explicit_mask(mask[:, None], query.dtype)
         keys, values = key[:, :, start:stop], value[:, :, start:stop]
-        return blockwise_attention(query, keys, values, visible, scaling=scaling, softcap=softcap)
+        return _attend_keys(query, keys, values, visible, scaling=scaling, softcap=softcap)
     kv_heads = key.shape[1]
     packed_mask = None if mask is None else pack_mask(additive_mask(mask, query.dtype), query, kv_heads)
     seen = one_head(key, start, stop), one_head(value, start, stop)
     return unpack(fused_attention(pack(query, kv_heads), *seen, packed_mask, scaling=scaling), query.shape)
 
 
-def _attend_masked(
+def _attend_keys(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: KeyMask,
+    mask: KeyMask | None,
     *,
     scaling: float,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> AttentionState:
-    """Attend to all keys `(B, K, M, D)` under a mask: `mask(start, stop)` broadcasts to `(B, H, N, stop - start)`."""
-    if softcap is None and can_fuse(query, value, masked=True):
-        return fused_attention(query, key, value, mask(0, key.shape[2]), scaling=scaling)
-    return blockwise_attention(query, key, value, mask, scaling=scaling, softcap=softcap)
+    """Attend to all keys `(B, K, M, D)`, or to those that a mask leaves.
 
-
-def blockwise_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: KeyMask | None = None,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> AttentionState:
-    """Attend all queries to all keys, or to those a mask leaves, by matrix products over blocks of keys.
-
-    Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys.
-        value (`torch.Tensor` of shape `(B, K, M, Dv)`): Values.
-        mask (`Callable`, *optional*):
-            `mask(start, stop)` is the additive mask of those keys, `(B or 1, H or 1, N, stop - start)`.
-        scaling (`float`): Factor of the scores.
-        softcap (`float`, *optional*): Scores become `softcap * tanh(scores / softcap)`.
-
-    Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`.
+    This is one call if the fused op takes the mask, and otherwise matrix products over blocks of keys.
     """
     length = key.shape[2]
+    if mask is not None and softcap is None and can_fuse(query, value, masked=True):
+        return fused_attention(query, key, value, mask(0, length), scaling=scaling)
     state = nothing_visible(query, value)
     if length == 0 or query.numel() == 0:
         return state
     scaled = query.to(state[1].dtype) * scaling
-    if torch.compiler.is_compiling():  # the number of blocks would be compiled in, and with it the length
-        keys, values = key.to(scaled.dtype), value.to(scaled.dtype)
-        out, lse = _attend_block(scaled, keys, values, None if mask is None else mask(0, length), softcap)
-        return out.to(value.dtype), lse
-    for start in range(0, length, BLOCK_KEYS):
-        stop = min(start + BLOCK_KEYS, length)
+    blocks = [(0, length)]
+    if not torch.compiler.is_compiling():  # the number of blocks would be compiled in, and with it the length
+        blocks = [(start, min(start + BLOCK_KEYS, length)) for start in range(0, length, BLOCK_KEYS)]
+    for start, stop in blocks:
         keys, values = (x[:, :, start:stop].to(scaled.dtype) for x in (key, value))
         part = _attend_block(scaled, keys, values, None if mask is None else mask(start, stop), softcap)
         state = part if start == 0 else merge_attention_states([state, part])
@@ -328,7 +273,7 @@ TORCH_BACKEND = register_backend(
         tree_attention=tree_attention,
         sparse_attention=attention_to_copies(prefix_attention),  # reads `counts` back
         causal_attention=causal_attention,
-        why_not=why_not,
+        why_not=partial(why_not_dtype, dtypes=DTYPES),
         hybrid_attention=hybrid_attention,
     ),
     priority=10,

@@ -14,11 +14,11 @@ following (torch 2.13; tests/attention_backends/test_torch_fused.py has a test f
 Packed heads: the G = H // K query heads that share a key/value head become G * N rows of one head. The op then reads
 every key once instead of G times, and a single query per step is a small matrix instead of G vectors.
 
-An additive mask is added to the scores and is -inf where a query does not attend to a key. [`ExplicitMask`] and
-[`PositionMask`] are masks of a whole call, computed for one block of its keys at a time: `mask(start, stop)`.
+An additive mask is added to the scores and is -inf where a query does not attend to a key. A block mask computes that
+of a call for one block of its keys at a time: `mask(start, stop)` broadcasts to `(B, H, N, stop - start)`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ from torch.nn.functional import pad
 
 from .lengths import SeqLens
 from .merge import AttentionState, merge_attention_states, nothing_visible
+
+KeyMask = Callable[[int, int], torch.Tensor]
 
 # The op itself, not torch.ops.aten: the same function costs 3 microseconds less per call through the C binding.
 _flash_cpu = torch._scaled_dot_product_flash_attention_for_cpu
@@ -63,21 +65,16 @@ def hybrid_attention(
     sinks: torch.Tensor | None = None,
     memo: dict[Any, Any],
 ) -> AttentionState | None:
-    """Attend N staged nodes to the prefix and to each other, in as few calls as possible.
+    """Attend N staged nodes to the prefix and to each other, in as few calls as possible; see also reference.py.
 
     On a small model the number of calls is what a step costs. Up to `DENSE_KEYS` keys, prefix and tree are one call
     with a mask. Beyond, the prefix is a call of its own without a mask. A mask is built once per step.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries of the nodes.
         key (`torch.Tensor` of shape `(B, K, S, D)`): Prefix in the slots below `lengths[b]`, nodes from there on.
         value (`torch.Tensor` of shape `(B, K, S, Dv)`): Likewise.
-        lengths ([`SeqLens`]): Prefix lengths.
         mask (`torch.BoolTensor` of shape `(B, N, N)`): Tree mask, the window included.
         positions (`torch.LongTensor` of shape `(B, N)`): Absolute positions, at least `lengths`.
-        scaling (`float`): Factor of the scores.
-        sliding_window (`int`, *optional*): Window in positions.
-        softcap (`float`, *optional*): Softcap of the scores.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): Sink logits.
         memo (`dict`): Kept for the layers of one step.
 
@@ -100,7 +97,7 @@ def hybrid_attention(
     if packed_mask is None:
         additive = additive_mask(mask, query.dtype)
         if dense:
-            edge = PositionMask(positions, start, sliding_window, causal=False, dtype=query.dtype)(0, length - start)
+            edge = position_mask(positions, start, sliding_window, causal=False, dtype=query.dtype)(0, length - start)
             additive = torch.cat([edge[:, 0], additive], dim=-1)
         packed_mask = memo[name] = pack_mask(additive, query, kv_heads)
     packed = pack(query, kv_heads)
@@ -113,6 +110,19 @@ def hybrid_attention(
         state = merge_attention_states([fused_attention(packed, *before, scaling=scaling), state])
     state = unpack(state, query.shape)
     return state if sinks is None else merge_attention_states([state], sinks)
+
+
+def with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor `(B, H, N, D)` whose vectors are contiguous; all other strides are free."""
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def check_slots(start: int, stop: int, slots: int) -> None:
+    """Refuse a buffer that is too short: a slice stops at its end, which would be a wrong result without an error."""
+    if stop > slots:
+        raise ValueError(
+            f"slots {start} to {stop} were asked for, but the buffer has {slots}. Pass the whole buffer of the cache."
+        )
 
 
 def can_fuse(query: torch.Tensor, value: torch.Tensor, masked: bool = False) -> bool:
@@ -134,19 +144,14 @@ def fused_attention(
     is_causal: bool = False,
     hides_all: bool = True,
 ) -> AttentionState:
-    """Attend all queries to all keys, or to those an additive mask leaves, in one call of the op.
+    """Attend all queries to all keys, or to those an additive mask leaves, in one call of the op; see reference.py.
 
     Args:
-        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
-        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys, any strides. H is a multiple of K.
+        key (`torch.Tensor` of shape `(B, K, M, D)`): Keys, any strides.
         value (`torch.Tensor` of shape `(B, K, M, Dv)`): Values, any strides.
         mask (`torch.Tensor` broadcastable to `(B, H, N, M)`, *optional*): Additive mask in the dtype of the query.
-        scaling (`float`): Factor of the scores.
         is_causal (`bool`, *optional*, defaults to `False`): Query n sees keys 0 to n. Only for N == M.
         hides_all (`bool`, *optional*, defaults to `True`): Whether the mask may hide all keys from a query.
-
-    Returns:
-        `(out, lse)` of shapes `(B, H, N, Dv)` and `(B, H, N)`.
     """
     if key.shape[2] == 0 or query.numel() == 0:
         return nothing_visible(query, value)
@@ -154,8 +159,7 @@ def fused_attention(
     if size != value_size:  # zeros change no score, and their part of the output is cut off
         query, key = (pad(x, (0, max(0, value_size - size))) for x in (query, key))
         value = pad(value, (0, max(0, size - value_size)))
-    if query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
-        query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+    query, key, value = with_unit_stride(query), with_unit_stride(key), with_unit_stride(value)
     if query.is_cpu:
         out, lse = _flash_in_parts(query, key, value, mask, is_causal, scaling)
     else:
@@ -196,15 +200,12 @@ def pack(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Reshape queries `(B, H, N, D)` to `(B * K, 1, rows, D)`; row g * N + n is query n of head g of its group."""
     batch, heads, nodes, size = query.shape
     rows = heads // kv_heads * nodes
-    packed = query.reshape(batch * kv_heads, 1, rows, size)
-    return torch.cat([packed, packed[:, :, :1]], dim=2) if _is_slow(rows, query) else packed
+    return _without_slow_tail(query.reshape(batch * kv_heads, 1, rows, size), query)
 
 
 def pack_mask(mask: torch.Tensor, query: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """Reshape the additive mask `(B, N, M)` of queries `(B, H, N, D)` to `(B * K or 1, 1, rows, M)`, as `pack` does."""
-    packed = mask.repeat(1, query.shape[1] // kv_heads, 1)[:, None]
-    if _is_slow(packed.shape[2], query):
-        packed = torch.cat([packed, packed[:, :, :1]], dim=2)
+    packed = _without_slow_tail(mask.repeat(1, query.shape[1] // kv_heads, 1)[:, None], query)
     return packed if packed.shape[0] == 1 else packed.repeat_interleave(kv_heads, dim=0)
 
 
@@ -218,10 +219,7 @@ def one_head(cached: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         ValueError: If there are fewer slots.
     """
     batch, heads, slots, size = cached.shape
-    if stop > slots:
-        raise ValueError(
-            f"slots {start} to {stop} were asked for, but the buffer has {slots}. Pass the whole buffer of the cache."
-        )
+    check_slots(start, stop, slots)
     of_batch, of_head, of_slot, of_number = cached.stride()
     one_buffer = batch == 1 or of_batch == heads * of_head
     if not one_buffer or torch.compiler.is_compiling():
@@ -241,10 +239,11 @@ def unpack(state: AttentionState, shape: torch.Size) -> AttentionState:
     return out.reshape(batch, heads, nodes, out.shape[3]), lse.reshape(batch, heads, nodes)
 
 
-def _is_slow(rows: int, query: torch.Tensor) -> bool:
-    """Return whether one row more is faster."""
+def _without_slow_tail(packed: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return the packed rows `(B * K or 1, 1, rows, X)` of a query, with a copy of the first one if that is faster."""
     tails = SLOW_TAILS_FLOAT32 if query.dtype == torch.float32 else SLOW_TAILS
-    return rows & 31 in tails and query.is_cpu
+    is_slow = packed.shape[2] & 31 in tails and query.is_cpu
+    return torch.cat([packed, packed[:, :, :1]], dim=2) if is_slow else packed
 
 
 def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -263,25 +262,15 @@ def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return mask.masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf).to(dtype)
 
 
-@dataclass
-class ExplicitMask:
-    """Mask that exists as a tensor.
-
-    Args:
-        mask (`torch.Tensor` of shape `(..., N, M)`): Boolean or additive mask.
-        dtype (`torch.dtype`): Floating point dtype of the result.
-    """
-
-    mask: torch.Tensor
-    dtype: torch.dtype
-
-    def __call__(self, start: int, stop: int) -> torch.Tensor:
-        return additive_mask(self.mask[..., start:stop], self.dtype)
+def explicit_mask(mask: torch.Tensor, dtype: torch.dtype) -> KeyMask:
+    """Return the block mask of a boolean or additive mask `(..., N, M)`."""
+    return lambda start, stop: additive_mask(mask[..., start:stop], dtype)
 
 
-@dataclass
-class PositionMask:
-    """Mask of causality and sliding window, computed from the positions of queries and keys.
+def position_mask(
+    positions: torch.Tensor, first: int, sliding_window: int | None, causal: bool, dtype: torch.dtype
+) -> KeyMask:
+    """Return the block mask of causality and sliding window, computed from the positions of queries and keys.
 
     Args:
         positions (`torch.LongTensor` of shape `(B or 1, N)`): Absolute positions of the queries.
@@ -291,18 +280,14 @@ class PositionMask:
         dtype (`torch.dtype`): Floating point dtype of the result.
     """
 
-    positions: torch.Tensor
-    first: int
-    sliding_window: int | None
-    causal: bool
-    dtype: torch.dtype
-
-    def __call__(self, start: int, stop: int) -> torch.Tensor:
-        keys = torch.arange(self.first + start, self.first + stop, device=self.positions.device)
-        distance = self.positions[:, None, :, None] - keys  # [B, 1, N, stop - start]
-        mask = torch.zeros(distance.shape, dtype=self.dtype, device=distance.device)
-        if self.sliding_window is not None:
-            mask.masked_fill_(distance >= self.sliding_window, -torch.inf)
-        if self.causal:
+    def of_keys(start: int, stop: int) -> torch.Tensor:
+        keys = torch.arange(first + start, first + stop, device=positions.device)
+        distance = positions[:, None, :, None] - keys  # [B, 1, N, stop - start]
+        mask = torch.zeros(distance.shape, dtype=dtype, device=distance.device)
+        if sliding_window is not None:
+            mask.masked_fill_(distance >= sliding_window, -torch.inf)
+        if causal:
             mask.masked_fill_(distance < 0, -torch.inf)
         return mask
+
+    return of_keys

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..attention_backends.contexts import SparseContext
+from ..attention_backends.contexts import GraphStep, SparseContext
 from ..attention_backends.lengths import SeqLens
 from .cache import Rows
 from .cuda_graphs import CapturedRunner
@@ -245,7 +245,7 @@ class FixedSteps:
         if scored and self.runner.captures:
             context.capture.is_replayed = True
         for layer_idx, scores in scored:
-            context.capture.keep_scores(layer_idx, scores, context.lengths)
+            context.capture.keep_scores(layer_idx, scores)
         for layer_idx, query, lse, options in collected:
             stored = buffers[layer_idx][0][:, :, : prefixes[members[layer_idx]].longest + nodes]
             context.capture.collect(layer_idx, query, stored, lse, lengths=context.lengths, **options)
@@ -454,7 +454,7 @@ class Collected:
         self.layers: list[tuple] = []
         self.scored: list[tuple[int, torch.Tensor]] = []
 
-    def keep_scores(self, layer_idx: int, scores: torch.Tensor, lengths: SeqLens) -> None:
+    def keep_scores(self, layer_idx: int, scores: torch.Tensor) -> None:
         """Keep the scores of one layer, one per entry."""
         self.scored.append((layer_idx, scores))
 
@@ -471,7 +471,8 @@ def _step(changing, model, kind, members, known, settings, with_hidden, sizes, b
     lengths, more = rest[: len(sizes)], rest[len(sizes) :]
     prefixes = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
     kept = Collected()
-    context = kind.in_graph(more, settings, mask, [prefixes[group] for group in members], kept)
+    layers = [prefixes[group] for group in members]
+    context = kind.in_graph(GraphStep(more, settings, mask, layers, kept))
     cache = StepCache(buffers, _places(members, prefixes, tokens))
 
     def forward():

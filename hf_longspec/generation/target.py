@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel
 
-from ..attention_backends.beside import name_beside
 from ..attention_backends.contexts import TreeContext
+from ..attention_backends.interface import name_beside
 from ..attention_backends.lengths import on_device
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
@@ -267,7 +267,7 @@ class TargetView:
         cache.stage(tree.num_nodes)
         mask = tree.mask[:, None]
         logits, hidden = self.step(tree.tokens, positions, cache, mask, context, fixed_shape, with_hidden)
-        if context.calls.total == 0 and not fixed_shape:
+        if not context.calls and not fixed_shape:
             cache.rollback()
             raise ValueError(
                 f"{type(self.model).__name__} never called the attention backend, so it would ignore the draft tree. "

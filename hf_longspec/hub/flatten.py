@@ -32,7 +32,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "attention": tuple(f"attention_backends/{name}" for name in ("registry", "lengths", "merge", "contexts")),
     "attention_scores": ("attention_backends/scores", "attention_backends/pages"),
     "attention_torch": ("attention_backends/torch_fused", "attention_backends/torch_backend"),
-    "attention_interface": tuple(f"attention_backends/{name}" for name in ("differentiable", "interface", "beside")),
+    "attention_interface": ("attention_backends/differentiable", "attention_backends/interface"),
     "cache": ("generation/cache", "generation/user_cache", "generation/rotary", "generation/windowed_cache"),
     "verification": ("generation/draft_tree", "generation/verification", "generation/beam"),
     "sampling": ("generation/contextual_penalty", "generation/sequences", "generation/noise", "generation/sampling"),

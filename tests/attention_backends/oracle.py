@@ -13,6 +13,7 @@ from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
+from tests.attention_backends.triton.machine import on
 
 # Factor of the scores of `tree_case`.
 SCALING = 0.3
@@ -178,6 +179,14 @@ class Capture:
 
     def collect(self, layer_idx, query, key, lse, **options):
         self.collected.append((layer_idx, query, key, lse, options))
+
+
+def attended(context, backend, query, key, value, device="cpu", **options):
+    """The state of one layer, computed on a device, on the CPU."""
+    context.capture = Capture()
+    context, inputs, values = context.to(device), on(device, query, key, value), on(device, *options.values())
+    out = context.attend(backend, 0, *inputs, scaling=SCALING, **dict(zip(options, values, strict=True)))
+    return on("cpu", out, context.capture.collected[0][3])
 
 
 def tree_case(lengths, nodes, kv_heads=2, groups=3, size=16, value_size=16, dtype=torch.float32, seed=0):

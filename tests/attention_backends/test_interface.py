@@ -167,7 +167,7 @@ def test_a_tree_reaches_every_layer_with_its_options(name, models):
     options = {"position_ids": 34 + depths, "attention_mask": chain[:, None], "past_key_values": cache}
     actual = run(model, "hf_longspec", input_ids[:, -nodes:], tree=context, use_cache=True, **options).logits
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=LOGIT_ERROR)
-    assert context.calls.total == model.config.num_hidden_layers
+    assert len(context.calls) == model.config.num_hidden_layers
 
 
 def test_no_mask_is_built_without_padding(monkeypatch, models):

@@ -12,9 +12,8 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.triton.tiles import sparse_config
 from tests.attention_backends.flash_standins import HALVES
 from tests.attention_backends.oracle import (
-    SCALING,
-    Capture,
     assert_within_budget,
+    attended,
     double,
     expected_tree,
     layout,
@@ -188,12 +187,9 @@ def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, option
     sinks = torch.linspace(-2.0, 3.0, 2 * groups) if sinks else None
     exact, plain = expected_tree(context, query, key, value, window, softcap, sinks)
     backend, device = prepared(name)
-    context.capture = Capture()
-    context, inputs = context.to(device), on(device, query, key, value)
-    options = {"scaling": SCALING, "sliding_window": window, "softcap": softcap}
-    out = context.attend(backend, 0, *inputs, **options, sinks=None if sinks is None else sinks.to(device))
-    assert_within_budget(on("cpu", out, context.capture.collected[0][3]), exact, plain)
-    assert context.calls.total == 1
+    options = {"sliding_window": window, "softcap": softcap, "sinks": sinks}
+    assert_within_budget(attended(context, backend, query, key, value, device, **options), exact, plain)
+    assert len(context.calls) == 1
 
 
 @pytest.mark.parametrize("name", ["torch", "flash2", "flash3", "triton"])

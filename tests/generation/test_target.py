@@ -104,7 +104,7 @@ class TwoSteps:
             path = torch.tensor([path + [path[-1]] * (longest - len(path)) for path in self.paths])
             cache.commit(path, [len(path) for path in self.paths])
             second = target.verify(self.trees[1], cache)
-        assert first.context.calls.total == second.context.calls.total == model.config.num_hidden_layers
+        assert len(first.context.calls) == len(second.context.calls) == model.config.num_hidden_layers
         assert cache.lengths.host == tuple(map(len, self.kept))
         return [error(step.logits, expected) for step, expected in zip((first, second), self.expected, strict=True)]
 

@@ -10,8 +10,9 @@ import torch
 
 from ..lengths import SeqLens
 from ..merge import AttentionState
-from ..registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend
+from ..registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, AttentionCall, register_backend, why_not_dtype
 from ..torch_backend import causal_attention
+from ..torch_fused import check_slots, with_unit_stride
 from .config import DTYPES, gpu_of, why_not_device
 from .language import INTERPRETED
 from .launch import hybrid_op, sparse_op, tree_op
@@ -21,20 +22,10 @@ MAX_SIZE = 256
 
 
 def prefix_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: SeqLens,
-    *,
-    scaling: float,
-    positions: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: SeqLens, **options: Any
 ) -> AttentionState:
     """Attend N queries to the committed prefix; see reference.py. Lengths are read on the device."""
-    _check_capacity(key, lengths, 0)
-    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
-    return _attend(query, key, value, lengths, positions, **options)[:2]
+    return _attend(query, key, value, lengths, **options)[:2]
 
 
 def hybrid_attention(
@@ -45,16 +36,11 @@ def hybrid_attention(
     mask: torch.Tensor,
     positions: torch.Tensor,
     *,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
     memo: dict[Any, Any] | None = None,
+    **options: Any,
 ) -> AttentionState:
     """Attend N staged nodes to the prefix and each other; see torch_fused.py. Lengths are read on the device."""
-    _check_capacity(key, lengths, mask.shape[-1])
-    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
-    return _attend(query, key, value, lengths, positions, mask, sinks, **options)[:2]
+    return _attend(query, key, value, lengths, mask=mask, positions=positions, **options)[:2]
 
 
 def scored_attention(
@@ -63,14 +49,7 @@ def scored_attention(
     value: torch.Tensor,
     lengths: SeqLens,
     last_node: torch.Tensor,
-    *,
-    scaling: float,
-    mask: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    per_row: bool = False,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Attend as above, and write the scores that SpecAttn selects by, in the same pass over the keys.
 
@@ -89,51 +68,16 @@ def scored_attention(
         None if a group has more than 32 heads (16 with vectors above 128, 8 in float32), because both nodes have to fit
         in one program.
     """
-    _check_capacity(key, lengths, 0 if mask is None else mask.shape[-1])
     groups = query.shape[1] // key.shape[1]
     if 2 * groups > largest_rows(query.shape[3], value.shape[3], query.element_size(), gpu_of(query.device)):
         return None
-    last_node = last_node.to(query.device)
-    options: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
-    return _attend(query, key, value, lengths, positions, mask, sinks, last_node, per_row, **options)
-
-
-def tree_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> AttentionState:
-    """Attend N queries to M keys under an explicit mask; see reference.py."""
-    query, key, value = (_with_unit_stride(x) for x in (query, key, value))
-    return tree_op(query, key, value, mask, scaling, softcap)
-
-
-def sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    indices: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    scaling: float,
-    softcap: float | None = None,
-) -> AttentionState:
-    """Attend N queries to chosen key slots; see reference.py.
-
-    Nothing is copied or read back: slots and counts are read on the device, and keys and values are taken from where
-    they are, whatever their strides.
-    """
-    return sparse_op(query, key, value, indices, counts, scaling, softcap)
+    return _attend(query, key, value, lengths, last_node=last_node.to(query.device), **options)
 
 
 def why_not(call: AttentionCall) -> str | None:
     """Return None, or the reason for refusing: the dtype, a vector above 256 numbers, or the device."""
-    if call.dtype not in DTYPES:
-        return f"dtype is {call.dtype}, expected one of {', '.join(str(dtype) for dtype in DTYPES)}"
+    if (reason := why_not_dtype(call, DTYPES)) is not None:
+        return reason
     if max(call.head_dim, call.value_dim) > MAX_SIZE:
         return f"head_dim is {call.head_dim} and value_dim {call.value_dim}, expected at most {MAX_SIZE}"
     return why_not_device(call.device)
@@ -144,39 +88,28 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     lengths: SeqLens,
-    positions: torch.Tensor | None,
+    *,
+    scaling: float,
     mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     last_node: torch.Tensor | None = None,
     per_row: bool = False,
-    *,
-    scaling: float,
-    sliding_window: int | None,
-    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend to the prefix, with `mask` to the staged nodes as well; the scores are empty without `last_node`."""
+    if lengths.longest is not None:
+        check_slots(0, lengths.longest + (0 if mask is None else mask.shape[-1]), key.shape[2])
     if sliding_window is None:
         positions = None
     elif positions is None:
         raise ValueError(WINDOW_WITHOUT_POSITIONS.format(sliding_window))
     else:
         positions = positions.contiguous()
-    query, key, value = (_with_unit_stride(x) for x in (query, key, value))
+    query, key, value = (with_unit_stride(x) for x in (query, key, value))
     tensors = (lengths.on(query.device).contiguous(), positions, mask, sinks, last_node)
     return hybrid_op(query, key, value, *tensors, scaling, sliding_window, softcap, per_row)
-
-
-def _with_unit_stride(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose vectors are contiguous, as kernels expect; all other strides are free."""
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _check_capacity(key: torch.Tensor, lengths: SeqLens, nodes: int) -> None:
-    """Refuse a buffer that is too short. Kernels stop at its end, which would be a wrong result without an error."""
-    if lengths.longest is not None and lengths.longest + nodes > key.shape[2]:
-        raise ValueError(
-            f"slots 0 to {lengths.longest + nodes} were asked for, but the buffer has {key.shape[2]}. "
-            "Pass the whole buffer of the cache."
-        )
 
 
 # Above the torch backend where it runs compiled; interpreted, in tests, only for those who ask for it by name.
@@ -184,8 +117,8 @@ TRITON_BACKEND = register_backend(
     AttentionBackend(
         name="hf_longspec_triton",
         prefix_attention=prefix_attention,
-        tree_attention=tree_attention,
-        sparse_attention=sparse_attention,
+        tree_attention=tree_op,
+        sparse_attention=sparse_op,
         causal_attention=causal_attention,
         why_not=why_not,
         hybrid_attention=hybrid_attention,

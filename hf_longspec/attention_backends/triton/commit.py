@@ -87,17 +87,31 @@ def _place(buffer: torch.Tensor) -> tuple[int, ...]:
     return (buffer.data_ptr(), buffer.shape[1], buffer.shape[3] * size, *strides)
 
 
-def _move_by_table(
-    buffers: list[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
+@torch.library.custom_op(f"{LIBRARY}::triton_move_nodes", mutates_args=("buffers",))
+def move_nodes(
+    buffers: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
 ) -> None:
-    """Launch the kernel; see [`move_nodes`]."""
+    """Copy the nodes of a path to the slots right after the prefix, in place, in one launch.
+
+    Args:
+        buffers (sequence of `torch.Tensor` of shape `(B, K, S, D)`):
+            Keys and values of any number of layers on one device. Shapes, strides and dtypes may differ; the last
+            stride is 1. Slots from `lengths[b]` on hold the nodes.
+        path (`torch.LongTensor` of shape `(B, M)`):
+            Nodes to keep, strictly increasing from 0 on. Entries at and beyond `counts[b]` are ignored.
+        lengths (`torch.LongTensor` of shape `(B,)`): Prefix per row.
+        counts (`torch.LongTensor` of shape `(B,)`): Nodes to keep of each row.
+
+    Raises:
+        ValueError: If a last stride is not 1.
+    """
     places = tuple(_place(buffer) for buffer in buffers if buffer.numel())
     if not places or path.numel() == 0:
         return
     with launching_on(path):
         table, size = _table(places, path.device)
         _move_kernel[(table.shape[0], path.shape[0])](
-            *(table, path, lengths, counts, *path.stride(), path.shape[1]),
+            *(table, path, lengths.contiguous(), counts.contiguous(), *path.stride(), path.shape[1]),
             WORD={8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[size],
             BLOCK_M=BLOCK_M,
             BLOCK_W=BLOCK_W,
@@ -105,11 +119,8 @@ def _move_by_table(
         )
 
 
-_move = torch.library.custom_op(f"{LIBRARY}::triton_move_nodes", _move_by_table, mutates_args=("buffers",))
-
-
-@_move.register_fake
-def _(buffers: list[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor) -> None:
+@move_nodes.register_fake
+def _(buffers, path, lengths, counts) -> None:
     pass
 
 
@@ -136,23 +147,3 @@ def _works_on(device: torch.device) -> bool:
             problem,
         )
     return problem is None
-
-
-def move_nodes(
-    buffers: Sequence[torch.Tensor], path: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor
-) -> None:
-    """Copy the nodes of a path to the slots right after the prefix, in place, in one launch.
-
-    Args:
-        buffers (sequence of `torch.Tensor` of shape `(B, K, S, D)`):
-            Keys and values of any number of layers on one device. Shapes, strides and dtypes may differ; the last
-            stride is 1. Slots from `lengths[b]` on hold the nodes.
-        path (`torch.LongTensor` of shape `(B, M)`):
-            Nodes to keep, strictly increasing from 0 on. Entries at and beyond `counts[b]` are ignored.
-        lengths (`torch.LongTensor` of shape `(B,)`): Prefix per row.
-        counts (`torch.LongTensor` of shape `(B,)`): Nodes to keep of each row.
-
-    Raises:
-        ValueError: If a last stride is not 1.
-    """
-    _move(list(buffers), path, lengths.contiguous(), counts.contiguous())

@@ -4,8 +4,6 @@ An operator is opaque to torch.compile, which learns the shapes of its results f
 Lengths and counts stay on the device: nothing here depends on the content of a tensor, only on shapes.
 """
 
-from typing import Any
-
 import torch
 
 from .config import LIBRARY, gpu_of, launching_on, output_dtype, upcast
@@ -51,21 +49,15 @@ def hybrid_op(
     Returns:
         `(out, lse, scores)`; see backend.py for the shapes.
     """
-    rows = query.shape[1] // key.shape[1] * query.shape[2]
+    batch, kv_heads, slots = key.shape[:3]
+    rows, has_tree = query.shape[1] // kv_heads * query.shape[2], mask is not None
     sizes = (query.shape[3], value.shape[3], query.element_size())
-    config = hybrid_config(rows, *sizes, gpu_of(query.device), mask is not None and last_node is None)
-    wanted, splits = split_numbers(query, key, config, mask is not None)
-    parts = splits + (mask is not None)
-    out, lse = _partial_results(query, value, max(1, parts))
-    if parts == 0:  # a cache without slots
-        lse.fill_(-torch.inf)
+    config = hybrid_config(rows, *sizes, gpu_of(query.device), has_tree and last_node is None)
+    wanted = wanted_splits(max(1, -(-rows // config.block_rows)), max(1, batch) * kv_heads, has_tree)
+    parts = max(1, has_tree + most_splits(slots, wanted, config.split_keys, config.block_keys))
     scores = _empty_scores(query, key, last_node, scores_per_row).fill_(-torch.inf)
-    window = (positions, sliding_window)
-    _launch(
-        *(config, query, key, value, mask, out, lse, scaling, softcap),
-        *(lengths, wanted, window, last_node, scores),
-    )
-    return *launch_combine(out, lse, value, sinks), scores
+    prefix = (lengths, wanted, positions, sliding_window, last_node, scores)
+    return *_attend(config, parts, query, key, value, mask, scaling, softcap, sinks, *prefix), scores
 
 
 @hybrid_op.register_fake
@@ -82,18 +74,17 @@ def tree_op(
     value: torch.Tensor,
     mask: torch.Tensor,
     scaling: float,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to keys under an explicit mask; shapes as in reference.py."""
+    """Attend N queries to M keys under an explicit mask; see reference.py."""
+    query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     config = tree_config(rows, query.shape[3], value.shape[3], query.element_size(), gpu_of(query.device))
-    out, lse = _partial_results(query, value, 1)
-    _launch(config, query, key, value, mask, out, lse, scaling, softcap)
-    return launch_combine(out, lse, value)
+    return _attend(config, 1, query, key, value, mask, scaling, softcap)
 
 
 @tree_op.register_fake
-def _(query, key, value, mask, scaling, softcap) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query, key, value, mask, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_state(query, value)
 
 
@@ -105,17 +96,21 @@ def sparse_op(
     indices: torch.Tensor,
     counts: torch.Tensor,
     scaling: float,
-    softcap: float | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to chosen slots where they lie; shapes as in reference.py."""
+    """Attend N queries to chosen key slots; see reference.py.
+
+    Nothing is copied or read back: slots and counts are read on the device, and keys and values are taken from where
+    they are, whatever their strides.
+    """
     kv_heads, nodes, slots = key.shape[1], query.shape[2], indices.shape[2]
     config = sparse_config(query.shape[3], value.shape[3], query.element_size())
     parts = max(1, -(-slots // SPARSE_SPLIT))
     out, lse = _partial_results(query, value, parts)
     index_strides = (indices.stride(0), indices.stride(1) if indices.shape[1] > 1 else 0, indices.stride(2))
     strides = (*query.stride(), *key.stride(), *value.stride(), *index_strides, counts.stride(0))
-    rows = query.shape[1] // kv_heads * nodes
-    grid = (-(-rows // config.block_rows), parts, query.shape[0] * kv_heads)
+    groups = query.shape[1] // kv_heads
+    grid = (-(-(groups * nodes) // config.block_rows), parts, query.shape[0] * kv_heads)
     if 0 not in grid:
         with launching_on(query):
             sparse_kernel[grid](
@@ -123,22 +118,14 @@ def sparse_op(
                 *(*strides, kv_heads, nodes, slots, parts),
                 *score_factors(scaling, softcap),
                 SPLIT=SPARSE_SPLIT,
-                **_tile_options(config, query, key, value, softcap),
+                **tile_options(config, groups, query.shape[3], value.shape[3], softcap is not None, upcast(query)),
             )
     return launch_combine(out, lse, value)
 
 
 @sparse_op.register_fake
-def _(query, key, value, indices, counts, scaling, softcap) -> tuple[torch.Tensor, torch.Tensor]:
+def _(query, key, value, indices, counts, scaling, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
     return _empty_state(query, value)
-
-
-def split_numbers(query: torch.Tensor, key: torch.Tensor, config: TileConfig, has_tree: bool) -> tuple[int, int]:
-    """Return the splits that a long prefix is cut into, and the most of any prefix in this buffer."""
-    batch, kv_heads, slots = key.shape[:3]
-    rows = query.shape[1] // kv_heads * query.shape[2]
-    wanted = wanted_splits(max(1, -(-rows // config.block_rows)), max(1, batch) * kv_heads, has_tree)
-    return wanted, most_splits(slots, wanted, config.split_keys, config.block_keys)
 
 
 def launch_combine(
@@ -174,43 +161,38 @@ def launch_combine(
     return merged.to(value.dtype).transpose(1, 2), merged_lse
 
 
-def _launch(
+def _attend(
     config: TileConfig,
+    parts: int,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    out: torch.Tensor,
-    lse: torch.Tensor,
     scaling: float,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     wanted: int = 1,
-    window: tuple[torch.Tensor | None, int | None] = (None, None),
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
     last_node: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
-) -> None:
-    """Fill the partial results; see reference.py for the other arguments.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute all parts and merge them; see backend.py for the other arguments.
 
     Args:
+        parts (`int`): Partial results of a row: the tree, which is part 0, and the splits of the prefix.
         mask (`torch.Tensor`, *optional*): Without it there is no tree.
-        out (`torch.Tensor` of shape `(B, H, N, parts, Dv)`):
-            Written where a part sees anything. The tree is part 0, the splits follow. float32.
-        lse (`torch.Tensor` of shape `(B, H, N, parts)`): Log-sum-exp in base 2, -inf where it sees nothing. float32.
         lengths (`torch.LongTensor` of shape `(B,)`, *optional*):
             Without it there is no prefix, and the tree is all keys; with it, the slots from `lengths[b]` on.
         wanted (`int`, *optional*, defaults to 1): Splits that a long prefix is cut into.
-        window (`tuple` of `positions`, `(B, N)`, and `sliding_window`): Both None without a window.
-        last_node (`torch.LongTensor` of shape `(B,)`, *optional*): Index of every row's last node. Scores are written
-            only with it.
         scores (`torch.Tensor` of shape `(B, K, S)` or `(B, K, 2, G, S)`, *optional*):
-            Written in the slots below `lengths[b]`, whether a window hides them or not. The first shape: `q . k` of
-            node 0 and of the last node, summed over the two and over the heads of the group. The second: the scores as
-            they enter the softmax (scaled and capped), one by one. float32.
+            Written with `last_node` alone, in the slots below `lengths[b]`: the sums or the single scores.
     """
     (batch, heads, nodes, _), (kv_heads, slots) = query.shape, key.shape[1:3]
-    positions, sliding_window = window
-    grid = (-(-(heads // kv_heads * nodes) // config.block_rows), batch * kv_heads, out.shape[3])
+    groups = heads // kv_heads
+    out, lse = _partial_results(query, value, parts)
+    grid = (-(-(groups * nodes) // config.block_rows), batch * kv_heads, parts)
     tree, lowest, keys = NO_TREE, 0.0, 0
     mask_strides: tuple[int, ...] = (0, 0, 0, 1)
     if mask is not None:
@@ -218,37 +200,31 @@ def _launch(
         mask = (mask[:, None] if mask.dim() == 3 else mask).expand(batch, heads, -1, -1)
         tree = BOOLEAN_TREE if mask.dtype == torch.uint8 else ADDITIVE_TREE
         mask_strides, keys = mask.stride(), mask.shape[3]
-    if 0 in grid or (mask is None and slots == 0):
-        return
     mode = NO_SCORES
     if last_node is not None and scores is not None:
         mode = SUMMED_SCORES if scores.dim() == 3 else ROW_SCORES
-    with launching_on(query):
-        attention_kernel[grid](
-            *(query, key, value),
-            *(lse if x is None else x for x in (lengths, positions, last_node, mask)),  # those that are None are unused
-            *(out, lse, lse if mode == NO_SCORES else scores),
-            *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides),
-            *(kv_heads, nodes, keys, slots, out.shape[3], wanted, sliding_window or 0),
-            *score_factors(scaling, softcap),
-            lowest,
-            TREE_KEYS=config.tree_keys,
-            TREE_STAGES=config.tree_stages,
-            SHORTEST_SPLIT=config.split_keys,
-            PREFIX=lengths is not None,
-            TREE=tree,
-            HAS_WINDOW=sliding_window is not None,
-            SCORES=mode,
-            **_tile_options(config, query, key, value, softcap),
-        )
-
-
-def _tile_options(
-    config: TileConfig, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, softcap: float | None
-) -> dict[str, Any]:
-    """Return the constants that all kernels over keys have in common."""
-    sizes = (query.shape[1] // key.shape[1], query.shape[3], value.shape[3])
-    return tile_options(config, *sizes, softcap is not None, upcast(query))
+    if mask is None and slots == 0:  # a cache without slots
+        lse.fill_(-torch.inf)
+    elif 0 not in grid:
+        with launching_on(query):
+            attention_kernel[grid](
+                *(query, key, value),
+                *(lse if x is None else x for x in (lengths, positions, last_node, mask)),  # None: not used
+                *(out, lse, lse if mode == NO_SCORES else scores),
+                *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *mask_strides),
+                *(kv_heads, nodes, keys, slots, parts, wanted, sliding_window or 0),
+                *score_factors(scaling, softcap),
+                lowest,
+                TREE_KEYS=config.tree_keys,
+                TREE_STAGES=config.tree_stages,
+                SHORTEST_SPLIT=config.split_keys,
+                PREFIX=lengths is not None,
+                TREE=tree,
+                HAS_WINDOW=sliding_window is not None,
+                SCORES=mode,
+                **tile_options(config, groups, query.shape[3], value.shape[3], softcap is not None, upcast(query)),
+            )
+    return launch_combine(out, lse, value, sinks)
 
 
 def _readable(mask: torch.Tensor) -> tuple[torch.Tensor, float]:

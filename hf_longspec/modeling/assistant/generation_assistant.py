@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.utils import logging
 
-from ...attention_backends.contexts import CallCounter, LevelContext, TreeContext
+from ...attention_backends.contexts import LevelContext, TreeContext
 from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
@@ -289,7 +289,7 @@ class AssistantDrafter(Drafter):
         places = torch.arange(tokens.shape[1], device=self.device)
         mask = (places[:, None] >= places).expand(len(tokens), -1, -1)
         slots = start.on(self.device)[:, None] + places
-        context = TreeContext(start, slots, mask, None, CallCounter(), windows=self._windows)
+        context = TreeContext(start, slots, mask, windows=self._windows)
         return forward(self._known(tokens), self._positions(slots, inputs), mask[:, None], context, start)
 
     def _level(self, forward: Forward, prefix: SeqLens, inputs: Inputs, beam: Beam) -> torch.Tensor:
@@ -298,8 +298,7 @@ class AssistantDrafter(Drafter):
         depths = torch.cat([torch.full_like(level, depth) for depth, level in enumerate(beam.levels[1:])], 1)
         node_slots = prefix.on(self.device)[:, None] + depths.to(self.device)
         slots = node_slots[:, -mask.shape[1] :]
-        options: dict[str, Any] = {"node_positions": node_slots, "windows": self._windows}
-        context = LevelContext(prefix, slots, mask, None, CallCounter(), **options)
+        context = LevelContext(prefix, slots, mask, windows=self._windows, node_positions=node_slots)
         start = prefix.plus(mask.shape[2] - mask.shape[1])
         positions = self._positions(slots, inputs)
         return self._of_target(

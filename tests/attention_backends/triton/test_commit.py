@@ -108,7 +108,7 @@ def test_columns_are_refused():
 def test_custom_op():
     lengths, path, counts = PATHS["overlapping"]
     inputs = on_device(path, lengths, counts)
-    torch.library.opcheck(commit._move, (make_buffers(2, torch.float32)[:2], *inputs))
+    torch.library.opcheck(commit.move_nodes, (make_buffers(2, torch.float32)[:2], *inputs))
     buffers, expected = ([buffer.nan_to_num() for buffer in make_buffers(2, torch.float32)] for _ in range(2))
 
     def move_and_sum(buffers, *inputs):

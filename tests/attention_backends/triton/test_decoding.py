@@ -80,21 +80,20 @@ def plain_text(model, lengths=LENGTHS, **options):
 def second_pass(monkeypatch):
     """The scores of a second pass over the same keys by the same queries, per layer and phase, and row."""
     expected = {}
-    attend = TreeContext._attend_scored
+    scored = TreeContext._scored
     collect = ScoreCapture.collect  # before anybody watches it
 
-    def both(context, backend, layer_idx, query, key, value, sinks, options):
-        out = attend(context, backend, layer_idx, query, key, value, sinks, options)
-        if out is not None and context.lengths.host:
-            _, lse = context._attend(TORCH_BACKEND, query, key, value, sinks, options)
+    def both(context, layer):
+        state = scored(context, layer)
+        if state is not None and context.lengths.host:
+            _, lse = context._unscored(layer._replace(backend=TORCH_BACKEND))
             own = ScoreCapture(**{**vars(context.capture), "scores": {}})
-            where = {"lengths": context.lengths, "scaling": options["scaling"], "softcap": options["softcap"]}
-            collect(own, layer_idx, query, key, lse, **where)
-            rows = [own.scores[layer_idx][row, :, :length] for row, length in enumerate(context.lengths.host)]
-            expected.setdefault(layer_idx, []).append(rows)
-        return out
+            collect(own, layer.layer_idx, layer.query, layer.key, lse, lengths=context.lengths, **layer.options)
+            rows = [own.scores[layer.layer_idx][row, :, :length] for row, length in enumerate(context.lengths.host)]
+            expected.setdefault(layer.layer_idx, []).append(rows)
+        return state
 
-    monkeypatch.setattr(TreeContext, "_attend_scored", both)
+    monkeypatch.setattr(TreeContext, "_scored", both)
     return expected
 
 

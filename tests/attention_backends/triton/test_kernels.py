@@ -10,14 +10,14 @@ from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
-from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, sparse_attention
+from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention
 from hf_longspec.attention_backends.triton.language import INTERPRETED
 from hf_longspec.attention_backends.triton.launch import launch_combine
 from hf_longspec.attention_backends.triton.tiles import SPARSE_SPLIT
 from tests.attention_backends.oracle import (
     SCALING,
-    Capture,
     assert_within_budget,
+    attended,
     double,
     expected_tree,
     layout,
@@ -42,7 +42,7 @@ def run(device, query, key, value, lengths, options, form="buffer"):
 
 
 def run_sparse(inputs, options):
-    return on("cpu", *sparse_attention(*on(DEVICE, *inputs), **options))
+    return on("cpu", *TRITON_BACKEND.sparse_attention(*on(DEVICE, *inputs), **options))
 
 
 @pytest.mark.parametrize("lengths", [(90, 0, 33), (70, 140, 64)], ids=str)
@@ -158,10 +158,7 @@ def test_offsets_beyond_32_bits(kernel_device):
     exact, plain = expected_tree(context, query, key, value, None, None, None)
     view = {"size": key.shape, "stride": (stride, key[0, 0].numel(), 16, 1)}
     far = [memory.as_strided(**view, storage_offset=offset).copy_(x) for offset, x in ((0, key), (1024, value))]
-    context.capture = Capture()
-    context = context.to(kernel_device)
-    out = context.attend(TRITON_BACKEND, 0, query.to(kernel_device), *far, scaling=SCALING)
-    assert_within_budget(on("cpu", out, context.capture.collected[0][3]), exact, plain)
+    assert_within_budget(attended(context, TRITON_BACKEND, query, *far, kernel_device), exact, plain)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a trap of the interpreter")
@@ -176,10 +173,9 @@ def test_bfloat16_is_interpreted_wrongly_without_a_cast(kernel_device, monkeypat
     monkeypatch.setattr(launch, "attention_kernel", WithoutCast())
     context, query, key, value = tree_case((20,), 5, dtype=BFLOAT16)
     exact, plain = expected_tree(context, query, key, value, None, None, None)
-    context.capture = Capture()
-    out = context.attend(TRITON_BACKEND, 0, query, key, value, scaling=SCALING)
+    state = attended(context, TRITON_BACKEND, query, key, value)
     with pytest.raises(AssertionError):
-        assert_within_budget((out, context.capture.collected[0][3]), exact, plain)
+        assert_within_budget(state, exact, plain)
 
 
 def test_the_shipped_merge(kernel_device, monkeypatch):
@@ -231,7 +227,7 @@ def test_custom_op_of_the_sparse_kernel(softcap):
     options["softcap"] = softcap
 
     def doubled(*tensors):
-        out, lse = sparse_attention(*tensors, **options)
+        out, lse = TRITON_BACKEND.sparse_attention(*tensors, **options)
         return out * 2.0, lse
 
     compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)

@@ -14,9 +14,8 @@ from hf_longspec.attention_backends.triton.tiles import (
     wanted_splits,
 )
 from tests.attention_backends.oracle import (
-    SCALING,
-    Capture,
     assert_within_budget,
+    attended,
     expected_tree,
     prefix_case,
     tree_case,
@@ -101,10 +100,7 @@ def test_every_tile_with_its_tree(kernel_device, hopper, monkeypatch, nodes, gro
     launches = []
     for name in ("attention_kernel", "combine_kernel"):
         monkeypatch.setattr(launch, name, counted(getattr(launch, name), launches))
-    context.capture = Capture()
-    context = context.to(kernel_device)
-    out = context.attend(TRITON_BACKEND, 0, *on(kernel_device, query, key, value), scaling=SCALING)
-    assert_within_budget(on("cpu", out, context.capture.collected[0][3]), exact, plain)
+    assert_within_budget(attended(context, TRITON_BACKEND, query, key, value, kernel_device), exact, plain)
     (options, grid), (_, _) = launches
     config = hybrid_config(nodes * groups, size, size, 2, HOPPER)
     assert (options["BLOCK_ROWS"], options["BLOCK_KEYS"]) == (config.block_rows, config.block_keys)
