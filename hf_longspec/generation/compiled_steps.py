@@ -218,7 +218,7 @@ class FixedSteps:
             mask (`torch.BoolTensor` of shape `(B, 1, N, N)`): Mask between the tokens.
             context ([`StepContext`]): Attention context, whose capture is filled.
             with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`): Whether to return the input of
-                the final norm too, or of which layers. This needs the open context of [`states_of`].
+                the final norm too, or of which layers. This needs the open context of [`LayerInputs`].
 
         Returns:
             `tuple`, *optional*: Logits `(B, N, vocab)`, and the input of the final norm `(B, N, hidden)` or `None`.

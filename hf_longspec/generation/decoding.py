@@ -265,7 +265,7 @@ class Session:
         first = self.drafter.first_ngram_node
         kept = [path[1:count] for path, count in zip(emission.paths, emission.counts.host, strict=True)]
         ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in kept]
-        self.stats.record_forward(emission.counts.host, None if is_plain else emission.proposed, ngrams)
+        self.stats.record(emission.counts.host, None if is_plain else emission.proposed, ngrams)
 
     def close(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """Update the user's cache, end the stream, and return the result of `generate`."""

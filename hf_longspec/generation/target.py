@@ -19,7 +19,7 @@ from ..attention_backends.lengths import on_device
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .target_modules import logits_under, states_of
+from .target_modules import LayerInputs, logits_under
 from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_traits
 
 try:
@@ -291,7 +291,7 @@ class TargetView:
             `tuple`: Logits `(batch, N, vocab)`, and the input of the final norm `(batch, N, hidden)`, or those of the
             layers that `with_hidden` names, one after another, or `None`.
         """
-        with states_of(self.model, with_hidden) if with_hidden else nullcontext() as caught:
+        with LayerInputs(self.model, with_hidden) if with_hidden else nullcontext() as caught:
             if fixed_shape and self._fixed is not None:
                 result = self._fixed.run(tokens, positions, cache, mask, context, with_hidden)
                 if result is not None:

@@ -58,29 +58,33 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
         ValueError: With the value, the rule and the remedy.
     """
     refuse_cache_implementation(implementation)
-    if is_own(cache):
-        cache.require(input_ids, mask)
-    if user_cache_of(cache) is None:
+    if not (own := is_own(cache)) and user_cache_of(cache) is None:
         return
-    if reason := _why_not(cache):
+    if not own and (reason := _why_not(cache)):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which "
             "is allocated in advance, or leave the argument out."
         )
-    if mask is not None and not bool(mask.all()):
+    stored, is_padded = _stored(cache), mask is not None and not bool(mask.all())
+    if not own and is_padded:
         raise ValueError(
             "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots for the "
             "padding, which the loop drops. Leave past_key_values out, or continue each row in a cache of its own."
         )
-    held = [layer.keys.shape[0] for layer in cache.layers if _holds(layer)]
-    if held and held[0] != input_ids.shape[0]:
+    rows = cache.batch_size if own else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
+    if rows not in (None, len(input_ids)):
         raise ValueError(
-            f"past_key_values has {held[0]} rows and input_ids {input_ids.shape[0]}. Pass the cache of these rows, or "
-            "leave past_key_values out."
+            f"past_key_values has {rows} rows and input_ids {len(input_ids)}. Pass the cache of these rows, or leave "
+            "past_key_values out."
         )
-    if _stored(cache) >= input_ids.shape[1]:
+    if own and stored and (cache.lengths.is_ragged or is_padded):
         raise ValueError(
-            f"past_key_values holds {_stored(cache)} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
+            f"past_key_values holds {cache.lengths.host} tokens: a further turn needs batch size 1, or rows of equal "
+            "length without padding. Continue each row in a cache of its own."
+        )
+    if stored >= input_ids.shape[1]:
+        raise ValueError(
+            f"past_key_values holds {stored} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
             "conversation, which must be longer than what is stored."
         )
 
