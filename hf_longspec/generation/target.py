@@ -337,25 +337,12 @@ class TargetView:
                 return result
         return function(changing, *fixed, *settings)
 
-    def forwards_replayed(
-        self, function: Any, changing: tuple[torch.Tensor, ...], fixed: tuple, settings: tuple, cache: Any, room: int
-    ) -> Any:
+    def forwards_replayed(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of several forwards by one graph; `None`, with nothing done, if they are not captured.
 
         See [`FixedSteps.forwards`] for the arguments.
         """
-        return None if self._fixed is None else self._fixed.forwards(function, changing, fixed, settings, cache, room)
-
-    def draft_chain(
-        self, root: torch.Tensor, count: int, rule: Any, cache: Any, limit: int, draws: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return a chain that the target drafts over a compact cache, and its `q`; `None` if it is not captured.
-
-        See [`FixedSteps.chain`] for the arguments.
-        """
-        if self._fixed is None:
-            return None
-        return self._fixed.chain(root, count, rule, cache, self.windows, limit, draws)
+        return None if self._fixed is None else self._fixed.forwards(*args, **kwargs)
 
     def accept(self, tree: DraftTree, logits: torch.Tensor, rule: Any, cache: SpeculativeCache) -> Any:
         """Return acceptance and [`packed`] result by a captured graph; `None` if the acceptance is not captured."""
