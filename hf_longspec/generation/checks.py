@@ -161,7 +161,7 @@ def pad_token_id_of(config: GenerationConfig) -> int:
     return int(pad) if pad is not None else 0
 
 
-# Settings that are True or False, with the meaning of both.
+# Settings that are True, the default, or False, with the meaning of both.
 FLAGS = {
     "gate": "True switches speculation off while it does not pay, False always speculates.",
     "check_target": ("True compares the first verification of a kind of target with a plain forward, False does not."),

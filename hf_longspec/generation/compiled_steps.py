@@ -91,13 +91,8 @@ class CompiledRunner:
     ) -> Any:
         """Return `function(changing, *fixed)`, or `None`, with nothing done, if it cannot be compiled.
 
-        Args:
-            function (`Callable`): A function without a closure.
-            shape (`tuple`): Hashable values; calls that differ in more than lengths differ in these.
-            changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
-            fixed (`tuple`): Modules, constants, and the buffers that are read and written.
-            module (`torch.nn.Module`): Owner of the graph, which is dropped with it.
-            holder (`Any`): Owner of the buffers. Not used here.
+        See [`CapturedRunner`] for the arguments. Calls that differ in more than lengths differ in `shape`. The graph is
+        dropped with `module`.
         """
         functions = _compiled.setdefault(module, {})
         key = function, shape

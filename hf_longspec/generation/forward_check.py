@@ -19,8 +19,6 @@ from .target import TargetView
 
 logger = logging.get_logger(__name__)
 
-CHECK_DEFAULTS: dict[str, Any] = {"check_target": True}
-
 # Number of tokens that are compared. The tree has one node less than twice this number.
 NUM_TOKENS = 4
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..attention_backends.contexts import StepContext
 from .draft_tree import DraftTree
-from .drafted_chain import drafted_in_graph, noise_of_chain
+from .drafted_chain import drafted_tokens, noise_of_chain
 from .drafter import Binding, Drafter, TreeShape, independent_draws, named
 from .target import TargetView
 
@@ -169,4 +169,4 @@ def _chain(forward, starts, inputs, rule, gamma, limit, is_drawn, windows, conte
         )
         return found[:, 0]
 
-    return drafted_in_graph(rule, root, gamma, logits_after, noise, is_drawn)
+    return drafted_tokens(rule, root, gamma, logits_after, noise, is_drawn)

@@ -24,7 +24,7 @@ from ...attention_backends.contexts import CallCounter, LevelContext, TreeContex
 from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
-from ...generation.drafted_chain import drafted_chain, drafted_in_graph, noise_of_chain
+from ...generation.drafted_chain import drafted_chain, drafted_tokens, noise_of_chain
 from ...generation.drafter import (
     Binding,
     Drafter,
@@ -408,7 +408,7 @@ def _chain(forward, starts, inputs, drafter, count, key):
     noise = inputs[-1] if is_drawn or (rule is not None and rule.do_sample) else None
     inputs = inputs if noise is None else inputs[:-1]
     logits_after = drafter._chain(forward, *starts, inputs, count)
-    return drafted_in_graph(rule, inputs[0], count, logits_after, noise, is_drawn)
+    return drafted_tokens(rule, inputs[0], count, logits_after, noise, is_drawn)
 
 
 def _beam(forward, starts, inputs, drafter, widths, key):
