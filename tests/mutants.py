@@ -274,8 +274,8 @@ MUTATIONS = (
     Mutation(
         "All ranks follow the gate of the first",
         "generation/gate.py",
-        "    return gate if ranks is None else SharedGate(gate, ranks)\n",
-        "    return gate\n",
+        "    gate.ranks = ranks\n",
+        "",
         "tests/robustness/test_tensor_parallel.py",
     ),
     Mutation(

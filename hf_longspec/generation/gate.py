@@ -160,6 +160,10 @@ class SpeculationGate:
             computed. Nothing is tried while the bound is below the cost of trying.
         shadow ([`ShadowDraft`], *optional*): For drafters that propose at next to no cost.
         clock (`Callable[[], float]`, *optional*): Time in seconds.
+
+    Attributes:
+        ranks ([`Ranks`], *optional*): Processes that share the target. Their steps must be the same, so the first one
+            measures and decides for all.
     """
 
     def __init__(
@@ -172,6 +176,7 @@ class SpeculationGate:
         self.tuner = TreeTuner(trees)
         self.shadow = shadow
         self.clock = clock
+        self.ranks: Ranks | None = None
         self.choice = PLAIN  # of the present phase
         self._speedup_bound = speedup_bound
         self._plain = StepStatistics()
@@ -205,7 +210,15 @@ class SpeculationGate:
     def speculates(self) -> bool:
         """Return whether the step that begins now speculates."""
         self._started = self.clock()
-        return self.choice == DRAFT
+        if self.ranks is None:
+            return self.choice == DRAFT
+        speculates, self.tuner.tree = self.ranks.first([self.choice == DRAFT, self.tree])
+        return bool(speculates)
+
+    @property
+    def _measures(self) -> bool:
+        """Whether this process measures steps."""
+        return self.ranks is None or self.ranks.rank == 0
 
     def follow(self, emitted: Sequence[Sequence[int]], propose: Callable[[], DraftTree]) -> None:
         """Compare a shadow draft with the plain step that has ended, and possibly propose the next one.
@@ -214,7 +227,7 @@ class SpeculationGate:
             emitted (`Sequence[Sequence[int]]`): Tokens of every row.
             propose (`Callable[[], DraftTree]`): Makes the tree that would be verified now.
         """
-        if self.shadow is None or self._verdict != PLAIN:
+        if self.shadow is None or self._verdict != PLAIN or not self._measures:
             return
         self.shadow.follow(emitted)
         if self.shadow.is_due(self._now):
@@ -230,6 +243,8 @@ class SpeculationGate:
             rows (`int`): Rows that were growing.
             length (`int`): Tokens of the longest row.
         """
+        if not self._measures:
+            return None
         seconds = self.clock() - self._started
         self._now += seconds
         self._steps += 1
@@ -318,37 +333,6 @@ class SpeculationGate:
             self.tuner.begin()
 
 
-class SharedGate:
-    """The gate of the first rank, for all ranks of a sharded target: their steps must be the same.
-
-    Args:
-        gate ([`SpeculationGate`]): Decides on the first rank alone.
-        ranks ([`Ranks`]): All of them.
-    """
-
-    def __init__(self, gate: SpeculationGate, ranks: Ranks):
-        self.gate = gate
-        self.ranks = ranks
-        self.tree = 0
-
-    def speculates(self) -> bool:
-        """Return the decision of the first rank."""
-        decides = self.ranks.rank == 0
-        speculates, self.tree = self.ranks.first([decides and self.gate.speculates(), self.gate.tree])
-        return bool(speculates)
-
-    def follow(self, emitted: Sequence[Sequence[int]], propose: Callable[[], DraftTree]) -> None:
-        """Follow a shadow draft on the first rank alone."""
-        if self.ranks.rank == 0:
-            self.gate.follow(emitted, propose)
-
-    def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
-        """Count the step on the first rank, which alone reports decisions."""
-        return self.gate.record(tokens, rows, length) if self.ranks.rank == 0 else None
-
-
-Gate = SpeculationGate | SharedGate
-
 # Gates that no call is using, by draft, target, and everything else that steps of a call depend on.
 _kept: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, SpeculationGate]]] = WeakKeyDictionary()
 _kept_lock = Lock()
@@ -356,7 +340,9 @@ _kept_lock = Lock()
 _reported: set[str] = set()
 
 
-def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None, known: SpeculationGate | None = None) -> Gate | None:
+def gate_of(
+    wanted: bool, drafter: Drafter, ranks: Ranks | None, known: SpeculationGate | None = None
+) -> SpeculationGate | None:
     """Return the gate of one call; None if every step may speculate.
 
     Args:
@@ -374,7 +360,8 @@ def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None, known: Speculat
         return known
     shadow = ShadowDraft() if drafter.can_shadow else None
     gate = SpeculationGate(drafter.trees, drafter.speedup_bound, shadow, clock)
-    return gate if ranks is None else SharedGate(gate, ranks)
+    gate.ranks = ranks
+    return gate
 
 
 def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: Callable[[int], bool]) -> Drafter:
@@ -397,7 +384,7 @@ def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: 
             logger.info(message_of(decision))
 
     def keep() -> None:
-        if isinstance(gate, SpeculationGate):
+        if isinstance(gate, SpeculationGate) and gate.ranks is None:
             gate.rest()
             with _kept_lock:
                 _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate
