@@ -5,8 +5,8 @@ empty tensor, which the compiler keeps symbolic: one size if all rows are equall
 large batches of different lengths, the lengths stay in a tensor, and attention masks the slots beyond them. The graph
 reads nothing else on the host, so no graph is built twice. `cuda_graphs.py` has the same interface for captures.
 
-`_step` is the content of a graph. It gets the cache as buffers and lengths, and builds around them the few objects that
-the model's forward expects; the attention context of a step is made again by its own class.
+`_forwards` is the content of a graph. It gets the cache as buffers and lengths, and builds around them the few objects
+that the model's forward expects; the attention context of a step is made again by its own class.
 """
 
 from collections.abc import Callable, Sequence
@@ -216,22 +216,12 @@ class FixedSteps:
         Returns:
             `tuple`, *optional*: Logits `(B, N, vocab)`, and the input of the final norm `(B, N, hidden)` or `None`.
         """
-        layout = self._layout(cache)
+        layout, nodes = self._layout(cache), tokens.shape[1]
         if layout is None:
             return None
-        prefixes = [rows.lengths for rows in layout.groups]
-        if not all(map(self.runner.takes, prefixes)):
-            return None
-        nodes, members, buffers = tokens.shape[1], layout.members, layout.buffers
-        known = tuple(map(self.runner.knows, prefixes))
-        sizes = [self.runner.sizes(prefix, nodes, layout.capacity) for prefix in prefixes]
-        lengths = [prefix.on(tokens.device) for prefix in prefixes]
         more, settings = context.of_step()
-        changing = (tokens, positions, mask, *lengths, *more)
-        graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
-        shape = *tokens.shape, type(context), known, members, settings, with_hidden, graph
-        fixed = self.model, type(context), members, known, settings, with_hidden, sizes, buffers
-        result = self.runner(_step, shape, changing, fixed, self.model, cache)
+        step = layout.members, type(context), settings, with_hidden
+        result = self._call(_step, (tokens, positions, mask, *more), (self.model, *step), step, cache, nodes)
         if result is None:
             return None
         logits, hidden, collected, scored = result
@@ -240,7 +230,8 @@ class FixedSteps:
         for layer_idx, scores in scored:
             context.capture.keep_scores(layer_idx, scores, context.lengths)
         for layer_idx, query, lse, options in collected:
-            stored = buffers[layer_idx][0][:, :, : prefixes[members[layer_idx]].longest + nodes]
+            prefix = layout.groups[layout.members[layer_idx]].lengths
+            stored = layout.buffers[layer_idx][0][:, :, : prefix.longest + nodes]
             context.capture.collect(layer_idx, query, stored, lse, lengths=context.lengths, **options)
         self._logits = logits if self.runner.captures else None
         return logits, hidden
@@ -281,18 +272,24 @@ class FixedSteps:
         Returns:
             Result of `function`; `None`, with nothing done, if it cannot be captured.
         """
-        captures = self.runner.captures and (is_compiled or getattr(self.runner, "inner", None) is None)
-        layout = self._layout(cache) if captures else None
-        if layout is None:
+        if not self.runner.captures or not (is_compiled or getattr(self.runner, "inner", None) is None):
             return None
-        prefixes = [rows.lengths for rows in layout.groups]
+        self._results = self._call(function, changing, fixed, settings, cache, room)
+        return self._results
+
+    def _call(self, function, changing, fixed, settings, cache, room) -> Any:
+        """Run [`FixedSteps.forwards`], compiled or captured."""
+        layout = self._layout(cache)
+        prefixes = [] if layout is None else [rows.lengths for rows in layout.groups]
+        if layout is None or not all(map(self.runner.takes, prefixes)):
+            return None
+        known = tuple(map(self.runner.knows, prefixes))
         sizes = [self.runner.sizes(prefix, room, layout.capacity) for prefix in prefixes]
         inputs = *(prefix.on(changing[0].device) for prefix in prefixes), *changing
         graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
-        shape = function, *(x.shape for x in inputs), settings, room, graph
-        everything = function, self.model, layout.members, sizes, layout.buffers, fixed
-        self._results = self.runner(_forwards, shape, inputs, everything, self.model, cache)
-        return self._results
+        shape = function, *(x.shape for x in inputs), settings, room, known, graph
+        everything = function, self.model, layout.members, known, sizes, layout.buffers, fixed
+        return self.runner(_forwards, shape, inputs, everything, self.model, cache)
 
     def accept(
         self, tree: DraftTree, logits: torch.Tensor, rule: TokenRule, cache: Any
@@ -327,7 +324,7 @@ class FixedSteps:
         return acceptance, whole
 
 
-def _forwards(changing, function, model, members, sizes, buffers, fixed):
+def _forwards(changing, function, model, members, known, sizes, buffers, fixed):
     """Run [`FixedSteps.forwards`] inside a graph."""
     lengths, inputs = changing[: len(sizes)], changing[len(sizes) :]
 
@@ -335,8 +332,21 @@ def _forwards(changing, function, model, members, sizes, buffers, fixed):
         cache = StepCache(buffers, _places(members, starts, tokens))
         return logits_under(context, model, tokens, positions, cache, mask)
 
-    starts = [SeqLens.in_graph(length, size, 0) for length, size in zip(lengths, sizes, strict=True)]
+    starts = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
     return function(forward, starts, inputs, *fixed)
+
+
+def _step(forward, starts, inputs, model, members, kind, settings, with_hidden):
+    """Run the model under a context of this kind; return logits, input of the final norm, and data for a capture."""
+    tokens, positions, mask, *more = inputs
+    kept = Collected()
+    context = kind.in_graph(more, settings, mask, [starts[group] for group in members], kept)
+
+    def step():
+        return forward(tokens, positions, mask, context, *starts)
+
+    logits, hidden = with_final_norm_input(model, step, with_hidden) if with_hidden else (step(), None)
+    return logits, hidden, kept.layers, kept.scored
 
 
 def _accept(changing, logits, q, is_copied, rule, max_depth, is_chain):
@@ -404,22 +414,6 @@ class Collected:
     ) -> None:
         """Keep queries and log-sum-exp of one layer."""
         self.layers.append((layer_idx, query, lse, {"scaling": scaling, "softcap": softcap}))
-
-
-def _step(changing, model, kind, members, known, settings, with_hidden, sizes, buffers):
-    """Run the model under a context of this kind; return logits, input of the final norm, and data for a capture."""
-    tokens, positions, mask, *rest = changing
-    lengths, more = rest[: len(sizes)], rest[len(sizes) :]
-    prefixes = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
-    kept = Collected()
-    context = kind.in_graph(more, settings, mask, [prefixes[group] for group in members], kept)
-    cache = StepCache(buffers, _places(members, prefixes, tokens))
-
-    def forward():
-        return logits_under(context, model, tokens, positions, cache, mask)
-
-    logits, hidden = with_final_norm_input(model, forward, with_hidden) if with_hidden else (forward(), None)
-    return logits, hidden, kept.layers, kept.scored
 
 
 def _places(members, prefixes, tokens) -> list[tuple]:

@@ -274,15 +274,13 @@ def _plain(values: Any) -> Iterator[Any]:
 class Workspace:
     """Buffers of one call of `generate` that a later call may use again, with the graphs that are bound to them.
 
-    Args:
-        cache ([`SpeculativeCache`], *optional*): The target's cache.
-
     Attributes:
+        cache ([`SpeculativeCache`], *optional*): The target's cache.
         parts (`dict[tuple, Any]`): Buffers of the drafter, by what they were made for.
     """
 
-    def __init__(self, cache: SpeculativeCache | None = None):
-        self.cache = cache
+    def __init__(self) -> None:
+        self.cache: SpeculativeCache | None = None
         self.parts: dict[tuple, Any] = {}
 
     def part(self, key: tuple, make: Callable[[], Any]) -> Any:
