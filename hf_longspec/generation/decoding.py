@@ -128,8 +128,8 @@ class Session:
         self.rotary = RotaryLimit(target.model, target.config, [len(text) for text in self.prompts.texts])
         self.rotary.refuse(width, self.max_length, self.stored, generation_config.prefill_chunk_size)
         nodes = draft.num_tree_nodes(target)
-        is_lent = own is not None or self.user_cache is not None
-        self.workspace = None if is_lent else target.workspace(draft, batch_size, self.max_length)
+        keeps_buffers = target.captures and own is None and self.user_cache is None
+        self.workspace = target.runner.workspace(batch_size, self.max_length) if keeps_buffers else None
         kept = None if self.workspace is None else self.workspace.cache
         self.cache = own or kept or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
         self.cache.reserve(self.max_length, nodes)
@@ -258,7 +258,7 @@ class Session:
         cache = self.cache if self.user_cache is None else self.user_cache.cache
         result = self.outputs.result(self.sequences, cache, self.stats)
         if self.workspace is not None and not self.outputs.as_dict:  # a cache that was returned is the caller's
-            self.target.keep_workspace(self.draft, self.workspace, self.cache)
+            self.target.runner.keep(self.workspace, self.cache)
         return result
 
     def keep_partial(self) -> None:

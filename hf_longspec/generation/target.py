@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,10 +24,9 @@ from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_trai
 
 try:
     from .compiled_steps import FixedSteps
-    from .cuda_graphs import CapturedRunner, keep_workspace, take_workspace
     from .parallel import Ranks
 except ImportError:  # a published draft runs every step as it is, in one process
-    FixedSteps = Ranks = CapturedRunner = keep_workspace = take_workspace = None  # type: ignore[assignment,misc]
+    FixedSteps = Ranks = None  # type: ignore[assignment,misc]
 
 ATTENTION_NAME = "hf_longspec"
 # One lock per model, held while its attention implementation is switched. Re-entrant, as a criterion may call generate.
@@ -52,7 +51,7 @@ class TargetView:
     def __init__(self, model: PreTrainedModel, runner: Any = None):
         self.model = model
         self.ranks = None if Ranks is None else Ranks.of(model)
-        self.runner = runner if self.ranks is None else None  # collectives inside a graph are untested
+        self.runner: Any = runner if self.ranks is None else None  # collectives inside a graph are untested
         self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         self.config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(model).forward).parameters
@@ -307,16 +306,6 @@ class TargetView:
     def captures(self) -> bool:
         """Whether steps are captured as CUDA graphs."""
         return self.runner is not None and self.runner.captures
-
-    def workspace(self, draft: Any, batch_size: int, max_length: int) -> Any:
-        """Return the [`Workspace`] of a call of `generate`; `None` if steps are not captured."""
-        if not self.captures:
-            return None
-        return take_workspace(draft, cast(CapturedRunner, self.runner), batch_size, max_length)
-
-    def keep_workspace(self, draft: Any, workspace: Any, cache: SpeculativeCache) -> None:
-        """Keep the workspace and the cache of a call that has returned neither, for the next call."""
-        keep_workspace(draft, cast(CapturedRunner, self.runner), workspace, cache)
 
     def replayed(
         self, function: Any, changing: tuple[torch.Tensor, ...], fixed: tuple, holder: Any, settings: tuple = ()
