@@ -70,9 +70,8 @@ class DraftTree:
             q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*): As of the class.
         """
         batch_size, num_nodes = tokens.shape
-        structure = dict(_chain_structure(batch_size, num_nodes, tokens.device))
-        parents, all_valid = structure.pop("parents"), structure.pop("valid")
-        tree = cls(tokens, parents, all_valid if valid is None else valid, q, is_chain=True)
+        structure = _chain_structure(batch_size, num_nodes, tokens.device)
+        tree = cls(tokens, structure["parents"], structure["valid"] if valid is None else valid, q, is_chain=True)
         if valid is None:  # fills the cached properties, so that a step launches no kernel for them
             tree.__dict__.update(structure)
         return tree

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..attention_backends.beside import name_beside
@@ -355,14 +356,12 @@ class Step:
 
 def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[DraftTree, list[int]]:
     """Return the last `count` tokens of every prompt as a chain, and how many of them each row has."""
-    sizes = [min(count, len(prompt)) for prompt in prompts]
-    width = max(sizes)
-    device = prompts[0].device
-    tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
-    for row, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
-        tokens[row, :size] = prompt[len(prompt) - size :]
-    valid = torch.arange(width, device=device) < torch.tensor(sizes, device=device)[:, None]
-    return DraftTree.chain(tokens, valid if min(sizes) < width else None), sizes
+    tails = [prompt[-count:] for prompt in prompts]
+    sizes, tokens = [len(tail) for tail in tails], pad_sequence(tails, batch_first=True)
+    if min(sizes) == tokens.shape[1]:
+        return DraftTree.chain(tokens), sizes
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return DraftTree.chain(tokens, places < torch.tensor(sizes, device=tokens.device)[:, None]), sizes
 
 
 def _attention_configs(model: PreTrainedModel) -> list[tuple[Any, str]]:
