@@ -287,7 +287,7 @@ class FixedSteps:
         sizes = [self.runner.sizes(prefix, room, layout.capacity) for prefix in prefixes]
         inputs = *(prefix.on(changing[0].device) for prefix in prefixes), *changing
         graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
-        shape = function, *(x.shape for x in inputs), settings, room, known, graph
+        shape = function, *(x.shape for x in inputs), *settings, room, known, graph
         everything = function, self.model, layout.members, known, sizes, layout.buffers, fixed
         return self.runner(_forwards, shape, inputs, everything, self.model, cache)
 

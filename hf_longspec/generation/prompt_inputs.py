@@ -7,7 +7,7 @@ their embeddings.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -180,7 +180,7 @@ class Prompts:
         start, has_inputs = cache.get_seq_length(), bool(self.types or self.others)
         sizes = [min(seed_tokens, len(prompt)) for prompt in self._new]
         if has_inputs:
-            sizes = self._run_with_inputs(target, self._new, cache, seed_tokens)
+            sizes = self._run_with_inputs(target, cache, seed_tokens)
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
         if max(map(len, heads)) and not has_inputs:
             # whole prompts after the limit, since there the last token decides the frequencies of all
@@ -189,12 +189,10 @@ class Prompts:
         cache.set_lengths([start + len(head) for head in heads])
         return [prompt[len(head) :] for prompt, head in zip(self._new, heads, strict=True)]
 
-    def _run_with_inputs(
-        self, target: TargetView, prompts: Sequence[torch.Tensor], cache: SpeculativeCache, most: int
-    ) -> list[int]:
+    def _run_with_inputs(self, target: TargetView, cache: SpeculativeCache, most: int) -> list[int]:
         """Run whole prompts in one forward, and return how many tokens at the end of each are text, `most` at most."""
-        model, names = target.model, _names(self.types | self.others)
-        tokens = pad_sequence(list(prompts), batch_first=True)
+        model, prompts, names = target.model, self._new, _names(self.types | self.others)
+        tokens = pad_sequence(prompts, batch_first=True)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=tokens.device)
         columns, of_row = last.unique(return_inverse=True)

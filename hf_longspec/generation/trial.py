@@ -55,11 +55,9 @@ def known_traits(model: PreTrainedModel, config: Any) -> LayerTraits | None:
 
 
 def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
-    """Return the traits of the attention layers of `model`, found once and again if the text config has changed.
+    """Return the traits of the attention layers of `model`, found once and again if its text `config` has changed.
 
-    Args:
-        model (`PreTrainedModel`): A model that runs under an attention implementation of this package.
-        config (`PreTrainedConfig`): Its text config.
+    The model runs under an attention implementation of this package.
     """
     if (known := known_traits(model, config)) is not None:
         return known
