@@ -162,11 +162,9 @@ def _chain(forward, starts, inputs, rule, gamma, limit, is_drawn, windows, conte
 
     def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
         positions = (first + depth)[:, None].clamp_max(limit - 1)
-        ends = [start.plus(depth + 1) for start in starts]
-        context = context_of(ends, positions, windows, *changing, *fixed)
-        found: torch.Tensor = forward(
-            token[:, None], positions, mask, context, *(start.plus(depth) for start in starts)
-        )
+        here = [start.plus(depth) for start in starts]
+        context = context_of([start.plus(1) for start in here], positions, windows, *changing, *fixed)
+        found: torch.Tensor = forward(token[:, None], positions, mask, context, *here)
         return found[:, 0]
 
     return drafted_tokens(rule, root, gamma, logits_after, noise, is_drawn)

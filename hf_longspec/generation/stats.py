@@ -142,14 +142,9 @@ class SpeculationStats:
         """Return all counts, times and ratios for JSON, without single steps and text."""
         counts = replace(self, partial_sequences=None, emitted_per_step=[], drafted_per_step=[])
         left_out = ("partial_sequences", "emitted_per_step", "drafted_per_step")
+        ratios = ("mean_acceptance_length", "draft_acceptance_rate", "rest_seconds", "tokens_per_second")
         sums = {name: value for name, value in asdict(counts).items() if name not in left_out}
-        return {
-            **sums,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "draft_acceptance_rate": self.draft_acceptance_rate,
-            "rest_seconds": self.rest_seconds,
-            "tokens_per_second": self.tokens_per_second,
-        }
+        return sums | {name: getattr(self, name) for name in ratios}
 
     def __str__(self) -> str:
         return (
