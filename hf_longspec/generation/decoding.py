@@ -31,7 +31,7 @@ from .sampling import TokenRule
 from .sequences import Sequences
 from .stats import SpeculationStats
 from .target import Step, TargetView, chain_of_last_tokens
-from .user_cache import is_own, user_cache_of
+from .user_cache import bring_up_to_date, is_own, take_over, user_cache_of
 from .verification import Acceptance, packed
 
 try:
@@ -134,7 +134,7 @@ class Session:
         self.cache = own or kept or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
         self.cache.reserve(self.max_length, nodes)
         if self.user_cache is not None:
-            self.user_cache.lend_to(self.cache)
+            take_over(self.user_cache, self.cache)
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
@@ -255,7 +255,7 @@ class Session:
         """Update the user's cache, end the stream, and return the result of `generate`."""
         self._settle()
         self.sequences.end()
-        cache = self.cache if self.user_cache is None else self.user_cache.cache
+        cache = self.cache if self.user_cache is None else self.user_cache
         result = self.outputs.result(self.sequences, cache, self.stats)
         if self.workspace is not None and not self.outputs.as_dict:  # a cache that was returned is the caller's
             self.target.runner.keep(self.workspace, self.cache)
@@ -284,7 +284,7 @@ class Session:
         lengths = (len(text) + len(new) - 1 for text, new in rows)
         self.cache.set_lengths([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
         if self.user_cache is not None:
-            self.user_cache.update_from(self.cache)
+            bring_up_to_date(self.user_cache, self.cache)
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.draft_state_bytes = self.drafter.state_bytes
         self.drafter.keep()

@@ -18,14 +18,14 @@ def is_own(cache: Any) -> bool:
     return getattr(cache, "_is_longspec_cache", False)
 
 
-def user_cache_of(cache: Any) -> "UserCache | None":
+def user_cache_of(cache: Any) -> DynamicCache | None:
     """Return the user's cache, or `None` for a [`SpeculativeCache`] and for the empty cache that `generate` creates.
 
     `generate` marks a cache that it was given, and not one that it creates.
     """
     if cache is None or is_own(cache) or not (getattr(cache, "_is_user_defined", False) or _stored(cache)):
         return None
-    return UserCache(cache)
+    return cache
 
 
 def refuse_cache_implementation(implementation: str | None) -> None:
@@ -89,46 +89,37 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
         )
 
 
-class UserCache:
-    """Take over and update a `DynamicCache` of the user.
+def take_over(cache: DynamicCache, own: SpeculativeCache) -> None:
+    """Copy the entries of the user's cache to `own`, layer by layer, and point its layers to the copy.
 
-    Args:
-        cache (`DynamicCache`): The cache, checked by [`refuse_cache`].
+    This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
+    as no later token attends to them.
     """
+    stored = _stored(cache)
+    for layer, taken in zip(cache.layers, own.layers, strict=False):
+        if _holds(layer):
+            taken.lazy_initialization(layer.keys, layer.values)
+            first = stored - layer.keys.shape[2]
+            taken.keys[:, :, first:stored] = layer.keys
+            taken.values[:, :, first:stored] = layer.values
+            _point(layer, taken.keys, taken.values, stored)
+    own.set_lengths([stored] * own.batch_size)
 
-    def __init__(self, cache: DynamicCache):
-        self.cache = cache
-        self.stored = _stored(cache)
 
-    def lend_to(self, own: SpeculativeCache) -> None:
-        """Copy the stored entries to `own`, layer by layer, and point the layers to the copy, which frees the original.
+def bring_up_to_date(cache: DynamicCache, own: SpeculativeCache) -> None:
+    """Point the layers of the user's cache to the entries of `own`, as many as the shortest row has.
 
-        A layer with a sliding window holds its last tokens only. The slots before them stay zero, as no later token
-        attends to them.
-        """
-        for layer, taken in zip(self.cache.layers, own.layers, strict=False):
-            if _holds(layer):
-                taken.lazy_initialization(layer.keys, layer.values)
-                first = self.stored - layer.keys.shape[2]
-                taken.keys[:, :, first : self.stored] = layer.keys
-                taken.values[:, :, first : self.stored] = layer.values
-                _point(layer, taken.keys, taken.values, self.stored)
-        own.set_lengths([self.stored] * own.batch_size)
-
-    def update_from(self, own: SpeculativeCache) -> None:
-        """Point the layers to the entries of `own`, as many as the shortest row has.
-
-        The next call computes the missing tokens of longer rows, like any other token of its input.
-        """
-        length = min(own.lengths.host)
-        for index, taken in enumerate(own.layers):
-            if taken.is_initialized:
-                while len(self.cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
-                    self.cache.layers.append(DynamicLayer())
-                layer = self.cache.layers[index]
-                if not layer.is_initialized:
-                    layer.lazy_initialization(taken.keys, taken.values)
-                _point(layer, taken.keys, taken.values, length)
+    The next call computes the missing tokens of longer rows, like any other token of its input.
+    """
+    length = min(own.lengths.host)
+    for index, taken in enumerate(own.layers):
+        if taken.is_initialized:
+            while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
+                cache.layers.append(DynamicLayer())
+            layer = cache.layers[index]
+            if not layer.is_initialized:
+                layer.lazy_initialization(taken.keys, taken.values)
+            _point(layer, taken.keys, taken.values, length)
 
 
 def _point(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
