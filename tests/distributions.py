@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_longspec.auditing_sampling import MIN_EXPECTED
-from hf_longspec.generation.draft_tree import DraftTree
+from hf_longspec.generation.draft_tree import DraftTree, trie_of, trie_table
 
 # Seconds on one CPU core, and enough to see the wrong rules of tests/generation/test_verification.py by 10 sigma.
 SHORT_ROWS = 20_000
@@ -132,6 +132,14 @@ class MarkovTarget:
         extended = torch.cat([prefix.expand(self.vocab_size, -1), torch.arange(self.vocab_size)[:, None]], dim=1)
         first = self.scores(prefix[None])[0].double().softmax(-1)
         return first[:, None] * self.scores(extended).double().softmax(-1)
+
+
+def trie(
+    paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes: int, max_depth: int | None = None
+) -> DraftTree:
+    """Tree of `num_nodes` nodes that merges the paths of each row, none longer than `max_depth`."""
+    max_depth = num_nodes - 1 if max_depth is None else max_depth
+    return trie_of(trie_table(paths, root, num_nodes, max_depth), root, max_depth)
 
 
 def random_tree(seed: int, batch_size: int, num_nodes: int, vocab_size: int, padding: float = 0.2) -> DraftTree:

@@ -232,7 +232,7 @@ MUTATIONS = (
     Mutation(
         "The user's cache is brought up to date",
         "generation/decoding.py",
-        "            self.user_cache.update_from(self.cache)\n",
+        "            bring_up_to_date(self.user_cache, self.cache)\n",
         "            pass\n",
         "tests/generation/test_cache.py",
     ),
@@ -274,8 +274,8 @@ MUTATIONS = (
     Mutation(
         "All ranks follow the gate of the first",
         "generation/gate.py",
-        "    return gate if ranks is None else SharedGate(gate, ranks)\n",
-        "    return gate\n",
+        "    gate.ranks = ranks\n",
+        "",
         "tests/robustness/test_tensor_parallel.py",
     ),
     Mutation(

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_longspec
 from hf_longspec.cli.publish import publish
-from hf_longspec.generation.target_modules import FinalNormInput, TargetEnds
+from hf_longspec.generation.target_modules import LayerInputs, TargetEnds
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -172,7 +172,7 @@ def test_the_bundled_drafts(target, prompt):
 def test_the_bundled_heads(target, prompt):
     """Each head hits the target's own choice as often as when it was published."""
     heads = AutoModel.from_pretrained(TOKENSWIFT, dtype=torch.float32)
-    with FinalNormInput(target) as caught:
+    with LayerInputs(target, True) as caught:
         best = target(prompt).logits.argmax(-1)
     ends = TargetEnds(target)
     ranked = ends.head(heads(caught.hidden, ends.embed(prompt))).topk(3).indices

@@ -71,18 +71,11 @@ def _attends(module: nn.Module) -> bool:
 @cache
 def _keeps_keywords(kind: type) -> bool:
     """Return whether a forward accepts any keyword and passes none on."""
-    name = _keywords_name(kind)
-    if name is None or not (source := _source(kind)):  # transformers, too, trusts a model without source
-        return False
-    used = (node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name))
-    return name not in used
-
-
-@cache
-def _keywords_name(kind: type) -> str | None:
-    """Return the name of the parameter that takes any keyword, such as `kwargs`; `None` if there is none."""
     parameters = inspect.signature(kind.forward).parameters.values()  # type: ignore[attr-defined]
-    return next((parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD), None)
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD]
+    if not names or not (source := _source(kind)):  # transformers, too, trusts a model without source
+        return False
+    return names[0] not in (node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name))
 
 
 @cache

@@ -250,30 +250,6 @@ class SpeculativeCache(Cache):
         for layer in self.layers:
             layer.length = self.lengths.longest
 
-    def require(self, input_ids: torch.Tensor, mask: torch.Tensor | None) -> None:
-        """Check that this cache can continue `input_ids` `(batch, P)`, padded where `mask` is 0.
-
-        Raises:
-            ValueError: If the cache was made for another batch, or its rows cannot be continued.
-        """
-        stored = self.get_seq_length()
-        if input_ids.shape[0] != self.batch_size:
-            raise ValueError(
-                f"past_key_values has {self.batch_size} rows and input_ids {input_ids.shape[0]}. Pass the cache of "
-                "these rows, or leave past_key_values out."
-            )
-        padded = mask is not None and not bool(mask.all())
-        if stored and (self.lengths.is_ragged or padded):
-            raise ValueError(
-                f"past_key_values holds {self.lengths.host} tokens: a further turn needs batch size 1, or rows of "
-                "equal length without padding. Continue each row in a cache of its own."
-            )
-        if stored >= input_ids.shape[1]:
-            raise ValueError(
-                f"past_key_values holds {stored} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
-                "conversation, which must be longer than what is stored."
-            )
-
     def reserve(self, max_length: int, tree_slots: int) -> None:
         """Make room for `max_length` committed tokens and `tree_slots` staged ones, with at most one reallocation."""
         self.tree_slots = max(self.tree_slots, tree_slots)

@@ -65,14 +65,7 @@ def refuse_unsupported(
 
 
 def refuse_target(target: TargetView, draft: type, max_length: int | None = None) -> None:
-    """Refuse a model that cannot be used with any draft.
-
-    Args:
-        max_length (`int`, *optional*): Maximum number of tokens of a text, if known.
-
-    Raises:
-        ValueError: With every reason.
-    """
+    """Refuse a model that cannot be used with any draft, with every reason; see [`TargetView.why_not`]."""
     if reasons := target.why_not(max_length):
         raise ValueError(
             f"{type(target.model).__name__} cannot be used with assistant_model={draft.__name__}: "
@@ -161,7 +154,7 @@ def pad_token_id_of(config: GenerationConfig) -> int:
     return int(pad) if pad is not None else 0
 
 
-# Settings that are True or False, with the meaning of both.
+# Settings that are True, the default, or False, with the meaning of both.
 FLAGS = {
     "gate": "True switches speculation off while it does not pay, False always speculates.",
     "check_target": ("True compares the first verification of a kind of target with a plain forward, False does not."),
@@ -169,14 +162,7 @@ FLAGS = {
 
 
 def check_flags(setting: Callable[[str], Any]) -> None:
-    """Refuse a value of one of `FLAGS` that is not a bool.
-
-    Args:
-        setting (`Callable[[str], Any]`): Function from the name of a setting to its value.
-
-    Raises:
-        ValueError: With the value, the rule and the remedy.
-    """
+    """Refuse a value of one of `FLAGS` that is not a bool. `setting` returns the value of a setting by its name."""
     for name, meaning in FLAGS.items():
         if type(value := setting(name)) is not bool:
             raise ValueError(f"{name}={value!r}: expected True or False. {meaning}")

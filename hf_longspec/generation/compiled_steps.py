@@ -5,8 +5,8 @@ empty tensor, which the compiler keeps symbolic: one size if all rows are equall
 large batches of different lengths, the lengths stay in a tensor, and attention masks the slots beyond them. The graph
 reads nothing else on the host, so no graph is built twice. `cuda_graphs.py` has the same interface for captures.
 
-`_step` is the content of a graph. It gets the cache as buffers and lengths, and builds around them the few objects that
-the model's forward expects; the attention context of a step is made again by its own class.
+`_forwards` is the content of a graph. It gets the cache as buffers and lengths, and builds around them the few objects
+that the model's forward expects; the attention context of a step is made again by its own class.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..attention_backends.contexts import GraphStep, SparseContext
+from ..attention_backends.contexts import GraphStep
 from ..attention_backends.lengths import SeqLens
 from .cache import Rows
 from .cuda_graphs import CapturedRunner
 from .draft_tree import DraftTree
-from .drafted_chain import drafted_in_graph, noise_of_chain
 from .sampling import TokenRule, warped
 from .target_modules import logits_under, with_final_norm_input
 from .verification import Acceptance, packed
@@ -93,13 +92,8 @@ class CompiledRunner:
     ) -> Any:
         """Return `function(changing, *fixed)`, or `None`, with nothing done, if it cannot be compiled.
 
-        Args:
-            function (`Callable`): A function without a closure.
-            shape (`tuple`): Hashable values; calls that differ in more than lengths differ in these.
-            changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
-            fixed (`tuple`): Modules, constants, and the buffers that are read and written.
-            module (`torch.nn.Module`): Owner of the graph, which is dropped with it.
-            holder (`Any`): Owner of the buffers. Not used here.
+        See [`CapturedRunner`] for the arguments. Calls that differ in more than lengths differ in `shape`. The graph is
+        dropped with `module`.
         """
         functions = _compiled.setdefault(module, {})
         key = function, shape
@@ -196,9 +190,9 @@ class FixedSteps:
         self.model = model
         self.runner = runner
         self._layouts: dict[int, Layout] = {}
-        # Logits of the last step and distributions of the last chain, which the next replay overwrites.
+        # Logits of the last step and results of the last forwards, which the next replay overwrites.
         self._logits: torch.Tensor | None = None
-        self._q: torch.Tensor | None = None
+        self._results: Any = None
 
     def run(
         self,
@@ -218,27 +212,17 @@ class FixedSteps:
             mask (`torch.BoolTensor` of shape `(B, 1, N, N)`): Mask between the tokens.
             context ([`StepContext`]): Attention context, whose capture is filled.
             with_hidden (`bool` or `tuple[int, ...]`, *optional*, defaults to `False`): Whether to return the input of
-                the final norm too, or of which layers. This needs the open context of [`states_of`].
+                the final norm too, or of which layers. This needs the open context of [`LayerInputs`].
 
         Returns:
             `tuple`, *optional*: Logits `(B, N, vocab)`, and the input of the final norm `(B, N, hidden)` or `None`.
         """
-        layout = self._layout(cache)
+        layout, nodes = self._layout(cache), tokens.shape[1]
         if layout is None:
             return None
-        prefixes = [rows.lengths for rows in layout.groups]
-        if not all(map(self.runner.takes, prefixes)):
-            return None
-        nodes, members, buffers = tokens.shape[1], layout.members, layout.buffers
-        known = tuple(map(self.runner.knows, prefixes))
-        sizes = [self.runner.sizes(prefix, nodes, layout.capacity) for prefix in prefixes]
-        lengths = [prefix.on(tokens.device) for prefix in prefixes]
         more, settings = context.of_step()
-        changing = (tokens, positions, mask, *lengths, *more)
-        graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
-        shape = *tokens.shape, type(context), known, members, settings, with_hidden, graph
-        fixed = self.model, type(context), members, known, settings, with_hidden, sizes, buffers
-        result = self.runner(_step, shape, changing, fixed, self.model, cache)
+        step = layout.members, type(context), settings, with_hidden
+        result = self._call(_step, (tokens, positions, mask, *more), (self.model, *step), step, cache, nodes)
         if result is None:
             return None
         logits, hidden, collected, scored = result
@@ -247,7 +231,8 @@ class FixedSteps:
         for layer_idx, scores in scored:
             context.capture.keep_scores(layer_idx, scores)
         for layer_idx, query, lse, options in collected:
-            stored = buffers[layer_idx][0][:, :, : prefixes[members[layer_idx]].longest + nodes]
+            prefix = layout.groups[layout.members[layer_idx]].lengths
+            stored = layout.buffers[layer_idx][0][:, :, : prefix.longest + nodes]
             context.capture.collect(layer_idx, query, stored, lse, lengths=context.lengths, **options)
         self._logits = logits if self.runner.captures else None
         return logits, hidden
@@ -261,51 +246,6 @@ class FixedSteps:
             layout = self._layouts[id(cache)] = Layout.of(cache, self.runner.buffer)
         return layout
 
-    def chain(
-        self,
-        root: torch.Tensor,
-        count: int,
-        rule: TokenRule | None,
-        cache: Any,
-        windows: Any,
-        limit: int,
-        draws: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Draft a chain with the target over a compact cache, in one graph.
-
-        Args:
-            root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
-            count (`int`): Number of tokens to draft.
-            rule ([`TokenRule`], *optional*): Rule that chooses the tokens; the argmax without one.
-            cache ([`CompactCache`]): Cache of the drafting steps.
-            windows (`tuple[int | None, ...]`): Sliding window of every layer.
-            limit (`int`): Bound on positions.
-            draws (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Noise to draw the tokens with, independent
-                of the rule's.
-
-        Returns:
-            `tuple`, *optional*: The roots and the drafted tokens `(B, count + 1)`, and with `draws` the distributions
-            that they were drawn from, `(B, count + 1, vocab)`. `None`, with nothing done, if this cannot be captured.
-        """
-        layout = self._layout(cache) if self.runner.captures and (rule is None or rule.fits_graphs) else None
-        if layout is None:
-            return None
-        prefixes = [rows.lengths for rows in layout.groups]
-        # a step reads one slot more than the step before it
-        ends = (SeqLens.equal(prefix.longest + count - 1, len(root)) for prefix in prefixes)
-        sizes = [self.runner.sizes(end, 1, layout.capacity) for end in ends]
-        noise = noise_of_chain(rule, count, draws)
-        lengths = [prefix.on(root.device) for prefix in prefixes]
-        changing = (root, cache.dense_used.lengths.on(root.device), *lengths, *noise)
-        graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
-        shape = len(root), count, () if rule is None else rule.key, windows, limit, draws is not None, graph
-        settings = cache.dense_layers, windows
-        fixed = self.model, layout.members, sizes, layout.buffers, settings, count, rule, limit, draws is not None
-        result = self.runner(_chain, shape, changing, fixed, self.model, cache)
-        if result is not None:
-            self._q = result[1]
-        return result
-
     def forwards(
         self,
         function: Callable[..., Any],
@@ -314,30 +254,42 @@ class FixedSteps:
         settings: tuple,
         cache: Any,
         room: int,
+        is_compiled: bool = False,
     ) -> Any:
         """Run a function of several forwards in one graph.
 
         Args:
             function (`Callable`): A function of `forward`, the lengths of the cache, `changing` and `fixed`, without a
-                closure. `forward(tokens, positions, mask, context, start)` stages tokens `(B, N)` in the slots from
-                `start` on and returns their logits.
+                closure. The lengths are one [`SeqLens`], or two for a compact cache with dense layers, that of layer 0
+                first. `forward(tokens, positions, mask, context, *starts)` stages tokens `(B, N)` in the slots from
+                such lengths on and returns their logits.
             changing (`tuple[torch.Tensor, ...]`): Small inputs, new in every call.
             fixed (`tuple`): Objects that stay the same for the same `cache` and `settings`.
             settings (`tuple`): Hashable values.
-            cache ([`SpeculativeCache`]): Cache whose rows all layers share.
+            cache ([`SpeculativeCache`] or [`CompactCache`]): Cache of the forwards.
             room (`int`): Slots after the prefix that the forwards use.
+            is_compiled (`bool`, *optional*, defaults to `False`): Whether all forwards may be compiled together.
 
         Returns:
             Result of `function`; `None`, with nothing done, if it cannot be captured.
         """
-        captures = self.runner.captures and getattr(self.runner, "inner", None) is None  # compiled one by one
-        layout = self._layout(cache) if captures else None
-        if layout is None:
+        if not self.runner.captures or not (is_compiled or getattr(self.runner, "inner", None) is None):
             return None
-        sizes = self.runner.sizes(cache.lengths, room, layout.capacity)
-        inputs = cache.lengths.on(changing[0].device), *changing
-        shape = function, *(x.shape for x in inputs), settings, room, self.runner.key_of(sizes, *layout.number)
-        everything = function, self.model, layout.members, sizes, layout.buffers, fixed
+        self._results = self._call(function, changing, fixed, settings, cache, room)
+        return self._results
+
+    def _call(self, function, changing, fixed, settings, cache, room) -> Any:
+        """Run [`FixedSteps.forwards`], compiled or captured."""
+        layout = self._layout(cache)
+        prefixes = [] if layout is None else [rows.lengths for rows in layout.groups]
+        if layout is None or not all(map(self.runner.takes, prefixes)):
+            return None
+        known = tuple(map(self.runner.knows, prefixes))
+        sizes = [self.runner.sizes(prefix, room, layout.capacity) for prefix in prefixes]
+        inputs = *(prefix.on(changing[0].device) for prefix in prefixes), *changing
+        graph = self.runner.key_of([size for group in sizes for size in group], *layout.number)
+        shape = function, *(x.shape for x in inputs), *settings, room, known, graph
+        everything = function, self.model, layout.members, known, sizes, layout.buffers, fixed
         return self.runner(_forwards, shape, inputs, everything, self.model, cache)
 
     def accept(
@@ -357,7 +309,8 @@ class FixedSteps:
         """
         if logits is not self._logits or not rule.fits_graphs:
             return None
-        q = tree.q if tree.q is self._q else None  # the result of another graph is copied
+        # the result of another target's graph is copied
+        q = tree.q if any(tree.q is result for result in self._results or ()) else None
         copied = () if tree.q is q else (tree.q,)
         changing = (tree.tokens, tree.parents, tree.valid, *copied, *rule.draws_for(tree))
         places = logits.data_ptr(), None if q is None else q.data_ptr()
@@ -372,30 +325,29 @@ class FixedSteps:
         return acceptance, whole
 
 
-def _chain(changing, model, members, sizes, buffers, settings, count, rule, limit, with_q):
-    """Run [`FixedSteps.chain`] inside a graph."""
-    root, first, *rest = changing
-    lengths, noise = rest[: len(sizes)], rest[len(sizes) :]
-    mask, known = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool), (0,) * len(sizes)
-
-    def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
-        position = (first + depth)[:, None].clamp_max(limit - 1)
-        step = (token[:, None], position, mask, *(length + depth for length in lengths), position)
-        found: torch.Tensor = _step(step, model, SparseContext, members, known, settings, False, sizes, buffers)[0]
-        return found[:, 0]
-
-    return drafted_in_graph(rule, root, count, logits_after, noise[0] if noise else None, with_q)
-
-
-def _forwards(changing, function, model, members, sizes, buffers, fixed):
+def _forwards(changing, function, model, members, known, sizes, buffers, fixed):
     """Run [`FixedSteps.forwards`] inside a graph."""
-    lengths, *inputs = changing
+    lengths, inputs = changing[: len(sizes)], changing[len(sizes) :]
 
-    def forward(tokens, positions, mask, context, start):
-        cache = StepCache(buffers, _places(members, [start], tokens))
+    def forward(tokens, positions, mask, context, *starts):
+        cache = StepCache(buffers, _places(members, starts, tokens))
         return logits_under(context, model, tokens, positions, cache, mask)
 
-    return function(forward, SeqLens.in_graph(lengths, sizes, 0), inputs, *fixed)
+    starts = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
+    return function(forward, starts, inputs, *fixed)
+
+
+def _step(forward, starts, inputs, model, members, kind, settings, with_hidden):
+    """Run the model under a context of this kind; return logits, input of the final norm, and data for a capture."""
+    tokens, positions, mask, *more = inputs
+    kept = Collected()
+    context = kind.in_graph(GraphStep(more, settings, mask, [starts[group] for group in members], kept))
+
+    def step():
+        return forward(tokens, positions, mask, context, *starts)
+
+    logits, hidden = with_final_norm_input(model, step, with_hidden) if with_hidden else (step(), None)
+    return logits, hidden, kept.layers, kept.scored
 
 
 def _accept(changing, logits, q, is_copied, rule, max_depth, is_chain):
@@ -463,23 +415,6 @@ class Collected:
     ) -> None:
         """Keep queries and log-sum-exp of one layer."""
         self.layers.append((layer_idx, query, lse, {"scaling": scaling, "softcap": softcap}))
-
-
-def _step(changing, model, kind, members, known, settings, with_hidden, sizes, buffers):
-    """Run the model under a context of this kind; return logits, input of the final norm, and data for a capture."""
-    tokens, positions, mask, *rest = changing
-    lengths, more = rest[: len(sizes)], rest[len(sizes) :]
-    prefixes = [SeqLens.in_graph(*one) for one in zip(lengths, sizes, known, strict=True)]
-    kept = Collected()
-    layers = [prefixes[group] for group in members]
-    context = kind.in_graph(GraphStep(more, settings, mask, layers, kept))
-    cache = StepCache(buffers, _places(members, prefixes, tokens))
-
-    def forward():
-        return logits_under(context, model, tokens, positions, cache, mask)
-
-    logits, hidden = with_final_norm_input(model, forward, with_hidden) if with_hidden else (forward(), None)
-    return logits, hidden, kept.layers, kept.scored
 
 
 def _places(members, prefixes, tokens) -> list[tuple]:

@@ -48,7 +48,7 @@ class CapturedRunner:
 
     Args:
         model (`PreTrainedModel`): The target.
-        draft (`torch.nn.Module`, *optional*): The draft.
+        draft (`torch.nn.Module`): The draft.
         inner (`Callable`, *optional*): A [`CompiledRunner`] that compiles the functions before they are captured.
 
     Attributes:
@@ -61,13 +61,13 @@ class CapturedRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        draft: torch.nn.Module | None = None,
+        draft: torch.nn.Module,
         inner: Callable[..., Any] | None = None,
     ):
-        self.model = model
+        self.model, self.draft = model, draft
         self.inner = inner
         self.seconds = 0.0
-        self.state = state_of(model), None if draft is None else state_of(draft)
+        self.state = state_of(model), state_of(draft)
         # Graphs of this call, by what differs within one call. It takes microseconds to look one up.
         self._known: dict[tuple, CapturedFunction] = {}
 
@@ -152,6 +152,37 @@ class CapturedRunner:
         finally:
             self.seconds += time.perf_counter() - started
         return graphs[key]
+
+    def workspace(self, batch_size: int, max_length: int) -> "Workspace":
+        """Return a workspace whose cache fits, or an empty one. It belongs to the caller until `keep`.
+
+        Workspaces for another state of target or draft, for example on another device, are dropped.
+        """
+        with _workspaces_lock:
+            state, kept = _workspaces.get(self.draft, (None, []))
+            if state != self.state:
+                _workspaces.pop(self.draft, None)
+                kept = []
+            for workspace in reversed(kept):
+                cache = workspace.cache
+                if cache is not None and cache.batch_size == batch_size and cache.max_length >= max_length:
+                    kept.remove(workspace)
+                    return workspace
+        return Workspace()
+
+    def keep(self, workspace: "Workspace", cache: SpeculativeCache) -> None:
+        """Keep the workspace and the cache of a call that has returned neither, for the next call.
+
+        The oldest workspaces beyond the bounds are dropped.
+        """
+        cache.reset()
+        workspace.cache = cache
+        with _workspaces_lock:
+            state, kept = _workspaces.get(self.draft, (None, []))
+            kept = [*(kept if state == self.state else []), workspace]
+            while kept and (len(kept) > MOST_WORKSPACES or sum(one.nbytes for one in kept) > MOST_BYTES):
+                del kept[0]
+            _workspaces[self.draft] = self.state, kept
 
 
 class CapturedFunction:
@@ -274,15 +305,13 @@ def _plain(values: Any) -> Iterator[Any]:
 class Workspace:
     """Buffers of one call of `generate` that a later call may use again, with the graphs that are bound to them.
 
-    Args:
-        cache ([`SpeculativeCache`], *optional*): The target's cache.
-
     Attributes:
+        cache ([`SpeculativeCache`], *optional*): The target's cache.
         parts (`dict[tuple, Any]`): Buffers of the drafter, by what they were made for.
     """
 
-    def __init__(self, cache: SpeculativeCache | None = None):
-        self.cache = cache
+    def __init__(self) -> None:
+        self.cache: SpeculativeCache | None = None
         self.parts: dict[tuple, Any] = {}
 
     def part(self, key: tuple, make: Callable[[], Any]) -> Any:
@@ -304,38 +333,6 @@ MOST_BYTES = 2**31
 # Workspaces that no call is using, last used last, and the state of target and draft that they are valid for.
 _workspaces: WeakKeyDictionary[torch.nn.Module, tuple[Any, list[Workspace]]] = WeakKeyDictionary()
 _workspaces_lock = Lock()
-
-
-def take_workspace(draft: torch.nn.Module, runner: CapturedRunner, batch_size: int, max_length: int) -> Workspace:
-    """Return a workspace whose cache fits, or an empty one. It belongs to the caller until [`keep_workspace`].
-
-    Workspaces for another state of target or draft, for example on another device, are dropped.
-    """
-    with _workspaces_lock:
-        state, kept = _workspaces.get(draft, (None, []))
-        if state != runner.state:
-            _workspaces.pop(draft, None)
-            return Workspace()
-        for workspace in reversed(kept):
-            cache = workspace.cache
-            if cache is not None and cache.batch_size == batch_size and cache.max_length >= max_length:
-                kept.remove(workspace)
-                return workspace
-    return Workspace()
-
-
-def keep_workspace(
-    draft: torch.nn.Module, runner: CapturedRunner, workspace: Workspace, cache: SpeculativeCache
-) -> None:
-    """Keep a workspace and the cache of its call for the next call, and drop the oldest beyond the bounds."""
-    cache.reset()
-    workspace.cache = cache
-    with _workspaces_lock:
-        state, kept = _workspaces.get(draft, (runner.state, []))
-        kept = [*(kept if state == runner.state else []), workspace]
-        while kept and (len(kept) > MOST_WORKSPACES or sum(one.nbytes for one in kept) > MOST_BYTES):
-            del kept[0]
-        _workspaces[draft] = runner.state, kept
 
 
 def release_workspaces(draft: torch.nn.Module) -> None:

@@ -6,7 +6,8 @@ token.
 """
 
 import time
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -30,7 +31,7 @@ from .sampling import TokenRule
 from .sequences import Sequences
 from .stats import SpeculationStats
 from .target import Step, TargetView, chain_of_last_tokens
-from .user_cache import is_own, user_cache_of
+from .user_cache import bring_up_to_date, is_own, take_over, user_cache_of
 from .verification import Acceptance, packed
 
 try:
@@ -85,24 +86,6 @@ def decode(
         raise
 
 
-class Emission(NamedTuple):
-    """Tokens that one verification emitted.
-
-    Args:
-        path (`torch.LongTensor` of shape `(B, M)`): Accepted nodes, see [`Acceptance`].
-        paths (`list[list[int]]`): The same on the host.
-        tokens (`list[list[int]]`): Tokens that each row emitted, up to its stop.
-        counts ([`SeqLens`]): Number of these tokens.
-        proposed (`list[int]`): Number of drafted tokens of each row.
-    """
-
-    path: torch.Tensor
-    paths: list[list[int]]
-    tokens: list[list[int]]
-    counts: SeqLens
-    proposed: list[int]
-
-
 class Session:
     """One call of `generate`: its arguments, and the tokens emitted and committed so far.
 
@@ -145,13 +128,13 @@ class Session:
         self.rotary = RotaryLimit(target.model, target.config, [len(text) for text in self.prompts.texts])
         self.rotary.refuse(width, self.max_length, self.stored, generation_config.prefill_chunk_size)
         nodes = draft.num_tree_nodes(target)
-        is_lent = own is not None or self.user_cache is not None
-        self.workspace = None if is_lent else target.workspace(draft, batch_size, self.max_length)
+        keeps_buffers = target.captures and own is None and self.user_cache is None
+        self.workspace = target.runner.workspace(batch_size, self.max_length) if keeps_buffers else None
         kept = None if self.workspace is None else self.workspace.cache
         self.cache = own or kept or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
         self.cache.reserve(self.max_length, nodes)
         if self.user_cache is not None:
-            self.user_cache.lend_to(self.cache)
+            take_over(self.user_cache, self.cache)
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
@@ -173,7 +156,7 @@ class Session:
         step = self._verify(tree)
         rows = torch.arange(len(sizes), device=step.logits.device)
         last = step.logits[rows, torch.tensor(sizes, device=rows.device) - 1][:, None]
-        tokens = self._emit(DraftTree.root_only(tree.tokens[:, 0]), last).tokens
+        tokens = self._emit(DraftTree.root_only(tree.tokens[:, 0]), replace(step, logits=last), is_counted=False).tokens
         self.cache.commit(None, sizes)
         path = torch.arange(max(sizes), device=rows.device).expand(len(sizes), -1)
         self.drafter.start(self.prompts.texts, Verification.of(tree, step, path, sizes, tokens))
@@ -190,13 +173,12 @@ class Session:
         step = self._verify(tree, fixed_shape=self.drafter.is_steady)
         verified = time.perf_counter()
 
-        emission = self._emit(tree, step.logits)
-        self._record(tree, emission)
-        self.cache.commit(None if tree.is_chain else emission.path, emission.counts)
+        verification = self._emit(tree, step)
+        self.cache.commit(None if tree.is_chain else verification.path, verification.num_nodes)
         committed = time.perf_counter()
 
         if not self.sequences.finished:
-            self.drafter.observe(Verification.of(tree, step, emission.path, emission.counts, emission.tokens))
+            self.drafter.observe(verification)
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
@@ -225,9 +207,9 @@ class Session:
         highest = self.rotary.highest(self.max_length)
         return self.target.verify(tree, self.cache, capture, highest, self.drafter.wants_hidden, fixed_shape, lowest)
 
-    def _emit(self, tree: DraftTree, logits: torch.Tensor) -> Emission:
-        """Accept nodes, emit tokens up to each row's stop, and set the next roots."""
-        acceptance, scores, whole = self._accept(tree, logits)
+    def _emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
+        """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
+        acceptance, scores, whole = self._accept(tree, step.logits)
         host = whole.tolist()  # the only host read of an iteration
         waiting = self.rotary.waiting(self.cache.lengths.host)
         chosen = [[] if waits else row[2 : 2 + row[0]] for row, waits in zip(host, waiting, strict=True)]
@@ -235,11 +217,12 @@ class Session:
         self.rule.advance(emitted)
         roots = acceptance.next_root
         self.root = torch.where(on_device(waiting, roots.device).bool(), self.root, roots) if any(waiting) else roots
-        self.outputs.keep(scores, logits, acceptance.path, emitted)
+        self.outputs.keep(scores, step.logits, acceptance.path, emitted)
+        if is_counted:
+            self._count(tree, host, emitted)
         tokens = [row[:count] for row, count in zip(chosen, emitted, strict=True)]
-        paths = [row[2 + acceptance.tokens.shape[1] :] for row in host]
         counts = SeqLens(emitted, self._counts_on_device(emitted, [row[0] for row in host], acceptance.num_nodes))
-        return Emission(acceptance.path, paths, tokens, counts, [row[1] - 1 for row in host])
+        return Verification.of(tree, step, acceptance.path, counts, tokens)
 
     def _counts_on_device(self, emitted: list[int], accepted: list[int], num_nodes: torch.Tensor) -> torch.Tensor:
         """Return the emitted counts on the device, without a copy unless a row has just stopped."""
@@ -260,21 +243,22 @@ class Session:
         acceptance, scores = self.rule.accept(tree, logits, with_scores=self.outputs.wants_scores)
         return acceptance, scores, packed(acceptance, tree.valid)
 
-    def _record(self, tree: DraftTree, emission: Emission) -> None:
+    def _count(self, tree: DraftTree, host: list[list[int]], emitted: list[int]) -> None:
+        """Add a step to the statistics, by the rows of its [`packed`] result."""
         is_plain = tree.num_nodes == 1 < self.drafter.num_nodes
-        first = self.drafter.first_ngram_node
-        kept = [path[1:count] for path, count in zip(emission.paths, emission.counts.host, strict=True)]
+        first, paths = self.drafter.first_ngram_node, (row[3 + tree.max_depth :] for row in host)
+        kept = [path[1:count] for path, count in zip(paths, emitted, strict=True)]
         ngrams = [0 if first is None else sum(node >= first for node in nodes) for nodes in kept]
-        self.stats.record_forward(emission.counts.host, None if is_plain else emission.proposed, ngrams)
+        self.stats.record(emitted, None if is_plain else [row[1] - 1 for row in host], ngrams)
 
     def close(self) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """Update the user's cache, end the stream, and return the result of `generate`."""
         self._settle()
         self.sequences.end()
-        cache = self.cache if self.user_cache is None else self.user_cache.cache
+        cache = self.cache if self.user_cache is None else self.user_cache
         result = self.outputs.result(self.sequences, cache, self.stats)
         if self.workspace is not None and not self.outputs.as_dict:  # a cache that was returned is the caller's
-            self.target.keep_workspace(self.draft, self.workspace, self.cache)
+            self.target.runner.keep(self.workspace, self.cache)
         return result
 
     def keep_partial(self) -> None:
@@ -300,7 +284,7 @@ class Session:
         lengths = (len(text) + len(new) - 1 for text, new in rows)
         self.cache.set_lengths([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
         if self.user_cache is not None:
-            self.user_cache.update_from(self.cache)
+            bring_up_to_date(self.user_cache, self.cache)
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.draft_state_bytes = self.drafter.state_bytes
         self.drafter.keep()

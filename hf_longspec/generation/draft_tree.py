@@ -3,8 +3,8 @@
 Node 0 is the root, the last emitted token. Every other node has one parent with a smaller index. A node's path is found
 by following parents, so a tree is two integer tensors of a fixed size. Rows with fewer candidates are padded.
 
-[`merge_paths`] builds a tree from token lists on the host, [`merge_trees`] joins trees on their device. [`static_tree`]
-and [`sibling_tree`] fill trees whose structure is known in advance.
+[`trie_table`] builds trees from token lists on the host, [`merge_trees`] joins two trees on their device.
+[`static_tree`] and [`sibling_tree`] fill trees whose structure is known in advance.
 """
 
 from collections.abc import Sequence
@@ -70,9 +70,8 @@ class DraftTree:
             q (`torch.Tensor` of shape `(batch_size, num_nodes, vocab_size)`, *optional*): As of the class.
         """
         batch_size, num_nodes = tokens.shape
-        structure = dict(_chain_structure(batch_size, num_nodes, tokens.device))
-        parents, all_valid = structure.pop("parents"), structure.pop("valid")
-        tree = cls(tokens, parents, all_valid if valid is None else valid, q, is_chain=True)
+        structure = _chain_structure(batch_size, num_nodes, tokens.device)
+        tree = cls(tokens, structure["parents"], structure["valid"] if valid is None else valid, q, is_chain=True)
         if valid is None:  # fills the cached properties, so that a step launches no kernel for them
             tree.__dict__.update(structure)
         return tree
@@ -123,7 +122,8 @@ class DraftTree:
     def best_chain(self, row: int = 0) -> Tensor:
         """Return the tokens of the longest path of one batch row, without the root; the first of equally long paths.
 
-        >>> merge_paths([[[4], [7, 9], [7, 3]]], root=torch.tensor([5]), num_nodes=6).best_chain().tolist()
+        >>> root = torch.tensor([5])
+        >>> trie_of(trie_table([[[4], [7, 9], [7, 3]]], root, 6, 2), root, 2).best_chain().tolist()
         [7, 9]
         """
         # argmax returns the first of equal values, hence the first of the deepest nodes
@@ -205,35 +205,25 @@ def tree_depths(mask: Tensor) -> Tensor:
     return mask.sum(-1) - 1
 
 
-def merge_paths(
-    paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes: int, max_depth: int | None = None
-) -> DraftTree:
-    """Merge candidate paths into a trie, in which paths with a common beginning share its nodes. Runs on the host.
+def trie_table(paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes: int, max_depth: int) -> Tensor:
+    """Merge candidate paths into tries, in which paths with a common beginning share its nodes. Runs on the host.
 
     Args:
         paths (`list[list[list[int]]]`):
             For each batch row its candidate continuations, without the root, best first.
-        root (`torch.LongTensor` of shape `(batch_size,)`):
-            Last emitted tokens. The tree is built on their device.
-        num_nodes (`int`): Size of the tree, root included. Tokens that do not fit are dropped, later paths first.
-        max_depth (`int`, *optional*, defaults to `num_nodes - 1`):
-            Longer paths are cut to this length.
+        root (`torch.LongTensor` of shape `(batch_size,)`): Last emitted tokens.
+        num_nodes (`int`): Size of the trees, root included. Tokens that do not fit are dropped, later paths first.
+        max_depth (`int`): Longer paths are cut to this length.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch_size, 3, num_nodes)`: Tokens, parents and validity, see [`trie_of`]. The
+        tokens of the roots are 0. The table reaches the device of the roots in one copy.
 
     Raises:
         ValueError: If `num_nodes` is below 1, or the number of rows differs from that of `root`.
 
-    >>> tree = merge_paths([[[7, 9], [7, 3]]], root=torch.tensor([5]), num_nodes=5)
-    >>> tree.tokens.tolist(), tree.parents.tolist(), tree.valid.sum().item()
-    ([[5, 7, 9, 3, 0]], [[-1, 0, 1, 1, 0]], 4)
-    """
-    max_depth = num_nodes - 1 if max_depth is None else max_depth
-    return trie_of(trie_table(paths, root, num_nodes, max_depth), root, max_depth)
-
-
-def trie_table(paths: Sequence[Sequence[Sequence[int]]], root: Tensor, num_nodes: int, max_depth: int) -> Tensor:
-    """Return tokens, parents and validity of the trie of [`merge_paths`], `(batch_size, 3, num_nodes)`.
-
-    The tokens of the roots are 0. The table reaches the device of the roots in one copy.
+    >>> trie_table([[[7, 9], [7, 3]]], torch.tensor([5]), num_nodes=5, max_depth=4).tolist()
+    [[[0, 7, 9, 3, 0], [-1, 0, 1, 1, 0], [1, 1, 1, 1, 0]]]
     """
     if num_nodes < 1:
         raise ValueError(f"num_nodes is {num_nodes}, expected at least 1. The root needs a node.")
@@ -250,33 +240,33 @@ def trie_of(table: Tensor, root: Tensor, max_depth: int) -> DraftTree:
     return DraftTree(tokens, parents, valid.bool(), max_depth=max_depth)
 
 
-def merge_trees(trees: Sequence[DraftTree], num_nodes: int | None = None) -> DraftTree:
-    """Merge deterministic trees over the same roots into one trie, on their device and without a host sync.
+def merge_trees(first: DraftTree, second: DraftTree) -> DraftTree:
+    """Merge two deterministic trees over the same roots into one trie, on their device and without a host sync.
 
-    Args:
-        trees (sequence of [`DraftTree`]): Trees without `q`. Their nodes keep their order, earlier trees first.
-        num_nodes (`int`, *optional*):
-            Size of the merged tree, root included; nodes that do not fit are dropped. By default every node keeps its
-            place, so that node i of the first tree is node i, and repeated paths become padding.
+    Every node keeps its place: node i of the first tree is node i, and the nodes of the second tree follow without
+    their root. Nodes that repeat a path become padding.
 
     Raises:
-        ValueError: If there is no tree, `num_nodes` is below 1, or a tree has `q`.
+        ValueError: If a tree has `q`.
 
-    >>> beams = merge_paths([[[7, 9]]], root=torch.tensor([5]), num_nodes=3)
-    >>> merge_trees([beams, DraftTree.chain(torch.tensor([[5, 7, 3]]))], num_nodes=4).tokens.tolist()
-    [[5, 7, 9, 3]]
+    >>> root = torch.tensor([5])
+    >>> beams = trie_of(trie_table([[[7, 9]]], root, 3, 2), root, 2)
+    >>> merged = merge_trees(beams, DraftTree.chain(torch.tensor([[5, 7, 3]])))
+    >>> merged.tokens.tolist(), merged.parents.tolist(), merged.valid.int().tolist()
+    ([[5, 7, 9, 7, 3]], [[-1, 0, 1, 0, 1]], [[1, 1, 1, 0, 1]])
     """
-    if not trees or (num_nodes is not None and num_nodes < 1):
-        raise ValueError(f"cannot merge {len(trees)} trees into {num_nodes} nodes, expected at least 1 of each.")
-    if any(tree.q is not None for tree in trees):
+    if first.q is not None or second.q is not None:
         raise ValueError("a tree has q, expected None. Only deterministic candidates can share a trie.")
-    max_depth = max(tree.max_depth for tree in trees)
-    fields = _join_below_root([(tree.tokens, tree.parents, tree.valid) for tree in trees])
-    depths = torch.cat([trees[0].depths[:, :1], *(tree.depths[:, 1:] for tree in trees)], dim=1)
-    first = _first_equal_path(fields[0], fields[1], depths, max_depth)
-    if num_nodes is None:
-        return DraftTree(*_blank_repeats(*fields, first), max_depth=max_depth)
-    return DraftTree(*_keep_first(*fields, first, num_nodes), max_depth=min(max_depth, num_nodes - 1))
+    max_depth = max(first.max_depth, second.max_depth)
+    below = second.parents[:, 1:]
+    parents = torch.cat([first.parents, torch.where(below > 0, below + first.num_nodes - 1, 0)], dim=1)
+    pairs = ((first.tokens, second.tokens), (first.valid, second.valid), (first.depths, second.depths))
+    tokens, valid, depths = (torch.cat([own, more[:, 1:]], dim=1) for own, more in pairs)
+    same = _first_equal_path(tokens, parents, depths, max_depth)
+    adopted = same.gather(1, parents.clamp_min(0))
+    adopted[:, 0] = -1
+    is_new = same == torch.arange(same.shape[1], device=same.device)
+    return DraftTree(tokens, adopted, valid & is_new, max_depth=max_depth)
 
 
 def static_tree(root: Tensor, levels: Sequence[Tensor]) -> DraftTree:
@@ -378,11 +368,7 @@ def _with_tokens(tokens: Tensor, branching: tuple[int, ...]) -> DraftTree:
 
 
 def _build_trie(paths: Sequence[Sequence[int]], num_nodes: int) -> list[list[int]]:
-    """Return tokens, parents and validity of the trie of one row's paths, padded; the root gets token 0.
-
-    >>> _build_trie([[7, 9], [7, 3]], num_nodes=5)
-    [[0, 7, 9, 3, 0], [-1, 0, 1, 1, 0], [1, 1, 1, 1, 0]]
-    """
+    """Return tokens, parents and validity of the trie of one row's paths, padded; the root gets token 0."""
     tokens, parents = [0], [-1]
     children: dict[tuple[int, int], int] = {}
     for path in paths:
@@ -399,18 +385,6 @@ def _build_trie(paths: Sequence[Sequence[int]], num_nodes: int) -> list[list[int
     return [tokens + padding, parents + padding, [1] * len(tokens) + padding]
 
 
-def _join_below_root(trees: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Concatenate trees, given as tokens, parents and valid, with all nodes below the root of the first tree."""
-    tokens, parents, valid = ([field] for field in trees[0])
-    for more_tokens, more_parents, more_valid in trees[1:]:
-        shift = sum(field.shape[1] for field in tokens) - 1
-        below = more_parents[:, 1:]
-        tokens.append(more_tokens[:, 1:])
-        parents.append(torch.where(below > 0, below + shift, 0))
-        valid.append(more_valid[:, 1:])
-    return torch.cat(tokens, dim=1), torch.cat(parents, dim=1), torch.cat(valid, dim=1)
-
-
 def _first_equal_path(tokens: Tensor, parents: Tensor, depths: Tensor, max_depth: int) -> Tensor:
     """Return for each node, `[B, N]`, the first node whose path has the same tokens; arbitrary for padding."""
     ancestors = parents.clamp_min(0)  # 2^k steps up, the root being its own parent
@@ -422,33 +396,6 @@ def _first_equal_path(tokens: Tensor, parents: Tensor, depths: Tensor, max_depth
         ancestors = ancestors.gather(1, ancestors)
     # argmax returns the first of equal values; padding, at depth 0, equals no node below the root
     return equal.int().argmax(-1)
-
-
-def _keep_first(
-    tokens: Tensor, parents: Tensor, valid: Tensor, first: Tensor, num_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Drop repeated nodes, and fit the others into `num_nodes` in order; `first` is of [`_first_equal_path`]."""
-    keep = valid & (first == torch.arange(first.shape[1], device=first.device))
-    order = (~keep).long().argsort(dim=1, stable=True)
-    place = order.argsort(dim=1)
-    kept_parents = place.gather(1, first.gather(1, parents.clamp_min(0))).gather(1, order)
-    kept_parents[:, 0] = -1
-    kept = tokens.gather(1, order), kept_parents, keep.gather(1, order)
-    tokens, parents, valid = (_fit_length(field, num_nodes) for field in kept)
-    return tokens, parents, valid
-
-
-def _blank_repeats(tokens: Tensor, parents: Tensor, valid: Tensor, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn repeated nodes into padding, every node in its place; `first` is of [`_first_equal_path`]."""
-    adopted = first.gather(1, parents.clamp_min(0))
-    adopted[:, 0] = -1
-    return tokens, adopted, valid & (first == torch.arange(first.shape[1], device=first.device))
-
-
-def _fit_length(field: Tensor, num_nodes: int) -> Tensor:
-    """Pad with 0 or cut to `num_nodes`. A cut leaves a tree, as descendants come after their ancestors."""
-    missing = num_nodes - field.shape[1]
-    return torch.nn.functional.pad(field, (0, missing)) if missing > 0 else field[:, :num_nodes]
 
 
 def _doublings(steps: int) -> int:

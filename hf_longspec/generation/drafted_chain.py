@@ -26,22 +26,12 @@ def drafted_chain(
             follow.
         draws (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Result of [`independent_draws`].
     """
-
-    def choose(logits: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits if rule is None else rule.scores_at(logits, depth)
-        if draws is not None:
-            token = exponential_race(scores, draws[depth])
-        else:  # greedy, or coupled: sampled with the noise row that the target will use at this position
-            token = scores.argmax(-1) if rule is None else rule.choose(scores, depth)
-        if rule is not None and not rule.history_free:
-            rule.try_out(depth, token)
-        return scores, token
-
-    tokens, q = _drafted(root, count, logits_after, choose, draws is not None)
+    noise = noise_of_chain(rule, count, draws)
+    tokens, q = drafted_tokens(rule, root, count, logits_after, noise[0] if noise else None, draws is not None)
     return DraftTree.chain(tokens, q=q)
 
 
-def drafted_in_graph(
+def drafted_tokens(
     rule: TokenRule | None,
     root: torch.Tensor,
     count: int,
@@ -49,47 +39,35 @@ def drafted_in_graph(
     noise: torch.Tensor | None,
     with_q: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Draft a chain inside a graph, under a rule that `fits_graphs`.
+    """Draft the tokens of a chain. It may be part of a graph if the rule `fits_graphs`.
 
     Args:
-        rule ([`TokenRule`], *optional*): The target's rule; the argmax without one.
-        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
-        count (`int`): Number of tokens to draft.
-        logits_after (`Callable`): As of [`drafted_chain`].
+        rule ([`TokenRule`], *optional*): As of [`drafted_chain`], like `root`, `count` and `logits_after`.
         noise (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Decides the tokens; the argmax does without it.
         with_q (`bool`): Whether to return the distributions that the tokens were drawn from.
 
     Returns:
         `tuple`: The roots and the drafted tokens `(B, count + 1)`, and distributions `(B, count + 1, vocab)` or `None`.
     """
-
-    def choose(logits: torch.Tensor, depth: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits if rule is None else warped(rule.processors, logits[:, None])[:, 0]
-        return scores, scores.argmax(-1) if noise is None else exponential_race(scores, noise[depth])
-
-    return _drafted(root, count, logits_after, choose, with_q)
-
-
-def _drafted(
-    root: torch.Tensor,
-    count: int,
-    logits_after: Callable[[int, torch.Tensor], torch.Tensor],
-    choose: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
-    with_q: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
     tokens, distributions = [root], []
     for depth in range(count):
-        scores, token = choose(logits_after(depth, tokens[-1]), depth)
-        tokens.append(token)
+        scores = logits_after(depth, tokens[-1])
+        if rule is not None and rule.history_free:
+            scores = warped(rule.processors, scores[:, None])[:, 0]
+        elif rule is not None:
+            scores = rule.scores_at(scores, depth)
+        tokens.append(scores.argmax(-1) if noise is None else exponential_race(scores, noise[depth]))
+        if rule is not None and not rule.history_free:
+            rule.try_out(depth, tokens[-1])
         if with_q:
             distributions.append(scores.softmax(-1))
     return torch.stack(tokens, 1), chain_q(distributions) if with_q else None
 
 
 def noise_of_chain(rule: TokenRule | None, count: int, draws: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the noise `(count, B, vocab)` that [`drafted_in_graph`] chooses by: `draws`, or that of the target.
+    """Return the noise `(count, B, vocab)` that decides a chain; none if its tokens are not sampled.
 
-    It is empty if tokens are not sampled.
+    It is `draws`, or else that with which the target will decide these positions.
     """
     if draws is not None:
         return (draws,)

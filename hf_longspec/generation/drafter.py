@@ -204,11 +204,9 @@ class Drafter(CandidateGenerator):
         self.observe(verification)
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Continue to draft after plain steps, whose tokens the drafter did not observe.
+        """Continue to draft after plain steps, whose tokens the drafter did not observe; see `start`.
 
-        Args:
-            texts (`Sequence[torch.Tensor]`): Tokens `(T,)` of every row, all committed.
-            verification ([`Verification`]): Verification of their last tokens, one of each growing row.
+        The verification is that of the last tokens, one of each growing row.
         """
         self.start(texts, verification)
 

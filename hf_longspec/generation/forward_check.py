@@ -19,8 +19,6 @@ from .target import TargetView
 
 logger = logging.get_logger(__name__)
 
-CHECK_DEFAULTS: dict[str, Any] = {"check_target": True}
-
 # Number of tokens that are compared. The tree has one node less than twice this number.
 NUM_TOKENS = 4
 
@@ -63,7 +61,8 @@ def check_target(
     # A draft that only verifies roots pays for no more.
     slots = min(cache.tree_slots, cache.max_length + cache.tree_slots - start)
     count = max(1, min(NUM_TOKENS, len(texts[row]), limit - start, (slots + 1) // 2))
-    kind = *_kind_of(target), logits is not None, count > 1
+    implementation, settings = str(target.config._attn_implementation), target.config.to_json_string(use_diff=False)
+    kind = type(target.model), target.model.dtype, implementation, settings, logits is not None, count > 1
     if kind in _checked:
         return
     chain = texts[row][None, -count:]
@@ -82,16 +81,6 @@ def check_target(
             verified = target.verify(DraftTree.chain(end), view).logits[:, -1]
         _compare(target, verified.float(), logits[row, None].to(verified.device).float())
     _checked.add(kind)
-
-
-def _kind_of(target: TargetView) -> tuple[Any, ...]:
-    model = target.model
-    return (
-        type(model),
-        model.dtype,
-        str(target.config._attn_implementation),
-        target.config.to_json_string(use_diff=False),
-    )
 
 
 def _two_branches(chain: torch.Tensor) -> tuple[DraftTree, list[int]]:

@@ -60,57 +60,59 @@ class ShadowDraft:
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=SHADOW_RECENT)
-        self._rows: list[_TreeWalk | None] = []
+        # tokens per step of the last shadow drafts, oldest first
+        self.recent: deque[float] = deque(maxlen=SHADOW_RECENT)
+        # of rows that still follow their tree: the nodes by parent and token, and the path so far
+        self._rows: dict[int, tuple[dict[tuple[int, int], int], list[int]]] = {}
         self._results: list[int] = []
         self._spent = 0.0
         self._wait_until = 0.0
         self._failures = 0
         self._is_trial = False
 
-    @property
-    def recent(self) -> list[float]:
-        """Tokens per step of the last shadow drafts, oldest first."""
-        return list(self._recent)
-
     def is_due(self, now: float) -> bool:
         """Return whether to propose another tree: none is being followed, and few of the `now` seconds were spent."""
-        return not any(self._rows) and self._spent <= SHADOW_SHARE * now
+        return not self._rows and self._spent <= SHADOW_SHARE * now
 
     def begin(self, tree: DraftTree, seconds: float) -> None:
         """Follow `tree`, which took `seconds` to propose, along the tokens to come."""
         self._spent += seconds
         self._results = []
-        rows = zip(tree.tokens.tolist(), tree.parents.tolist(), tree.valid.tolist(), strict=True)
-        self._rows = [_TreeWalk(*row) for row in rows]
+        for row, nodes in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), tree.valid.tolist(), strict=True)):
+            numbered = enumerate(zip(*nodes, strict=True))
+            children = {(parent, token): node for node, (token, parent, is_real) in numbered if is_real and node}
+            self._rows[row] = children, [0]
 
     def follow(self, emitted: Sequence[Sequence[int]]) -> None:
         """Go on with the tokens that a plain step emitted in each row, none in rows that are done."""
-        if not any(self._rows):
+        if not self._rows:
             return
-        for index, (row, tokens) in enumerate(zip(self._rows, emitted, strict=True)):
-            if row is not None and not (tokens and row.step(tokens[0])):
-                self._results += [row.tokens] if tokens else []
-                self._rows[index] = None
-        if not any(self._rows) and self._results:
+        for row, (children, path) in list(self._rows.items()):
+            child = children.get((path[-1], emitted[row][0])) if emitted[row] else None
+            if child is not None:
+                path.append(child)
+                continue
+            del self._rows[row]
+            self._results += [len(path)] if emitted[row] else []
+        if not self._rows and self._results:
             self.count(sum(self._results) / len(self._results))
 
     def count(self, tokens: float) -> None:
         """Count a tree of which `tokens` tokens per row would have been emitted."""
-        self._recent.append(tokens)
+        self.recent.append(tokens)
 
     def suggests(self, cost: float, now: float) -> bool:
         """Return whether steps that cost `cost` plain ones each would clearly pay."""
-        count = len(self._recent)
+        count = len(self.recent)
         if count < SHADOW_FEWEST or now < self._wait_until:
             return False
-        mean = sum(self._recent) / count
-        variance = sum((tokens - mean) ** 2 for tokens in self._recent) / (count - 1)
+        mean = sum(self.recent) / count
+        variance = sum((tokens - mean) ** 2 for tokens in self.recent) / (count - 1)
         return mean - (variance / count) ** 0.5 >= SHADOW_MARGIN * cost
 
     def forget_text(self) -> None:
         """Stop following a tree, as another text begins."""
-        self._rows, self._results = [], []
+        self._rows, self._results = {}, []
 
     def begin_trial(self) -> None:
         """Speculation is tried because it was suggested."""
@@ -126,27 +128,8 @@ class ShadowDraft:
             self._wait_until = now + lost * min(MOST_PATIENCE, PATIENCE * 2**self._failures)
             self._failures += 1
         self._is_trial = False
-        self._recent.clear()
-        self._rows = []
-
-
-class _TreeWalk:
-    """The path of one row's tokens down its tree, given by tokens, parents and valid of all nodes."""
-
-    def __init__(self, tokens: Sequence[int], parents: Sequence[int], valid: Sequence[bool]):
-        nodes = zip(tokens, parents, valid, strict=True)
-        self._children = {
-            (parent, token): node for node, (token, parent, is_real) in enumerate(nodes) if is_real and node
-        }
-        self._node = 0
-        self.tokens = 1
-
-    def step(self, token: int) -> bool:
-        """Go to the child that carries `token`; return whether there is one."""
-        child = self._children.get((self._node, token))
-        if child is not None:
-            self._node, self.tokens = child, self.tokens + 1
-        return child is not None
+        self.recent.clear()
+        self._rows = {}
 
 
 class SpeculationGate:
@@ -160,6 +143,10 @@ class SpeculationGate:
             computed. Nothing is tried while the bound is below the cost of trying.
         shadow ([`ShadowDraft`], *optional*): For drafters that propose at next to no cost.
         clock (`Callable[[], float]`, *optional*): Time in seconds.
+
+    Attributes:
+        ranks ([`Ranks`], *optional*): Processes that share the target. Their steps must be the same, so the first one
+            measures and decides for all.
     """
 
     def __init__(
@@ -172,6 +159,7 @@ class SpeculationGate:
         self.tuner = TreeTuner(trees)
         self.shadow = shadow
         self.clock = clock
+        self.ranks: Ranks | None = None
         self.choice = PLAIN  # of the present phase
         self._speedup_bound = speedup_bound
         self._plain = StepStatistics()
@@ -205,7 +193,15 @@ class SpeculationGate:
     def speculates(self) -> bool:
         """Return whether the step that begins now speculates."""
         self._started = self.clock()
-        return self.choice == DRAFT
+        if self.ranks is None:
+            return self.choice == DRAFT
+        speculates, self.tuner.tree = self.ranks.first([self.choice == DRAFT, self.tree])
+        return bool(speculates)
+
+    @property
+    def _measures(self) -> bool:
+        """Whether this process measures steps."""
+        return self.ranks is None or self.ranks.rank == 0
 
     def follow(self, emitted: Sequence[Sequence[int]], propose: Callable[[], DraftTree]) -> None:
         """Compare a shadow draft with the plain step that has ended, and possibly propose the next one.
@@ -214,7 +210,7 @@ class SpeculationGate:
             emitted (`Sequence[Sequence[int]]`): Tokens of every row.
             propose (`Callable[[], DraftTree]`): Makes the tree that would be verified now.
         """
-        if self.shadow is None or self._verdict != PLAIN:
+        if self.shadow is None or self._verdict != PLAIN or not self._measures:
             return
         self.shadow.follow(emitted)
         if self.shadow.is_due(self._now):
@@ -230,6 +226,8 @@ class SpeculationGate:
             rows (`int`): Rows that were growing.
             length (`int`): Tokens of the longest row.
         """
+        if not self._measures:
+            return None
         seconds = self.clock() - self._started
         self._now += seconds
         self._steps += 1
@@ -318,37 +316,6 @@ class SpeculationGate:
             self.tuner.begin()
 
 
-class SharedGate:
-    """The gate of the first rank, for all ranks of a sharded target: their steps must be the same.
-
-    Args:
-        gate ([`SpeculationGate`]): Decides on the first rank alone.
-        ranks ([`Ranks`]): All of them.
-    """
-
-    def __init__(self, gate: SpeculationGate, ranks: Ranks):
-        self.gate = gate
-        self.ranks = ranks
-        self.tree = 0
-
-    def speculates(self) -> bool:
-        """Return the decision of the first rank."""
-        decides = self.ranks.rank == 0
-        speculates, self.tree = self.ranks.first([decides and self.gate.speculates(), self.gate.tree])
-        return bool(speculates)
-
-    def follow(self, emitted: Sequence[Sequence[int]], propose: Callable[[], DraftTree]) -> None:
-        """Follow a shadow draft on the first rank alone."""
-        if self.ranks.rank == 0:
-            self.gate.follow(emitted, propose)
-
-    def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
-        """Count the step on the first rank, which alone reports decisions."""
-        return self.gate.record(tokens, rows, length) if self.ranks.rank == 0 else None
-
-
-Gate = SpeculationGate | SharedGate
-
 # Gates that no call is using, by draft, target, and everything else that steps of a call depend on.
 _kept: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, dict[tuple, SpeculationGate]]] = WeakKeyDictionary()
 _kept_lock = Lock()
@@ -356,7 +323,9 @@ _kept_lock = Lock()
 _reported: set[str] = set()
 
 
-def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None, known: SpeculationGate | None = None) -> Gate | None:
+def gate_of(
+    wanted: bool, drafter: Drafter, ranks: Ranks | None, known: SpeculationGate | None = None
+) -> SpeculationGate | None:
     """Return the gate of one call; None if every step may speculate.
 
     Args:
@@ -374,7 +343,8 @@ def gate_of(wanted: bool, drafter: Drafter, ranks: Ranks | None, known: Speculat
         return known
     shadow = ShadowDraft() if drafter.can_shadow else None
     gate = SpeculationGate(drafter.trees, drafter.speedup_bound, shadow, clock)
-    return gate if ranks is None else SharedGate(gate, ranks)
+    gate.ranks = ranks
+    return gate
 
 
 def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: Callable[[int], bool]) -> Drafter:
@@ -397,7 +367,7 @@ def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: 
             logger.info(message_of(decision))
 
     def keep() -> None:
-        if isinstance(gate, SpeculationGate):
+        if isinstance(gate, SpeculationGate) and gate.ranks is None:
             gate.rest()
             with _kept_lock:
                 _kept.setdefault(draft, WeakKeyDictionary()).setdefault(model, {})[kind] = gate

@@ -21,7 +21,7 @@ class GatedDrafter(Drafter):
 
     Args:
         inner ([`Drafter`]): The other drafter.
-        gate ([`SpeculationGate`] or [`SharedGate`], *optional*): Decides step by step; without one every step may
+        gate ([`SpeculationGate`], *optional*): Decides step by step; without one every step may
             speculate.
         may_speculate (`Callable[[int], bool]`): Whether the target can verify a tree of this depth in the next step.
         report (`Callable[[GateDecision], None]`): Called with every new decision of the gate.

@@ -7,7 +7,8 @@ their embeddings.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -179,7 +180,7 @@ class Prompts:
         start, has_inputs = cache.get_seq_length(), bool(self.types or self.others)
         sizes = [min(seed_tokens, len(prompt)) for prompt in self._new]
         if has_inputs:
-            sizes = self._run_with_inputs(target, self._new, cache, seed_tokens)
+            sizes = self._run_with_inputs(target, cache, seed_tokens)
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
         if max(map(len, heads)) and not has_inputs:
             # whole prompts after the limit, since there the last token decides the frequencies of all
@@ -188,12 +189,10 @@ class Prompts:
         cache.set_lengths([start + len(head) for head in heads])
         return [prompt[len(head) :] for prompt, head in zip(self._new, heads, strict=True)]
 
-    def _run_with_inputs(
-        self, target: TargetView, prompts: Sequence[torch.Tensor], cache: SpeculativeCache, most: int
-    ) -> list[int]:
+    def _run_with_inputs(self, target: TargetView, cache: SpeculativeCache, most: int) -> list[int]:
         """Run whole prompts in one forward, and return how many tokens at the end of each are text, `most` at most."""
-        model, names = target.model, _names(self.types | self.others)
-        tokens = pad_sequence(list(prompts), batch_first=True)
+        model, prompts, names = target.model, self._new, _names(self.types | self.others)
+        tokens = pad_sequence(prompts, batch_first=True)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=tokens.device)
         columns, of_row = last.unique(return_inverse=True)
@@ -206,11 +205,11 @@ class Prompts:
             **{name: pad_sequence(rows, batch_first=True) for name, rows in self.types.items()},
             **self.others,
         )
-        with DecoderArguments(model) as decoder:
+        with decoder_arguments(model) as given:
             logits = model(**inputs, **target.keeping(columns)).logits
         where = last if logits.shape[1] == tokens.shape[1] else of_row
         self.logits = logits[range(len(prompts)), where.to(logits.device)]
-        embedded, used = (decoder.arguments.get(name) for name in ("inputs_embeds", "position_ids"))
+        embedded, used = (given.get(name) for name in ("inputs_embeds", "position_ids"))
         in_place = used is None or bool((used == positions.to(used.device)).all())
         if embedded is None or embedded.shape[:2] != tokens.shape or not in_place:
             raise ValueError(
@@ -237,25 +236,19 @@ def _unpadded(values: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
     return [row[keep.bool()] for row, keep in zip(values, mask, strict=True)]
 
 
-class DecoderArguments:
-    """Remembers the keyword arguments of this thread's call of the text decoder, while the context is open.
+@contextmanager
+def decoder_arguments(model: PreTrainedModel) -> Iterator[dict[str, Any]]:
+    """Give the keyword arguments of this thread's last call of the text decoder of `model` in this context."""
+    caught: dict[str, Any] = {}
+    own_thread = threading.get_ident()  # another thread may be generating on the same model
 
-    Args:
-        model (`PreTrainedModel`): A causal language model, used as it is.
-    """
+    def catch(module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
+        if threading.get_ident() == own_thread:
+            caught.clear()
+            caught.update(arguments)
 
-    def __init__(self, model: PreTrainedModel):
-        self._decoder = model.get_decoder()
-        self.arguments: dict[str, Any] = {}
-
-    def __enter__(self) -> "DecoderArguments":
-        self._thread = threading.get_ident()  # another thread may be generating on the same model
-        self._handle = self._decoder.register_forward_pre_hook(self._catch, with_kwargs=True)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._handle.remove()
-
-    def _catch(self, module: nn.Module, inputs: tuple[Any, ...], arguments: dict[str, Any]) -> None:
-        if threading.get_ident() == self._thread:
-            self.arguments = arguments
+    handle = model.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)
+    try:
+        yield caught
+    finally:
+        handle.remove()

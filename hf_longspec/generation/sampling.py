@@ -130,7 +130,7 @@ class TokenRule:
         emitted tokens themselves are never followed by candidates.
         """
         if self._tried is None:
-            self._tried = self.sequences.copy_of_tokens()
+            self._tried = self.sequences.buffer.copy()
         self._tried.read()
         self._tried.write([length + depth for length in self.sequences.lengths], tokens)
 
@@ -158,8 +158,10 @@ class TokenRule:
             `tuple`: [`Acceptance`], and the processed scores `(batch, M, vocab)` along the path if `with_scores`, else
             `None`.
         """
-        if self.history_free or tree.num_nodes == 1:
-            scores = self.scores_of_all(logits)
+        if tree.num_nodes == 1:
+            scores = self.scores_at(logits[:, 0], 0)[:, None]
+        elif self.history_free:
+            scores = warped(self.processors, logits)
         elif tree.is_chain:
             scores = self._chain_scores(tree, logits)
         else:
@@ -217,12 +219,6 @@ class TokenRule:
         if self.noise is None:
             raise RuntimeError("sampling needs NoiseRows")
         return self.noise
-
-    def scores_of_all(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return processed scores of logits `(batch, N, vocab)`. N must be 1 unless the rule is `history_free`."""
-        if logits.shape[1] == 1:
-            return self.scores_at(logits[:, 0], 0)[:, None]
-        return warped(self.processors, logits)
 
     def _chain_scores(self, tree: DraftTree, logits: torch.Tensor) -> torch.Tensor:
         recent = self.recent()
@@ -315,18 +311,13 @@ def refuse_stateful(processors: LogitsProcessorList, input_ids: torch.Tensor, vo
                 f"{name} keeps state from call to call, so it cannot run on drafted tokens that may be rejected. Call "
                 "generate() without assistant_model, or without the setting that adds it."
             )
-        if not _is_declared_stateless(processor) and not _repeats_itself(processor, input_ids, vocab_size):
+        declared = any(getattr(processor, mark, False) for mark in ("stateless", "history_free", "history_window"))
+        if not declared and not _is_history_free(processor) and not _repeats_itself(processor, input_ids, vocab_size):
             raise ValueError(
                 f"{name} returned other scores when a copy of it was called a second time with the same input, and it "
                 "is called along drafted paths that may be rejected. Make its result depend on input_ids and scores "
                 "alone, or call generate() without assistant_model."
             )
-
-
-def _is_declared_stateless(processor: object) -> bool:
-    return any(getattr(processor, name, False) for name in ("stateless", "history_free", "history_window")) or (
-        _is_history_free(processor)
-    )
 
 
 def _repeats_itself(processor: Any, input_ids: torch.Tensor, vocab_size: int) -> bool:

@@ -6,13 +6,16 @@ every draft is accepted; plain steps would read everything once for each of thes
 favour of speculation, so that no measured speed-up exceeds the bound.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..attention_backends.contexts import StepContext
+from .draft_tree import DraftTree
+from .drafted_chain import drafted_tokens, noise_of_chain
 from .drafter import Binding, Drafter, TreeShape, independent_draws, named
 from .target import TargetView
 
@@ -115,3 +118,53 @@ class SelfDrafter(Drafter):
     def draws(self, root: torch.Tensor) -> torch.Tensor | None:
         """Return noise to draw the tokens after `root` `(batch,)` with; `None` if they are not drawn."""
         return independent_draws(self.binding, root, self.gamma) if self._is_drawn else None
+
+    def captured(
+        self,
+        context: Callable[..., StepContext],
+        cache: Any,
+        tensors: tuple[torch.Tensor, ...],
+        draws: torch.Tensor | None,
+        fixed: tuple,
+        settings: tuple,
+        **options: Any,
+    ) -> DraftTree | None:
+        """Return a chain that is drafted in one graph; `None`, with nothing done, if it cannot be captured.
+
+        Args:
+            context (`Callable`): Function of lengths that include the query, its positions `(B, 1)`, the windows of all
+                layers, `changing` and `fixed`, to the context of a drafting step. It has no closure.
+            cache ([`SpeculativeCache`] or [`CompactCache`]): Cache of the drafting steps.
+            tensors (`tuple[torch.Tensor, ...]`): The roots `(B,)`, their positions `(B,)`, and `changing`.
+            draws (`torch.Tensor` of shape `(gamma, B, vocab)`, *optional*): Result of `draws`.
+            fixed (`tuple`): Objects that stay the same for the same `cache` and `settings`.
+            settings (`tuple`): Hashable values.
+            options (`Any`): Options of [`FixedSteps.forwards`].
+        """
+        rule, target = self.binding.rule, self.binding.target
+        if not target.captures or not (rule is None or rule.fits_graphs):
+            return None
+        noise = noise_of_chain(rule, self.gamma, draws)
+        steps = self.gamma, self.binding.max_length, draws is not None, target.windows
+        key = context, *settings, () if rule is None else rule.key, *steps
+        found = target.forwards_replayed(
+            _chain, (*tensors, *noise), (rule, *steps, context, fixed), key, cache, self.gamma, **options
+        )
+        return None if found is None else DraftTree.chain(found[0], q=found[1])
+
+
+def _chain(forward, starts, inputs, rule, gamma, limit, is_drawn, windows, context_of, fixed):
+    """Draft a chain inside a graph; see [`SelfDrafter.captured`] and [`FixedSteps.forwards`]."""
+    has_noise = is_drawn or (rule is not None and rule.do_sample)
+    root, first, *changing = inputs
+    noise = changing.pop() if has_noise else None
+    mask = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
+
+    def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
+        positions = (first + depth)[:, None].clamp_max(limit - 1)
+        here = [start.plus(depth) for start in starts]
+        context = context_of([start.plus(1) for start in here], positions, windows, *changing, *fixed)
+        found: torch.Tensor = forward(token[:, None], positions, mask, context, *here)
+        return found[:, 0]
+
+    return drafted_tokens(rule, root, gamma, logits_after, noise, is_drawn)

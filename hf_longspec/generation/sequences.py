@@ -95,7 +95,7 @@ class Sequences:
         self.pad_token_id = pad_token_id
         self.max_length = max_length
         self.generated: list[array[int]] = [array("q") for _ in range(batch_size)]
-        self._buffer = TextBuffer(input_ids, self.generated, max_length, pad_token_id)
+        self.buffer = TextBuffer(input_ids, self.generated, max_length, pad_token_id)
         self.done = [False] * batch_size
         self.interrupted = False
         self._eos: set[int] = set()
@@ -120,16 +120,12 @@ class Sequences:
     @property
     def device(self) -> torch.device:
         """Device of the prompts."""
-        return self._buffer.tokens.device
+        return self.buffer.tokens.device
 
     @property
     def tokens(self) -> torch.Tensor:
         """Prompts and generated tokens `(batch, max_length)` for processors and criteria, with padding after them."""
-        return self._buffer.read()
-
-    def copy_of_tokens(self) -> TextBuffer:
-        """Return another buffer, to which candidates may be written."""
-        return self._buffer.copy()
+        return self.buffer.read()
 
     @property
     def finished(self) -> bool:
@@ -249,7 +245,7 @@ class Sequences:
     def output(self) -> torch.Tensor:
         """Return prompts and continuations `(batch, longest)`, with finished rows padded."""
         # all of them anew, as processors and criteria may have written to the buffer
-        output = self._buffer.read(anew=True)[:, : max(self.lengths)].clone()
+        output = self.buffer.read(anew=True)[:, : max(self.lengths)].clone()
         for row, length in enumerate(self.lengths):
             output[row, length:] = self.pad_token_id
         return output

@@ -109,64 +109,42 @@ class SpeculationStats:
         tokens = self.num_emitted_tokens + self.num_plain_steps
         return tokens / self.decode_seconds if self.decode_seconds else 0.0
 
-    def record_forward(self, emitted: Sequence[int], drafted: list[int] | None, ngrams: list[int]) -> None:
+    def record(self, emitted: Sequence[int], drafted: Sequence[int] | None, ngrams: Sequence[int]) -> None:
         """Count one verification. All lists have one entry per row.
 
         Args:
             emitted (`Sequence[int]`): Number of tokens that each row emitted; 0 in rows that took no part.
-            drafted (`list[int]`, *optional*): Number of drafted tokens that were verified; `None` for a plain step.
-            ngrams (`list[int]`): Number of emitted tokens that only n-grams had proposed.
+            drafted (`Sequence[int]`, *optional*): Number of drafted tokens that were verified; `None` for a plain step.
+            ngrams (`Sequence[int]`): Number of emitted tokens that only n-grams had proposed.
         """
         self.num_forwards += 1
-        for row, count in enumerate(emitted):
-            if count and drafted is None:
-                self.record_plain(row)
-            elif count and drafted is not None:
-                self.record(count, drafted[row], count - 1, ngrams[row], row)
-
-    def record(self, emitted: int, drafted: int, accepted: int, ngrams: int = 0, row: int = 0) -> None:
-        """Count one step of a row.
-
-        Args:
-            emitted (`int`): Number of tokens emitted.
-            drafted (`int`): Number of drafted tokens that were verified.
-            accepted (`int`): Number of drafted tokens that were emitted.
-            ngrams (`int`, *optional*, defaults to 0): Number of these that only n-grams had proposed.
-            row (`int`, *optional*, defaults to 0): Index of the row.
-        """
-        self._note(row, emitted, drafted)
-        self.num_spec_steps += 1
-        self.num_draft_tokens += drafted
-        self.num_emitted_tokens += emitted
-        self.num_accepted_draft_tokens += accepted
-        self.num_accepted_ngram_tokens += ngrams
-        self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
-        self.acceptance_histogram[accepted] += 1
-
-    def record_plain(self, row: int = 0) -> None:
-        """Count one step of `row` that verified the root alone and emitted one token."""
-        self._note(row, 1, 0)
-        self.num_plain_steps += 1
-
-    def _note(self, row: int, emitted: int, drafted: int) -> None:
-        while len(self.emitted_per_step) <= row:
+        while len(self.emitted_per_step) < max((row + 1 for row, count in enumerate(emitted) if count), default=0):
             self.emitted_per_step.append(array("H"))
             self.drafted_per_step.append(array("H"))
-        self.emitted_per_step[row].append(emitted)
-        self.drafted_per_step[row].append(drafted)
+        for row, count in enumerate(emitted):
+            if not count:
+                continue
+            self.emitted_per_step[row].append(count)
+            self.drafted_per_step[row].append(0 if drafted is None else drafted[row])
+            if drafted is None:
+                self.num_plain_steps += 1
+                continue
+            accepted = count - 1
+            self.num_spec_steps += 1
+            self.num_draft_tokens += drafted[row]
+            self.num_emitted_tokens += count
+            self.num_accepted_draft_tokens += accepted
+            self.num_accepted_ngram_tokens += ngrams[row]
+            self.acceptance_histogram += [0] * (accepted + 1 - len(self.acceptance_histogram))
+            self.acceptance_histogram[accepted] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Return all counts, times and ratios for JSON, without single steps and text."""
         counts = replace(self, partial_sequences=None, emitted_per_step=[], drafted_per_step=[])
         left_out = ("partial_sequences", "emitted_per_step", "drafted_per_step")
+        ratios = ("mean_acceptance_length", "draft_acceptance_rate", "rest_seconds", "tokens_per_second")
         sums = {name: value for name, value in asdict(counts).items() if name not in left_out}
-        return {
-            **sums,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "draft_acceptance_rate": self.draft_acceptance_rate,
-            "rest_seconds": self.rest_seconds,
-            "tokens_per_second": self.tokens_per_second,
-        }
+        return sums | {name: getattr(self, name) for name in ratios}
 
     def __str__(self) -> str:
         return (

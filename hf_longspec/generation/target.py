@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ..attention_backends.contexts import TreeContext
@@ -19,15 +20,14 @@ from ..attention_backends.lengths import on_device
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .target_modules import logits_under, states_of
+from .target_modules import LayerInputs, logits_under
 from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_traits
 
 try:
     from .compiled_steps import FixedSteps
-    from .cuda_graphs import CapturedRunner, keep_workspace, take_workspace
     from .parallel import Ranks
 except ImportError:  # a published draft runs every step as it is, in one process
-    FixedSteps = Ranks = CapturedRunner = keep_workspace = take_workspace = None  # type: ignore[assignment,misc]
+    FixedSteps = Ranks = None  # type: ignore[assignment,misc]
 
 ATTENTION_NAME = "hf_longspec"
 # One lock per model, held while its attention implementation is switched. Re-entrant, as a criterion may call generate.
@@ -52,7 +52,7 @@ class TargetView:
     def __init__(self, model: PreTrainedModel, runner: Any = None):
         self.model = model
         self.ranks = None if Ranks is None else Ranks.of(model)
-        self.runner = runner if self.ranks is None else None  # collectives inside a graph are untested
+        self.runner: Any = runner if self.ranks is None else None  # collectives inside a graph are untested
         self._fixed = None if self.runner is None else FixedSteps(model, self.runner)
         self.config = model.config.get_text_config(decoder=True)
         parameters = inspect.signature(type(model).forward).parameters
@@ -291,7 +291,7 @@ class TargetView:
             `tuple`: Logits `(batch, N, vocab)`, and the input of the final norm `(batch, N, hidden)`, or those of the
             layers that `with_hidden` names, one after another, or `None`.
         """
-        with states_of(self.model, with_hidden) if with_hidden else nullcontext() as caught:
+        with LayerInputs(self.model, with_hidden) if with_hidden else nullcontext() as caught:
             if fixed_shape and self._fixed is not None:
                 result = self._fixed.run(tokens, positions, cache, mask, context, with_hidden)
                 if result is not None:
@@ -307,16 +307,6 @@ class TargetView:
     def captures(self) -> bool:
         """Whether steps are captured as CUDA graphs."""
         return self.runner is not None and self.runner.captures
-
-    def workspace(self, draft: Any, batch_size: int, max_length: int) -> Any:
-        """Return the [`Workspace`] of a call of `generate`; `None` if steps are not captured."""
-        if not self.captures:
-            return None
-        return take_workspace(draft, cast(CapturedRunner, self.runner), batch_size, max_length)
-
-    def keep_workspace(self, draft: Any, workspace: Any, cache: SpeculativeCache) -> None:
-        """Keep the workspace and the cache of a call that has returned neither, for the next call."""
-        keep_workspace(draft, cast(CapturedRunner, self.runner), workspace, cache)
 
     def replayed(
         self, function: Any, changing: tuple[torch.Tensor, ...], fixed: tuple, holder: Any, settings: tuple = ()
@@ -337,25 +327,12 @@ class TargetView:
                 return result
         return function(changing, *fixed, *settings)
 
-    def forwards_replayed(
-        self, function: Any, changing: tuple[torch.Tensor, ...], fixed: tuple, settings: tuple, cache: Any, room: int
-    ) -> Any:
+    def forwards_replayed(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of several forwards by one graph; `None`, with nothing done, if they are not captured.
 
         See [`FixedSteps.forwards`] for the arguments.
         """
-        return None if self._fixed is None else self._fixed.forwards(function, changing, fixed, settings, cache, room)
-
-    def draft_chain(
-        self, root: torch.Tensor, count: int, rule: Any, cache: Any, limit: int, draws: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Return a chain that the target drafts over a compact cache, and its `q`; `None` if it is not captured.
-
-        See [`FixedSteps.chain`] for the arguments.
-        """
-        if self._fixed is None:
-            return None
-        return self._fixed.chain(root, count, rule, cache, self.windows, limit, draws)
+        return None if self._fixed is None else self._fixed.forwards(*args, **kwargs)
 
     def accept(self, tree: DraftTree, logits: torch.Tensor, rule: Any, cache: SpeculativeCache) -> Any:
         """Return acceptance and [`packed`] result by a captured graph; `None` if the acceptance is not captured."""
@@ -379,14 +356,12 @@ class Step:
 
 def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[DraftTree, list[int]]:
     """Return the last `count` tokens of every prompt as a chain, and how many of them each row has."""
-    sizes = [min(count, len(prompt)) for prompt in prompts]
-    width = max(sizes)
-    device = prompts[0].device
-    tokens = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
-    for row, (prompt, size) in enumerate(zip(prompts, sizes, strict=True)):
-        tokens[row, :size] = prompt[len(prompt) - size :]
-    valid = torch.arange(width, device=device) < torch.tensor(sizes, device=device)[:, None]
-    return DraftTree.chain(tokens, valid if min(sizes) < width else None), sizes
+    tails = [prompt[-count:] for prompt in prompts]
+    sizes, tokens = [len(tail) for tail in tails], pad_sequence(tails, batch_first=True)
+    if min(sizes) == tokens.shape[1]:
+        return DraftTree.chain(tokens), sizes
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    return DraftTree.chain(tokens, places < torch.tensor(sizes, device=tokens.device)[:, None]), sizes
 
 
 def _attention_configs(model: PreTrainedModel) -> list[tuple[Any, str]]:

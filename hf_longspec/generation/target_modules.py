@@ -4,9 +4,8 @@ The modules and functions are the target's own, found and called, never copied. 
 outside of them are rows of data in this file. tests/generation/test_target_modules.py compares each row with the
 target's own hidden states, queries and logits.
 
-[`LayerInputs`] catches the residual stream before some layers, and [`FinalNormInput`] the one after the last layer.
-Transformers' `hidden_states[-1]` is the output of the final norm, and `output_hidden_states` keeps the states of all
-layers.
+[`LayerInputs`] catches the residual stream before some layers, or after the last one. Transformers'
+`hidden_states[-1]` is the output of the final norm, and `output_hidden_states` keeps the states of all layers.
 """
 
 import inspect
@@ -255,15 +254,18 @@ class LayerInputs:
 
     Args:
         model (`PreTrainedModel`): A causal language model.
-        layers (`Sequence[int]`): Indices of layers. The number of layers stands for the final norm.
+        layers (`Sequence[int]` or `True`): Indices of layers. The number of layers stands for the final norm, and so
+            does `True`, which needs no list of layers.
 
     Raises:
         ValueError: If the model has no such layers.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+    def __init__(self, model: PreTrainedModel, layers: bool | Sequence[int]):
         self._name = type(model).__name__
-        self._modules = [layer_at(model, layer) for layer in layers]
+        self._modules = (
+            [final_norm_of(model)] if isinstance(layers, bool) else [layer_at(model, layer) for layer in layers]
+        )
         self._caught: dict[int, torch.Tensor] = {}
 
     @property
@@ -303,19 +305,6 @@ class LayerInputs:
         self._caught[place] = states
 
 
-class FinalNormInput(LayerInputs):
-    """Keep the input of the final norm in forwards of this thread, while the context is open.
-
-    Args:
-        model (`PreTrainedModel`): A causal language model.
-    """
-
-    def __init__(self, model: PreTrainedModel):
-        self._name = type(model).__name__
-        self._modules = [final_norm_of(model)]
-        self._caught = {}
-
-
 def layer_at(model: PreTrainedModel, layer: int) -> nn.Module:
     """Return decoder layer `layer` of a model, or its final norm for the number of layers.
 
@@ -336,11 +325,6 @@ def layer_at(model: PreTrainedModel, layer: int) -> nn.Module:
         f"{type(model).__name__} has no list of layers under one of the names layers, h, whose inputs the draft reads. "
         "Use a draft that does not read them, such as SpecAttnDraftModel."
     )
-
-
-def states_of(model: PreTrainedModel, wanted: bool | tuple[int, ...]) -> LayerInputs:
-    """Return the context that keeps the input of the final norm (`True`), or those of the named layers."""
-    return FinalNormInput(model) if isinstance(wanted, bool) else LayerInputs(model, wanted)
 
 
 def joined_inputs(caught: dict[int, torch.Tensor], count: int) -> torch.Tensor:
@@ -368,10 +352,10 @@ def with_final_norm_input(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result of `forward`, and the input `(B, N, hidden)` of the final norm in it, or those of layers.
 
-    It may be part of a compiled function if the context of [`states_of`] is open during every call of that function.
+    It may be part of a compiled function if the context of [`LayerInputs`] is open during every call of that function.
     """
     if not torch.compiler.is_compiling():
-        with states_of(model, wanted) as caught:
+        with LayerInputs(model, wanted) as caught:
             return forward(), caught.hidden
     _traced.wanted = True
     result = forward()

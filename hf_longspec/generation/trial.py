@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention_backends.interface import REFUSED
 from .rotary import rotary_state_kept
@@ -55,11 +55,9 @@ def known_traits(model: PreTrainedModel, config: Any) -> LayerTraits | None:
 
 
 def layer_traits(model: PreTrainedModel, config: Any) -> LayerTraits:
-    """Return the traits of the attention layers of `model`, found once and again if the text config has changed.
+    """Return the traits of the attention layers of `model`, found once and again if its text `config` has changed.
 
-    Args:
-        model (`PreTrainedModel`): A model that runs under an attention implementation of this package.
-        config (`PreTrainedConfig`): Its text config.
+    The model runs under an attention implementation of this package.
     """
     if (known := known_traits(model, config)) is not None:
         return known
@@ -246,18 +244,13 @@ class Trial:
         return (count if count < end else None), ()
 
 
-class ClaimingLayer(CacheLayerMixin):
+class ClaimingLayer(DynamicLayer):
     """Layer of a [`ClaimingCache`]."""
-
-    is_sliding = False
 
     def __init__(self, offset: int):
         super().__init__()
         self.offset = offset
         self.is_initialized = offset > 0
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing, as the layer stores nothing."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -267,17 +260,9 @@ class ClaimingLayer(CacheLayerMixin):
         keys, values = (states[:, :, :1].expand(-1, -1, count, -1) for states in (key_states, value_states))
         return keys, values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return length and offset of the keys."""
-        return self.offset + query_length, 0
-
     def get_seq_length(self) -> int:
         """Return the claimed number of tokens."""
         return self.offset
-
-    def get_max_length(self) -> int:
-        """Return -1: there is no limit."""
-        return -1
 
 
 class ClaimingCache(Cache):

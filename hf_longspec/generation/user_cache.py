@@ -18,14 +18,14 @@ def is_own(cache: Any) -> bool:
     return getattr(cache, "_is_longspec_cache", False)
 
 
-def user_cache_of(cache: Any) -> "UserCache | None":
+def user_cache_of(cache: Any) -> DynamicCache | None:
     """Return the user's cache, or `None` for a [`SpeculativeCache`] and for the empty cache that `generate` creates.
 
     `generate` marks a cache that it was given, and not one that it creates.
     """
     if cache is None or is_own(cache) or not (getattr(cache, "_is_user_defined", False) or _stored(cache)):
         return None
-    return UserCache(cache)
+    return cache
 
 
 def refuse_cache_implementation(implementation: str | None) -> None:
@@ -58,73 +58,68 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
         ValueError: With the value, the rule and the remedy.
     """
     refuse_cache_implementation(implementation)
-    if is_own(cache):
-        cache.require(input_ids, mask)
-    if user_cache_of(cache) is None:
+    if not (own := is_own(cache)) and user_cache_of(cache) is None:
         return
-    if reason := _why_not(cache):
+    if not own and (reason := _why_not(cache)):
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which "
             "is allocated in advance, or leave the argument out."
         )
-    if mask is not None and not bool(mask.all()):
+    stored, is_padded = _stored(cache), mask is not None and not bool(mask.all())
+    if not own and is_padded:
         raise ValueError(
             "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots for the "
             "padding, which the loop drops. Leave past_key_values out, or continue each row in a cache of its own."
         )
-    held = [layer.keys.shape[0] for layer in cache.layers if _holds(layer)]
-    if held and held[0] != input_ids.shape[0]:
+    rows = cache.batch_size if own else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
+    if rows not in (None, len(input_ids)):
         raise ValueError(
-            f"past_key_values has {held[0]} rows and input_ids {input_ids.shape[0]}. Pass the cache of these rows, or "
-            "leave past_key_values out."
+            f"past_key_values has {rows} rows and input_ids {len(input_ids)}. Pass the cache of these rows, or leave "
+            "past_key_values out."
         )
-    if _stored(cache) >= input_ids.shape[1]:
+    if own and stored and (cache.lengths.is_ragged or is_padded):
         raise ValueError(
-            f"past_key_values holds {_stored(cache)} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
+            f"past_key_values holds {cache.lengths.host} tokens: a further turn needs batch size 1, or rows of equal "
+            "length without padding. Continue each row in a cache of its own."
+        )
+    if stored >= input_ids.shape[1]:
+        raise ValueError(
+            f"past_key_values holds {stored} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
             "conversation, which must be longer than what is stored."
         )
 
 
-class UserCache:
-    """Take over and update a `DynamicCache` of the user.
+def take_over(cache: DynamicCache, own: SpeculativeCache) -> None:
+    """Copy the entries of the user's cache to `own`, layer by layer, and point its layers to the copy.
 
-    Args:
-        cache (`DynamicCache`): The cache, checked by [`refuse_cache`].
+    This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
+    as no later token attends to them.
     """
+    stored = _stored(cache)
+    for layer, taken in zip(cache.layers, own.layers, strict=False):
+        if _holds(layer):
+            taken.lazy_initialization(layer.keys, layer.values)
+            first = stored - layer.keys.shape[2]
+            taken.keys[:, :, first:stored] = layer.keys
+            taken.values[:, :, first:stored] = layer.values
+            _point(layer, taken.keys, taken.values, stored)
+    own.set_lengths([stored] * own.batch_size)
 
-    def __init__(self, cache: DynamicCache):
-        self.cache = cache
-        self.stored = _stored(cache)
 
-    def lend_to(self, own: SpeculativeCache) -> None:
-        """Copy the stored entries to `own`, layer by layer, and point the layers to the copy, which frees the original.
+def bring_up_to_date(cache: DynamicCache, own: SpeculativeCache) -> None:
+    """Point the layers of the user's cache to the entries of `own`, as many as the shortest row has.
 
-        A layer with a sliding window holds its last tokens only. The slots before them stay zero, as no later token
-        attends to them.
-        """
-        for layer, taken in zip(self.cache.layers, own.layers, strict=False):
-            if _holds(layer):
-                taken.lazy_initialization(layer.keys, layer.values)
-                first = self.stored - layer.keys.shape[2]
-                taken.keys[:, :, first : self.stored] = layer.keys
-                taken.values[:, :, first : self.stored] = layer.values
-                _point(layer, taken.keys, taken.values, self.stored)
-        own.set_lengths([self.stored] * own.batch_size)
-
-    def update_from(self, own: SpeculativeCache) -> None:
-        """Point the layers to the entries of `own`, as many as the shortest row has.
-
-        The next call computes the missing tokens of longer rows, like any other token of its input.
-        """
-        length = min(own.lengths.host)
-        for index, taken in enumerate(own.layers):
-            if taken.is_initialized:
-                while len(self.cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
-                    self.cache.layers.append(DynamicLayer())
-                layer = self.cache.layers[index]
-                if not layer.is_initialized:
-                    layer.lazy_initialization(taken.keys, taken.values)
-                _point(layer, taken.keys, taken.values, length)
+    The next call computes the missing tokens of longer rows, like any other token of its input.
+    """
+    length = min(own.lengths.host)
+    for index, taken in enumerate(own.layers):
+        if taken.is_initialized:
+            while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
+                cache.layers.append(DynamicLayer())
+            layer = cache.layers[index]
+            if not layer.is_initialized:
+                layer.lazy_initialization(taken.keys, taken.values)
+            _point(layer, taken.keys, taken.values, length)
 
 
 def _point(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:

@@ -233,8 +233,7 @@ def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: T
             Scores of the token after each node.
         uniforms (`torch.Tensor` of shape `(batch_size, num_nodes - 1)`):
             Uniform draws from [0, 1), one per drafted token.
-        noise (`torch.Tensor` of shape `(batch_size, vocab_size)` or `(batch_size, num_nodes, vocab_size)`):
-            Noise for the draw of the bonus token, one row for the iteration or one for every node.
+        noise (`torch.Tensor` of shape `(batch_size, vocab_size)`): Noise for the draw of the bonus token.
 
     Raises:
         ValueError: If the tree is no chain, or has drafted tokens but no `q`.
@@ -252,7 +251,7 @@ def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: T
     accepted = (accepted & tree.valid[:, 1:]).long().cumprod(1)  # [B, N - 1]
     num_nodes = accepted.sum(1) + 1
     weights = _bonus_distribution(p, q, tree.valid, num_nodes)
-    bonus = exponential_race(weights.log(), noise if noise.dim() == 2 else _row(noise, num_nodes - 1))
+    bonus = exponential_race(weights.log(), noise)
     return _along_chain(tree.tokens, num_nodes, bonus)
 
 

@@ -12,10 +12,9 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
-from ..generation.checks import check_flags, refuse_target
+from ..generation.checks import FLAGS, check_flags, refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
-from ..generation.forward_check import CHECK_DEFAULTS
 from ..generation.rotary import FrequencyChange
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
@@ -62,7 +61,7 @@ class DraftModel(PreTrainedModel):
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         ngrams = NGRAM_DEFAULTS if cls.takes_ngrams else {}
-        cls.settings = {"compile": "auto", "gate": True} | CHECK_DEFAULTS | ngrams | cls.settings
+        cls.settings = {"compile": "auto"} | dict.fromkeys(FLAGS, True) | ngrams | cls.settings
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         config.check_types()

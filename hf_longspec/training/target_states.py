@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..generation.cache import SpeculativeCache
-from ..generation.target_modules import TargetParts, states_of
+from ..generation.target_modules import LayerInputs, TargetParts
 
 FACTS_FILE = "store.json"
 # States that a store may hold, and the dimension of a row's tensor that counts its tokens.
@@ -93,7 +93,7 @@ class HiddenPass:
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return `(B, L, hidden)` for `input_ids` `(B, L)` at positions 0, 1, 2, ... Padding must be on the right."""
         length, decoder = input_ids.shape[1], self.target.get_decoder()
-        with states_of(self.target, self.wanted) as caught:
+        with LayerInputs(self.target, self.wanted) as caught:
             if self.chunk_size is None or self.chunk_size >= length:
                 decoder(input_ids=input_ids, use_cache=False)
                 return caught.hidden

@@ -269,7 +269,7 @@ def test_an_interrupted_step_is_told_as_far_as_it_came(target):
     streamer: BaseStreamer = DraftedTextStreamer(tokenizer, lambda: stats, steps.append)
     streamer.put(torch.tensor([[5, 6]]))
     streamer.put(torch.tensor(ids[:1]))
-    stats.record(emitted=2, drafted=3, accepted=1)
+    stats.record([2], [3], [0])
     for token in ids[1:]:
         streamer.put(torch.tensor([token]))
     streamer.end()

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from hf_longspec import SpeculativeCache
-from hf_longspec.generation import user_cache
+from hf_longspec.generation import decoding
 from hf_longspec.testing import WINDOW, tiny_prompts, tiny_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -422,7 +422,7 @@ class TestCachesOfTransformers:
     def test_the_cache_that_generate_makes_is_left_alone(self, plain_run, monkeypatch):
         """Nobody holds it."""
         run, made = plain_run("llama", (9,), max_new_tokens=5), []
-        monkeypatch.setattr(user_cache.UserCache, "update_from", lambda *args: made.append(args))
+        monkeypatch.setattr(decoding, "bring_up_to_date", lambda *args: made.append(args))
         out = run.again(run.draft("tree"), return_dict_in_generate=True)
         assert not made and isinstance(out.past_key_values, SpeculativeCache)
 

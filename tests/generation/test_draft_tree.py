@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from hf_longspec.generation import draft_tree
 from hf_longspec.generation.draft_tree import (
     DraftTree,
-    merge_paths,
     merge_trees,
     num_static_nodes,
     sibling_tree,
     static_tree,
     tree_depths,
     tree_mask,
+    trie_table,
 )
-from tests.distributions import random_tree
+from tests.distributions import random_tree, trie
 
 trees = st.builds(
     random_tree,
@@ -106,9 +106,9 @@ def test_best_chain_is_the_longest_path_listed_first(tree):
 
 
 @given(rows=candidates, num_nodes=st.integers(1, 20), max_depth=st.none() | st.integers(0, 4))
-def test_merge_paths_is_the_set_of_prefixes(rows, num_nodes, max_depth):
+def test_a_trie_is_the_set_of_prefixes(rows, num_nodes, max_depth):
     root = torch.arange(50, 50 + len(rows))
-    tree = merge_paths(rows, root, num_nodes, max_depth)
+    tree = trie(rows, root, num_nodes, max_depth)
     tree.validate()
     assert tree.tokens.shape == (len(rows), num_nodes) and tree.tokens[:, 0].tolist() == root.tolist()
     for row, paths in enumerate(rows):
@@ -119,25 +119,12 @@ def test_merge_paths_is_the_set_of_prefixes(rows, num_nodes, max_depth):
         assert spelled == list(order)[: num_nodes - 1]
 
 
-@given(first=candidates, second=candidates, num_nodes=st.integers(1, 20))
-def test_merge_trees_is_one_trie_of_all_paths(first, second, num_nodes):
-    rows = min(len(first), len(second))
-    root = torch.arange(50, 50 + rows)
-    parts = [merge_paths(paths[:rows], root, size) for paths, size in ((first, 9), (second, 13))]
-    both = [spelled_paths(parts[0], row) + spelled_paths(parts[1], row) for row in range(rows)]
-    merged, expected = merge_trees(parts, num_nodes), merge_paths(both, root, num_nodes)
-    merged.validate()
-    for row in range(rows):
-        assert spelled_paths(merged, row) == spelled_paths(expected, row)
-
-
-@given(tree=trees, num_nodes=st.integers(1, 40))
-def test_merge_trees_removes_duplicates_within_a_tree(tree, num_nodes):
-    merged = merge_trees([tree], num_nodes)
+@given(tree=trees)
+def test_merge_trees_removes_duplicates_within_a_tree(tree):
+    merged = merge_trees(tree, DraftTree.root_only(tree.tokens[:, 0]))
     merged.validate()
     for row in range(tree.tokens.shape[0]):
-        once = list(dict.fromkeys(spelled_paths(tree, row)))
-        assert spelled_paths(merged, row) == once[: num_nodes - 1]
+        assert spelled_paths(merged, row) == list(dict.fromkeys(spelled_paths(tree, row)))
 
 
 @given(first=trees, second=trees)
@@ -146,7 +133,7 @@ def test_merge_trees_in_place(first, second):
     rows = min(first.tokens.shape[0], second.tokens.shape[0])
     parts = [DraftTree(*(field[:rows] for field in (t.tokens, t.parents, t.valid))) for t in (first, second)]
     parts[1].tokens[:, 0] = parts[0].tokens[:, 0]
-    merged = merge_trees(parts)
+    merged = merge_trees(*parts)
     merged.validate()
     assert torch.equal(merged.tokens, torch.cat([parts[0].tokens, parts[1].tokens[:, 1:]], 1))
     for row in range(rows):
@@ -158,10 +145,10 @@ def test_merge_trees_compares_paths_to_the_root():
     """Long paths that differ in their first token only share no node."""
     tails = [[first, *[1] * 12] for first in (2, 3)]
     chains = [DraftTree.chain(torch.tensor([[0, *tail]])) for tail in tails]
-    assert spelled_paths(merge_trees(chains, 30), 0) == [tuple(t[:n]) for t in tails for n in range(1, 14)]
+    assert spelled_paths(merge_trees(*chains), 0) == [tuple(t[:n]) for t in tails for n in range(1, 14)]
 
 
-GOOD = merge_paths([[[1, 2], [3]]], root=torch.tensor([0]), num_nodes=5)
+GOOD = trie([[[1, 2], [3]]], root=torch.tensor([0]), num_nodes=5)
 UNIFORM = torch.full((1, 5, 4), 0.25)
 
 
@@ -193,13 +180,11 @@ def test_validate_names_the_broken_rule(changes, message):
 
 def test_merging_refuses_bad_input():
     with pytest.raises(ValueError, match="num_nodes is 0, expected at least 1"):
-        merge_paths([[]], root=torch.tensor([0]), num_nodes=0)
+        trie_table([[]], torch.tensor([0]), num_nodes=0, max_depth=0)
     with pytest.raises(ValueError, match="paths has 2 rows, expected 1"):
-        merge_paths([[], []], root=torch.tensor([0]), num_nodes=2)
+        trie_table([[], []], torch.tensor([0]), num_nodes=2, max_depth=1)
     with pytest.raises(ValueError, match="a tree has q"):
-        merge_trees([replace(GOOD, q=UNIFORM)], num_nodes=3)
-    with pytest.raises(ValueError, match="cannot merge 0 trees"):
-        merge_trees([], num_nodes=3)
+        merge_trees(replace(GOOD, q=UNIFORM), GOOD)
 
 
 WIDTHS = [(1, 3, 3, 3), (3, 3, 3), (2, 1, 4), (5,), (1, 1, 1), (1,), (7, 2)]
@@ -260,6 +245,6 @@ def test_equal_candidates_at_two_levels_are_no_duplicate_path():
     """Merging with a chain that is one of the paths adds and removes no node."""
     tree = static_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[7, 8]])])
     chain = static_tree(torch.tensor([5]), [torch.tensor([[8]]), torch.tensor([[7]])])
-    merged = merge_trees([tree, chain], num_nodes=9)
+    merged = merge_trees(tree, chain)
     assert merged.valid.sum() == 7
     assert torch.equal(merged.tokens[:, :7], tree.tokens)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_longspec.generation import target_modules as final_norm
-from hf_longspec.generation.target_modules import FinalNormInput, TargetEnds, final_norm_of, with_final_norm_input
+from hf_longspec.generation.target_modules import LayerInputs, TargetEnds, final_norm_of, with_final_norm_input
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 
 # The same operations on the same numbers, in float32.
@@ -17,7 +17,7 @@ TOLERANCE = 1e-5
 def test_norm_and_head_of_what_was_caught_are_the_logits(architecture):
     model = tiny_target(architecture)
     tokens, _ = tiny_prompts(model.config.vocab_size, [7, 7])
-    with torch.no_grad(), FinalNormInput(model) as caught:
+    with torch.no_grad(), LayerInputs(model, True) as caught:
         logits = model(tokens).logits
         again = TargetEnds(model).head(final_norm_of(model)(caught.hidden))
     assert caught.hidden.shape == (2, 7, model.config.hidden_size)
@@ -28,7 +28,7 @@ def test_norm_and_head_of_what_was_caught_are_the_logits(architecture):
 def test_a_forward_of_another_thread_is_not_caught():
     model = tiny_target("llama")
     mine, other = (tiny_prompts(model.config.vocab_size, [length])[0] for length in (5, 9))
-    with torch.no_grad(), FinalNormInput(model) as caught:
+    with torch.no_grad(), LayerInputs(model, True) as caught:
         model(mine)
         thread = threading.Thread(target=lambda: model(other))
         thread.start()
@@ -47,9 +47,9 @@ def test_what_is_caught_can_leave_a_graph(compiles, graphs):
     run = torch.compile(step, fullgraph=True, backend=graphs) if compiles else step
     for seed in range(3):
         tokens = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(seed))
-        with torch.no_grad(), FinalNormInput(model) as caught:
+        with torch.no_grad(), LayerInputs(model, True) as caught:
             expected = model(tokens, use_cache=False).logits
-        with torch.no_grad(), FinalNormInput(model):
+        with torch.no_grad(), LayerInputs(model, True):
             logits, hidden = run(tokens)
         torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
         torch.testing.assert_close(hidden, caught.hidden, atol=TOLERANCE, rtol=TOLERANCE)
@@ -61,7 +61,7 @@ def test_what_is_caught_can_leave_a_graph(compiles, graphs):
 def test_a_graph_that_has_not_asked_catches_nothing(graphs):
     """Another thread may be compiling a forward while the hook is there."""
     model = tiny_target("llama", num_hidden_layers=1)
-    with torch.no_grad(), FinalNormInput(model) as caught:
+    with torch.no_grad(), LayerInputs(model, True) as caught:
         torch.compile(model, fullgraph=True, backend=graphs)(torch.ones(1, 4, dtype=torch.long), use_cache=False)
     assert graphs.frame_count == 1
     assert not caught._caught
@@ -70,7 +70,7 @@ def test_a_graph_that_has_not_asked_catches_nothing(graphs):
 
 def test_the_hook_goes_when_the_forward_fails():
     model = tiny_target("llama")
-    with pytest.raises(IndexError), FinalNormInput(model):
+    with pytest.raises(IndexError), LayerInputs(model, True):
         model(torch.tensor([[10**6]]))
     assert not final_norm_of(model)._forward_pre_hooks
 

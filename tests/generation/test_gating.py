@@ -9,7 +9,7 @@ from torch import distributed
 
 from hf_longspec.generation.checks import check_flags
 from hf_longspec.generation.drafter import Drafter
-from hf_longspec.generation.gate import SharedGate, SpeculationGate, gate_of, message_of
+from hf_longspec.generation.gate import PLAIN, SpeculationGate, gate_of, message_of
 from hf_longspec.generation.parallel import Ranks
 from hf_longspec.generation.stats import GateDecision
 
@@ -44,8 +44,8 @@ def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
     monkeypatch.setattr(distributed, "get_rank", lambda group: 0)
     monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 2)
     pair = Ranks("pair", torch.device("cpu"))
-    assert type(gate_of(True, Chain(BINDING), None)) is SpeculationGate
-    assert type(gate_of(True, Chain(BINDING), pair)) is SharedGate
+    assert gate_of(True, Chain(BINDING), None).ranks is None
+    assert gate_of(True, Chain(BINDING), pair).ranks is pair
     # two groups of two ranks
     monkeypatch.setattr(distributed, "get_world_size", lambda group=None: 4 if group is None else 2)
     assert gate_of(True, Chain(BINDING), pair) is None
@@ -54,9 +54,10 @@ def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_only_the_first_rank_follows_shadow_drafts(rank):
     asked = []
-    gate = SimpleNamespace(follow=lambda *args: asked.append(args))
-    SharedGate(gate, SimpleNamespace(rank=rank)).follow([[7]], None)
-    assert asked == ([([[7]], None)] if rank == 0 else [])
+    gate = SpeculationGate(Chain(BINDING).trees, shadow=SimpleNamespace(follow=asked.append, is_due=lambda now: False))
+    gate.ranks, gate._verdict = SimpleNamespace(rank=rank), PLAIN
+    gate.follow([[7]], None)
+    assert asked == ([[[7]]] if rank == 0 else [])
 
 
 def test_a_bound_that_was_never_tried_is_called_that():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel
-from hf_longspec.generation.draft_tree import merge_paths
 from hf_longspec.generation.gate import (
     DRAFT,
     MOST_PATIENCE,
@@ -17,6 +16,7 @@ from hf_longspec.generation.gate import (
     ShadowDraft,
     gate_of,
 )
+from tests.distributions import trie
 from tests.generation.made_up_machine import Machine, always, geometric
 
 PROPOSAL = 0.06  # in plain steps: n-grams of a text of 16K tokens beside a step of 8 ms
@@ -39,35 +39,35 @@ class TestCounting:
     def test_counts_match_a_verification(self, text):
         paths = [[4, 7, 9], [4, 7, 3], [5, 5]]
         shadow = ShadowDraft()
-        shadow.begin(merge_paths([paths], root=torch.tensor([2]), num_nodes=9), 0.0)
+        shadow.begin(trie([paths], root=torch.tensor([2]), num_nodes=9), 0.0)
         for token in text:
             shadow.follow([[token]])
-        assert shadow.recent == [accepted_by_hand(paths, text)]
+        assert list(shadow.recent) == [accepted_by_hand(paths, text)]
 
     def test_the_mean_over_rows_is_taken_when_all_have_left_their_trees(self):
         paths, texts = [[[1, 2, 3]], [[1, 2, 3]], [[9]]], [[1, 2, 8, 8], [7, 7, 7, 7], [9, 9, 9, 9]]
         shadow = ShadowDraft()
-        shadow.begin(merge_paths(paths, root=torch.tensor([5, 5, 5]), num_nodes=5), 0.0)
+        shadow.begin(trie(paths, root=torch.tensor([5, 5, 5]), num_nodes=5), 0.0)
         for step in range(3):
             assert not shadow.is_due(100.0) and not shadow.recent
             shadow.follow([[text[step]] for text in texts])
-        assert shadow.recent == [(3 + 1 + 2) / 3] and shadow.is_due(100.0)
+        assert list(shadow.recent) == [(3 + 1 + 2) / 3] and shadow.is_due(100.0)
 
     def test_rows_that_end_early_do_not_count(self):
         shadow = ShadowDraft()
-        shadow.begin(merge_paths([[[1, 2]]] * 2, root=torch.tensor([5, 5]), num_nodes=3), 0.0)
+        shadow.begin(trie([[[1, 2]]] * 2, root=torch.tensor([5, 5]), num_nodes=3), 0.0)
         shadow.follow([[1], [1]])
         shadow.follow([[], [2]])
         shadow.follow([[], [3]])
-        assert shadow.recent == [3]
-        shadow.begin(merge_paths([[[1, 2]]] * 2, root=torch.tensor([5, 5]), num_nodes=3), 0.0)
+        assert list(shadow.recent) == [3]
+        shadow.begin(trie([[[1, 2]]] * 2, root=torch.tensor([5, 5]), num_nodes=3), 0.0)
         shadow.follow([[], []])
-        assert shadow.recent == [3] and shadow.is_due(100.0)
+        assert list(shadow.recent) == [3] and shadow.is_due(100.0)
 
     def test_proposals_take_a_bounded_share_of_the_time(self):
         shadow = ShadowDraft()
         assert shadow.is_due(0.0)
-        shadow.begin(merge_paths([[[1]]], root=torch.tensor([5]), num_nodes=2), 2.0)
+        shadow.begin(trie([[[1]]], root=torch.tensor([5]), num_nodes=2), 2.0)
         shadow.follow([[7]])
         assert not shadow.is_due(1.99 / SHADOW_SHARE) and shadow.is_due(2.01 / SHADOW_SHARE)
 

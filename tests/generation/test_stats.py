@@ -12,8 +12,8 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 def test_definitions():
     stats = SpeculationStats(method="mine")
-    for emitted, drafted, accepted in ((3, 4, 2), (1, 4, 0), (1, 2, 0), (5, 4, 4)):
-        stats.record(emitted, drafted, accepted)
+    for emitted, drafted in ((3, 4), (1, 4), (1, 2), (5, 4)):
+        stats.record([emitted], [drafted], [0])
     stats.decode_seconds = 2.0
     assert stats.mean_acceptance_length == 10 / 4
     assert stats.draft_acceptance_rate == 6 / 14
@@ -105,6 +105,6 @@ def test_steps_are_small_and_stay_out_of_json_and_print():
     """100,000 steps in memory, not in every result file."""
     stats = SpeculationStats()
     for _ in range(100_000):
-        stats.record(emitted=3, drafted=70, accepted=2)
+        stats.record([3], [70], [0])
     assert sum(row.itemsize * len(row) for row in (*stats.emitted_per_step, *stats.drafted_per_step)) == 400_000
     assert len(json.dumps(stats.to_dict())) < 1000 and len(repr(stats)) < 1000

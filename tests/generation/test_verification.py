@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_longspec.generation.draft_tree import DraftTree, merge_paths
+from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import (
     accept_greedy,
     accept_rejection,
@@ -19,7 +19,7 @@ from hf_longspec.generation.verification import (
     walk,
     walk_lazily,
 )
-from tests.distributions import random_tree
+from tests.distributions import random_tree, trie
 
 V = 6
 
@@ -82,7 +82,7 @@ def test_walk_of_a_chain_matches_a_walk_over_dictionaries(seed, num_nodes):
 
 def test_walk_stops_at_a_depth_bound():
     """A bound below the true depth accepts fewer of the same tokens."""
-    tree = merge_paths([[[1, 2, 3]]], root=torch.tensor([0]), num_nodes=4)
+    tree = trie([[[1, 2, 3]]], root=torch.tensor([0]), num_nodes=4)
     short = DraftTree(tree.tokens, tree.parents, tree.valid, max_depth=2)
     choice = torch.tensor([[1, 2, 3, 4]])
     assert walk(tree, choice).tokens.tolist() == [[1, 2, 3, 4]]
@@ -156,15 +156,15 @@ def test_zero_probabilities_at_the_drafted_token():
     assert acceptance.num_nodes.tolist() == [1, 2] and acceptance.tokens.tolist() == [[0, 0], [0, 0]]
 
 
-def test_rejection_takes_ragged_chains_and_one_noise_row_per_node():
-    """Padding is not a refusal: the bonus token before it comes from p, with the noise of its node."""
+def test_rejection_takes_ragged_chains():
+    """Padding is not a refusal: the bonus token before it comes from p."""
     tree, lengths = chain_with_q(batch_size=60), [1, 2, 4] * 20
     tree = DraftTree.chain(tree.tokens, valid=torch.arange(4) < torch.tensor(lengths)[:, None], q=tree.q)
     scores = torch.randn(60, 4, V, generator=seeded(7))
-    noise = draw_noise(60, 4, V, generator=seeded(8))
+    noise = draw_noise(60, V, generator=seeded(8))
     acceptance = accept_rejection(tree, scores, torch.zeros(60, 3), noise)
     for row, length in enumerate(lengths):
-        bonus = int(exponential_race(scores[row, length - 1], noise[row, length - 1]))
+        bonus = int(exponential_race(scores[row, length - 1], noise[row]))
         assert_is(acceptance, row, list(range(length)), [*tree.tokens[row, 1:length].tolist(), bonus])
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_longspec.generation.target_modules import FinalNormInput, TargetParts
+from hf_longspec.generation.target_modules import LayerInputs, TargetParts
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 from hf_longspec.testing import EOS_TOKEN_ID, TINY_TARGETS, tiny_prompts, tiny_target
 from hf_longspec.training import TokenWindows
@@ -81,7 +81,7 @@ class TestHiddenPass:
         target = tiny_target(name)
         tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH] * 2)
         tokens[:, 20] = EOS_TOKEN_ID  # two documents; the second attends to the first
-        with torch.no_grad(), FinalNormInput(target) as caught:
+        with torch.no_grad(), LayerInputs(target, True) as caught:
             target(tokens)
         found = HiddenPass(target, chunk_size)(tokens)
         close(found, caught.hidden)

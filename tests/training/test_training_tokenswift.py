@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.generation.target_modules import FinalNormInput
+from hf_longspec.generation.target_modules import LayerInputs
 from tests.modeling.tokenswift.restated_heads import restated_heads
 
 ROWS = [(0, 33), (40, 21), (70, 6), (90, 3)]
@@ -19,7 +19,7 @@ def rows(tokens):
 
 def logits_of(draft, target, tokens):
     """Logits of the heads `(num_heads, L, vocab)` and of the target `(L, vocab)`, in float64."""
-    with torch.no_grad(), FinalNormInput(target) as caught:
+    with torch.no_grad(), LayerInputs(target, True) as caught:
         wanted = target(tokens[None]).logits[0].double()
     config, weights = draft.config, draft.state_dict()
     sizes = config.num_heads, config.rms_norm_eps, config.chained

@@ -24,7 +24,7 @@ from ...attention_backends.contexts import LevelContext, TreeContext
 from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
-from ...generation.drafted_chain import drafted_chain, drafted_in_graph, noise_of_chain
+from ...generation.drafted_chain import drafted_chain, drafted_tokens, noise_of_chain
 from ...generation.drafter import (
     Binding,
     Drafter,
@@ -401,19 +401,19 @@ class AssistantDrafter(Drafter):
             )
 
 
-def _chain(forward, start, inputs, drafter, count, key):
+def _chain(forward, starts, inputs, drafter, count, key):
     """Draft a chain inside a graph; see [`FixedSteps.forwards`]."""
     is_drawn, rule = key[0], drafter.binding.rule
     noise = inputs[-1] if is_drawn or (rule is not None and rule.do_sample) else None
     inputs = inputs if noise is None else inputs[:-1]
-    logits_after = drafter._chain(forward, start, inputs, count)
-    return drafted_in_graph(rule, inputs[0], count, logits_after, noise, is_drawn)
+    logits_after = drafter._chain(forward, *starts, inputs, count)
+    return drafted_tokens(rule, inputs[0], count, logits_after, noise, is_drawn)
 
 
-def _beam(forward, start, inputs, drafter, widths, key):
+def _beam(forward, starts, inputs, drafter, widths, key):
     """Draft a tree inside a graph; see [`FixedSteps.forwards`]."""
     own = 3 + drafter._is_ragged + (drafter.settings.window is not None)
-    return drafter._beam(forward, start, inputs[:own], inputs[own:], widths, inputs[0])
+    return drafter._beam(forward, *starts, inputs[:own], inputs[own:], widths, inputs[0])
 
 
 def _last_tokens(changing):

@@ -368,4 +368,4 @@ def _trie(changing, max_depth):
 def _merged(changing, own_depth, more_depth):
     """Return the fields of a tree merged with that of a [`trie_table`]. It may be part of a graph."""
     own, (table, root) = DraftTree.of_fields(changing[:5], own_depth), changing[5:]
-    return merge_trees([own, trie_of(table, root, more_depth)]).fields
+    return merge_trees(own, trie_of(table, root, more_depth)).fields

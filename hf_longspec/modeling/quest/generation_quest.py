@@ -18,7 +18,7 @@ from ...attention_backends.pages import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache
 from ...generation.draft_tree import DraftTree
-from ...generation.drafted_chain import drafted_chain, drafted_in_graph, noise_of_chain
+from ...generation.drafted_chain import drafted_chain
 from ...generation.drafter import Binding, Verification
 from ...generation.selection import SINK_TOKENS, budget, capacity_for
 from ...generation.self_drafter import SelfDrafter
@@ -153,19 +153,10 @@ def _find_bounds(changing: tuple[torch.Tensor, ...], cache: PagedCache, most: in
     return ()
 
 
-def _draft(forward, start, inputs, rule, windows, pages, sizes, gamma, limit, is_drawn, bounds):
-    """Draft a chain inside a graph; see [`FixedSteps.forwards`]. The graph depends on the places of `bounds`."""
-    root, (_, full, chosen), *noise = inputs
-    mask = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
-
-    def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
-        here = start.plus(depth)
-        positions = here.on(root.device)[:, None].clamp_max(limit - 1)
-        context = PageContext(here.plus(1), positions, full, chosen, pages, sizes, windows=windows)
-        found: torch.Tensor = forward(token[:, None], positions, mask, context, here)
-        return found[:, 0]
-
-    return drafted_in_graph(rule, root, gamma, logits_after, noise[0] if noise else None, is_drawn)
+def _context(ends, positions, windows, table, pages, sizes, bounds):
+    """Return the context of a drafting step inside a graph, which depends on the places of `bounds`."""
+    _, full, chosen = table
+    return PageContext(ends[0], positions, full, chosen, pages, sizes, windows=windows)
 
 
 class QuestDrafter(SelfDrafter):
@@ -213,23 +204,13 @@ class QuestDrafter(SelfDrafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`."""
-        self.paged.share_dense()
-        draws = self.draws(root)
-        if (captured := self._captured(root, draws)) is not None:
-            return captured
+        paged, draws = self.paged, self.draws(root)
+        paged.share_dense()
+        tensors = root, self.binding.cache.lengths.on(root.device), paged.table(root.device)
+        fixed, settings = (paged.pages, paged.sizes, list(paged.pages.bounds.values())), (paged.layout, paged.sizes)
+        if chain := self.captured(_context, self.binding.cache, tensors, draws, fixed, settings):
+            return chain
         return drafted_chain(self.binding.rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
-
-    def _captured(self, root: torch.Tensor, draws: torch.Tensor | None) -> DraftTree | None:
-        """Return the chain by one graph; `None` if it cannot be captured."""
-        rule, paged, target = self.binding.rule, self.paged, self.binding.target
-        if not target.captures or not (rule is None or rule.fits_graphs):
-            return None
-        changing = root, paged.table(root.device), *noise_of_chain(rule, self.gamma, draws)
-        steps = self.gamma, self.binding.max_length, draws is not None
-        fixed = rule, target.windows, paged.pages, paged.sizes, *steps, list(paged.pages.bounds.values())
-        settings = paged.layout, paged.sizes, () if rule is None else rule.key, *steps
-        found = target.forwards_replayed(_draft, changing, fixed, settings, self.binding.cache, self.gamma)
-        return None if found is None else DraftTree.chain(found[0], q=found[1])
 
     def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
         """Run the target on one token per row over the pages of its query, and return logits `(batch, vocab)`."""

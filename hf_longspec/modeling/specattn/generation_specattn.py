@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...attention_backends.contexts import CallCounter, SparseContext
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
@@ -89,12 +90,11 @@ class SpecAttnDrafter(SelfDrafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain of gamma tokens after `root` `(batch,)`."""
-        rule, limit = self.binding.rule, self.binding.max_length
-        draws = self.draws(root)
-        chain = self.binding.target.draft_chain(root, self.gamma, rule, self.selected, limit, draws)
-        if chain is not None:
-            return DraftTree.chain(chain[0], q=chain[1])
-        return drafted_chain(rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
+        draws, selected = self.draws(root), self.selected
+        tensors, dense = (root, selected.dense_used.lengths.on(root.device)), selected.dense_layers
+        if chain := self.captured(_context, selected, tensors, draws, (dense,), (dense,), is_compiled=True):
+            return chain
+        return drafted_chain(self.binding.rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         """Return a capture of the prefix's scores, unless the selection needs none."""
@@ -158,6 +158,12 @@ def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tens
     nodes = path[:, None, :, None].expand(-1, scores.shape[1], -1, scores.shape[3])
     kept = torch.arange(path.shape[1], device=path.device) < num_nodes[:, None]
     return scores.gather(2, nodes).masked_fill(~kept[:, None, :, None], 0.0).sum(2)
+
+
+def _context(ends, positions, windows, dense_layers):
+    """Return the context of a drafting step inside a graph."""
+    used, dense = (ends[-1], ends[0]) if 0 in dense_layers else (ends[0], ends[-1])
+    return SparseContext(used, positions, dense, dense_layers, CallCounter(), windows=windows)
 
 
 def _fill_all(changing, selected, scores, *settings):

@@ -204,7 +204,7 @@ def test_captured_steps(monkeypatch):
 
     monkeypatch.setattr(captured, "capture", capture)
     monkeypatch.setattr(captured, "SMALLEST_BUCKET", 32)
-    runner_of = lambda _, model, *__: captured.CapturedRunner(model)  # noqa: E731
+    runner_of = lambda _, *pair: captured.CapturedRunner(*pair[:2])  # noqa: E731
     forwards, loose, fixed = assert_like_steps_as_they_are(SHALLOW, monkeypatch, runner_of)
     assert len(replays) >= forwards and len(fixed) < len(loose)
 

@@ -69,8 +69,9 @@ def run_as_they_are(monkeypatch):
 def compiled_steps(*modules):
     """Names of compiled functions; in place of the model's step the contexts that it was compiled for."""
     made = [key for module in modules for key in compiled._compiled.get(module, {})]
-    kinds = {part for function, shape in made if function is compiled._step for part in shape if isinstance(part, type)}
-    return kinds | {function.__name__ for function, _ in made if function is not compiled._step}
+    steps = [shape for function, shape in made if function is compiled._forwards]
+    kinds = {part for shape in steps for part in shape if isinstance(part, type)}
+    return kinds | {function.__name__ for function, _ in made if function is not compiled._forwards}
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from hf_longspec import TokenSwiftDraftModel
 from hf_longspec.generation.target import TargetView
-from hf_longspec.generation.target_modules import FinalNormInput, TargetEnds, final_norm_of
+from hf_longspec.generation.target_modules import LayerInputs, TargetEnds, final_norm_of
 from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 from tests.modeling.tokenswift.restated_heads import restated_heads
 
@@ -99,7 +99,7 @@ def test_every_architecture_has_heads(architecture):
     target = tiny_target(architecture)
     draft = TokenSwiftDraftModel.from_target(target, num_heads=2)
     norm = final_norm_of(target)
-    with torch.no_grad(), FinalNormInput(target) as caught:
+    with torch.no_grad(), LayerInputs(target, True) as caught:
         logits = target(tiny_prompts(target.config.vocab_size, [9])[0]).logits
     with torch.no_grad():
         for head in draft.heads.layers:
