@@ -20,7 +20,7 @@ from .generation.target import TargetView
 from .modeling.base import DraftModel
 from .modeling.eagle3.modeling_eagle3 import Eagle3DraftModel
 from .modeling.longspec.modeling_longspec import LongSpecDraftModel
-from .modeling.plain.configuration_plain import PlainConfig
+from .modeling.plain.modeling_plain import PlainConfig
 from .modeling.tokenswift.modeling_tokenswift import TokenSwiftDraftModel
 
 PAD_TOKEN_ID, BOS_TOKEN_ID, EOS_TOKEN_ID = 0, 1, 2

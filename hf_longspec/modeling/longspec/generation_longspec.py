@@ -51,34 +51,22 @@ class LongSpecDrafter(BeamDrafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        block (`LongSpecBlock`): The trained block, with device and dtype of the keys it reads.
-        config (`LongSpecConfig`): Configuration of the block.
-        parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
-        trees (`Sequence[list[int]]`): Number of nodes of each level, root excluded, for each tree to choose from.
-        owner (`torch.nn.Module`, *optional*): Owner of compiled functions, which later calls use again. The block by
-            default.
+        draft (`LongSpecDraftModel`): The draft. It owns the compiled functions, which later calls use again.
     """
 
-    def __init__(
-        self,
-        binding: Binding,
-        block: Any,
-        config: Any,
-        parts: TargetParts,
-        trees: Sequence[list[int]],
-        owner: torch.nn.Module | None = None,
-    ):
-        super().__init__(binding, block.input_layernorm.weight, config.head_dim, trees)
-        self._owner = block if owner is None else owner
-        self.block = block
+    def __init__(self, binding: Binding, draft: Any):
+        config, here = draft.config, draft.beside(binding.target.model)
+        super().__init__(binding, here.block.input_layernorm.weight, config.head_dim, draft.trees())
+        self._owner = draft
+        self.block = here.block
         self.config = config
-        self.parts = parts
+        self.parts = TargetParts(binding.target.model, config.kv_layer)
         sizes = (config.num_key_value_heads, config.head_dim)
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)
         self.ring: WindowRing = binding.part((WindowRing, *shape), lambda: WindowRing(*shape))
         self.ring.clear()
         # Graphs hold the addresses of the block's weights: those of a copy are dropped with it.
-        self._holder: Any = self.ring if owner is None or block is owner.block else block
+        self._holder: Any = self.ring if here is draft else here
 
     @property
     def state_bytes(self) -> int:

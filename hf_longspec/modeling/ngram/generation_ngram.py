@@ -195,18 +195,17 @@ class NgramDrafter(Drafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        settings ([`NgramSettings`]): Settings of the configured tree.
-        others (`Sequence[NgramSettings]`, *optional*): Settings of other trees to choose from, with other numbers of
-            tokens and candidates.
+        choices (`Sequence[NgramSettings]`): Settings of the trees to choose from, with different numbers of tokens and
+            candidates, the configured ones first.
     """
 
     first_ngram_node = 1
     can_shadow = True
 
-    def __init__(self, binding: Binding, settings: NgramSettings, others: Sequence[NgramSettings] = ()):
+    def __init__(self, binding: Binding, choices: Sequence[NgramSettings]):
         super().__init__(binding)
-        self._choices = [settings, *others]
-        self.settings = settings
+        self._choices = choices
+        self.settings = choices[0]
         self.num_nodes = 1 + max(choice.num_nodes for choice in self._choices)
         self.max_depth = max(choice.num_tokens for choice in self._choices)
         self.indexes = [self._empty_index() for _ in range(binding.cache.batch_size)]

@@ -5,8 +5,14 @@ from typing import ClassVar
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..base import DraftModel
-from .configuration_plain import PlainConfig
+from ..configuration_base import DraftConfig
 from .generation_plain import PlainDrafter
+
+
+class PlainConfig(DraftConfig):
+    """Configuration of [`PlainDraftModel`]: the target's shapes only."""
+
+    model_type = "longspec_plain"
 
 
 class PlainDraftModel(DraftModel):

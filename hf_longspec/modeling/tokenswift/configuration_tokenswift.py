@@ -1,5 +1,7 @@
 """Configuration of TokenSwift heads."""
 
+from typing import Any, Self
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration_base import DraftConfig, text_config
@@ -29,13 +31,11 @@ class TokenSwiftConfig(DraftConfig):
     initializer_range: float = 0.02
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: object) -> "TokenSwiftConfig":
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
         """Return the configuration of heads for `target`, with the target's width."""
         text = text_config(target)
         values = {
             "hidden_size": text.hidden_size,
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
         }
-        config = super().from_target(target, **(values | overrides))
-        assert isinstance(config, cls)
-        return config
+        return super().from_target(target, **(values | overrides))
