@@ -9,7 +9,8 @@ initialisation (std 0.02) gives nearly uniform attention, which would hide a dro
 import math
 import random
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -32,6 +33,7 @@ WINDOW = 16
 # Logits this far apart leave sampling something to choose and greedy decoding a clear winner at most positions.
 LOGIT_STD = 3.0
 
+Draft = TypeVar("Draft", bound=DraftModel)
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 128,
@@ -224,43 +226,25 @@ def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
         head.mul_(gain)
 
 
-def random_longspec_draft(target: Any, seed: int = 3, **overrides: Any) -> LongSpecDraftModel:
-    """An untrained LongSpec draft with peaked attention and spread logits, so that a wrong key or position shows.
+def random_draft(cls: type[Draft], target: Any, seed: int = 3, **overrides: Any) -> Draft:
+    """An untrained draft with peaked attention and spread logits, so that a wrong key, position or state shows.
+
+    `random_longspec_draft(target, seed, **overrides)` and so on are for drafts of one class.
 
     Args:
+        cls (`type[DraftModel]`): Class of the draft.
         target (`PreTrainedModel`): Its target.
         seed (`int`, *optional*, defaults to 3): Seed of the weights.
-        **overrides: As in `LongSpecDraftModel.from_target`.
+        **overrides: As in `cls.from_target`.
     """
-    draft = LongSpecDraftModel.from_target(target, **overrides)
+    draft = cls.from_target(target, **overrides)
     randomize(draft, seed)
     return draft
 
 
-def random_tokenswift_draft(target: Any, seed: int = 3, **overrides: Any) -> TokenSwiftDraftModel:
-    """Untrained TokenSwift heads that move the hidden state and spread their logits, so that a wrong state shows.
-
-    Args:
-        target (`PreTrainedModel`): Its target.
-        seed (`int`, *optional*, defaults to 3): Seed of the weights.
-        **overrides: As in `TokenSwiftDraftModel.from_target`.
-    """
-    draft = TokenSwiftDraftModel.from_target(target, **overrides)
-    randomize(draft, seed)
-    return draft
-
-
-def random_eagle3_draft(target: Any, seed: int = 3, **overrides: Any) -> Eagle3DraftModel:
-    """An untrained EAGLE-3 draft with peaked attention and spread logits, so that a wrong state or position shows.
-
-    Args:
-        target (`PreTrainedModel`): Its target.
-        seed (`int`, *optional*, defaults to 3): Seed of the weights.
-        **overrides: As in `Eagle3DraftModel.from_target`.
-    """
-    draft = Eagle3DraftModel.from_target(target, **overrides)
-    randomize(draft, seed)
-    return draft
+random_longspec_draft = partial(random_draft, LongSpecDraftModel)
+random_tokenswift_draft = partial(random_draft, TokenSwiftDraftModel)
+random_eagle3_draft = partial(random_draft, Eagle3DraftModel)
 
 
 def randomize(draft: DraftModel, seed: int = 3) -> None:
