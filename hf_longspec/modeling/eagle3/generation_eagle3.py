@@ -106,7 +106,7 @@ class Eagle3Drafter(BeamDrafter):
         # kept for later calls, as graphs read its tensors
         theta = draft.effective("rope_theta")
         self.rotary: Angles = binding.part(
-            (Angles, theta, self.device), lambda: Angles(here.rotary_embedding(self.device, theta))
+            (Angles, theta, self.device), lambda: Angles(here.rotary_embedding(self.device))
         )
         self._prompts: PromptTaps | None = None
         self.pending: Entries | None = None

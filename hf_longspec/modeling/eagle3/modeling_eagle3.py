@@ -154,9 +154,8 @@ class Eagle3DraftModel(DraftModel):
         """
         rotary = self.rotary_embedding(tokens.device)
         length = tokens.shape[1]
-        positions: torch.Tensor | None = position_ids
-        if positions is None:
-            positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        places = torch.arange(length, device=tokens.device).expand_as(tokens)
+        positions = places if position_ids is None else position_ids
         embedded, states = self.embed(tokens, target), self.features(taps.to(self.dtype))
         logits: list[Any] = []
         # layers trained with a window saw no sinks beside it
@@ -200,7 +199,6 @@ class Eagle3DraftModel(DraftModel):
         angles: Rotary,
         attend: Attend,
         kept: torch.Tensor | None = None,
-        norm_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers.
 
@@ -211,7 +209,6 @@ class Eagle3DraftModel(DraftModel):
             attend (`Callable`): Attention of a layer, from its index, query `(B, H, n, D)`, key and value
                 `(B, K, T, D)` to `(B, H, n, D)`.
             kept (`torch.LongTensor` of shape `(B, n)`, *optional*): Entries whose result is wanted. All by default.
-            norm_output (`bool`, *optional*): In place of the config's.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: Normalised outputs `(B, n, hidden)`, from which logits are computed,
@@ -221,7 +218,7 @@ class Eagle3DraftModel(DraftModel):
             is_last = index == len(self.layers) - 1
             states = layer(states, embedded if index == 0 else None, angles, attend, kept if is_last else None)
         outputs = self.norm(states)
-        return outputs, outputs if self.effective("norm_output", norm_output) else states
+        return outputs, outputs if self.effective("norm_output") else states
 
     def logits(self, outputs: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
         """Return logits `(..., draft vocabulary)` of normalised outputs `(..., hidden)`.
@@ -264,20 +261,18 @@ class Eagle3DraftModel(DraftModel):
         if target is not None:
             self.copy_from(target)
 
-    def rotary_embedding(self, device: torch.device | None = None, rope_theta: float | None = None) -> nn.Module:
+    def rotary_embedding(self, device: torch.device) -> nn.Module:
         """Return the rotary embedding of the draft, a function of a tensor (for its dtype) and positions `(B, T)`."""
-        theta = self.effective("rope_theta", rope_theta)
+        theta = self.effective("rope_theta")
         config = copy.deepcopy(self.config)
         if theta is not None:
             config.rope_parameters = (config.rope_parameters or {}) | {"rope_theta": float(theta)}
-        return LlamaRotaryEmbedding(config).to(device or self.device)
+        return LlamaRotaryEmbedding(config).to(device)
 
-    def effective(self, name: str, value: Any = None) -> Any:
-        """Return a value, or if it is `None` that of the setting, or if it is `None` too that of the config."""
-        for found in (value, getattr(self.generation_config, name, None), getattr(self.config, name, None)):
-            if found is not None:
-                return found
-        return None
+    def effective(self, name: str) -> Any:
+        """Return the value of a setting, or if it is `None` that of the config."""
+        value = getattr(self.generation_config, name, None)
+        return getattr(self.config, name, None) if value is None else value
 
     def num_out_of_vocabulary(self, rows: Sequence[Sequence[int]]) -> int:
         """Return how many tokens of some rows this draft cannot propose."""

@@ -12,7 +12,7 @@ candidates becomes a path of the tree. The hidden state comes from one of two pl
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -292,18 +292,10 @@ class TokenSwiftDrafter(Drafter):
             self.hidden = self.binding.target.replayed(_last_hidden, changing, (), self.binding.cache)
             return
         for row in self.due:
-            self._build(row, verification.last_nodes[row : row + 1], verification)
+            length, node = verification.prefix_lengths.host[row], verification.last_nodes[row : row + 1]
+            scores_of = partial(verification.capture.of_node, row=row, node=node, length=length)
+            self.partial.build(row, length, scores_of)
         self.partial.catch_up(verification.path.shape[1], self.binding.target)
-
-    def _build(self, row: int, node: torch.Tensor, verification: Verification) -> None:
-        length, capture = verification.prefix_lengths.host[row], verification.capture
-
-        def scores_of(layer_idx: int) -> torch.Tensor:
-            scores: torch.Tensor = capture.of_node(layer_idx, row, node, length)
-            return scores
-
-        assert self.partial is not None
-        self.partial.build(row, length, scores_of)
 
     def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *own: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the candidates of every level, see [`_levels`], computed in one graph if possible."""
