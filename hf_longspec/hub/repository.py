@@ -136,9 +136,7 @@ def write_engine(folder: Path, engine: str) -> list[Path]:
         `list[Path]`: The files, relative to `folder`.
     """
     texts = engine_code() | {"README.md": render_engine(engine)}
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    _write(texts, folder)
     return sorted(map(Path, texts))
 
 
@@ -177,15 +175,19 @@ def write_repository(
         for file in built.glob("*.py"):  # of a draft that was loaded as remote code
             file.unlink()
         _complete_config(built / "config.json", draft, str(full.base_model), engine)
-        for name, text in texts.items():
-            (built / name).parent.mkdir(exist_ok=True)
-            (built / name).write_text(text, encoding="utf-8", newline="\n")
+        _write(texts, built)
         files = sorted(path.relative_to(built) for path in built.rglob("*") if path.is_file())
         _remove_stale(folder, files)
         for file in files:
             (folder / file).parent.mkdir(exist_ok=True)
             os.replace(built / file, folder / file)
     return files
+
+
+def _write(texts: dict[str, str], folder: Path) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
 
 
 def draft_code(draft: Any) -> dict[str, str]:

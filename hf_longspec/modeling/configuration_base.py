@@ -64,15 +64,19 @@ class DraftConfig(PreTrainedConfig):
             target (`PreTrainedModel` or `PreTrainedConfig`): The target or its configuration.
             overrides (`Any`): Fields of the configuration by name.
         """
+        return cls(**(cls.facts_of(target) | overrides))
+
+    @classmethod
+    def facts_of(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
+        """Return the fields of a draft's configuration that follow from its target alone."""
         text = text_config(target)
-        values: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "vocab_size": text.vocab_size,
             "target": cls.describe(target),
             "target_name_or_path": getattr(target, "config", target)._name_or_path or None,
         }
         # pipelines read these fields from the assistant's config
-        values |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        return cls(**(values | overrides))
+        return facts | {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
     def check_types(self) -> None:
         """Check the types of all fields, as a config.json may hold values of any type.

@@ -156,10 +156,6 @@ class LongSpecDrafter(BeamDrafter):
         function = _compute_again if self.foreign_depth else _keep
         self.last_token = self.binding.target.replayed(function, changing, (self,), self._holder)
 
-    def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Keep the keys of the accepted nodes of the draft's own tree, see [`WindowRing.keep`]."""
-        self.ring.keep(path.to(self.device), counts.to(self.device), lengths.to(self.device))
-
     def compute_again(self, tokens: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Compute the keys of the committed tokens `(B, M)`, as nodes of other drafters have none in the ring."""
         counts, lengths = counts[:, None].to(self.device), lengths[:, None].to(self.device)
@@ -239,9 +235,9 @@ def _level(changing, drafter, known, sizes, keys, values, depth):
 
 
 def _keep(changing, drafter):
-    """Run [`LongSpecDrafter.keep`], maybe inside a graph, and return the last committed token of every row."""
+    """Keep the keys of the accepted nodes, maybe inside a graph, and return the last committed token of every row."""
     tokens, path, counts, lengths = changing
-    drafter.keep(path, counts, lengths)
+    drafter.ring.keep(*(x.to(drafter.device) for x in (path, counts, lengths)))
     return last_of(tokens.gather(1, path), counts)
 
 

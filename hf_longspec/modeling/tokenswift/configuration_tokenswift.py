@@ -30,6 +30,11 @@ class TokenSwiftConfig(DraftConfig):
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
 
+    @property
+    def kind_of_heads(self) -> str:
+        """Kind of the heads, for the model card."""
+        return "sequential" if self.sequential else "chained" if self.chained else "independent"
+
     @classmethod
     def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
         """Return the configuration of heads for `target`, with the target's width."""
