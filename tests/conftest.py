@@ -98,13 +98,13 @@ def sources_read_once():
 
     read, known = flatten._read, {}
 
-    def read_once(name, root, package, left_out):
+    def read_once(name, root, left_out):
         if root != PACKAGE:
-            return read(name, root, package, left_out)
-        key = name, package, tuple(left_out)
+            return read(name, root, left_out)
+        key = name, tuple(left_out)
         if key not in known:
-            known[key] = read(name, root, package, left_out)
-        return dataclasses.replace(known[key], kept=[])
+            known[key] = read(name, root, left_out)
+        return dataclasses.replace(known[key], pieces=list(map(dataclasses.replace, known[key].pieces)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flatten, "_read", read_once)

@@ -169,7 +169,7 @@ MUTATIONS = (
     Mutation(
         "The next step reads the residual stream, not the normalised one",
         "modeling/eagle3/modeling_eagle3.py",
-        'return outputs, outputs if self.effective("norm_output", norm_output) else states',
+        'return outputs, outputs if self.effective("norm_output") else states',
         "return outputs, outputs",
         "tests/modeling/eagle3/test_modeling_eagle3.py",
     ),

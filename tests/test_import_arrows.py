@@ -72,6 +72,8 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
     tree, shipped = ast.parse(source), room in SHIPPED
     at_import_time = {id(node) for node in _at_import_time(tree)}
     guarded = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in _guarded(block)}
+    blocks = [block for block in tree.body if isinstance(block, ast.Try)]
+    guarded_at_top = {id(node) for block in blocks for part in (block, *block.handlers) for node in part.body}
     problems = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Import | ast.ImportFrom):
@@ -85,7 +87,8 @@ def violations(source: str, path: str, packages: frozenset[str] = frozenset()) -
             elif must_be_there and target[0] not in sys.stdlib_module_names | ALWAYS_THERE:
                 found.append(f"{target[0]} is optional: import it inside try")
         if shipped:
-            found += _form(node, module, packages)
+            is_top = node in tree.body or id(node) in guarded_at_top
+            found = found or _form(node, module, packages, is_top)
         problems += [f"{path}:{node.lineno}: {problem}" for problem in found]
     if shipped:
         problems += [f"{path}:{line}: {problem}" for line, problem in _by_name(tree, guarded)]
@@ -127,7 +130,7 @@ def _crossing(room: str, target: list[str]) -> list[str]:
     return [f"{room} may not import {'.'.join(target)}"]
 
 
-def _form(node: ast.Import | ast.ImportFrom, module: list[str], packages: frozenset[str]) -> list[str]:
+def _form(node: ast.Import | ast.ImportFrom, module: list[str], packages: frozenset[str], is_top: bool) -> list[str]:
     """Why an import of a published file could not be flattened."""
     inside = [target for target in _targets(node, module) if target[0] == PACKAGE]
     if not inside:
@@ -136,6 +139,8 @@ def _form(node: ast.Import | ast.ImportFrom, module: list[str], packages: frozen
         return [f"write a relative import, not {'.'.join(inside[0])}"]
     if not node.module or ".".join(inside[0][1:]) in packages:
         return [f"name a module in `from .module import name`: {'.'.join(inside[0])} is a package"]
+    if not is_top:
+        return ["a relative import below the top level is not followed"]
     return ["import names, not *"] if node.names[0].name == "*" else []
 
 
@@ -221,6 +226,7 @@ def test_every_room_was_read():
         ("modeling/base.py", "from .longspec import LongSpecDraftModel", "name a module"),
         ("generation/route.py", "from ..attention_backends import registry", "name a module"),
         ("generation/route.py", "from .cache import *", "import names, not *"),
+        ("generation/route.py", "def f():\n    from .cache import x", "below the top level"),
         ("generation/route.py", '"""Example:\n\n    from .cache import x\n"""', "a relative import in a text"),
         ("attention_backends/triton/kernels.py", "import triton", "triton is optional"),
         ("attention_backends/triton/kernels.py", "def f():\n    import triton", "triton is optional"),
@@ -247,7 +253,7 @@ def test_the_checker_sees(path, source, complaint):
     [
         (
             "modeling/base.py",
-            "from ..generation.route import install\nfrom .configuration_specattn import SpecAttnConfig",
+            "from ..generation.route import install\nfrom .modeling_specattn import SpecAttnConfig",
         ),
         (
             "modeling/specattn/generation_specattn.py",

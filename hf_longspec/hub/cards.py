@@ -118,11 +118,15 @@ def render(draft: Any, card: Card, engine: str | None = None) -> str:
         tags=tags,
     )
     base_model = str(card.base_model)
+    if kind not in DRAFTS:
+        raise ValueError(
+            f"no draft of model_type={kind!r} is registered: call hf_longspec.register_draft, with a card."
+        )
     about, limits = (
-        _template_of(kind)
+        DRAFTS[kind]
+        .card_template()
         .format(
             config=draft.config,
-            heads=_kind_of_heads(draft.config),
             parameters=f"{sum(weight.numel() for weight in draft.parameters()) / 1e6:.2f}M",
             name=base_model.split("/")[-1],
             link=f"[{base_model}]({'https://huggingface.co' if '/' in base_model else '..'}/{base_model})",
@@ -147,12 +151,6 @@ def render(draft: Any, card: Card, engine: str | None = None) -> str:
 def render_engine(engine: str) -> str:
     """Return the README.md of a repository that holds the code of drafts."""
     return _template("engine").format(engine=engine)
-
-
-def _kind_of_heads(config: Any) -> str:
-    if getattr(config, "sequential", False):
-        return "sequential"
-    return "chained" if getattr(config, "chained", False) else "independent"
 
 
 def _settings(draft: Any, card: Card) -> str:
@@ -181,14 +179,6 @@ def is_hub_id(name: str | None) -> bool:
     except HFValidationError:
         return False
     return True
-
-
-def _template_of(kind: str) -> str:
-    if kind not in DRAFTS:
-        raise ValueError(
-            f"no draft of model_type={kind!r} is registered: call hf_longspec.register_draft, with a card."
-        )
-    return DRAFTS[kind].card_template()
 
 
 def _template(name: str) -> str:

@@ -3,11 +3,10 @@
 Modules of one room are joined into the files of `FILES`. Imports are followed from the draft's classes on, and only
 the functions, classes and constants that they reach are copied. `LEFT_OUT` is not copied: a module that uses a part
 of it imports that part inside `try`, and the copy holds the body of `except ImportError` instead. Comments stay, and
-docstrings up to their list of arguments.
+the first paragraph of every docstring. tests/test_import_arrows.py refuses imports that could not be followed.
 """
 
 import ast
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
@@ -33,7 +32,13 @@ FILES: dict[str, tuple[str, ...]] = {
     "attention_scores": ("attention_backends/scores", "attention_backends/pages"),
     "attention_torch": ("attention_backends/torch_fused", "attention_backends/torch_backend"),
     "attention_interface": ("attention_backends/differentiable", "attention_backends/interface"),
-    "cache": ("generation/cache", "generation/user_cache", "generation/rotary", "generation/windowed_cache"),
+    "cache": (
+        "generation/cache",
+        "generation/user_cache",
+        "generation/rotary",
+        "generation/windowed_cache",
+        "generation/window_ring",
+    ),
     "verification": ("generation/draft_tree", "generation/verification", "generation/beam"),
     "sampling": ("generation/contextual_penalty", "generation/sequences", "generation/noise", "generation/sampling"),
     "target_modules": ("generation/attention_layers", "generation/target_modules", "generation/trial"),
@@ -49,36 +54,29 @@ FILES: dict[str, tuple[str, ...]] = {
     "decoding": tuple(f"generation/{name}" for name in ("checks", "forward_check", "outputs", "decoding", "route")),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),
-    "ngrams": ("modeling/ngram/settings_ngram", "modeling/ngram/generation_ngram"),
-    "draft": tuple(
-        f"modeling/{name}" for name in ("configuration_base", "loading", "tree_choices", "base", "self_draft")
-    ),
+    "settings": ("modeling/setting_checks", "modeling/ngram/settings_ngram"),
+    "ngrams": ("modeling/ngram/generation_ngram",),
+    "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "base", "self_draft")),
 }
-
-# The pattern by which transformers finds the siblings of a file. It also matches inside strings.
-SIBLING = re.compile(r"^\s*(?:from\s+\.(\S+)\s+import|import\s+\.(\S+)\s*$)", re.MULTILINE)
-_SECTION = re.compile(r"\s*(Args|Attributes|Returns|Raises|Yields|Example):\s*$")
 
 
 @dataclass
 class Piece:
-    """One statement of a module, with the comments above it.
+    """One statement of a module.
 
     Args:
-        text (`str`): Source.
+        text (`str`): Source, with the comments and blank lines above it.
         defines (`set[str]`): Names that it binds at the top level of its module.
         uses (`set[str]`): Names that occur in it.
-        is_block (`bool`): Whether it is a function or a class.
         has_effect (`bool`): Whether it does more than to bind its names.
-        gap (`int`): Blank lines before it in the source.
+        is_needed (`bool`): Whether it is copied.
     """
 
     text: str
     defines: set[str]
     uses: set[str]
-    is_block: bool
     has_effect: bool
-    gap: int
+    is_needed: bool = False
 
 
 @dataclass
@@ -91,23 +89,35 @@ class Module:
         pieces (`list[Piece]`): Its statements, without imports.
         inside (`dict[str, tuple[str, str]]`): Of every name that it imports from the package, the module and the name
             there.
-        outside (`dict[str, tuple[str, str | None]]`): Of every other name that it imports, the package and the name
-            there; `None` for the package itself.
-        kept (`list[Piece]`): The pieces that the copy needs.
+        outside (`dict[str, tuple[str, str]]`): Of every other name that it imports, the beginning of the statement and
+            the name there.
     """
 
     name: str
     about: str
     pieces: list[Piece] = field(default_factory=list)
     inside: dict[str, tuple[str, str]] = field(default_factory=dict)
-    outside: dict[str, tuple[str, str | None]] = field(default_factory=dict)
-    kept: list[Piece] = field(default_factory=list)
+    outside: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def kept(self) -> list[Piece]:
+        """Pieces that are copied."""
+        return [piece for piece in self.pieces if piece.is_needed]
+
+    @property
+    def used(self) -> set[str]:
+        """Names that occur in these pieces."""
+        return {name for piece in self.kept for name in piece.uses}
+
+    @property
+    def needs(self) -> set[str]:
+        """Modules that these pieces import from."""
+        return {self.inside[name][0] for name in self.inside.keys() & self.used}
 
 
 def flatten(
     wanted: Sequence[tuple[str, str]],
     root: Path,
-    package: str,
     left_out: Sequence[str] = LEFT_OUT,
     files: Mapping[str, Sequence[str]] = FILES,
 ) -> dict[str, str]:
@@ -116,22 +126,21 @@ def flatten(
     Args:
         wanted (`Sequence[tuple[str, str]]`): Modules, as paths below `root` without ending, and names in them.
         root (`Path`): Root of the package.
-        package (`str`): Name of the package. The files must not import it by this name, except inside `try`.
         left_out (`Sequence[str]`): Modules and folders that are not copied.
         files (`Mapping[str, Sequence[str]]`): Modules by the file that they are joined in.
 
     Raises:
-        ValueError: If an import cannot be followed, a part that is left out is imported without `try`, or two modules
-            of one file use a name for different things.
+        ValueError: If a part that is left out is imported without `try`, modules or files import each other in a
+            circle, or two modules of one file use a name for different things.
     """
-    modules = _reach(wanted, root, package, left_out)
+    modules = _reach(wanted, root, left_out)
     file_of = {module: name for name, names in files.items() for module in names}
     for name in modules:
         file_of.setdefault(name, flat_name(name))
     members: dict[str, list[Module]] = {}
-    for name in _sorted({name: _needs(module) for name, module in modules.items()}):
+    for name in _sorted({name: module.needs for name, module in modules.items()}):
         members.setdefault(file_of[name], []).append(modules[name])
-    _sorted({file: {file_of[n] for m in joined for n in _needs(m)} - {file} for file, joined in members.items()})
+    _sorted({file: {file_of[n] for m in joined for n in m.needs} - {file} for file, joined in members.items()})
     return {f"{name}.py": _joined(name, members[name], file_of) for name in sorted(members)}
 
 
@@ -153,74 +162,47 @@ def _sorted(graph: Mapping[str, set[str]]) -> list[str]:
         raise ValueError(f"modules or files import each other in a circle: {circle}. Move what they share.") from error
 
 
-def _needs(module: Module) -> set[str]:
-    """Return the modules that the kept pieces of a module import from."""
-    used = {name for piece in module.kept for name in piece.uses}
-    return {other for name, (other, _) in module.inside.items() if name in used}
-
-
-def _reach(wanted: Sequence[tuple[str, str]], root: Path, package: str, left_out: Sequence[str]) -> dict[str, Module]:
-    """Read the modules that are needed, and keep in each the pieces that are."""
+def _reach(wanted: Sequence[tuple[str, str]], root: Path, left_out: Sequence[str]) -> dict[str, Module]:
+    """Read the modules that are needed, and mark in each the pieces that are."""
     modules: dict[str, Module] = {}
-    done: set[tuple[str, str]] = set()
-    pending = list(wanted)
+    pending, done = list(wanted), set[tuple[str, str]]()
     while pending:
-        name, symbol = pending.pop()
-        if (name, symbol) in done:
+        name, symbol = place = pending.pop()
+        if place in done:
             continue
-        done.add((name, symbol))
+        done.add(place)
         if name not in modules:
-            modules[name] = _read(name, root, package, left_out)
-            new = [piece for piece in modules[name].pieces if piece.has_effect]
-        else:
-            new = []
+            modules[name] = _read(name, root, left_out)
         module = modules[name]
         if symbol in module.inside:
             pending.append(module.inside[symbol])
-        new += [piece for piece in module.pieces if symbol in piece.defines]
-        for piece in new:
-            if not any(piece is other for other in module.kept):
-                module.kept.append(piece)
+        for piece in module.pieces:
+            if not piece.is_needed and (piece.has_effect or symbol in piece.defines):
+                piece.is_needed = True
                 pending += [(name, used) for used in piece.uses]
-    for module in modules.values():
-        module.kept = [piece for piece in module.pieces if any(piece is other for other in module.kept)]
     return {name: module for name, module in modules.items() if module.kept}
 
 
-def _read(name: str, root: Path, package: str, left_out: Sequence[str]) -> Module:
+def _read(name: str, root: Path, left_out: Sequence[str]) -> Module:
     path = root / f"{name}.py"
     text = _without_left_out(path.read_text(encoding="utf-8"), path, root, left_out)
-    if odd := set(SIBLING.findall(text)) - set(SIBLING.findall("\n".join(_import_lines(text)))):
-        raise ValueError(
-            f"{path}: transformers would take a text for an import ({odd}). Write no such line into a string."
-        )
     tree = ast.parse(text)
     module = Module(name, ast.get_docstring(tree) or "")
-    lines = _short_docstrings(text, tree)
-    end = tree.body[0].end_lineno if module.about else 0
-    for node in tree.body[1 if module.about else 0 :]:
-        start = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
-        between = [line for line in lines[end or 0 : start - 1] if line is not None]
-        gap = len(between) - len("\n".join(between).lstrip("\n").split("\n")) if any(between) else len(between)
-        source = [line for line in lines[start - 1 : node.end_lineno] if line is not None]
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            _bind(module, node, path, root, package, left_out)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # describes the name above it
-            module.pieces[-1].text += "\n" + "\n".join(source)
-        else:
-            comments = "\n".join(between).strip("\n")
-            piece = "\n".join([*([comments] if comments else []), *source])
-            module.pieces.append(_piece(node, piece, gap))
-        end = node.end_lineno
-    _check_inner(tree, path, package)
+    lines, end = _short_docstrings(text, tree), 0
+    for node in tree.body:
+        start, end = end, node.end_lineno or 0
+        if isinstance(node, ast.ImportFrom) and node.level:
+            source = _resolve(node, path, root)
+            if _is_left_out(source, left_out):
+                raise ValueError(f"{path}: {source} is not published: import it inside `try`, with a stand-in.")
+            module.inside |= {alias.asname or alias.name: (source, alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            statement = f"from {node.module} import" if isinstance(node, ast.ImportFrom) else "import"
+            module.outside |= {alias.asname or alias.name: (statement, alias.name) for alias in node.names}
+        elif not (node is tree.body[0] and module.about):
+            piece = "\n".join(line for line in lines[start:end] if line is not None)
+            module.pieces.append(_piece(node, piece))
     return module
-
-
-def _import_lines(text: str) -> Iterator[str]:
-    lines = text.split("\n")
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom):
-            yield lines[node.lineno - 1]
 
 
 def _without_left_out(text: str, path: Path, root: Path, left_out: Sequence[str]) -> str:
@@ -232,8 +214,6 @@ def _without_left_out(text: str, path: Path, root: Path, left_out: Sequence[str]
         imports = [inner for inner in node.body if isinstance(inner, ast.ImportFrom) and inner.level]
         if not imports:
             continue
-        if len(node.handlers) != 1 or node.orelse or node.finalbody:
-            raise ValueError(f"{path}:{node.lineno}: expected `try` with `except ImportError` alone.")
         handler = node.handlers[0]
         body, reason = lines[node.lineno : handler.lineno - 1], ""
         if any(_is_left_out(_resolve(inner, path, root), left_out) for inner in imports):
@@ -249,67 +229,16 @@ def _is_left_out(module: str, left_out: Sequence[str]) -> bool:
 
 def _resolve(node: ast.ImportFrom, path: Path, root: Path) -> str:
     """Return the module that a relative import names, as a path below the package."""
-    folder = path.parents[node.level - 1]
-    file = folder.joinpath(*(node.module or "").split(".")).with_suffix(".py")
-    if not node.module or not file.is_file():
-        raise ValueError(
-            f"{path}:{node.lineno}: `from {'.' * node.level}{node.module or ''} import` names no module of the "
-            "package. Name the module in which the names are defined."
-        )
-    return file.relative_to(root).with_suffix("").as_posix()
+    return path.parents[node.level - 1].joinpath(*(node.module or "").split(".")).relative_to(root).as_posix()
 
 
-def _bind(
-    module: Module, node: ast.Import | ast.ImportFrom, path: Path, root: Path, package: str, left_out: Sequence[str]
-) -> None:
-    """Record the names that an import binds."""
-    where = f"{path}:{node.lineno}"
-    if isinstance(node, ast.ImportFrom) and node.level:
-        target = _resolve(node, path, root)
-        if _is_left_out(target, left_out):
-            raise ValueError(f"{where}: {target} is not published: import it inside `try`, with a stand-in.")
-        for alias in node.names:
-            module.inside[alias.asname or alias.name] = target, alias.name
-    elif isinstance(node, ast.ImportFrom):
-        if (node.module or "").split(".")[0] == package:
-            raise ValueError(f"{where} needs {package} installed: import relatively, or inside try.")
-        for alias in node.names:
-            module.outside[alias.asname or alias.name] = node.module or "", alias.name
-    else:
-        for alias in node.names:
-            if alias.name.split(".")[0] == package:
-                raise ValueError(f"{where} needs {package} installed: import relatively, or inside try.")
-            module.outside[alias.asname or alias.name] = alias.name, None
-
-
-def _check_inner(tree: ast.Module, path: Path, package: str) -> None:
-    """Refuse imports that nothing follows: relative ones below the top level, and those by name.
-
-    Raises:
-        ValueError: With the place.
-    """
-    guarded = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
-    for node in ast.walk(tree):
-        where = f"{path}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.ImportFrom) and node.level and node not in tree.body:
-            raise ValueError(f"{where}: a relative import below the top level is not followed. Move it to the top.")
-        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in guarded and node not in tree.body:
-            named = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            if any(name.split(".")[0] == package for name in named):
-                raise ValueError(f"{where} needs {package} installed: import relatively, or inside try.")
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            constants = [str(argument.value) for argument in node.args[:1] if isinstance(argument, ast.Constant)]
-            if not constants or constants[0].startswith("."):
-                raise ValueError(f"{where}: what import_module imports cannot be followed: use an import statement.")
-
-
-def _piece(node: ast.stmt, text: str, gap: int) -> Piece:
+def _piece(node: ast.stmt, text: str) -> Piece:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return Piece(text, {node.name}, _names(node), True, False, gap)
+        return Piece(text, {node.name}, _names(node), False)
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     bound = {inner.id for target in targets for inner in ast.walk(target) if isinstance(inner, ast.Name)}
     is_plain = bool(targets) and all(isinstance(target, ast.Name | ast.Tuple) for target in targets)
-    return Piece(text, bound, _names(node), False, not is_plain, gap)
+    return Piece(text, bound, _names(node), not is_plain)
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -323,25 +252,16 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _short_docstrings(text: str, tree: ast.Module) -> list[str | None]:
-    """Return the lines of a source; those of docstrings from their first section on are None."""
+    """Return the lines of a source; those of docstrings after their first paragraph are None."""
     lines: list[str | None] = list(text.split("\n"))
     for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or not ast.get_docstring(node):
             continue
-        if ast.get_docstring(node) is None:
-            continue
-        first, last = node.body[0].lineno, node.body[0].end_lineno or 0
-        section = next((n for n in range(first, last) if _SECTION.match(lines[n - 1] or "")), None)
-        if section is None:
-            continue
-        while not (lines[section - 2] or "").strip():
-            section -= 1
-        before = lines[section - 2] or ""
-        if before.strip() != '"""':
-            lines[section - 2] = f'{before}"""'
-        else:
-            lines[section - 2] = f'{before}Arguments: see the package."""'
-        lines[section - 1 : last] = [None] * (last - section + 1)
+        start, end = node.body[0].lineno, node.body[0].end_lineno or 0
+        blank = next((place for place in range(start, end) if not (lines[place] or "").strip()), None)
+        if blank is not None:
+            lines[blank - 1] = f'{lines[blank - 1]}"""'
+            lines[blank:end] = [None] * (end - blank)
     return lines
 
 
@@ -352,74 +272,55 @@ def _joined(file: str, modules: Sequence[Module], file_of: Mapping[str, str]) ->
         ValueError: If a name means different things in two of its modules.
     """
     meaning: dict[str, tuple[str, str]] = {}
+
+    def claim(name: str, value: tuple[str, str], module: Module) -> bool:
+        """Return whether a name is new in the file."""
+        is_new = name not in meaning
+        if meaning.setdefault(name, value) != value:
+            raise ValueError(f"{name} in {module.name} is something else in another module of {file}.py: rename one.")
+        return is_new
+
     imports: dict[str, set[str]] = {}
-    siblings: dict[str, set[str]] = {}
-    parts: list[str] = []
+    sections = []
     for module in modules:
-        used = {name for piece in module.kept for name in piece.uses}
-        pieces = []
+        used, texts = module.used, []
         for piece in module.kept:
-            known = {name: meaning.get(name) for name in piece.defines}
-            for name in piece.defines:
-                _claim(meaning, name, (piece.text if not piece.is_block else module.name, name), module, file)
-            if piece.is_block or any(value is None for value in known.values()) or piece.has_effect:
-                pieces.append(piece)
+            new = [claim(name, (piece.text.strip(), name), module) for name in sorted(piece.defines)]
+            if any(new) or piece.has_effect:  # two modules may define a constant alike
+                texts.append(piece.text)
         for name, (other, original) in module.inside.items():
-            if name not in used:
-                continue
-            if file_of[other] != file:
-                _claim(meaning, name, (file_of[other], original), module, file)
-                siblings.setdefault(file_of[other], set()).add(_spelled(original, name))
-            elif name != original:
+            if name in used and file_of[other] != file:
+                claim(name, (file_of[other], original), module)
+                imports.setdefault(f"from .{file_of[other]} import", set()).add(_spelled(original, name))
+            elif name in used and name != original:
                 raise ValueError(f"{module.name} imports {original} as {name} from its own file {file}.py: rename it.")
-        for name, (source, member) in module.outside.items():
+        for name, (statement, original) in module.outside.items():
             if name.split(".")[0] in used:
-                _claim(meaning, name, (source, member or ""), module, file)
-                if member is None:
-                    imports.setdefault(f"import {_spelled(source, name)}", set())
-                else:
-                    imports.setdefault(f"from {source} import", set()).add(_spelled(member, name))
-        parts.append(_section_of(module, pieces, len(modules) > 1))
-    head = [f'"""{modules[0].about}\n"""' if "\n" in modules[0].about else f'"""{modules[0].about}"""']
-    if len(modules) > 1:
-        head = [f'"""{_title(file, modules)}"""']
-    head += ["\n".join(_statements(imports))] if imports else []
-    head += ["\n".join(_statements({f"from .{name} import": names for name, names in siblings.items()}))] * bool(
-        siblings
-    )
-    return "\n\n".join(head) + "\n\n" + "\n\n\n".join(parts).rstrip() + "\n"
+                claim(name, (statement, original), module)
+                imports.setdefault(statement, set()).add(_spelled(original, name))
+        title = f"# {'-' * 20} {module.name}.py\n#\n{_commented(module.about)}\n\n" if len(modules) > 1 else ""
+        sections.append(title + "\n".join(texts).strip("\n"))
+    about = f"{file}: joined from {', '.join(module.name + '.py' for module in modules)} of hf_longspec."
+    about = modules[0].about + "\n" * ("\n" in modules[0].about) if len(modules) == 1 else about
+    head = f'"""{about}"""\n\n' + "".join(f"{statement}\n" for statement in _statements(imports)) + "\n" * bool(imports)
+    return head + "\n\n\n".join(sections) + "\n"
+
+
+def _commented(text: str) -> str:
+    return "\n".join(f"# {line}".rstrip() for line in text.split("\n"))
 
 
 def _spelled(name: str, bound: str) -> str:
     return name if name == bound else f"{name} as {bound}"
 
 
-def _claim(meaning: dict[str, tuple[str, str]], name: str, value: tuple[str, str], module: Module, file: str) -> None:
-    if meaning.setdefault(name, value) != value:
-        raise ValueError(f"{name} in {module.name} is something else in another module of {file}.py: rename one.")
-
-
-def _title(file: str, modules: Sequence[Module]) -> str:
-    return f"{file}: joined from {', '.join(module.name + '.py' for module in modules)} of hf_longspec."
-
-
-def _section_of(module: Module, pieces: Sequence[Piece], is_joined: bool) -> str:
-    text = ""
-    if is_joined:
-        about = "\n".join(f"# {line}".rstrip() for line in module.about.split("\n"))
-        text = f"# {'-' * 20} {module.name}.py\n#\n{about}\n"
-    before: Piece | None = None
-    for piece in pieces:
-        gap = 2 if piece.is_block or (before is not None and before.is_block) else min(piece.gap, 1)
-        text += "\n" * (gap if before is not None or not text else 1 + piece.is_block) + piece.text + "\n"
-        before = piece
-    return text.strip("\n")
-
-
 def _statements(imports: Mapping[str, set[str]]) -> Iterator[str]:
-    for statement in sorted(imports, key=lambda text: (text.startswith("from"), text)):
+    """Return import statements: modules first, then names of packages, then of the files beside this one."""
+    for statement in sorted(imports, key=lambda text: (text.startswith("from"), text.startswith("from ."), text)):
         names = sorted(imports[statement])
-        line = f"{statement} {', '.join(names)}".rstrip()
-        if len(line) > 118:
+        line = f"{statement} {', '.join(names)}"
+        if statement == "import":
+            line = "\n".join(f"import {name}" for name in names)
+        elif len(line) > 118:
             line = f"{statement} (\n" + "".join(f"    {name},\n" for name in names) + ")"
         yield line

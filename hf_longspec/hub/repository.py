@@ -1,10 +1,9 @@
 """Write or upload the repository of a draft: weights, settings, code and model card."""
 
-import ast
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from ..modeling.register_draft import DRAFTS, RegisteredDraft
 from .cards import Card, is_hub_id, render, render_engine
 from .flatten import LEFT_OUT, flat_name, flatten
 
@@ -23,7 +23,7 @@ MARK = "# Published with a draft by hf_longspec, "
 FORMAT_VERSION = "0.1.0"
 # Methods that use n-grams. In the code of the others, they are left out.
 NGRAMS = "modeling/ngram/generation_ngram"
-WITH_NGRAMS = ("tokenswift", "ngram")
+WITH_NGRAMS = ("tokenswift", "longspec_ngram")
 # The file that `auto_map` names. Transformers saves a class with the file of its `__module__`.
 ENTRY = '''"""{model}, from {package} where it is installed, and from the files beside this one otherwise.
 
@@ -136,9 +136,7 @@ def write_engine(folder: Path, engine: str) -> list[Path]:
         `list[Path]`: The files, relative to `folder`.
     """
     texts = engine_code() | {"README.md": render_engine(engine)}
-    for name, text in texts.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8", newline="\n")
+    _write(texts, folder)
     return sorted(map(Path, texts))
 
 
@@ -177,15 +175,19 @@ def write_repository(
         for file in built.glob("*.py"):  # of a draft that was loaded as remote code
             file.unlink()
         _complete_config(built / "config.json", draft, str(full.base_model), engine)
-        for name, text in texts.items():
-            (built / name).parent.mkdir(exist_ok=True)
-            (built / name).write_text(text, encoding="utf-8", newline="\n")
+        _write(texts, built)
         files = sorted(path.relative_to(built) for path in built.rglob("*") if path.is_file())
         _remove_stale(folder, files)
         for file in files:
             (folder / file).parent.mkdir(exist_ok=True)
             os.replace(built / file, folder / file)
     return files
+
+
+def _write(texts: dict[str, str], folder: Path) -> None:
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8", newline="\n")
 
 
 def draft_code(draft: Any) -> dict[str, str]:
@@ -196,15 +198,15 @@ def draft_code(draft: Any) -> dict[str, str]:
     """
     file = _file_of(type(draft))
     if file.read_text(encoding="utf-8").startswith(MARK):  # loaded from such a repository
-        return {path.name: path.read_text(encoding="utf-8") for path in [file, *_siblings(file)]} | _custom()
-    methods = {method.model_module: method for method in _methods()}
-    method = methods.get(_module(file)) if file.is_relative_to(PACKAGE) else None
-    if method is None or method.model != type(draft).__name__:
+        files = [file, *sorted(map(Path, get_relative_import_files(file)))]
+        return {path.name: path.read_text(encoding="utf-8") for path in files} | _custom()
+    methods = [method for method in _methods() if method.model is type(draft)]
+    if not methods:
         raise ValueError(
             f"{type(draft).__name__} needs {PACKAGE.name} installed: only drafts of the package itself are published "
             "with their code."
         )
-    return _code_of([method])
+    return _code_of(methods)
 
 
 def engine_code() -> dict[str, str]:
@@ -212,53 +214,20 @@ def engine_code() -> dict[str, str]:
     return _code_of(_methods())
 
 
-@dataclass(frozen=True)
-class Method:
-    """One kind of draft.
-
-    Args:
-        name (`str`): Folder of its modules.
-        model_module (`str`): Module of its model, as a path below the package without ending.
-        model (`str`): Class of its model.
-        config_module (`str`): Module of its configuration.
-        config (`str`): Class of its configuration.
-    """
-
-    name: str
-    model_module: str
-    model: str
-    config_module: str
-    config: str
-
-    @property
-    def entry(self) -> str:
-        """File that `auto_map` names, without ending."""
-        return self.model_module.split("/")[-1]
+def _methods() -> list[RegisteredDraft]:
+    """Return the drafts of the package."""
+    return [draft for draft in DRAFTS.values() if draft.model.__module__.split(".")[0] == PACKAGE.name]
 
 
-def _methods() -> list[Method]:
-    """Return the methods of the package, read from its source."""
-    found = []
-    for path in sorted((PACKAGE / "modeling").glob("*/modeling_*.py")):
-        config = path.with_name(path.name.replace("modeling_", "configuration_"))
-        model, config_name = (_class_in(file, end) for file, end in ((path, "DraftModel"), (config, "Config")))
-        found.append(Method(path.parent.name, _module(path), model, _module(config), config_name))
-    return found
-
-
-def _class_in(path: Path, end: str) -> str:
-    classes = [node.name for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    return next(name for name in classes if name.endswith(end))
-
-
-def _code_of(methods: list[Method]) -> dict[str, str]:
+def _code_of(methods: list[RegisteredDraft]) -> dict[str, str]:
     """Return the entry files of some methods, and the engine below them."""
-    wanted = [pair for m in methods for pair in ((m.model_module, m.model), (m.config_module, m.config))]
-    with_ngrams = any(method.name in WITH_NGRAMS for method in methods)
-    sources = flatten(wanted, PACKAGE, PACKAGE.name, LEFT_OUT if with_ngrams else (*LEFT_OUT, NGRAMS))
+    wanted = [(_module(part), part.__name__) for method in methods for part in (method.model, method.config)]
+    with_ngrams = any(method.config.model_type in WITH_NGRAMS for method in methods)
+    sources = flatten(wanted, PACKAGE, LEFT_OUT if with_ngrams else (*LEFT_OUT, NGRAMS))
     for method in methods:
-        names = {"model": method.model, "config": method.config, "sibling": flat_name(method.model_module)}
-        sources[f"{method.entry}.py"] = ENTRY.format(package=PACKAGE.name, version=FORMAT_VERSION, **names)
+        module = _module(method.model)
+        names = {"model": method.model.__name__, "config": method.config.__name__, "sibling": flat_name(module)}
+        sources[f"{module.split('/')[-1]}.py"] = ENTRY.format(package=PACKAGE.name, version=FORMAT_VERSION, **names)
     return {name: f"{MARK}Apache-2.0.\n{text}" for name, text in sources.items()} | _custom()
 
 
@@ -267,13 +236,9 @@ def _custom() -> dict[str, str]:
     return {"custom_generate/generate.py": f"{MARK}Apache-2.0.\n{text}"}
 
 
-def _module(file: Path) -> str:
-    return file.relative_to(PACKAGE).with_suffix("").as_posix()
-
-
-def _siblings(file: Path) -> list[Path]:
-    """Return the files that a copy imports, as transformers finds them."""
-    return sorted(map(Path, get_relative_import_files(file)))
+def _module(cls: type) -> str:
+    """Return the module of a class of the package, as a path below the package without ending."""
+    return "/".join(cls.__module__.split(".")[1:])
 
 
 def _file_of(cls: type) -> Path:

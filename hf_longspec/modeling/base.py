@@ -2,9 +2,9 @@
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -19,9 +19,11 @@ from ..generation.rotary import FrequencyChange
 from ..generation.route import install
 from ..generation.stats import SpeculationStats
 from ..generation.target import TargetView
+from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
 from .ngram.settings_ngram import NGRAM_DEFAULTS, NgramSettings
+from .setting_checks import all_trees
 
 try:
     from ..generation.cuda_graphs import release_workspaces
@@ -44,9 +46,10 @@ class DraftModel(PreTrainedModel):
     """Base of all drafts. `config` holds the architecture, and `generation_config` the settings of drafting.
 
     Subclasses define `config_class`, `make_drafter`, `max_nodes` and `settings`, the keys of `generation_config` that
-    they add, with default values. Subclasses without parameters set `weightless`. Unless a subclass clears
-    `takes_ngrams`, it also gets the settings of n-grams, which are added to its trees. Callers therefore use `drafter`
-    and `num_tree_nodes`, which include n-grams.
+    they add, with default values. Subclasses without parameters set `weightless`. If a draft has the setting
+    `tree_choices`, `tree_setting` names the setting that holds its tree. Unless a subclass clears `takes_ngrams`, it
+    also gets the settings of n-grams, which are added to its trees. Callers therefore use `drafter` and
+    `num_tree_nodes`, which include n-grams.
     """
 
     config_class = DraftConfig
@@ -55,6 +58,7 @@ class DraftModel(PreTrainedModel):
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {}
+    tree_setting: ClassVar[str] = "tree_widths"
     # A marker for the route, because an installed class and one loaded from the Hub are different classes.
     _is_longspec_draft = True
 
@@ -82,8 +86,8 @@ class DraftModel(PreTrainedModel):
         """Return `None`, as a draft uses the embeddings of the target. Accelerate calls this for sharding (FSDP)."""
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "DraftModel":
-        """Return a draft for `target`.
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
+        """Return a draft for `target`. If it has weights, they are untrained, and it is in eval mode at its `place`.
 
         Args:
             target (`PreTrainedModel`): The target.
@@ -102,7 +106,18 @@ class DraftModel(PreTrainedModel):
         draft = cls(cls.config_class.from_target(target, **overrides))
         draft.generation_config.update(**settings)
         draft.check(view)
-        return draft
+        return draft if cls.weightless else draft.to(*draft.place(target)).eval()
+
+    def place(self, target: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+        """Return the device and dtype that a draft with weights runs with: those of the target's final norm."""
+        weight = target.get_input_embeddings().weight
+        return device_of(final_norm_of(target), weight.device), weight.dtype
+
+    def beside(self, target: PreTrainedModel) -> Self:
+        """Return this draft in eval mode at its `place`, or a copy, as the user may be training it in another dtype."""
+        place = self.place(target)
+        is_there = not self.training and (self.device, self.dtype) == place
+        return self if is_there else copy.deepcopy(self).to(*place).eval()
 
     def longspec_decoding(self, model: PreTrainedModel, input_ids: torch.LongTensor, **kwargs: Any) -> Any:
         """Generate with `model` and this draft. `model.generate(assistant_model=draft)` calls this method.
@@ -133,7 +148,7 @@ class DraftModel(PreTrainedModel):
     def drafter(self, binding: Binding) -> Drafter:
         """Return the drafter of one call, with n-grams if the settings enable them."""
         drafter, ngrams = self.make_drafter(binding), self._joined_ngrams()
-        return drafter if ngrams is None else JoinedDrafter(drafter, NgramDrafter(binding, ngrams))
+        return drafter if ngrams is None else JoinedDrafter(drafter, NgramDrafter(binding, [ngrams]))
 
     def candidate_generator(self, target: PreTrainedModel, max_length: int) -> Drafter:
         """Return a `CandidateGenerator` of transformers that proposes the chains of this draft for one text.
@@ -179,6 +194,19 @@ class DraftModel(PreTrainedModel):
     def max_nodes(self, target: TargetView) -> int:
         """Return the maximum number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""
         raise NotImplementedError
+
+    def configured_tree(self) -> Any:
+        """Return the configured tree, as an entry of `tree_choices` would give it."""
+        return self.setting(self.tree_setting)
+
+    def trees(self) -> list[Any]:
+        """Return the configured tree and the others of `tree_choices`."""
+        return all_trees(self.configured_tree(), self.setting("tree_choices"), self.tree_setting)
+
+    def check_trees(self, check: Callable[[str, Any], None]) -> None:
+        """Call `check` with the name and the value of every tree, which raises errors with that name."""
+        for place, tree in enumerate(self.trees()):
+            check(f"tree_choices: {self.tree_setting}" if place else self.tree_setting, tree)
 
     @property
     def prompt_tokens(self) -> int:
@@ -320,27 +348,47 @@ class DraftModel(PreTrainedModel):
         return hub.push(self, repo_id, **kwargs)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, target: PreTrainedModel | None = None, **kwargs: Any
+    ) -> Any:
         """Load a draft and its saved settings from a folder or a Hub repository.
 
         With `output_loading_info=True`, return also transformers' loading info, as for any model.
 
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id.
+            target (`PreTrainedModel`, *optional*): The target. With it, the draft is checked at once, and gets the
+                target's device and dtype.
+            kwargs (`Any`): Settings of the draft by name, and arguments of `PreTrainedModel.from_pretrained`.
+
         Raises:
             OSError: If a file is missing or cannot be read.
-            ValueError: If weights are missing or have other shapes, or a configuration value has the wrong type.
+            ValueError: If weights are missing or have other shapes, a configuration value has the wrong type, or the
+                draft was made for another target.
         """
-        hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
-        wants_info, info = kwargs.pop("output_loading_info", False), {}
+        settings = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.settings}
+        wants_info = kwargs.pop("output_loading_info", False)
+        if target is not None:
+            kwargs.setdefault("dtype", target.get_input_embeddings().weight.dtype)
+        draft, info = cls._load(pretrained_model_name_or_path, target, *args, **kwargs)
+        draft.generation_config.update(**settings)
+        if target is not None:
+            draft.check(TargetView(target))
+            draft = draft if cls.weightless else draft.to(draft.place(target)[0])
+        return (draft, info) if wants_info else draft
+
+    @classmethod
+    def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
+        """Return a saved draft and transformers' loading info. The target is for subclasses that read other files."""
+        hub, info = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}, {}
         if cls.weightless:
             config = kwargs.get("config")
-            if not isinstance(config, cls.config_class):
-                config = cls.config_class.from_pretrained(pretrained_model_name_or_path, **hub)
-            draft = cls(config)
+            draft = cls(
+                config if isinstance(config, cls.config_class) else cls.config_class.from_pretrained(path, **hub)
+            )
         else:
-            with readable_errors(pretrained_model_name_or_path):
-                draft, info = super().from_pretrained(
-                    pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-                )
-        require_complete(pretrained_model_name_or_path, info.get("missing_keys"), draft.config.vocab_size)
-        read_settings(draft, pretrained_model_name_or_path, **hub)
-        return (draft, info) if wants_info else draft
+            with readable_errors(path):
+                draft, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        require_complete(path, info.get("missing_keys"), draft.config.vocab_size)
+        read_settings(draft, path, **hub)
+        return draft, info

@@ -2,9 +2,10 @@
 
 from inspect import get_annotations
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, Self, get_args, get_origin
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 # Fields that a draft copies from the target's text config. A target that differs in one of them is refused.
 TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -56,28 +57,32 @@ class DraftConfig(PreTrainedConfig):
             super().register_for_auto_class(auto_class)
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "DraftConfig":
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
         """Return the configuration of a draft for `target`.
 
         Args:
             target (`PreTrainedModel` or `PreTrainedConfig`): The target or its configuration.
             overrides (`Any`): Fields of the configuration by name.
         """
+        return cls(**(cls.facts_of(target) | overrides))
+
+    @classmethod
+    def facts_of(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:
+        """Return the fields of a draft's configuration that follow from its target alone."""
         text = text_config(target)
-        values: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "vocab_size": text.vocab_size,
             "target": cls.describe(target),
             "target_name_or_path": getattr(target, "config", target)._name_or_path or None,
         }
         # pipelines read these fields from the assistant's config
-        values |= {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        return cls(**(values | overrides))
+        return facts | {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
     def check_types(self) -> None:
         """Check the types of all fields, as a config.json may hold values of any type.
 
         Raises:
-            ValueError: If a field has a wrong type or a negative value.
+            ValueError: If a field has a wrong type or a negative value, or `hidden_act` is no known activation.
         """
         for kind in type(self).__mro__:
             if not issubclass(kind, DraftConfig):
@@ -86,6 +91,11 @@ class DraftConfig(PreTrainedConfig):
                 if name != "model_type":
                     _check_type(name, getattr(self, name), hint)
                     _check_size(name, getattr(self, name))
+        if (activation := getattr(self, "hidden_act", "silu")) not in ACT2FN:
+            raise ValueError(
+                f"hidden_act={activation!r} in the draft's config.json: expected the name of an activation of "
+                "transformers, such as 'silu'."
+            )
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:

@@ -1,18 +1,27 @@
 """SelfDraftModel, the base of drafts that are the target itself on a part of its cache."""
 
+from functools import partial
 from typing import Any, ClassVar
 
 from ..generation.target import TargetView
 from .base import DraftModel
-from .tree_choices import other_trees
+from .setting_checks import check_choice, check_integer
 
 ACCEPTANCES = ("rejection", "coupled")
 
 
 class SelfDraftModel(DraftModel):
-    """Draft chains with the target model itself on a part of its cache, without weights."""
+    """Draft chains with the target model itself on a part of its cache, without weights.
+
+    Settings:
+        num_assistant_tokens (`int`): Number of tokens drafted per iteration (gamma).
+        sparse_ratio (`float`): Share of the prefix that a drafting step reads in a sparse layer.
+        sparse_min_tokens (`int`): Minimum number of tokens to read. Shorter prefixes are read as a whole.
+        acceptance (`str`): When sampling, `rejection` or `coupled`.
+    """
 
     weightless: ClassVar[bool] = True
+    tree_setting: ClassVar[str] = "num_assistant_tokens"
     settings: ClassVar[dict[str, Any]] = {
         "num_assistant_tokens": 4,
         "tree_choices": None,
@@ -23,31 +32,13 @@ class SelfDraftModel(DraftModel):
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of the longest chain, root included."""
-        return max(self.gammas()) + 1
-
-    def gammas(self) -> list[int]:
-        """Return the number of drafted tokens of all chains, the configured one first."""
-        gamma = int(self.setting("num_assistant_tokens"))
-        return [gamma, *other_trees(gamma, self.setting("tree_choices"), "num_assistant_tokens")]
-
-    def check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        """Refuse a setting that is none of `choices`."""
-        if (value := self.setting(name)) not in choices:
-            raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
-
-    def check_number(self, name: str, least: int) -> None:
-        """Refuse a setting that is no integer of at least `least`."""
-        if type(value := self.setting(name)) is not int or value < least:
-            raise ValueError(f"{name}={value!r}: expected an integer of at least {least}.")
+        return int(max(self.trees())) + 1
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse unknown choices and numbers out of range."""
-        self.check_choice("acceptance", ACCEPTANCES)
-        for name in ("num_assistant_tokens", "sparse_min_tokens"):
-            self.check_number(name, 1)
-        for gamma in self.gammas()[1:]:
-            if type(gamma) is not int or gamma < 1:
-                raise ValueError(f"tree_choices: num_assistant_tokens={gamma!r}: expected an integer of at least 1.")
+        check_choice("acceptance", self.setting("acceptance"), ACCEPTANCES)
+        self.check_trees(partial(check_integer, least=1))
+        check_integer("sparse_min_tokens", self.setting("sparse_min_tokens"), 1)
         if not isinstance(ratio := self.setting("sparse_ratio"), int | float) or not 0 < ratio <= 1:
             raise ValueError(f"sparse_ratio={ratio!r}: expected a number in (0, 1].")
 

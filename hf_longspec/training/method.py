@@ -1,6 +1,9 @@
 """How one kind of draft is trained: the base class, and the look-up of the method of a draft."""
 
+import os
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -8,6 +11,8 @@ from transformers import PreTrainedModel
 
 from ..modeling.register_draft import DRAFTS
 from .arguments import DraftTrainingArguments
+from .data import IGNORED
+from .target_states import HiddenPass
 
 
 class TrainingMethod:
@@ -24,12 +29,14 @@ class TrainingMethod:
     Attributes:
         count_shape (`tuple[int, int]`): Shape of the counts that are logged: levels of the draft, counts per level.
         max_length (`int`, *optional*): Largest number of tokens of a row.
+        longest_position (`int`): What is recorded as `trained_max_length` in the draft's config, unless it is 0.
 
     Raises:
         ValueError: If the settings do not fit the draft or the target.
     """
 
     count_shape: tuple[int, int]
+    longest_position = 0
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         self.draft = draft
@@ -85,10 +92,85 @@ class TrainingMethod:
         raise NotImplementedError
 
     def resume(self, checkpoint: str) -> None:
-        """Restore what an earlier run recorded in the draft's configuration in the folder `checkpoint`."""
+        """Restore `longest_position` from the draft's configuration in the folder `checkpoint` of an earlier run."""
+        if os.path.isfile(os.path.join(checkpoint, "config.json")):
+            before = type(self.draft.config).from_pretrained(checkpoint)
+            self.longest_position = max(self.longest_position, getattr(before, "trained_max_length", None) or 0)
 
     def record(self, accelerator: Any) -> None:
-        """Record in the draft's configuration what its users need to know about the training."""
+        """Record the `longest_position` of all processes in the draft's configuration."""
+        longest = accelerator.gather(torch.tensor([self.longest_position], device=accelerator.device))
+        if int(longest.max()):
+            self.draft.config.trained_max_length = int(longest.max())
+
+
+class LevelsMethod(TrainingMethod):
+    """Base of methods that train several levels on hidden states of the target.
+
+    The loss has one term and the counts one row per level. Level i (from 0) predicts the tokens from index i + 2 on.
+    Subclasses implement `run`.
+
+    Args:
+        draft ([`DraftModel`]): The draft.
+        target (`PreTrainedModel`): The target.
+        args ([`DraftTrainingArguments`]): Settings of the run.
+        count_shape (`tuple[int, int]`): Number of levels, and of counts per level.
+        wanted (`bool` or `tuple[int, ...]`): States to keep, see [`HiddenPass`].
+    """
+
+    def __init__(
+        self,
+        draft: Any,
+        target: PreTrainedModel,
+        args: DraftTrainingArguments,
+        count_shape: tuple[int, int],
+        wanted: bool | tuple[int, ...] = True,
+    ):
+        super().__init__(draft, target, args)
+        self.count_shape = count_shape
+        self.hidden_pass = HiddenPass(target, args.target_chunk_size, wanted)
+
+    def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the levels over a batch.
+
+        Args:
+            model (`Callable`): The draft, which may be wrapped for training in several processes.
+            inputs (`dict[str, Any]`): The batch. In evaluation it has `input_ids` and `labels` alone.
+            hidden (`torch.Tensor` of shape `(B, L, hidden)`): The target's states.
+
+        Returns:
+            `tuple[torch.Tensor, torch.Tensor]`: Sums of the losses `(levels,)`, and counts `(B, *count_shape)`.
+        """
+        raise NotImplementedError
+
+    def is_trained(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return which labels are trained on, `(B, L)`."""
+        return labels != IGNORED
+
+    def items(self, labels: torch.Tensor) -> torch.Tensor:
+        """Count the labels that each level predicts."""
+        present = self.is_trained(labels)
+        return torch.stack([present[:, level + 2 :].sum() for level in range(self.count_shape[0])])
+
+    def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return each level's summed loss, and the counts."""
+        totals, counts = self.run(model, inputs, self._hidden(inputs))
+        return totals, counts.sum(0)
+
+    def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the levels' mean losses, and the counts of each row."""
+        bare = {name: inputs[name] for name in ("input_ids", "labels")}
+        totals, counts = self.run(model, bare, self._hidden(inputs))
+        return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
+
+    def _hidden(self, inputs: dict[str, Any]) -> torch.Tensor:
+        stored: torch.Tensor | None = inputs.get("hidden")
+        return self.hidden_pass(inputs["input_ids"]) if stored is None else stored
+
+    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
+        """Compute the target's states for a row."""
+        check_length(len(tokens), self.position_limit)
+        return {"hidden": self.hidden_pass(tokens[None].to(self.args.device))[0]}
 
 
 def trained_drafts() -> dict[str, type[PreTrainedModel]]:
@@ -122,3 +204,42 @@ def check_length(length: int, limit: int | None) -> None:
             f"a row has {length} tokens, and the target has {limit} positions (max_position_embeddings): set "
             "max_length, or cut the rows."
         )
+
+
+def counted(hits: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Count the hits and the predicted tokens of each group.
+
+    Args:
+        hits (`torch.BoolTensor` of shape `(n,)`): Whether the draft's most likely token is the wanted one.
+        groups (`torch.LongTensor` of shape `(n,)`): Group of each predicted token.
+        num_groups (`int`): Number of groups.
+
+    Returns:
+        `torch.DoubleTensor` of shape `(num_groups, 2)`.
+
+    >>> counted(torch.tensor([True, False, True]), torch.tensor([1, 1, 2]), 3).tolist()
+    [[0.0, 0.0], [1.0, 2.0], [1.0, 1.0]]
+    """
+    counts = torch.zeros(num_groups, 2, dtype=torch.float64, device=hits.device)
+    return counts.index_add_(0, groups, torch.stack([hits, torch.ones_like(hits)], 1).to(counts.dtype))
+
+
+def acceptance(counts: Sequence[Sequence[float]], name: str, first: int = 1) -> dict[str, float]:
+    """Compute the share of hits of every level, and an estimate of tau.
+
+    The shares are those of the levels of a draft tree with one branch. The estimate `1 + a1 + a1 a2 + ...`, bonus token
+    included, assumes that the levels are independent. It is left out unless every level from 1 on was seen.
+
+    Args:
+        counts (`Sequence`): Hits and predicted tokens of each level.
+        name (`str`): Name of a level in the log.
+        first (`int`, *optional*, defaults to 1): Number of the first level.
+
+    >>> acceptance([(3, 4), (2, 4)], "gap")
+    {'acceptance_gap_1': 0.75, 'acceptance_gap_2': 0.5, 'estimated_tau': 2.125}
+    """
+    shares = {level: hits / places for level, (hits, places) in enumerate(counts, start=first) if places}
+    logs = {f"acceptance_{name}_{level}": share for level, share in shares.items()}
+    if first == 1 and len(shares) == len(counts):
+        logs["estimated_tau"] = sum(accumulate([1.0, *shares.values()], mul))
+    return logs

@@ -31,7 +31,7 @@ def package(tmp_path):
 
 
 def flat(root, files=None, left_out=("left",)):
-    return flatten([("room/a", "f")], root, "pkg", left_out, files or {})
+    return flatten([("room/a", "f")], root, left_out, files or {})
 
 
 F = "\n\ndef f():\n    return value\n"
@@ -79,31 +79,15 @@ def test_modules_are_joined_and_comments_stay(package):
     )
 
 
-def test_docstrings_end_before_their_arguments(package):
-    text = '"""Return it.\n\n    More.\n\n    Args:\n        x: y\n    """'
+def test_docstrings_end_after_their_first_paragraph(package):
+    text = '"""Return it\n    here.\n\n    More.\n\n    Args:\n        x: y\n    """'
     sources = flat(package({"room/a.py": f"def f(x):\n    {text}\n    return x\n"}))
-    assert sources["room_a.py"].endswith('def f(x):\n    """Return it.\n\n    More."""\n    return x\n')
+    assert sources["room_a.py"].endswith('def f(x):\n    """Return it\n    here."""\n    return x\n')
 
 
-@pytest.mark.parametrize(
-    ("source", "complaint"),
-    [
-        ("from . import c" + F, "names no module"),
-        ("from ..b import c" + F, "names no module"),
-        ("from ..missing import value" + F, "names no module"),
-        ("from ..left import value" + F, "import it inside `try`"),
-        ("from pkg.d import value" + F, "needs pkg installed"),
-        ("import pkg.d" + F, "needs pkg installed"),
-        ("def f():\n    import pkg.d\n", "needs pkg installed"),
-        ("def f():\n    from ..d import value\n", "below the top level"),
-        ('"""Example:\n\n    from .e import x\n"""\n' + F, "into a string"),
-        ("import importlib\nvalue = importlib.import_module('.c', 'pkg.b')" + F, "cannot be followed"),
-        ("from importlib import import_module\ndef f(n):\n    import_module(n)\n", "cannot be followed"),
-    ],
-)
-def test_imports_that_cannot_be_followed_are_refused(package, source, complaint):
-    root = package({"room/a.py": source, "left.py": "value = 4\n"})
-    with pytest.raises(ValueError, match=complaint):
+def test_an_import_of_what_is_left_out_is_refused(package):
+    root = package({"room/a.py": "from ..left import value" + F, "left.py": "value = 4\n"})
+    with pytest.raises(ValueError, match="import it inside `try`"):
         flat(root)
 
 
@@ -163,6 +147,5 @@ def test_a_published_repository_can_be_read_and_loaded(kind, published):
     shipped = {path.stem for path in texts}
     assert shipped & {name.removeprefix("longspec_") for name in DRAFTS} == {kind.removeprefix("longspec_")}
     assert not [name for name in shipped if name.startswith(("training_", "convert_")) or "register_draft" in name]
-    if kind in ("longspec", "tokenswift", "specattn"):
-        ngrams = (folder / "ngrams.py").read_text(encoding="utf-8")
-        assert ("class NgramDrafter" in ngrams) == (kind == "tokenswift")
+    has_ngrams = any("class NgramDrafter" in text for text in texts.values())
+    assert has_ngrams == (kind in ("tokenswift", "longspec_ngram"))

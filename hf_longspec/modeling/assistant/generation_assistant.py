@@ -12,7 +12,6 @@ tokens of the chain. Keys of masks are dropped, so the next forward begins with 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -49,28 +48,6 @@ Inputs = Sequence[torch.Tensor]
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any, SeqLens], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class AssistantSettings:
-    """Settings of one call, which are keys of `draft.generation_config`.
-
-    Args:
-        shapes (`Sequence[int | list[int]]`): Chains by the number of drafted tokens, and trees by the nodes of each
-            level. The first one is the configured one.
-        window (`int`, *optional*): Number of last tokens that the draft keeps.
-        sinks (`int`): Number of first tokens that it keeps besides.
-        is_drawn (`bool`): When sampling, whether tokens are drawn from the draft's own distribution.
-        chunk_size (`int`): Tokens per forward of the prefill.
-        mask_token (`int`, *optional*): Mask token of PARD.
-    """
-
-    shapes: Sequence[Shape]
-    window: int | None
-    sinks: int
-    is_drawn: bool
-    chunk_size: int
-    mask_token: int | None
-
-
 def size_of(shape: Shape) -> tuple[int, int]:
     """Return the number of nodes of a chain or a tree, root included, and its depth.
 
@@ -86,21 +63,24 @@ class AssistantDrafter(Drafter):
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
         assistant ([`TargetView`]): The model that drafts.
-        settings ([`AssistantSettings`]): Settings of this call.
+        draft (`AssistantDraftModel`): The draft, whose settings are read.
     """
 
-    def __init__(self, binding: Binding, assistant: TargetView, settings: AssistantSettings):
+    def __init__(self, binding: Binding, assistant: TargetView, draft: Any):
         super().__init__(binding)
         self.assistant = assistant
-        self.settings = settings
-        self.shape = settings.shapes[0]
-        sizes = [size_of(shape) for shape in settings.shapes]
+        self.window, self.mask_token = draft.setting("window"), draft.config.pard_token
+        self.chunk_size = draft.setting("prefill_chunk_size")
+        self.is_drawn = draft.setting("acceptance") == "rejection"
+        self.shapes: list[Shape] = draft.trees()
+        self.shape = self.shapes[0]
+        sizes = [size_of(shape) for shape in self.shapes]
         self.num_nodes, self.max_depth = (max(part) for part in zip(*sizes, strict=True))
         embedding = assistant.model.get_input_embeddings().weight
         self.device, self.num_embeddings = assistant.model.device, embedding.shape[0]
         self.coupling = Coupling(binding.rule)
         slots = max(CATCH_UP, 2 * self.num_nodes)
-        shape = binding.cache.batch_size, binding.max_length, slots, settings.window, settings.sinks
+        shape = binding.cache.batch_size, binding.max_length, slots, self.window, draft.setting("sinks")
         self.cache: WindowedCache = binding.part(
             (WindowedCache, assistant.model, *shape), lambda: WindowedCache(assistant.config, *shape)
         )
@@ -116,11 +96,11 @@ class AssistantDrafter(Drafter):
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """Shapes of the chains and trees."""
-        return named((shape, *size_of(shape)) for shape in self.settings.shapes)
+        return named((shape, *size_of(shape)) for shape in self.shapes)
 
     def choose(self, tree: int) -> None:
         """Propose chains or trees of this index from now on."""
-        self.shape = self.settings.shapes[tree]
+        self.shape = self.shapes[tree]
 
     @property
     def state_bytes(self) -> int:
@@ -150,7 +130,7 @@ class AssistantDrafter(Drafter):
             self._warn_of_length(max(map(len, texts)))
             texts = [text.to(self.device) for text in texts]
             missing = [len(text) - held for text, held in zip(texts, self.cache.positions, strict=True)]
-            if not max(self.cache.lengths.host) or max(missing) > (self.settings.window or max(map(len, texts))):
+            if not max(self.cache.lengths.host) or max(missing) > (self.window or max(map(len, texts))):
                 self._prefill(texts)
             else:
                 self._catch_up(texts)
@@ -162,7 +142,7 @@ class AssistantDrafter(Drafter):
     @property
     def _is_ragged(self) -> bool:
         """Whether rows have different numbers of pending tokens: masks follow the root, or others propose nodes."""
-        return self.settings.mask_token is not None or self.foreign_depth > 0
+        return self.mask_token is not None or self.foreign_depth > 0
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a chain or a tree of candidates after `root` `(batch,)`."""
@@ -170,11 +150,11 @@ class AssistantDrafter(Drafter):
         inputs = [root.to(self.device), self.pending, self._last_position]
         if self._is_ragged:
             inputs.append(self.counts.on(self.device))
-        if self.settings.window is not None:
+        if self.window is not None:
             inputs.append(self.cache.dropped.on(self.device))
         with self.attention():
             if isinstance(shape, int):
-                draws = independent_draws(self.binding, root, shape) if self.settings.is_drawn else None
+                draws = independent_draws(self.binding, root, shape) if self.is_drawn else None
                 tree = self._captured_chain(inputs, shape, draws)
                 if tree is None:
                     after = self._chain(self._forward, start, inputs, shape)
@@ -206,7 +186,7 @@ class AssistantDrafter(Drafter):
         room = self.pending.shape[1] + max(self.num_nodes, 1 + depth)
         self._make_room(room)
         shape = self.shape if isinstance(self.shape, int) else tuple(self.shape)
-        settings = shape, self._is_ragged, self.settings.mask_token, self.settings.window is None, self._windows, key
+        settings = shape, self._is_ragged, self.mask_token, self.window is None, self._windows, key
         return self.assistant.forwards_replayed(function, changing, (self, self.shape, key), settings, self.cache, room)
 
     def observe(self, verification: Verification) -> None:
@@ -245,7 +225,7 @@ class AssistantDrafter(Drafter):
 
         It runs one forward for each token, or one for all with PARD.
         """
-        masks = 0 if self.settings.mask_token is None else count - 1
+        masks = 0 if self.mask_token is None else count - 1
         first, prefix = self._first(forward, start, inputs, masks)
 
         def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
@@ -271,7 +251,7 @@ class AssistantDrafter(Drafter):
     def _first(self, forward: Forward, start: SeqLens, inputs: Inputs, masks: int) -> tuple[torch.Tensor, SeqLens]:
         """Run pending tokens, root and masks; return logits `(B, 1 + masks, V)` from the root on, and its slots."""
         root, pending = inputs[0][:, None], inputs[1]
-        mask_token = self.settings.mask_token or 0
+        mask_token = self.mask_token or 0
         if not self._is_ragged:
             logits = self._run_chain(forward, start, inputs, torch.cat([pending, root], 1))
             return self._of_target(logits[:, -1:]), start.plus(1)
@@ -307,7 +287,7 @@ class AssistantDrafter(Drafter):
 
     def _positions(self, slots: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         """Return the positions of nodes that would lie in `slots` if the cache were the text so far."""
-        if self.settings.window is not None:
+        if self.window is not None:
             slots = slots + inputs[-1][:, None]
         return torch.minimum(slots, inputs[2])
 
@@ -361,8 +341,8 @@ class AssistantDrafter(Drafter):
         tokens = torch.stack([text[row] for text, row in zip(texts, places, strict=True)])
         extra = self.assistant.keeping(torch.zeros(1, dtype=torch.long, device=self.device))
         places = torch.minimum(places, self._last_position)
-        for begin in range(0, width, self.settings.chunk_size):
-            chunk = slice(begin, begin + self.settings.chunk_size)
+        for begin in range(0, width, self.chunk_size):
+            chunk = slice(begin, begin + self.chunk_size)
             self.assistant.model(
                 input_ids=self._known(tokens[:, chunk]),
                 position_ids=places[:, chunk],
@@ -412,7 +392,7 @@ def _chain(forward, starts, inputs, drafter, count, key):
 
 def _beam(forward, starts, inputs, drafter, widths, key):
     """Draft a tree inside a graph; see [`FixedSteps.forwards`]."""
-    own = 3 + drafter._is_ragged + (drafter.settings.window is not None)
+    own = 3 + drafter._is_ragged + (drafter.window is not None)
     return drafter._beam(forward, *starts, inputs[:own], inputs[own:], widths, inputs[0])
 
 

@@ -3,7 +3,7 @@
 import copy
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -12,9 +12,9 @@ from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import text_config
 from ..loading import HUB_KWARGS, refuse_missing_weights
-from ..tree_choices import other_trees
+from ..setting_checks import check_choice, check_integer, is_tree
 from .configuration_assistant import AssistantConfig
-from .generation_assistant import AssistantDrafter, AssistantSettings, Shape, size_of
+from .generation_assistant import AssistantDrafter, Shape, size_of
 
 # Folder of the model's weights inside of a saved draft, and the name by which the config refers to it.
 WEIGHTS = "assistant"
@@ -35,12 +35,22 @@ class AssistantDraftModel(DraftModel):
     target.generate(**inputs, assistant_model=draft)
     ```
 
+    Settings:
+        num_assistant_tokens (`int`): Number of drafted tokens of a chain.
+        tree_widths (`list[int]`, *optional*): Nodes of each level of a tree, in place of chains.
+        tree_choices (`list[int | list[int]]`, *optional*): Other chains and trees to choose from.
+        window (`int`, *optional*): Number of last tokens that the model keeps.
+        sinks (`int`): Number of first tokens that it keeps besides.
+        acceptance (`str`): When sampling, `coupled`, or `rejection`: tokens are drawn from the model's distribution.
+        prefill_chunk_size (`int`): Tokens per forward of the prefill.
+
     Sources: https://huggingface.co/papers/2211.17192; with a window, https://huggingface.co/papers/2408.11049.
     """
 
     config_class = AssistantConfig
     # The model is loaded by its own name, or saved in a folder of its own.
     weightless: ClassVar[bool] = True
+    tree_setting: ClassVar[str] = "num_assistant_tokens"
     settings: ClassVar[dict[str, Any]] = {
         "num_assistant_tokens": 5,
         "tree_widths": None,
@@ -57,7 +67,7 @@ class AssistantDraftModel(DraftModel):
         self._is_loaded = False  # whether the draft loaded the model, and may move it
 
     @classmethod
-    def from_model(cls, assistant: PreTrainedModel, target: PreTrainedModel, **overrides: Any) -> "AssistantDraftModel":
+    def from_model(cls, assistant: PreTrainedModel, target: PreTrainedModel, **overrides: Any) -> Self:
         """Return a draft by a model that is loaded already. It stays on its device and is not changed.
 
         Args:
@@ -71,9 +81,7 @@ class AssistantDraftModel(DraftModel):
         return cls.from_target(target, assistant=assistant, **overrides)
 
     @classmethod
-    def from_target(
-        cls, target: PreTrainedModel, assistant: PreTrainedModel | None = None, **overrides: Any
-    ) -> "AssistantDraftModel":
+    def from_target(cls, target: PreTrainedModel, assistant: PreTrainedModel | None = None, **overrides: Any) -> Self:
         """Return a draft for `target`, as `from_model` does; without a model, the target drafts for itself.
 
         Raises:
@@ -83,7 +91,6 @@ class AssistantDraftModel(DraftModel):
             return super().from_target(target, **({"window": OWN_WINDOW} | overrides))
         refuse_other_tokens(assistant, target)
         draft = super().from_target(target, **overrides)
-        assert isinstance(draft, cls)
         draft.assistant = assistant
         draft.config.assistant_name_or_path = assistant.config._name_or_path or BESIDE
         if draft.config.pard_token is None:
@@ -92,25 +99,16 @@ class AssistantDraftModel(DraftModel):
         return draft
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, target: PreTrainedModel | None = None, **kwargs: Any
-    ) -> Any:
+    def _load(cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> tuple[Self, dict[str, Any]]:
         """Load a causal language model as a draft for `target`, or a saved draft with its model.
 
-        Args:
-            pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder of a model, or of a saved draft.
-            target (`PreTrainedModel`, *optional*): The target, whose device and dtype the model gets. Required for a
-                model that is not a saved draft.
-            kwargs (`Any`): Settings of the draft by name, such as `window`, and arguments of transformers'
-                `from_pretrained`, such as `dtype`, which are those of the model.
+        The model gets the target's device and dtype.
 
         Raises:
-            ValueError: If there is no target, weights are missing, or the two do not go together.
+            ValueError: If `path` is not a saved draft and there is no target, weights are missing, or the two models do
+                not go together.
         """
-        name, hub = str(pretrained_model_name_or_path), {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
-        if target is not None:
-            kwargs.setdefault("dtype", target.dtype)
-        settings = {key: kwargs.pop(key) for key in list(kwargs) if key in cls.settings}
+        name, hub = str(path), {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
         config = kwargs.get("config")
         kind = getattr(config, "model_type", None) or PreTrainedConfig.get_config_dict(name, **hub)[0].get("model_type")
         if kind != cls.config_class.model_type:
@@ -119,17 +117,12 @@ class AssistantDraftModel(DraftModel):
                     f"{name} has model_type={kind!r} and is not a saved draft: pass target=, the model that it shall "
                     "draft for."
                 )
-            kwargs.pop("output_loading_info", None)
-            return cls.from_model(_loaded(name, target, *args, **kwargs), target, **settings)
-        loaded = super().from_pretrained(name, *args, **kwargs)
-        draft = loaded[0] if isinstance(loaded, tuple) else loaded
-        draft.generation_config.update(**settings)
+            return cls.from_model(_loaded(name, target, *args, **kwargs), target), {}
+        draft, info = super()._load(name, target, *args, **kwargs)
         draft._load_assistant(name, target, {key: kwargs[key] for key in kwargs if key in LOADING})
-        if target is not None:
-            if draft.assistant is not None:
-                refuse_other_tokens(draft.assistant, target)
-            draft.check(TargetView(target))
-        return loaded
+        if target is not None and draft.assistant is not None:
+            refuse_other_tokens(draft.assistant, target)
+        return draft, info
 
     def _load_assistant(self, source: str, target: PreTrainedModel | None, kwargs: dict[str, Any]) -> None:
         """Load the model that the config names, if it names one."""
@@ -185,26 +178,20 @@ class AssistantDraftModel(DraftModel):
             assistant = assistant.to(binding.target.model.device)
         if self.assistant is not None and assistant.training:  # a copy, as the user may be training the model
             assistant = copy.deepcopy(assistant).eval()
-        settings = AssistantSettings(
-            self._shapes(),
-            self.setting("window"),
-            self.setting("sinks"),
-            self.setting("acceptance") == "rejection",
-            self.setting("prefill_chunk_size"),
-            self.config.pard_token,
-        )
-        return AssistantDrafter(binding, TargetView(assistant, binding.target.runner), settings)
+        return AssistantDrafter(binding, TargetView(assistant, binding.target.runner), self)
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of the largest chain or tree, root included."""
-        return max(size_of(shape)[0] for shape in self._shapes())
+        return max(size_of(shape)[0] for shape in self.trees())
 
-    def _shapes(self) -> list[Shape]:
+    def configured_tree(self) -> Shape:
+        """Return the widths of the configured tree, or the length of the configured chain."""
+        widths: Shape | None = self.setting("tree_widths")
+        return super().configured_tree() if widths is None else widths
+
+    def trees(self) -> list[Shape]:
         """Return all chains and trees, the configured one first. A tree without branches is a chain."""
-        widths, length = self.setting("tree_widths"), self.setting("num_assistant_tokens")
-        configured = length if widths is None else list(widths)
-        shapes = [configured, *other_trees(configured, self.setting("tree_choices"), "num_assistant_tokens")]
-        return [len(shape) if isinstance(shape, list) and set(shape) == {1} else shape for shape in shapes]
+        return [len(shape) if isinstance(shape, list) and set(shape) == {1} else shape for shape in super().trees()]
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse a model that is missing or not supported, and settings out of range."""
@@ -219,22 +206,20 @@ class AssistantDraftModel(DraftModel):
                 f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Take another model as the draft."
             )
         self._check_numbers()
-        if (value := self.setting("acceptance")) not in ("rejection", "coupled"):
-            raise ValueError(f"acceptance={value!r}: expected one of rejection, coupled.")
+        check_choice("acceptance", self.setting("acceptance"), ("rejection", "coupled"))
         self._check_pard(target)
 
     def _check_numbers(self) -> None:
         for name, least in (("num_assistant_tokens", 1), ("sinks", 0), ("prefill_chunk_size", 1)):
-            if type(value := self.setting(name)) is not int or value < least:
-                raise ValueError(f"{name}={value!r}: expected an integer of at least {least}.")
+            check_integer(name, self.setting(name), least)
         widths, window = self.setting("tree_widths"), self.setting("window")
-        if widths is not None and not _is_tree(widths):
+        if widths is not None and not is_tree(widths):
             raise ValueError(
                 f"tree_widths={widths!r}: expected None for chains, or a list of positive integers, the nodes of each "
                 "level."
             )
-        for shape in self._shapes()[1:]:
-            if not (_is_tree(shape) or (type(shape) is int and shape > 0)):
+        for shape in self.trees()[1:]:
+            if not (is_tree(shape) or (type(shape) is int and shape > 0)):
                 raise ValueError(
                     f"tree_choices has {shape!r}: expected numbers of drafted tokens, such as 3, or lists of positive "
                     "integers, the nodes of each level."
@@ -249,7 +234,7 @@ class AssistantDraftModel(DraftModel):
         model = target.model if self.assistant is None else self.assistant
         if token >= (size := model.get_input_embeddings().weight.shape[0]):
             raise ValueError(f"pard_token={token}: the model that drafts has the tokens 0 to {size - 1}.")
-        if trees := [shape for shape in self._shapes() if not isinstance(shape, int)]:
+        if trees := [shape for shape in self.trees() if not isinstance(shape, int)]:
             raise ValueError(
                 f"the tree {trees[0]} with pard_token={token}: a model of PARD proposes chains. Set tree_widths to "
                 "None, and tree_choices to numbers of drafted tokens."
@@ -259,7 +244,7 @@ class AssistantDraftModel(DraftModel):
         """Refuse trees and n-grams together with drawn tokens, as rejection sampling supports chains only."""
         if self.setting("acceptance") != "rejection":
             return
-        has_trees = not all(isinstance(shape, int) for shape in self._shapes())
+        has_trees = not all(isinstance(shape, int) for shape in self.trees())
         for name in ("tree_widths", "tree_choices", "ngram_candidates"):
             if (value := self.setting(name)) and (has_trees or name == "ngram_candidates"):
                 raise ValueError(
@@ -330,7 +315,3 @@ def _loaded(name: str, target: PreTrainedModel | None, *args: Any, **kwargs: Any
     if target is not None and getattr(assistant, "hf_device_map", None) is None:
         assistant = assistant.to(target.device)
     return assistant.eval()
-
-
-def _is_tree(widths: Any) -> bool:
-    return isinstance(widths, list | tuple) and bool(widths) and all(type(w) is int and w > 0 for w in widths)

@@ -1,6 +1,6 @@
 """Configuration of an EAGLE-3 draft."""
 
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -77,7 +77,7 @@ class Eagle3Config(DraftConfig):
     training_steps: int = 3
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "Eagle3Config":
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
         """Return the configuration of a one-layer draft of the target's width, with its number and size of heads."""
         text = text_config(target)
         last = text.per_layer_config[text.num_hidden_layers - 1]  # layers may differ (gemma4)
@@ -93,9 +93,7 @@ class Eagle3Config(DraftConfig):
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         }
-        config = super().from_target(target, **(values | overrides))
-        assert isinstance(config, cls)
-        return config
+        return super().from_target(target, **(values | overrides))
 
     @property
     def window_of_layers(self) -> list[int | None]:

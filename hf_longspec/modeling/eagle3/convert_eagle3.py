@@ -5,6 +5,7 @@ which other engines serve. Both hold the same tensors. Config files are read as 
 is never run.
 """
 
+import copy
 import json
 import logging
 from collections.abc import Mapping
@@ -46,6 +47,9 @@ OLD_NORMS = {"aux_norm_low.": "fc_norm.0.", "aux_norm_mid.": "fc_norm.1.", "aux_
 UNUSED = ("verifier_norm.", "verifier_lm_head.")
 # Architectures whose layer is the one of this package. The difference, norms of queries and keys, shows in the tensors.
 LAYER_TYPES = ("llama", "qwen3", "qwen2", "mistral")
+# Fields that the configuration of a layer and that of a draft have in common.
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+LAYER_FIELDS = (*SIZES, "max_position_embeddings", "hidden_act", "rms_norm_eps")
 # Values of ModelOpt's eagle_config that are EAGLE-3's.
 AS_EAGLE3 = {
     "use_aux_hidden_state": True,
@@ -150,7 +154,7 @@ def _draft(
     typed = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
     draft.load_state_dict(typed, assign=True)
     draft.config.dtype = dtype
-    _compare_names(checkpoint.source, raw, target)
+    _compare_names(checkpoint.source, raw, config.target_name_or_path)
     return draft.eval()
 
 
@@ -177,23 +181,13 @@ def _config_of(
     vocabulary = _draft_vocabulary(source, raw, weights, layer.vocab_size)
     rope = _rope(source, raw, dict(layer.rope_parameters))
     long = rope["rope_type"] == "yarn"
-    described: dict[str, Any] = {}
-    if target is not None:
-        described = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        described |= {"target": Eagle3Config.describe(target), "target_name_or_path": _name_of(target)}
+    facts = {} if target is None else Eagle3Config.facts_of(target)
+    fields = facts | {name: getattr(layer, name) for name in LAYER_FIELDS} | _flags(source, raw, weights)
     return Eagle3Config(
-        vocab_size=layer.vocab_size,
-        hidden_size=layer.hidden_size,
         target_hidden_size=width,
         num_taps=weights["fc.weight"].shape[1] // width,
         target_layer_ids=_layer_ids(raw, text),
-        intermediate_size=layer.intermediate_size,
         num_hidden_layers=len(layer_names),
-        num_attention_heads=layer.num_attention_heads,
-        num_key_value_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
-        hidden_act=layer.hidden_act,
-        rms_norm_eps=layer.rms_norm_eps,
         attention_bias="layers.0.self_attn.q_proj.bias" in weights,
         mlp_bias="layers.0.mlp.gate_proj.bias" in weights,
         fc_bias="fc.bias" in weights,
@@ -202,25 +196,19 @@ def _config_of(
         own_embedding="embed_tokens.weight" in weights,
         own_head="lm_head.weight" in weights,
         rope_parameters=rope,
-        max_position_embeddings=layer.max_position_embeddings,
         layer_windows=_windows(inner, len(layer_names)),
         trained_max_length=layer.max_position_embeddings if long else min(layer.max_position_embeddings, USUAL_LENGTH),
-        **_flags(source, raw, weights),
-        **described,
+        **fields,
     )
 
 
 def _plain(inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a layer's configuration that are needed, numbers as numbers."""
-    whole = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    fields = (*whole, "max_position_embeddings", "hidden_act", "rms_norm_eps", "rope_theta", "rope_scaling")
-    found = {name: inner[name] for name in (*fields, "rope_parameters") if inner.get(name) is not None}
-    for name in (*whole, "max_position_embeddings"):
+    fields = (*LAYER_FIELDS, "rope_theta", "rope_scaling", "rope_parameters")
+    found = {name: copy.copy(inner[name]) for name in fields if inner.get(name) is not None}
+    for name in (*SIZES, "max_position_embeddings"):
         if isinstance(found.get(name), str):
             found[name] = int(found[name])
-    for name in ("rope_scaling", "rope_parameters"):
-        if isinstance(found.get(name), Mapping):
-            found[name] = dict(found[name])
     found.setdefault("max_position_embeddings", USUAL_LENGTH)
     return found
 
@@ -384,11 +372,9 @@ def _refuse_first_versions(source: str, weights: Mapping[str, torch.Tensor]) -> 
         )
 
 
-def _compare_names(source: str, raw: Mapping[str, Any], target: PreTrainedModel | PreTrainedConfig | None) -> None:
+def _compare_names(source: str, raw: Mapping[str, Any], given: str | None) -> None:
     """Warn if config.json names another target than the one that was passed."""
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    named = verifier.get("name_or_path")
-    given = None if target is None else _name_of(target)
+    named = ((raw.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     if named and given and Path(named).name.lower() != Path(given).name.lower():
         logger.warning(
             "%s was made for %s, and the target is %s: fewer drafts may be accepted if they differ.",
@@ -396,11 +382,6 @@ def _compare_names(source: str, raw: Mapping[str, Any], target: PreTrainedModel 
             named,
             given,
         )
-
-
-def _name_of(target: PreTrainedModel | PreTrainedConfig) -> str | None:
-    config: Any = getattr(target, "config", target)
-    return config._name_or_path or None
 
 
 def save_speculators(draft: Eagle3DraftModel, folder: Any, target: PreTrainedModel | None = None) -> None:
@@ -454,17 +435,15 @@ def speculators_config(draft: Eagle3DraftModel, target: PreTrainedModel | None =
     if kind == "qwen3" or window is not None:
         kinds = ["full_attention" if own is None else "sliding_attention" for own in windows]
         extra = {"layer_types": kinds, "sliding_window": window, "use_sliding_window": window is not None}
-    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
-    names += ["num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "initializer_range", "attention_bias"]
+    names = (*LAYER_FIELDS, "num_hidden_layers", "initializer_range", "attention_bias")
     layer = {name: getattr(config, name) for name in names} | extra
-    layer |= {"model_type": kind, "max_position_embeddings": config.max_position_embeddings, "rope_parameters": rope}
-    layer |= {"tie_word_embeddings": False} | ({"mlp_bias": config.mlp_bias} if kind == "llama" else {})
+    layer |= {"model_type": kind, "rope_parameters": rope, "tie_word_embeddings": False}
+    layer |= {"mlp_bias": config.mlp_bias} if kind == "llama" else {}
     width = config.target_hidden_size
     chain = len(draft.setting("tree_widths"))
     method = {"proposal_type": "greedy", "speculative_tokens": chain, "accept_tolerance": 0.0, "verifier_accept_k": 1}
-    verifier = {"name_or_path": config.target_name_or_path, "architectures": []}
-    if target is not None:
-        verifier["architectures"] = [type(target).__name__]
+    architectures = [] if target is None else [type(target).__name__]
+    verifier = {"name_or_path": config.target_name_or_path, "architectures": architectures}
     return {
         "architectures": ["Eagle3DraftModel"],
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,

@@ -91,35 +91,22 @@ class Eagle3Drafter(BeamDrafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        draft (`Eagle3DraftModel`): The draft, with device and dtype of the target's final norm.
-        layers (`tuple[int, ...]`): Layers of the target whose inputs are read.
+        draft (`Eagle3DraftModel`): The draft. It owns the compiled functions, which later calls use again.
         window (`int`, *optional*): Number of last entries that are kept. All by default.
-        sinks (`int`): Number of first entries that are kept as well.
-        trees (`Sequence[list[int]]`): Number of nodes of each level, root excluded, for each tree to choose from.
-        owner (`torch.nn.Module`, *optional*): Owner of compiled functions, which later calls use again. The draft by
-            default.
     """
 
-    def __init__(
-        self,
-        binding: Binding,
-        draft: Any,
-        layers: tuple[int, ...],
-        window: int | None,
-        sinks: int,
-        trees: Sequence[list[int]],
-        owner: torch.nn.Module | None = None,
-    ):
-        super().__init__(binding, draft.norm.weight, draft.config.head_dim, trees)
-        self._owner = draft if owner is None else owner
-        self.draft = draft
-        self.wants_hidden = layers
+    def __init__(self, binding: Binding, draft: Any, window: int | None):
+        here = draft.beside(binding.target.model)
+        super().__init__(binding, here.norm.weight, draft.config.head_dim, draft.trees())
+        self._owner = draft
+        self.draft = here
+        self.wants_hidden = draft.layers_of(binding.target.config)
         self.window = binding.max_length if window is None else min(window, binding.max_length)
-        self.sinks = min(sinks, binding.max_length)
+        self.sinks = min(draft.setting("sinks"), binding.max_length)
         # kept for later calls, as graphs read its tensors
         theta = draft.effective("rope_theta")
         self.rotary: Angles = binding.part(
-            (Angles, theta, self.device), lambda: Angles(draft.rotary_embedding(self.device, theta))
+            (Angles, theta, self.device), lambda: Angles(here.rotary_embedding(self.device))
         )
         self._prompts: PromptTaps | None = None
         self.pending: Entries | None = None

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, apply_rotary_pos_emb
 
 from .configuration_eagle3 import Eagle3Config
 
@@ -27,7 +26,7 @@ class Eagle3Layer(GradientCheckpointingLayer):
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
         self.self_attn = Eagle3Attention(config, 2 * size if index == 0 else size)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
-        self.mlp = Eagle3MLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(
         self,
@@ -82,28 +81,6 @@ class Eagle3Attention(nn.Module):
     def output(self, attended: torch.Tensor) -> torch.Tensor:
         """Project attention output `(B, H, T, D)` to `(B, T, hidden)`."""
         projected: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return projected
-
-
-class Eagle3MLP(nn.Module):
-    """Gated feed-forward layer."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        sizes, bias = (config.hidden_size, config.intermediate_size), config.mlp_bias
-        self.gate_proj = nn.Linear(*sizes, bias=bias)
-        self.up_proj = nn.Linear(*sizes, bias=bias)
-        self.down_proj = nn.Linear(*sizes[::-1], bias=bias)
-        if config.hidden_act not in ACT2FN:
-            raise ValueError(
-                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected the name of an activation of "
-                "transformers, such as 'silu'."
-            )
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the output `(B, T, hidden)` of the layer."""
-        projected: torch.Tensor = self.down_proj(self.act(self.gate_proj(states)) * self.up_proj(states))
         return projected
 
 

@@ -4,7 +4,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
-from ...generation.target_modules import device_of, final_norm_of, layer_at, refuse_compiled_forward
+from ...generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
 from ..base import DraftModel
 from ..loading import HUB_KWARGS
-from ..tree_choices import other_trees
+from ..setting_checks import check_integer, check_widths
 from .configuration_eagle3 import Eagle3Config, default_layer_ids
 from .generation_eagle3 import Eagle3Drafter
 from .layers_eagle3 import Attend, ChainedAttention, Eagle3Layer, Rotary
@@ -71,14 +71,12 @@ class Eagle3DraftModel(DraftModel):
         self.post_init()
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "Eagle3DraftModel":
-        """Return an untrained draft for `target` in eval mode, with its dtype, on the device of its final norm."""
-        norm = final_norm_of(target)  # refuses targets without a final norm
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
+        """Return an untrained draft for `target` in eval mode at its `place`, with copies of embedding and head."""
+        final_norm_of(target)  # refuses targets without a final norm
         draft = super().from_target(target, **overrides)
-        assert isinstance(draft, cls)
         draft.copy_from(target)
-        weight = target.get_input_embeddings().weight
-        return draft.to(device_of(norm, weight.device), weight.dtype).eval()
+        return draft
 
     @torch.no_grad()
     def copy_from(self, target: PreTrainedModel) -> None:
@@ -102,38 +100,27 @@ class Eagle3DraftModel(DraftModel):
             own.weight.copy_(rows)
 
     @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, target: PreTrainedModel | None = None, **kwargs: Any
-    ) -> Any:
+    def _load(
+        cls, path: Any, target: PreTrainedModel | None, *args: Any, **kwargs: Any
+    ) -> tuple["Eagle3DraftModel", dict[str, Any]]:
         """Load a draft of this package, or an EAGLE-3 checkpoint as other projects publish it.
 
-        The code that a repository may contain is never run.
-
-        Args:
-            pretrained_model_name_or_path (`str` or `os.PathLike`): Folder or Hub id.
-            target (`PreTrainedModel`, *optional*): The target. With it, the draft is checked at once, and moved to the
-                target's device and dtype. Checkpoints of other projects need it if they do not say which layers of the
-                target they read.
-            kwargs (`Any`): Settings of drafting by name, and arguments of `PreTrainedModel.from_pretrained`.
+        Such a checkpoint needs the target if it does not say which layers of it are read. The code that a repository
+        may contain is never run.
 
         Raises:
-            OSError: If a file is missing or cannot be read.
             ValueError: If the files are no EAGLE-3 draft, do not fit together, or were made for another target.
         """
-        settings = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.settings}
-        if target is not None:
-            kwargs.setdefault("dtype", target.get_input_embeddings().weight.dtype)
-        draft = None
-        if kwargs.get("config") is None:
-            draft = _converted(pretrained_model_name_or_path, target, kwargs)
-        if draft is None:
-            draft = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        loaded = draft[0] if isinstance(draft, tuple) else draft
-        loaded.generation_config.update(**settings)
-        if target is not None:
-            loaded.check(TargetView(target))
-            loaded.to(device_of(final_norm_of(target), target.get_input_embeddings().weight.device))
-        return draft
+        try:
+            reader = import_module("hf_longspec.modeling.eagle3.convert_eagle3")  # by name, as published copies lack it
+        except ImportError:
+            reader = None
+        if reader is not None and kwargs.get("config") is None:
+            hub = {name: value for name, value in kwargs.items() if name in HUB_KWARGS}
+            draft = reader.from_other_format(path, target, kwargs.get("dtype"), **hub)
+            if draft is not None:
+                return draft, {}
+        return super()._load(path, target, *args, **kwargs)
 
     def forward(
         self,
@@ -167,9 +154,8 @@ class Eagle3DraftModel(DraftModel):
         """
         rotary = self.rotary_embedding(tokens.device)
         length = tokens.shape[1]
-        positions: torch.Tensor | None = position_ids
-        if positions is None:
-            positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+        places = torch.arange(length, device=tokens.device).expand_as(tokens)
+        positions = places if position_ids is None else position_ids
         embedded, states = self.embed(tokens, target), self.features(taps.to(self.dtype))
         logits: list[Any] = []
         # layers trained with a window saw no sinks beside it
@@ -213,7 +199,6 @@ class Eagle3DraftModel(DraftModel):
         angles: Rotary,
         attend: Attend,
         kept: torch.Tensor | None = None,
-        norm_output: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layers.
 
@@ -224,7 +209,6 @@ class Eagle3DraftModel(DraftModel):
             attend (`Callable`): Attention of a layer, from its index, query `(B, H, n, D)`, key and value
                 `(B, K, T, D)` to `(B, H, n, D)`.
             kept (`torch.LongTensor` of shape `(B, n)`, *optional*): Entries whose result is wanted. All by default.
-            norm_output (`bool`, *optional*): In place of the config's.
 
         Returns:
             `tuple[torch.Tensor, torch.Tensor]`: Normalised outputs `(B, n, hidden)`, from which logits are computed,
@@ -234,7 +218,7 @@ class Eagle3DraftModel(DraftModel):
             is_last = index == len(self.layers) - 1
             states = layer(states, embedded if index == 0 else None, angles, attend, kept if is_last else None)
         outputs = self.norm(states)
-        return outputs, outputs if self.effective("norm_output", norm_output) else states
+        return outputs, outputs if self.effective("norm_output") else states
 
     def logits(self, outputs: torch.Tensor, target: PreTrainedModel | None = None) -> torch.Tensor:
         """Return logits `(..., draft vocabulary)` of normalised outputs `(..., hidden)`.
@@ -277,20 +261,18 @@ class Eagle3DraftModel(DraftModel):
         if target is not None:
             self.copy_from(target)
 
-    def rotary_embedding(self, device: torch.device | None = None, rope_theta: float | None = None) -> nn.Module:
+    def rotary_embedding(self, device: torch.device) -> nn.Module:
         """Return the rotary embedding of the draft, a function of a tensor (for its dtype) and positions `(B, T)`."""
-        theta = self.effective("rope_theta", rope_theta)
+        theta = self.effective("rope_theta")
         config = copy.deepcopy(self.config)
         if theta is not None:
             config.rope_parameters = (config.rope_parameters or {}) | {"rope_theta": float(theta)}
-        return LlamaRotaryEmbedding(config).to(device or self.device)
+        return LlamaRotaryEmbedding(config).to(device)
 
-    def effective(self, name: str, value: Any = None) -> Any:
-        """Return a value, or if it is `None` that of the setting, or if it is `None` too that of the config."""
-        for found in (value, getattr(self.generation_config, name, None), getattr(self.config, name, None)):
-            if found is not None:
-                return found
-        return None
+    def effective(self, name: str) -> Any:
+        """Return the value of a setting, or if it is `None` that of the config."""
+        value = getattr(self.generation_config, name, None)
+        return getattr(self.config, name, None) if value is None else value
 
     def num_out_of_vocabulary(self, rows: Sequence[Sequence[int]]) -> int:
         """Return how many tokens of some rows this draft cannot propose."""
@@ -300,16 +282,8 @@ class Eagle3DraftModel(DraftModel):
         return sum(token not in known for row in rows for token in row)
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """Return a drafter with the present settings, on the device of the target's final norm."""
-        model = binding.target.model
-        embedding = model.get_input_embeddings().weight
-        device, dtype = device_of(final_norm_of(model), embedding.device), embedding.dtype
-        draft = self
-        if self.training or (self.device, self.dtype) != (device, dtype):
-            # a copy, as the user may be training this draft in another dtype
-            draft = copy.deepcopy(self).to(device, dtype).eval()
-        layers = self.layers_of(binding.target.config)
-        return Eagle3Drafter(binding, draft, layers, self._window, self.setting("sinks"), self._trees(), owner=self)
+        """Return a drafter with the present settings, at the `place` of the draft."""
+        return Eagle3Drafter(binding, self, self._window)
 
     @property
     def _window(self) -> int | None:
@@ -340,7 +314,7 @@ class Eagle3DraftModel(DraftModel):
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of the largest tree, root included."""
-        return 1 + max(map(sum, self._trees()))
+        return 1 + max(map(sum, self.trees()))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets of other sizes, layers that do not exist, and values out of range."""
@@ -348,17 +322,14 @@ class Eagle3DraftModel(DraftModel):
         self._check_target(target)
         for layer in self.layers_of(target.config):
             layer_at(target.model, layer)
-        for name, widths in zip(["tree_widths"] + ["tree_choices: tree_widths"] * 3, self._trees(), strict=False):
-            if not isinstance(widths, list | tuple) or not widths or not all(type(w) is int and w > 0 for w in widths):
-                raise ValueError(f"{name}={widths!r}: expected a list of positive integers, the nodes of each level.")
-        window, sinks = getattr(self.generation_config, "window", TRAINED), self.setting("sinks")
+        self.check_trees(check_widths)
+        check_integer("sinks", self.setting("sinks"), 0)
+        window = getattr(self.generation_config, "window", TRAINED)
         if window not in (None, TRAINED) and (type(window) is not int or window < 1):
             raise ValueError(
                 f"window={window!r}: expected an integer of at least 1, {TRAINED!r} for the length that the draft was "
                 "trained with, or None for all of the text."
             )
-        if type(sinks) is not int or sinks < 0:
-            raise ValueError(f"sinks={sinks!r}: expected an integer of at least 0.")
         theta = self.setting("rope_theta")
         if theta is not None and (isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0):
             raise ValueError(f"rope_theta={theta!r}: expected None for the draft's own, or a number above 0.")
@@ -366,9 +337,11 @@ class Eagle3DraftModel(DraftModel):
             raise ValueError(f"norm_output={self.setting('norm_output')!r}: expected None, True or False.")
 
     def _check_target(self, target: TargetView) -> None:
-        found = target.config.vocab_size, target.config.hidden_size
-        for name, size, own in zip(("vocab_size", "target_hidden_size"), found, self._sizes(), strict=True):
-            if own != size:
+        for name, size in (
+            ("vocab_size", target.config.vocab_size),
+            ("target_hidden_size", target.config.hidden_size),
+        ):
+            if (own := getattr(self.config, name)) != size:
                 raise ValueError(
                     f"the draft has {name}={own}, and the target has {size}: it was made for another target. Pass the "
                     "target that the draft was trained for."
@@ -379,28 +352,8 @@ class Eagle3DraftModel(DraftModel):
                 f"target's have {target.config.hidden_size}. Pass the target that the draft was trained for."
             )
 
-    def _sizes(self) -> tuple[int, int]:
-        return self.config.vocab_size, self.config.target_hidden_size
-
-    def _trees(self) -> list[Any]:
-        """Return the widths of all trees, the configured ones first."""
-        widths = self.setting("tree_widths")
-        widths = list(widths) if isinstance(widths, list | tuple) else widths
-        return [widths, *other_trees(widths, self.setting("tree_choices"), "tree_widths")]
-
 
 def _part_of(target: PreTrainedModel | None, part: str) -> PreTrainedModel:
     if target is None:
         raise ValueError(f"this draft has no {part} of its own and uses the target's: pass target=.")
     return target
-
-
-def _converted(path: Any, target: PreTrainedModel | None, arguments: dict[str, Any]) -> "Eagle3DraftModel | None":
-    """Return a checkpoint of another project as a draft; `None` for a draft in the format of this package."""
-    try:
-        reader = import_module("hf_longspec.modeling.eagle3.convert_eagle3")  # by name, as published copies lack it
-    except ImportError:
-        return None
-    hub = {name: value for name, value in arguments.items() if name in HUB_KWARGS}
-    draft: Eagle3DraftModel | None = reader.from_other_format(path, target, arguments.get("dtype"), **hub)
-    return draft

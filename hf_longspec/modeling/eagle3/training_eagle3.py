@@ -3,7 +3,6 @@
 Source: EAGLE-3 (https://huggingface.co/papers/2503.01840), section 3.2, "training-time test".
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,17 +12,15 @@ from transformers import PreTrainedModel
 
 from ...generation.target_modules import TargetEnds, final_norm_of
 from ...training.arguments import DraftTrainingArguments
-from ...training.data import IGNORED
-from ...training.method import TrainingMethod, check_length
-from ...training.target_states import HiddenPass
-from ..longspec.training_longspec import RowNoise, anchor_offset_positions, counted
+from ...training.method import LevelsMethod, acceptance, check_length, counted
+from ..longspec.training_longspec import RowNoise, anchor_offset_positions
 
 # Weight of the loss of step s is this to the power of s, as in the authors' training.
 STEP_WEIGHT = 0.8
 
 
-class Eagle3Method(TrainingMethod):
-    """Trains `config.training_steps` chained steps on whole rows. Loss and counts have one term and one level per step.
+class Eagle3Method(LevelsMethod):
+    """Trains `config.training_steps` chained steps on whole rows. Each step is a level.
 
     Entry p joins the target's states at token p with token p + 1. Its step s (from 0) predicts token p + s + 2. With
     `loss="kl"` the wanted distribution is the target's at token p + s + 1, over the draft's vocabulary; with
@@ -35,24 +32,19 @@ class Eagle3Method(TrainingMethod):
     """
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
-        super().__init__(draft, target, args)
-        self.target = target
-        self.steps = draft.config.training_steps
+        text = target.config.get_text_config(decoder=True)
+        self.target, self.layers, self.steps = target, draft.layers_of(text), draft.config.training_steps
         if self.steps < 1:
             raise ValueError(f"training_steps={self.steps} in the draft's config: expected at least 1, and 3 is usual.")
         if draft.embed_tokens is not None:
             draft.embed_tokens.requires_grad_(False)
-        text = target.config.get_text_config(decoder=True)
-        self.layers = draft.layers_of(text)
         wanted = (*self.layers, text.num_hidden_layers) if args.loss == "kl" else self.layers
-        self.hidden_pass = HiddenPass(target, args.target_chunk_size, wanted)
+        super().__init__(draft, target, args, (self.steps, 2), wanted)
         self.ends, self.norm = TargetEnds(target), final_norm_of(target)
         self.noise = RowNoise(args.seed, (1, 1), self.position_limit, args.max_offset or 0)
         setting = getattr(draft.generation_config, "window", None)
         self.window: int | None = setting if isinstance(setting, int) else None
         self.sinks = draft.setting("sinks")
-        self.longest = 0
-        self.count_shape = self.steps, 2
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
         """Add the draft's positions."""
@@ -60,75 +52,35 @@ class Eagle3Method(TrainingMethod):
         check_length(length, self.position_limit)
         lengths = batch["attention_mask"].sum(1).tolist()
         _, offsets = self.noise.draw(step, total, rows, lengths)
-        self.longest = max(self.longest, *lengths)
+        self.longest_position = max(self.longest_position, *lengths)
         return {**batch, "position_ids": anchor_offset_positions(length, offsets, self.args.anchors)}
 
-    def items(self, labels: torch.Tensor) -> torch.Tensor:
-        """Count the labels that each step predicts. Step s predicts those from index s + 2 on."""
-        present = self._trained(labels)
-        return torch.stack([present[:, step + 2 :].sum() for step in range(self.steps)])
-
-    def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each step's weighted summed loss, and its hits and predicted tokens."""
-        totals, counts = self._run(model, inputs, inputs["position_ids"])
-        return totals, counts.sum(0)
-
-    def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the steps' weighted mean losses at the positions 0, 1, 2, ..., and each row's counts."""
-        tokens = inputs["input_ids"]
-        totals, counts = self._run(model, inputs, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens))
-        return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
-
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Compute the share of hits of every step, and the tau of a chain of so many tokens if they are independent.
-
-        >>> Eagle3Method.summary(None, [(3, 4), (2, 4)])
-        {'acceptance_step_1': 0.75, 'acceptance_step_2': 0.5, 'estimated_tau': 2.125}
-        """
-        shares = [hits / places for hits, places in counts if places]
-        logs = {f"acceptance_step_{step}": share for step, share in enumerate(shares, start=1)}
-        if len(shares) == len(counts):
-            tau = chain = 1.0
-            for share in shares:
-                chain *= share
-                tau += chain
-            logs["estimated_tau"] = tau
-        return logs
+        """Compute the share of hits of every step, and the tau of a chain of so many tokens if they are independent."""
+        return acceptance(counts, "step")
 
     def facts(self) -> dict[str, Any]:
         """Return the layers whose states are stored, the loss, and the length at which rows are cut."""
         return {"states": list(self.layers), "loss": self.args.loss, "max_length": self.args.max_length}
 
-    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """Compute the target's states for a row."""
-        check_length(len(tokens), self.position_limit)
-        return {"hidden": self.hidden_pass(tokens[None].to(self.args.device))[0]}
-
-    def resume(self, checkpoint: str) -> None:
-        """Restore the length of the longest row of the earlier run."""
-        if os.path.isfile(os.path.join(checkpoint, "config.json")):
-            before = type(self.draft.config).from_pretrained(checkpoint)
-            self.longest = max(self.longest, before.trained_max_length)
-
     def record(self, accelerator: Any) -> None:
         """Record how many positions a query saw in training: the window, or the longest row of any process."""
-        longest = accelerator.gather(torch.tensor([self.longest], device=accelerator.device))
-        if int(longest.max()):
-            self.draft.config.trained_max_length = self.window or int(longest.max())
+        super().record(accelerator)
+        if self.longest_position and self.window is not None:
+            self.draft.config.trained_max_length = self.window
 
-    def _trained(self, labels: torch.Tensor) -> torch.Tensor:
+    def is_trained(self, labels: torch.Tensor) -> torch.Tensor:
         """Return which labels are trained on, `(B, L)`."""
-        present = labels != IGNORED
+        present = super().is_trained(labels)
         if self.args.loss == "ce" and self.draft.d2t is not None:
             present = present & torch.isin(labels, self.draft.token_ids.to(labels.device))
         return present
 
-    def _run(self, model: Any, inputs: dict[str, Any], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the chained steps over a batch. Returns the sums of their losses, and the counts of each row."""
+    def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the chained steps; the counts are hits and predicted tokens. Positions are 0, 1, 2, ... by default."""
         tokens, labels = inputs["input_ids"], inputs["labels"]
-        hidden = inputs["hidden"] if "hidden" in inputs else self.hidden_pass(tokens)
         width = len(self.layers) * self.draft.config.target_hidden_size
-        trained = self._trained(labels)
+        trained = self.is_trained(labels)
 
         def score(step: int, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             places = trained[:, step + 2 :]
@@ -143,7 +95,7 @@ class Eagle3Method(TrainingMethod):
             tokens=tokens[:, 1:],
             steps=min(self.steps, tokens.shape[1] - 1),
             target=self.target,
-            position_ids=positions[:, :-1],
+            position_ids=inputs["position_ids"][:, :-1] if "position_ids" in inputs else None,
             window=self.window,
             sinks=self.sinks,
             score=score,

@@ -1,6 +1,6 @@
 """Configuration of a LongSpec draft."""
 
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -48,7 +48,7 @@ class LongSpecConfig(DraftConfig):
     trained_max_length: int | None = None
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> "LongSpecConfig":
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
         """Return the configuration of a draft for `target`, with the shapes of the layer it reads unless overridden."""
         text = text_config(target)
         kv_layer = overrides.get("kv_layer", last_full_layer(text))
@@ -64,9 +64,7 @@ class LongSpecConfig(DraftConfig):
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
             "kv_layer": kv_layer,
         }
-        config = super().from_target(target, **(values | overrides))
-        assert isinstance(config, cls)
-        return config
+        return super().from_target(target, **(values | overrides))
 
     @classmethod
     def describe(cls, target: PreTrainedModel | PreTrainedConfig) -> dict[str, Any]:

@@ -51,34 +51,22 @@ class LongSpecDrafter(BeamDrafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        block (`LongSpecBlock`): The trained block, with device and dtype of the keys it reads.
-        config (`LongSpecConfig`): Configuration of the block.
-        parts ([`TargetParts`]): Embedding, head and rotary embedding of the target.
-        trees (`Sequence[list[int]]`): Number of nodes of each level, root excluded, for each tree to choose from.
-        owner (`torch.nn.Module`, *optional*): Owner of compiled functions, which later calls use again. The block by
-            default.
+        draft (`LongSpecDraftModel`): The draft. It owns the compiled functions, which later calls use again.
     """
 
-    def __init__(
-        self,
-        binding: Binding,
-        block: Any,
-        config: Any,
-        parts: TargetParts,
-        trees: Sequence[list[int]],
-        owner: torch.nn.Module | None = None,
-    ):
-        super().__init__(binding, block.input_layernorm.weight, config.head_dim, trees)
-        self._owner = block if owner is None else owner
-        self.block = block
+    def __init__(self, binding: Binding, draft: Any):
+        config, here = draft.config, draft.beside(binding.target.model)
+        super().__init__(binding, here.block.input_layernorm.weight, config.head_dim, draft.trees())
+        self._owner = draft
+        self.block = here.block
         self.config = config
-        self.parts = parts
+        self.parts = TargetParts(binding.target.model, config.kv_layer)
         sizes = (config.num_key_value_heads, config.head_dim)
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)
         self.ring: WindowRing = binding.part((WindowRing, *shape), lambda: WindowRing(*shape))
         self.ring.clear()
         # Graphs hold the addresses of the block's weights: those of a copy are dropped with it.
-        self._holder: Any = self.ring if owner is None or block is owner.block else block
+        self._holder: Any = self.ring if here is draft else here
 
     @property
     def state_bytes(self) -> int:
@@ -168,10 +156,6 @@ class LongSpecDrafter(BeamDrafter):
         function = _compute_again if self.foreign_depth else _keep
         self.last_token = self.binding.target.replayed(function, changing, (self,), self._holder)
 
-    def keep(self, path: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Keep the keys of the accepted nodes of the draft's own tree, see [`WindowRing.keep`]."""
-        self.ring.keep(path.to(self.device), counts.to(self.device), lengths.to(self.device))
-
     def compute_again(self, tokens: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> None:
         """Compute the keys of the committed tokens `(B, M)`, as nodes of other drafters have none in the ring."""
         counts, lengths = counts[:, None].to(self.device), lengths[:, None].to(self.device)
@@ -251,9 +235,9 @@ def _level(changing, drafter, known, sizes, keys, values, depth):
 
 
 def _keep(changing, drafter):
-    """Run [`LongSpecDrafter.keep`], maybe inside a graph, and return the last committed token of every row."""
+    """Keep the keys of the accepted nodes, maybe inside a graph, and return the last committed token of every row."""
     tokens, path, counts, lengths = changing
-    drafter.keep(path, counts, lengths)
+    drafter.ring.keep(*(x.to(drafter.device) for x in (path, counts, lengths)))
     return last_of(tokens.gather(1, path), counts)
 
 

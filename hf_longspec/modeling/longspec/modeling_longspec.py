@@ -1,21 +1,20 @@
 """LongSpecDraftModel: one block with a windowed self-attention and a cross-attention to the target's cache."""
 
-import copy
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from ...attention_backends.differentiable import shifted_attention, windowed_attention
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, attention_of, decoder_of
 from ..base import DraftModel
-from ..tree_choices import other_trees
+from ..setting_checks import check_widths
 from .configuration_longspec import LongSpecConfig
 from .generation_longspec import LongSpecDrafter
 
@@ -47,12 +46,14 @@ class LongSpecDraftModel(DraftModel):
         self.post_init()
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "LongSpecDraftModel":
-        """Return an untrained draft for `target` in eval mode, with its dtype, on the device of the layer it reads."""
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
+        """Return an untrained draft for `target` in eval mode at its `place`."""
         decoder_of(target)  # refuses targets without rotary positions
-        draft = super().from_target(target, **overrides)
-        assert isinstance(draft, cls)
-        return draft.to(*TargetParts(target, draft.config.kv_layer).place).eval()
+        return super().from_target(target, **overrides)
+
+    def place(self, target: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+        """Return device and dtype of the target's layer that is read."""
+        return TargetParts(target, self.config.kv_layer).place
 
     def forward(
         self,
@@ -91,18 +92,11 @@ class LongSpecDraftModel(DraftModel):
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings, on the device of the target's layer that it reads."""
-        parts = TargetParts(binding.target.model, self.config.kv_layer)
-        device, dtype = parts.place
-        block = self.block
-        weight = block.input_layernorm.weight
-        if block.training or (weight.device, weight.dtype) != (device, dtype):
-            # a copy, as the user may be training this draft in another dtype
-            block = copy.deepcopy(block).to(device, dtype).eval()
-        return LongSpecDrafter(binding, block, self.config, parts, self._trees(), owner=self)
+        return LongSpecDrafter(binding, self)
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of the largest tree, root included."""
-        return 1 + max(map(sum, self._trees()))
+        return 1 + max(map(sum, self.trees()))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse MLA targets, a KV layer that does not exist, and invalid widths of trees."""
@@ -116,18 +110,10 @@ class LongSpecDraftModel(DraftModel):
             raise ValueError(f"kv_layer={self.config.kv_layer}: the target has layers 0 to {target.num_layers - 1}.")
         attention_of(decoder, self.config.kv_layer)
         self._check_heads(target)
-        self._check_widths("tree_widths", self.setting("tree_widths"))
-        for widths in self._trees()[1:]:
-            self._check_widths("tree_choices: tree_widths", widths)
-
-    def _trees(self) -> list[list[int]]:
-        """Return the widths of all trees, the configured ones first."""
-        widths = list(self.setting("tree_widths"))
-        return [widths, *other_trees(widths, self.setting("tree_choices"), "tree_widths")]
+        self.check_trees(self._check_widths)
 
     def _check_widths(self, name: str, widths: Any) -> None:
-        if not isinstance(widths, list | tuple) or not widths or not all(type(w) is int and w > 0 for w in widths):
-            raise ValueError(f"{name}={widths!r}: expected a list of positive integers, the nodes of each level.")
+        check_widths(name, widths)
         if (room := self.config.window - 2) < len(widths):
             raise ValueError(f"{name} has {len(widths)} levels, and window={room + 2} allows at most {room}.")
 
@@ -163,7 +149,7 @@ class LongSpecBlock(GradientCheckpointingLayer):
         else:
             self.cross_attn = None
         self.post_cross_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = SwiGLU(config)
+        self.mlp = Qwen2MLP(config)
 
     def forward(
         self,
@@ -238,24 +224,3 @@ class SelfAttention(CrossAttention):
     def key_value(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys, not rotated, and values, `(B, K, N, D)`."""
         return self._split(self.k_proj(hidden)), self._split(self.v_proj(hidden))
-
-
-class SwiGLU(nn.Module):
-    """Gated feed-forward layer."""
-
-    def __init__(self, config: LongSpecConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        if config.hidden_act not in ACT2FN:
-            raise ValueError(
-                f"hidden_act={config.hidden_act!r} in the draft's config.json: expected the name of an activation of "
-                "transformers, such as 'silu'."
-            )
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output `(B, N, hidden)` of the layer."""
-        projected: torch.Tensor = self.down_proj(self.act(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return projected

@@ -4,7 +4,6 @@ Source: LongSpec (https://huggingface.co/papers/2502.17421), section 3.2.
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from ...generation.target_modules import TargetParts
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
 from ...training.losses import DraftObjective
-from ...training.method import TrainingMethod, check_length
+from ...training.method import TrainingMethod, acceptance, check_length, counted
 from ...training.target_states import TargetPass, TargetStates
 
 
@@ -78,7 +77,7 @@ class LongSpecMethod(TrainingMethod):
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
         """Compute the acceptance of every gap, and the tau to expect from it."""
-        return acceptance(self.noise.gaps[0], counts)
+        return acceptance(counts, "gap", self.noise.gaps[0])
 
     def facts(self) -> dict[str, Any]:
         """Return the layer, the loss and every setting that the positions depend on."""
@@ -92,17 +91,6 @@ class LongSpecMethod(TrainingMethod):
         states = self.target_pass(tokens[None].to(self.args.device), positions.to(self.args.device))
         tensors = {"keys": states.keys[0], "values": states.values[0], "position_ids": positions[0]}
         return tensors if states.hidden is None else {**tensors, "hidden": states.hidden[0]}
-
-    def resume(self, checkpoint: str) -> None:
-        """Restore the largest position of the earlier run."""
-        if os.path.isfile(os.path.join(checkpoint, "config.json")):
-            before = type(self.draft.config).from_pretrained(checkpoint)
-            self.longest_position = max(self.longest_position, before.trained_max_length or 0)
-
-    def record(self, accelerator: Any) -> None:
-        """Record the largest position that any process has trained at."""
-        longest = accelerator.gather(torch.tensor([self.longest_position], device=accelerator.device))
-        self.draft.config.trained_max_length = int(longest.max()) or None
 
     def _run(
         self, model: Any, inputs: dict[str, Any], states: TargetStates, gaps: list[int]
@@ -228,46 +216,3 @@ def without_keyless(labels: torch.Tensor, gaps: list[int]) -> torch.Tensor:
     places = torch.arange(labels.shape[1], device=labels.device)
     # query t predicts the label at t + 1
     return labels.masked_fill(places <= torch.tensor(gaps, device=labels.device)[:, None], IGNORED)
-
-
-def counted(hits: torch.Tensor, groups: torch.Tensor, num_groups: int) -> torch.Tensor:
-    """Count the hits and the predicted tokens of each group.
-
-    Args:
-        hits (`torch.BoolTensor` of shape `(n,)`): Whether the draft's most likely token is the wanted one.
-        groups (`torch.LongTensor` of shape `(n,)`): Group of each predicted token.
-        num_groups (`int`): Number of groups.
-
-    Returns:
-        `torch.DoubleTensor` of shape `(num_groups, 2)`.
-
-    >>> counted(torch.tensor([True, False, True]), torch.tensor([1, 1, 2]), 3).tolist()
-    [[0.0, 0.0], [1.0, 2.0], [1.0, 1.0]]
-    """
-    counts = torch.zeros(num_groups, 2, dtype=torch.float64, device=hits.device)
-    return counts.index_add_(0, groups, torch.stack([hits, torch.ones_like(hits)], 1).to(counts.dtype))
-
-
-def acceptance(first_gap: int, counts: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Compute the share of hits of every gap, and an estimate of tau.
-
-    Drafting at depth d has gap d + 1, so the shares are those of the levels of a draft tree with one branch. The
-    estimate `1 + a1 + a1 a2 + ...`, bonus token included, assumes that the levels are independent. It is left out
-    unless every gap from 1 on was seen.
-
-    Args:
-        first_gap (`int`): Gap of the first entry of `counts`. The entries are consecutive gaps.
-        counts (`Sequence`): Hits and predicted tokens of each gap.
-
-    >>> acceptance(1, [(3, 4), (2, 4)])
-    {'acceptance_gap_1': 0.75, 'acceptance_gap_2': 0.5, 'estimated_tau': 2.125}
-    """
-    shares = {gap: hits / places for gap, (hits, places) in enumerate(counts, start=first_gap) if places}
-    logs = {f"acceptance_gap_{gap}": share for gap, share in shares.items()}
-    if first_gap == 1 and len(shares) == len(counts):
-        tau = chain = 1.0
-        for share in shares.values():
-            chain *= share
-            tau += chain
-        logs["estimated_tau"] = tau
-    return logs

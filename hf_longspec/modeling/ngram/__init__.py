@@ -1,8 +1,7 @@
 """N-grams: a draft without a model."""
 
 from ..register_draft import register_draft
-from .configuration_ngram import NgramConfig
-from .modeling_ngram import NgramDraftModel
+from .modeling_ngram import NgramConfig, NgramDraftModel
 
 __all__ = ["NgramConfig", "NgramDraftModel"]
 

@@ -2,8 +2,8 @@
 
 [`TextIndex`] finds earlier occurrences of the last tokens of a row by hash chains, as zlib finds matches
 (https://www.rfc-editor.org/rfc/rfc1951, section 4), with tokens instead of bytes and one chain per key length. Tables
-have a fixed size: a new position replaces the oldest. [`SuffixLookup`] takes the continuation of the longest matching
-suffix, [`NgramPool`] ranks continuations by frequency.
+have a fixed size: a new position replaces the oldest. Its `lookup` takes the continuation of the longest matching
+suffix, and its `pool` ranks continuations by frequency.
 
 N-grams follow TokenSwift (https://huggingface.co/papers/2502.18890, section 3.2), with two differences: keys consist of
 confirmed tokens only, since a key with a predicted token is wrong whenever that token is, and paths that begin with the
@@ -24,6 +24,10 @@ from ...generation.drafter import Binding, Drafter, TreeShape, Verification, nam
 from .settings_ngram import NgramSettings
 
 BYTES_PER_ENTRY = array("i").itemsize
+# Occurrences of a key that are compared or counted, the most recent ones, and tokens to which a match is followed back.
+# Both bound the time of a query.
+MAX_OCCURRENCES = 32
+MAX_SUFFIX = 32
 
 
 class TextIndex:
@@ -90,6 +94,54 @@ class TextIndex:
             return copied
         return tuple(copied[place % len(copied)] for place in range(count))
 
+    def lookup(self, length: int) -> list[tuple[int, ...]]:
+        """Return different continuations of the last tokens, `length` tokens each, that of the longest suffix first.
+
+        Prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding) copies the tokens after the first
+        match of a few tokens. Here the longest match comes first, and the most recent of equally long matches.
+
+        >>> index = TextIndex(longest_key=1, capacity=64)
+        >>> index.extend([1, 2, 7, 7, 5, 2, 8, 8, 1, 2])
+        >>> index.lookup(length=2)
+        [(7, 7), (8, 8)]
+        """
+        for key_length in range(self.longest_key, 0, -1):
+            positions = self.occurrences(key_length, MAX_OCCURRENCES)
+            if positions:
+                end = self.text[-MAX_SUFFIX:]
+                # sorting is stable also in reverse, so the most recent of equally long matches comes first
+                positions.sort(key=lambda position: self._suffix_length(position, end), reverse=True)
+                return list(dict.fromkeys(self.after(position, length) for position in positions))
+        return []
+
+    def pool(self, length: int, count: int) -> list[tuple[int, ...]]:
+        """Return at least `count` different continuations of `length` tokens, or all if there are fewer, best first.
+
+        Continuations are ordered by the length of their key, then by frequency, then by recency.
+
+        >>> index = TextIndex(longest_key=2, capacity=64)
+        >>> index.extend([1, 2, 3, 9, 2, 3, 8, 2, 3, 9, 2])
+        >>> index.pool(length=2, count=3)
+        [(3, 8), (3, 9)]
+        """
+        found: dict[tuple[int, ...], None] = {}
+        for key_length in range(self.longest_key, 0, -1):
+            positions = self.occurrences(key_length, MAX_OCCURRENCES)
+            counts = Counter(self.after(position, length) for position in positions)
+            # most_common keeps the order of equal counts, so the most recent comes first
+            found.update(dict.fromkeys(path for path, _ in counts.most_common()))
+            if len(found) >= count:
+                break
+        return list(found)
+
+    def _suffix_length(self, position: int, end: Sequence[int]) -> int:
+        """Return the number of tokens before `position` that match the `end` of the text."""
+        before = self.text[max(0, position - len(end)) : position]
+        if before == end:
+            return len(end)
+        pairs = zip(reversed(before), reversed(end), strict=False)
+        return next((length for length, (token, last) in enumerate(pairs) if token != last), len(before))
+
     def _remember(self, position: int) -> None:
         slots = self._slots(position, min(self.longest_key, position))
         for heads, previous, slot in zip(self._heads, self._previous, slots, strict=False):
@@ -108,84 +160,6 @@ class TextIndex:
         return array("i", bytes(BYTES_PER_ENTRY * self.size))  # position 0 follows no key, so 0 marks an empty slot
 
 
-# Occurrences of a key that are compared, and tokens to which a match is followed back. Both bound the time of a query.
-MAX_OCCURRENCES = 32
-MAX_SUFFIX = 32
-
-
-class SuffixLookup:
-    """Propose the tokens that followed earlier occurrences of the longest suffix of one row's text.
-
-    Prompt lookup decoding (https://github.com/apoorvumang/prompt-lookup-decoding) copies the tokens after the first
-    match of a few tokens. Here the longest match comes first, and the most recent of equally long matches.
-
-    Args:
-        index ([`TextIndex`]): The text of the row.
-
-    >>> index = TextIndex(longest_key=1, capacity=64)
-    >>> index.extend([1, 2, 7, 7, 5, 2, 8, 8, 1, 2])
-    >>> SuffixLookup(index).paths(length=2)
-    [(7, 7), (8, 8)]
-    """
-
-    def __init__(self, index: TextIndex):
-        self.index = index
-
-    def paths(self, length: int) -> list[tuple[int, ...]]:
-        """Return different continuations of `length` tokens, the one of the longest suffix first."""
-        for key_length in range(self.index.longest_key, 0, -1):
-            positions = self.index.occurrences(key_length, MAX_OCCURRENCES)
-            if positions:
-                end = self.index.text[-MAX_SUFFIX:]
-                # sorting is stable also in reverse, so the most recent of equally long matches comes first
-                positions.sort(key=lambda position: self._suffix_length(position, end), reverse=True)
-                return list(dict.fromkeys(self.index.after(position, length) for position in positions))
-        return []
-
-    def _suffix_length(self, position: int, end: Sequence[int]) -> int:
-        """Return the number of tokens before `position` that match the `end` of the text."""
-        before = self.index.text[max(0, position - len(end)) : position]
-        if before == end:
-            return len(end)
-        pairs = zip(reversed(before), reversed(end), strict=False)
-        return next((length for length, (token, last) in enumerate(pairs) if token != last), len(before))
-
-
-# The most recent occurrences of one key that are counted. This bounds the time of a query.
-MAX_POOL_OCCURRENCES = 32
-
-
-class NgramPool:
-    """Propose the most frequent continuations of the last committed tokens of one row.
-
-    Args:
-        index ([`TextIndex`]): The text of the row.
-
-    >>> index = TextIndex(longest_key=2, capacity=64)
-    >>> index.extend([1, 2, 3, 9, 2, 3, 8, 2, 3, 9, 2])
-    >>> NgramPool(index).paths(length=2, count=3)
-    [(3, 8), (3, 9)]
-    """
-
-    def __init__(self, index: TextIndex):
-        self.index = index
-
-    def paths(self, length: int, count: int) -> list[tuple[int, ...]]:
-        """Return at least `count` different continuations of `length` tokens, or all if there are fewer, best first.
-
-        Continuations are ordered by the length of their key, then by frequency, then by recency.
-        """
-        found: dict[tuple[int, ...], None] = {}
-        for key_length in range(self.index.longest_key, 0, -1):
-            positions = self.index.occurrences(key_length, MAX_POOL_OCCURRENCES)
-            counts = Counter(self.index.after(position, length) for position in positions)
-            # most_common keeps the order of equal counts, so the most recent comes first
-            found.update(dict.fromkeys(path for path, _ in counts.most_common()))
-            if len(found) >= count:
-                break
-        return list(found)
-
-
 # Number of positions of a row's text that are indexed. In longer texts the oldest n-grams are dropped.
 CAPACITY = 2**17
 
@@ -195,18 +169,17 @@ class NgramDrafter(Drafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        settings ([`NgramSettings`]): Settings of the configured tree.
-        others (`Sequence[NgramSettings]`, *optional*): Settings of other trees to choose from, with other numbers of
-            tokens and candidates.
+        choices (`Sequence[NgramSettings]`): Settings of the trees to choose from, with different numbers of tokens and
+            candidates, the configured ones first.
     """
 
     first_ngram_node = 1
     can_shadow = True
 
-    def __init__(self, binding: Binding, settings: NgramSettings, others: Sequence[NgramSettings] = ()):
+    def __init__(self, binding: Binding, choices: Sequence[NgramSettings]):
         super().__init__(binding)
-        self._choices = [settings, *others]
-        self.settings = settings
+        self._choices = choices
+        self.settings = choices[0]
         self.num_nodes = 1 + max(choice.num_nodes for choice in self._choices)
         self.max_depth = max(choice.num_tokens for choice in self._choices)
         self.indexes = [self._empty_index() for _ in range(binding.cache.batch_size)]
@@ -261,10 +234,10 @@ class NgramDrafter(Drafter):
     def _paths(self, index: TextIndex) -> list[tuple[int, ...]]:
         """Return the paths of one row, best first. They are more than `candidates`, because paths share nodes."""
         length, source = self.settings.num_tokens, self.settings.source
-        lookup = SuffixLookup(index).paths(length) if source != "pool" else []
+        lookup = index.lookup(length) if source != "pool" else []
         if source == "lookup":
             return lookup
-        return lookup[:1] + NgramPool(index).paths(length, count=self.settings.num_nodes)
+        return lookup[:1] + index.pool(length, count=self.settings.num_nodes)
 
     def _empty_index(self) -> TextIndex:
         return TextIndex(self.settings.size, min(CAPACITY, self.binding.max_length))

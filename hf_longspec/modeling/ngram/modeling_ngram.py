@@ -5,10 +5,18 @@ from typing import Any, ClassVar
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..base import DraftModel
-from ..tree_choices import other_trees
-from .configuration_ngram import NgramConfig
+from ..configuration_base import DraftConfig
 from .generation_ngram import NgramDrafter
 from .settings_ngram import NgramSettings
+
+# The settings that make up a tree.
+SIZES = ("num_assistant_tokens", "ngram_candidates")
+
+
+class NgramConfig(DraftConfig):
+    """Configuration of [`NgramDraftModel`]: the target's shapes only, as there are no weights."""
+
+    model_type = "longspec_ngram"
 
 
 class NgramDraftModel(DraftModel):
@@ -25,6 +33,7 @@ class NgramDraftModel(DraftModel):
     config_class = NgramConfig
     weightless: ClassVar[bool] = True
     takes_ngrams: ClassVar[bool] = False  # its trees consist of n-grams already
+    tree_setting: ClassVar[str] = f"[{', '.join(SIZES)}]"
     # On real text depth helps greedy decoding more than width. Sampled text seldom repeats itself. See docs/ngram.md.
     settings: ClassVar[dict[str, Any]] = {
         "num_assistant_tokens": 8,
@@ -37,31 +46,32 @@ class NgramDraftModel(DraftModel):
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
-        configured, *others = self._trees()
-        return NgramDrafter(binding, configured, others)
+        return NgramDrafter(binding, self._settings())
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of the largest tree, root included."""
-        return 1 + max(tree.num_nodes for tree in self._trees())
+        return 1 + max(tree.num_nodes for tree in self._settings())
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse numbers out of range and unknown choices."""
-        self._trees()
+        self._settings()
 
-    def _trees(self) -> list[NgramSettings]:
-        """Return the settings of all trees, the configured one first."""
-        names = "num_assistant_tokens", "ngram_candidates"
-        configured = [self.setting(name) for name in names]
-        others = other_trees(configured, self.setting("tree_choices"), "[num_assistant_tokens, ngram_candidates]")
-        return [self._ngrams({}), *(self._ngrams(_named(names, sizes)) for sizes in others)]
+    def configured_tree(self) -> list[Any]:
+        """Return length and number of the paths."""
+        return [self.setting(name) for name in SIZES]
 
-    def _ngrams(self, sizes: dict[str, Any]) -> NgramSettings:
-        """Return the settings, with those in `sizes` replaced."""
-        read = lambda name: sizes[name] if name in sizes else self.setting(name)  # noqa: E731
-        return NgramSettings.read(read, num_tokens="num_assistant_tokens", fewest=1)
+    def _settings(self) -> list[NgramSettings]:
+        """Return the settings of all trees, the configured one first.
 
-
-def _named(names: tuple[str, str], sizes: Any) -> dict[str, Any]:
-    if not isinstance(sizes, list) or len(sizes) != len(names):
-        raise ValueError(f"tree_choices has {sizes!r}: expected pairs of {' and '.join(names)}, such as [4, 1].")
-    return dict(zip(names, sizes, strict=True))
+        Raises:
+            ValueError: If a value is out of range, or `tree_choices` has something else than pairs.
+        """
+        found = []
+        for sizes in self.trees():
+            if not isinstance(sizes, list) or len(sizes) != len(SIZES):
+                raise ValueError(
+                    f"tree_choices has {sizes!r}: expected pairs of {' and '.join(SIZES)}, such as [4, 1]."
+                )
+            values = {name: self.setting(name) for name in self.settings} | dict(zip(SIZES, sizes, strict=True))
+            found.append(NgramSettings.read(values.__getitem__, num_tokens=SIZES[0], fewest=1))
+        return found

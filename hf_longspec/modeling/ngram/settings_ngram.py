@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ..setting_checks import check_choice, check_integer
+
 SOURCES = ("both", "pool", "lookup")
 # Each length of keys has tables of its own, and hardly a text repeats this much without repeating more.
 LONGEST_KEY = 16
@@ -52,12 +54,9 @@ class NgramSettings:
             ValueError: If a value is out of range.
         """
         ranges = {num_tokens: (1, None), "ngram_candidates": (fewest, None), "ngram_size": (1, LONGEST_KEY)}
-        for name, (low, high) in ranges.items():
-            if type(value := setting(name)) is not int or value < low or (high is not None and value > high):
-                rule = f"of at least {low}" if high is None else f"from {low} to {high}"
-                raise ValueError(f"{name}={value!r}: expected an integer {rule}.")
-        if (source := setting("ngram_source")) not in SOURCES:
-            raise ValueError(f"ngram_source={source!r}: expected one of {', '.join(SOURCES)}.")
+        for name, (least, most) in ranges.items():
+            check_integer(name, setting(name), least, most)
+        check_choice("ngram_source", source := setting("ngram_source"), SOURCES)
         if type(preload := setting("ngram_preload")) is not bool:
             raise ValueError(f"ngram_preload={preload!r}: expected True or False.")
         return cls(setting(num_tokens), setting("ngram_candidates"), setting("ngram_size"), source, preload)

@@ -1,8 +1,7 @@
 """The plain loop: a draft that proposes nothing."""
 
 from ..register_draft import register_draft
-from .configuration_plain import PlainConfig
-from .modeling_plain import PlainDraftModel
+from .modeling_plain import PlainConfig, PlainDraftModel
 
 __all__ = ["PlainConfig", "PlainDraftModel"]
 

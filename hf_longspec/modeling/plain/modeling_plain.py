@@ -2,11 +2,27 @@
 
 from typing import ClassVar
 
+import torch
+
+from ...generation.draft_tree import DraftTree
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..base import DraftModel
-from .configuration_plain import PlainConfig
-from .generation_plain import PlainDrafter
+from ..configuration_base import DraftConfig
+
+
+class PlainConfig(DraftConfig):
+    """Configuration of [`PlainDraftModel`]: the target's shapes only."""
+
+    model_type = "longspec_plain"
+
+
+class PlainDrafter(Drafter):
+    """Propose the root alone, so that every verification emits one token."""
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """Return the tree of `root` `(batch,)` alone."""
+        return DraftTree.root_only(root)
 
 
 class PlainDraftModel(DraftModel):

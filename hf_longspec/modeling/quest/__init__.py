@@ -1,8 +1,7 @@
 """Quest: the target drafts for itself over the pages that fit each query."""
 
 from ..register_draft import register_draft
-from .configuration_quest import QuestConfig
-from .modeling_quest import QuestDraftModel
+from .modeling_quest import QuestConfig, QuestDraftModel
 
 __all__ = ["QuestConfig", "QuestDraftModel"]
 

@@ -7,7 +7,6 @@ lie in the target's cache. Drafted tokens are written after the prefix, where th
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,32 +22,6 @@ from ...generation.drafter import Binding, Verification
 from ...generation.selection import SINK_TOKENS, budget, capacity_for
 from ...generation.self_drafter import SelfDrafter
 from ...generation.target import TargetView
-
-
-@dataclass(frozen=True)
-class QuestSettings:
-    """Settings of Quest for one call, which are keys of `draft.generation_config`.
-
-    Args:
-        num_assistant_tokens (`int`): Number of tokens drafted per iteration (gamma).
-        sparse_ratio (`float`): Share of the prefix that a drafting step reads in a sparse layer.
-        sparse_min_tokens (`int`): Minimum number of tokens to read.
-        page_size (`int`): Tokens of a page.
-        num_dense_layers (`int`): Number of first layers that read the whole prefix.
-        acceptance (`str`): When sampling, `rejection` or `coupled`.
-    """
-
-    num_assistant_tokens: int
-    sparse_ratio: float
-    sparse_min_tokens: int
-    page_size: int
-    num_dense_layers: int
-    acceptance: str
-
-    def num_pages(self, length: int) -> int:
-        """Return how many pages of a prefix of this length to read, at least those of the sinks."""
-        within = budget(length, self.sparse_ratio, self.sparse_min_tokens) // self.page_size
-        return min(length // self.page_size, max(within, -(-SINK_TOKENS // self.page_size)))
 
 
 class PagedCache(CompactCache):
@@ -164,15 +137,15 @@ class QuestDrafter(SelfDrafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        settings ([`QuestSettings`]): Settings of the configured chain.
-        others (`Sequence[int]`, *optional*): Other numbers of drafted tokens to choose from.
+        draft (`QuestDraftModel`): The draft, whose settings are read.
     """
 
-    def __init__(self, binding: Binding, settings: QuestSettings, others: Sequence[int] = ()):
-        super().__init__(binding, [settings.num_assistant_tokens, *others], settings.acceptance)
-        self.settings = settings
-        dense_layers = binding.target.sliding_layers | frozenset(range(settings.num_dense_layers))
-        shape = (binding.cache, dense_layers, settings.page_size, self.max_depth)
+    def __init__(self, binding: Binding, draft: Any):
+        super().__init__(binding, draft.trees(), draft.setting("acceptance"))
+        self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
+        self.page_size = draft.setting("page_size")
+        dense_layers = binding.target.sliding_layers | frozenset(range(draft.setting("num_dense_layers")))
+        shape = (binding.cache, dense_layers, self.page_size, self.max_depth)
         self.paged: PagedCache = binding.part((PagedCache, *shape), lambda: PagedCache(*shape))
         self.paged.forget()
 
@@ -183,7 +156,12 @@ class QuestDrafter(SelfDrafter):
 
     def num_selected(self, length: int) -> int:
         """Return how many tokens of the full pages of a prefix are read."""
-        return self.settings.num_pages(length) * self.settings.page_size
+        return self.num_pages(length) * self.page_size
+
+    def num_pages(self, length: int) -> int:
+        """Return how many pages of a prefix of this length to read, at least those of the sinks."""
+        within = budget(length, self.sparse_ratio, self.sparse_min_tokens) // self.page_size
+        return min(length // self.page_size, max(within, -(-SINK_TOKENS // self.page_size)))
 
     @property
     def state_bytes(self) -> int:
@@ -198,8 +176,8 @@ class QuestDrafter(SelfDrafter):
     def observe(self, verification: Verification) -> None:
         """Compute the bounds of the pages that this commit filled."""
         cache = self.binding.cache
-        num_pages = [self.settings.num_pages(length) for length in cache.lengths.host]
-        most = 1 + max(self.max_depth, self.foreign_depth) // self.settings.page_size
+        num_pages = list(map(self.num_pages, cache.lengths.host))
+        most = 1 + max(self.max_depth, self.foreign_depth) // self.page_size
         self.paged.extend(self.binding.target, num_pages, most)
 
     def propose(self, root: torch.Tensor) -> DraftTree:

@@ -1,13 +1,19 @@
 """QuestDraftModel: training-free self-speculation with query-aware sparse attention."""
 
-from dataclasses import fields
 from typing import Any, ClassVar
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
+from ..configuration_base import DraftConfig
 from ..self_draft import SelfDraftModel
-from .configuration_quest import QuestConfig
-from .generation_quest import QuestDrafter, QuestSettings
+from ..setting_checks import check_integer
+from .generation_quest import QuestDrafter
+
+
+class QuestConfig(DraftConfig):
+    """Configuration of [`QuestDraftModel`]: the target's shapes only, as there are no weights."""
+
+    model_type = "longspec_quest"
 
 
 class QuestDraftModel(SelfDraftModel):
@@ -20,6 +26,10 @@ class QuestDraftModel(SelfDraftModel):
     target.generate(**inputs, assistant_model=draft)
     ```
 
+    Settings:
+        page_size (`int`): Tokens of a page.
+        num_dense_layers (`int`): Number of first layers that read the whole prefix.
+
     Sources: the selection is that of Quest, https://huggingface.co/papers/2406.10774; drafting with it is a draft of
     MagicDec, https://huggingface.co/papers/2408.11049.
     """
@@ -29,8 +39,7 @@ class QuestDraftModel(SelfDraftModel):
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
-        settings = QuestSettings(**{field.name: self.setting(field.name) for field in fields(QuestSettings)})
-        return QuestDrafter(binding, settings, self.gammas()[1:])
+        return QuestDrafter(binding, self)
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse unknown choices, numbers out of range, and targets without keys of their own."""
@@ -41,4 +50,4 @@ class QuestDraftModel(SelfDraftModel):
             )
         super().check_settings(target)
         for name, least in (("page_size", 1), ("num_dense_layers", 0)):
-            self.check_number(name, least)
+            check_integer(name, self.setting(name), least)

@@ -1,8 +1,7 @@
 """SpecAttn: the target drafts for itself."""
 
 from ..register_draft import register_draft
-from .configuration_specattn import SpecAttnConfig
-from .modeling_specattn import SpecAttnDraftModel
+from .modeling_specattn import SpecAttnConfig, SpecAttnDraftModel
 
 __all__ = ["SpecAttnConfig", "SpecAttnDraftModel"]
 

@@ -6,11 +6,11 @@ verification's query rows, and selects again. Positions stay the true ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ...attention_backends.contexts import CallCounter, SparseContext
+from ...attention_backends.contexts import SparseContext
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
@@ -30,41 +30,19 @@ CAPTURED_ROWS = {
 SELECTIONS = (*CAPTURED_ROWS, "window")
 
 
-@dataclass(frozen=True)
-class SpecAttnSettings:
-    """Settings of SpecAttn for one call, which are keys of `draft.generation_config`.
-
-    Args:
-        num_assistant_tokens (`int`): Number of tokens drafted per iteration (gamma).
-        sparse_ratio (`float`): Share of the prefix that drafting reads.
-        sparse_min_tokens (`int`): Minimum number of entries to select. Shorter prefixes are selected as a whole.
-        selection (`str`): `two_rows` (the paper's), `all_rows`, `accepted_rows`, `last_accepted`, `window` or `pages`.
-        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities). `pages` has its own score.
-        granularity (`str`): One selection per `layer` or per `kv_head`.
-        acceptance (`str`): When sampling, `rejection` or `coupled`.
-    """
-
-    num_assistant_tokens: int
-    sparse_ratio: float
-    sparse_min_tokens: int
-    selection: str
-    score: str
-    granularity: str
-    acceptance: str
-
-
 class SpecAttnDrafter(SelfDrafter):
     """Draft chains with the target itself on selected cache entries.
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        settings ([`SpecAttnSettings`]): Settings of the configured chain.
-        others (`Sequence[int]`, *optional*): Other numbers of drafted tokens to choose from.
+        draft (`SpecAttnDraftModel`): The draft, whose settings are read.
     """
 
-    def __init__(self, binding: Binding, settings: SpecAttnSettings, others: Sequence[int] = ()):
-        super().__init__(binding, [settings.num_assistant_tokens, *others], settings.acceptance)
-        self.settings = settings
+    def __init__(self, binding: Binding, draft: Any):
+        super().__init__(binding, draft.trees(), draft.setting("acceptance"))
+        self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
+        self.selection, self.score = draft.setting("selection"), draft.setting("score")
+        self.granularity = draft.setting("granularity")
         dense_layers = binding.target.sliding_layers
         shape = (binding.cache, dense_layers, self.max_depth)
         self.selected: SelectedCache = binding.part((SelectedCache, *shape), lambda: SelectedCache(*shape))
@@ -76,7 +54,7 @@ class SpecAttnDrafter(SelfDrafter):
 
     def num_selected(self, length: int) -> int:
         """Return how many entries are selected of a prefix."""
-        return budget(length, self.settings.sparse_ratio, self.settings.sparse_min_tokens)
+        return budget(length, self.sparse_ratio, self.sparse_min_tokens)
 
     @property
     def seed_tokens(self) -> int:
@@ -98,13 +76,13 @@ class SpecAttnDrafter(SelfDrafter):
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         """Return a capture of the prefix's scores, unless the selection needs none."""
-        if self.settings.selection == "window":
+        if self.selection == "window":
             return None
         return ScoreCapture(
             last_node=tree.last_node,
-            rows=CAPTURED_ROWS[self.settings.selection],
-            score="pages" if self.settings.selection == "pages" else self.settings.score,
-            granularity=self.settings.granularity,
+            rows=CAPTURED_ROWS[self.selection],
+            score="pages" if self.selection == "pages" else self.score,
+            granularity=self.granularity,
             skipped_layers=self.selected.dense_layers,
             sum_ranks=self.binding.target.sum_ranks,
         )
@@ -139,10 +117,10 @@ class SpecAttnDrafter(SelfDrafter):
         if capture is None:
             return select_window(prefix, on_device(counts, device), max(counts))
         scores = capture.scores.pop(layer_idx)
-        if self.settings.selection == "last_accepted":
+        if self.selection == "last_accepted":
             node = verification.last_nodes.to(device)
             scores = scores[torch.arange(len(counts), device=device), :, node]
-        elif self.settings.selection == "accepted_rows":
+        elif self.selection == "accepted_rows":
             scores = _sum_of_path(scores, verification.path.to(device), verification.num_nodes.on(device))
         return select_top(scores, prefix, max(counts))
 
@@ -163,7 +141,7 @@ def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tens
 def _context(ends, positions, windows, dense_layers):
     """Return the context of a drafting step inside a graph."""
     used, dense = (ends[-1], ends[0]) if 0 in dense_layers else (ends[0], ends[-1])
-    return SparseContext(used, positions, dense, dense_layers, CallCounter(), windows=windows)
+    return SparseContext(used, positions, dense, dense_layers, windows=windows)
 
 
 def _fill_all(changing, selected, scores, *settings):

@@ -1,20 +1,26 @@
 """SpecAttnDraftModel: training-free self-speculation with verification-guided sparse attention."""
 
-from dataclasses import fields
 from typing import Any, ClassVar
 
 from ...attention_backends.scores import GRANULARITIES
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
+from ..configuration_base import DraftConfig
 from ..self_draft import SelfDraftModel
-from .configuration_specattn import SpecAttnConfig
-from .generation_specattn import SELECTIONS, SpecAttnDrafter, SpecAttnSettings
+from ..setting_checks import check_choice
+from .generation_specattn import SELECTIONS, SpecAttnDrafter
 
 CHOICES = {
     "selection": SELECTIONS,
     "score": ("logits", "weights"),
     "granularity": GRANULARITIES,
 }
+
+
+class SpecAttnConfig(DraftConfig):
+    """Configuration of [`SpecAttnDraftModel`]: the target's shapes only, as there are no weights."""
+
+    model_type = "specattn"
 
 
 class SpecAttnDraftModel(SelfDraftModel):
@@ -26,6 +32,11 @@ class SpecAttnDraftModel(SelfDraftModel):
     draft = SpecAttnDraftModel.from_target(target, num_assistant_tokens=6, sparse_ratio=0.07)
     target.generate(**inputs, assistant_model=draft)
     ```
+
+    Settings:
+        selection (`str`): `two_rows` (the paper's), `all_rows`, `accepted_rows`, `last_accepted`, `window` or `pages`.
+        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities). `pages` has its own score.
+        granularity (`str`): One selection per `layer` or per `kv_head`.
 
     Source: https://huggingface.co/papers/2602.07223.
     """
@@ -40,8 +51,7 @@ class SpecAttnDraftModel(SelfDraftModel):
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
-        settings = SpecAttnSettings(**{field.name: self.setting(field.name) for field in fields(SpecAttnSettings)})
-        return SpecAttnDrafter(binding, settings, self.gammas()[1:])
+        return SpecAttnDrafter(binding, self)
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse unknown choices, numbers out of range, and per-head selection if heads share their cache."""
@@ -52,7 +62,7 @@ class SpecAttnDraftModel(SelfDraftModel):
                 "or draft with QuestDraftModel."
             )
         for name, choices in CHOICES.items():
-            self.check_choice(name, choices)
+            check_choice(name, self.setting(name), choices)
         super().check_settings(target)
         if target.has_latent_cache and self.setting("granularity") == "kv_head":
             raise ValueError(

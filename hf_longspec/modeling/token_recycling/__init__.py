@@ -1,8 +1,7 @@
 """Token Recycling: candidates from the target's own logits at earlier occurrences of a token."""
 
 from ..register_draft import register_draft
-from .configuration_token_recycling import TokenRecyclingConfig
-from .modeling_token_recycling import TokenRecyclingDraftModel
+from .modeling_token_recycling import TokenRecyclingConfig, TokenRecyclingDraftModel
 
 __all__ = ["TokenRecyclingConfig", "TokenRecyclingDraftModel"]
 

@@ -1,5 +1,7 @@
 """Configuration of TokenSwift heads."""
 
+from typing import Any, Self
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..configuration_base import DraftConfig, text_config
@@ -28,14 +30,17 @@ class TokenSwiftConfig(DraftConfig):
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
 
+    @property
+    def kind_of_heads(self) -> str:
+        """Kind of the heads, for the model card."""
+        return "sequential" if self.sequential else "chained" if self.chained else "independent"
+
     @classmethod
-    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: object) -> "TokenSwiftConfig":
+    def from_target(cls, target: PreTrainedModel | PreTrainedConfig, **overrides: Any) -> Self:
         """Return the configuration of heads for `target`, with the target's width."""
         text = text_config(target)
         values = {
             "hidden_size": text.hidden_size,
             "rms_norm_eps": getattr(text, "rms_norm_eps", None) or cls.rms_norm_eps,
         }
-        config = super().from_target(target, **(values | overrides))
-        assert isinstance(config, cls)
-        return config
+        return super().from_target(target, **(values | overrides))

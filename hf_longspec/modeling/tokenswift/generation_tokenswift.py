@@ -12,7 +12,7 @@ candidates becomes a path of the tree. The hidden state comes from one of two pl
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -216,80 +216,38 @@ def _copy_entries(changing, partial, layers, *layouts):
 SELF_DRAFTS = ("verify_hidden", "partial_kv")
 
 
-@dataclass(frozen=True)
-class TokenSwiftSettings:
-    """Settings of TokenSwift for one call, which are keys of `draft.generation_config`.
-
-    Args:
-        self_draft (`str`): `verify_hidden` or `partial_kv`.
-        tree_branching (`list[int]`): Number of children of every node, level by level. Entry 0 belongs to the target's
-            own prediction, which `verify_hidden` has already emitted and skips. Entry i belongs to head i.
-        partial_kv_policy (`str`): `dynamic` (the paper's), `static` (entries of the prompt, which never change) or
-            `full` (the whole cache).
-        partial_kv_budget (`int`): Number of entries per layer and KV head that drafting reads.
-        partial_kv_recent (`int`): Number of newest entries that are kept regardless of their score.
-    """
-
-    self_draft: str
-    tree_branching: list[int]
-    partial_kv_policy: str
-    partial_kv_budget: int
-    partial_kv_recent: int
-
-    @property
-    def widths(self) -> list[int]:
-        """Number of children of every node, level by level, without a level that has already been emitted."""
-        return self.tree_branching[1:] if self.self_draft == "verify_hidden" else self.tree_branching
-
-
 class TokenSwiftDrafter(Drafter):
     """Draft a tree of fixed shape from one hidden state.
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        heads (`TokenSwiftHeads`): Heads, from inputs `(B, L, hidden)` of the target's final norm to states
-            `(heads, B, L, hidden)`, which the language-model head turns into logits.
-        ends ([`TargetEnds`]): Embedding and language-model head of the target.
-        settings ([`TokenSwiftSettings`]): Settings of the configured tree.
-        others (`Sequence[TokenSwiftSettings]`, *optional*): Settings of other trees to choose from.
-        owner (`torch.nn.Module`, *optional*): Owner of compiled functions, which later calls use again. Without one,
-            the heads are not compiled.
+        draft (`TokenSwiftDraftModel`): The draft. It owns the compiled functions, which later calls use again.
     """
 
-    def __init__(
-        self,
-        binding: Binding,
-        heads: Any,
-        ends: TargetEnds,
-        settings: TokenSwiftSettings,
-        others: Sequence[TokenSwiftSettings] = (),
-        owner: torch.nn.Module | None = None,
-    ):
+    def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
-        self._owner = owner
+        self.draft = draft
+        self._branchings, self._levels = draft.trees(), draft.levels()
+        self.widths = self._levels[0]
+        self.num_nodes = max(map(num_static_nodes, self._levels))
+        self.max_depth = max(map(len, self._levels))
         # Graphs hold the addresses of the heads' weights: those of a copy are dropped with it.
-        self._holder = owner if owner is None or heads is owner.heads else heads
+        self._holder = draft.beside(binding.target.model)
+        self.heads, self.ends = self._holder.heads, TargetEnds(binding.target.model)
         self.coupling = Coupling(binding.rule)
-        self.heads = heads
-        self.ends = ends
-        self.settings = settings
-        self._trees = [settings, *others]
-        self.widths = settings.widths
-        self.num_nodes = max(num_static_nodes(tree.widths) for tree in self._trees)
-        self.max_depth = max(len(tree.widths) for tree in self._trees)
-        self.wants_hidden = settings.self_draft == "verify_hidden"
+        self.wants_hidden = draft.setting("self_draft") == "verify_hidden"
         self.partial = None if self.wants_hidden else self._partial_cache()
         self.due: list[int] = []
 
     @cached_property
     def trees(self) -> tuple[TreeShape, ...]:
         """Shapes of the trees, one for each branching."""
-        sizes = [(tree.tree_branching, num_static_nodes(tree.widths), len(tree.widths)) for tree in self._trees]
-        return named(sizes)
+        trees = zip(self._branchings, self._levels, strict=True)
+        return named((branching, num_static_nodes(levels), len(levels)) for branching, levels in trees)
 
     def choose(self, tree: int) -> None:
         """Propose trees with the widths of this index from now on."""
-        self.widths = self._trees[tree].widths
+        self.widths = self._levels[tree]
 
     @property
     def state_bytes(self) -> int:
@@ -334,18 +292,10 @@ class TokenSwiftDrafter(Drafter):
             self.hidden = self.binding.target.replayed(_last_hidden, changing, (), self.binding.cache)
             return
         for row in self.due:
-            self._build(row, verification.last_nodes[row : row + 1], verification)
+            length, node = verification.prefix_lengths.host[row], verification.last_nodes[row : row + 1]
+            scores_of = partial(verification.capture.of_node, row=row, node=node, length=length)
+            self.partial.build(row, length, scores_of)
         self.partial.catch_up(verification.path.shape[1], self.binding.target)
-
-    def _build(self, row: int, node: torch.Tensor, verification: Verification) -> None:
-        length, capture = verification.prefix_lengths.host[row], verification.capture
-
-        def scores_of(layer_idx: int) -> torch.Tensor:
-            scores: torch.Tensor = capture.of_node(layer_idx, row, node, length)
-            return scores
-
-        assert self.partial is not None
-        self.partial.build(row, length, scores_of)
 
     def _rank(self, root: torch.Tensor, hidden: torch.Tensor, *own: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the candidates of every level, see [`_levels`], computed in one graph if possible."""
@@ -361,20 +311,20 @@ class TokenSwiftDrafter(Drafter):
     def _run(self, function: Any, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Any:
         """Return the result of a function, compiled or captured; `None` if that is disabled or not possible."""
         runner = self.binding.target.runner
-        if runner is None or self._owner is None:
+        if runner is None:
             return None
         shape = len(changing[0]), self.coupling.key, *fixed[2:4]
-        return runner(function, shape, changing, fixed, self._owner, self._holder)
+        return runner(function, shape, changing, fixed, self.draft, self._holder)
 
     def _partial_cache(self) -> PartialCache:
-        target, cache, settings = self.binding.target, self.binding.cache, self.settings
+        target, kind = self.binding.target, self.draft.setting("partial_kv_policy")
         policy = PartialKVPolicy(
-            budget=min(settings.partial_kv_budget, self.binding.max_length),
-            recent=settings.partial_kv_recent,
-            dynamic=settings.partial_kv_policy == "dynamic",
+            budget=min(self.draft.setting("partial_kv_budget"), self.binding.max_length),
+            recent=self.draft.setting("partial_kv_recent"),
+            dynamic=kind == "dynamic",
         )
         keep_all = frozenset(range(target.num_layers))
-        shape = cache, keep_all if settings.partial_kv_policy == "full" else target.sliding_layers, policy
+        shape = self.binding.cache, keep_all if kind == "full" else target.sliding_layers, policy
         partial: PartialCache = self.binding.part((PartialCache, *shape), lambda: PartialCache(*shape))
         partial.forget()
         return partial

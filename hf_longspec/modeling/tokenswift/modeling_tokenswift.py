@@ -1,8 +1,7 @@
 """TokenSwiftDraftModel: heads that predict the tokens after the next one from the target's last residual stream."""
 
-import copy
-from dataclasses import fields, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -12,11 +11,11 @@ from ...generation.draft_tree import num_static_nodes
 from ...generation.drafter import Binding, Drafter
 from ...generation.selection import SINK_TOKENS
 from ...generation.target import TargetView
-from ...generation.target_modules import TargetEnds, device_of, final_norm_of, refuse_compiled_forward
+from ...generation.target_modules import final_norm_of, refuse_compiled_forward
 from ..base import DraftModel
-from ..tree_choices import other_trees
+from ..setting_checks import check_choice, check_integer
 from .configuration_tokenswift import TokenSwiftConfig
-from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter, TokenSwiftSettings
+from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter
 
 CHOICES = {"self_draft": SELF_DRAFTS, "partial_kv_policy": POLICIES}
 
@@ -38,6 +37,7 @@ class TokenSwiftDraftModel(DraftModel):
 
     config_class = TokenSwiftConfig
     _no_split_modules = ["TokenSwiftHead"]
+    tree_setting: ClassVar[str] = "tree_branching"
     settings: ClassVar[dict[str, Any]] = {
         "self_draft": "verify_hidden",
         "tree_branching": [1, 3, 3, 3],  # for 3 heads; fewer heads use the first entries
@@ -54,13 +54,10 @@ class TokenSwiftDraftModel(DraftModel):
         self.post_init()
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> "TokenSwiftDraftModel":
-        """Return untrained heads for `target` in eval mode, with its dtype, on the device of its final norm."""
-        norm = final_norm_of(target)  # refuses targets without a final norm
-        draft = super().from_target(target, **overrides)
-        assert isinstance(draft, cls)
-        weight = target.get_input_embeddings().weight
-        return draft.to(device_of(norm, weight.device), weight.dtype).eval()
+    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
+        """Return untrained heads for `target` in eval mode at their `place`."""
+        final_norm_of(target)  # refuses targets without a final norm
+        return super().from_target(target, **overrides)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
         """Return the normalised hidden states of all heads, for the target's language-model head.
@@ -85,19 +82,19 @@ class TokenSwiftDraftModel(DraftModel):
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings, on the device of the target's final norm."""
-        model = binding.target.model
-        embedding = model.get_input_embeddings().weight
-        device, dtype = device_of(final_norm_of(model), embedding.device), embedding.dtype
-        heads = self.heads
-        if heads.training or (self.device, self.dtype) != (device, dtype):
-            # a copy, as the user may be training these heads in another dtype
-            heads = copy.deepcopy(heads).to(device, dtype).eval()
-        return TokenSwiftDrafter(binding, heads, TargetEnds(model), *self._drafting_with_others(), owner=self)
+        return TokenSwiftDrafter(binding, self)
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of the largest tree, root included."""
-        drafting, others = self._drafting_with_others()
-        return max(num_static_nodes(tree.widths) for tree in (drafting, *others))
+        return max(map(num_static_nodes, self.levels()))
+
+    def levels(self) -> list[list[int]]:
+        """Return the children of every node, level by level, for all trees.
+
+        The first entry of a setting belongs to the target's own prediction, which `verify_hidden` has already emitted.
+        """
+        emitted = int(self.setting("self_draft") == "verify_hidden")
+        return [branching[emitted:] for branching in self.trees()]
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets without a final norm, zero heads, unknown choices, and trees and budgets that do not fit."""
@@ -111,11 +108,8 @@ class TokenSwiftDraftModel(DraftModel):
                 "proposed it. Leave out chained=False."
             )
         for name, choices in CHOICES.items():
-            if (value := self.setting(name)) not in choices:
-                raise ValueError(f"{name}={value!r}: expected one of {', '.join(choices)}.")
-        self._check_tree(target.vocab_size, "tree_branching", self.setting("tree_branching"))
-        for branching in self._other_branchings():
-            self._check_tree(target.vocab_size, "tree_choices: tree_branching", branching)
+            check_choice(name, self.setting(name), choices)
+        self.check_trees(partial(self._check_tree, target.vocab_size))
         self._check_budget()
 
     def _check_tree(self, vocab_size: int, name: str, branching: Any) -> None:
@@ -136,25 +130,15 @@ class TokenSwiftDraftModel(DraftModel):
 
     def _check_budget(self) -> None:
         budget, recent = self.setting("partial_kv_budget"), self.setting("partial_kv_recent")
-        if type(recent) is not int or recent < 0:
-            raise ValueError(f"partial_kv_recent={recent!r}: expected an integer of at least 0.")
+        check_integer("partial_kv_recent", recent, 0)
         ngrams = self.setting("ngram_num_tokens") if self.setting("ngram_candidates") else 0
-        step = max(*map(len, [self.setting("tree_branching"), *self._other_branchings()]), ngrams) + 1
+        step = max(*map(len, self.trees()), ngrams) + 1
         least = SINK_TOKENS + recent + step
         if type(budget) is not int or budget < least:
             raise ValueError(
                 f"partial_kv_budget={budget!r}: expected an integer of at least {least}, for {SINK_TOKENS} sinks, "
                 f"partial_kv_recent={recent} and the {step} tokens of one step. Raise it, or lower partial_kv_recent."
             )
-
-    def _drafting_with_others(self) -> tuple[TokenSwiftSettings, list[TokenSwiftSettings]]:
-        """Return the settings of the configured tree, and those of the other trees to choose from."""
-        settings = TokenSwiftSettings(**{field.name: self.setting(field.name) for field in fields(TokenSwiftSettings)})
-        return settings, [replace(settings, tree_branching=tree) for tree in self._other_branchings()]
-
-    def _other_branchings(self) -> list[list[int]]:
-        branching = list(self.setting("tree_branching"))
-        return other_trees(branching, self.setting("tree_choices"), "tree_branching")
 
 
 class TokenSwiftHeads(nn.Module):

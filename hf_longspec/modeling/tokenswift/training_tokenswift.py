@@ -13,14 +13,13 @@ from ...generation.target_modules import TargetEnds, final_norm_of
 from ...training.arguments import DraftTrainingArguments
 from ...training.data import IGNORED
 from ...training.losses import DraftObjective
-from ...training.method import TrainingMethod, check_length
-from ...training.target_states import HiddenPass
+from ...training.method import LevelsMethod, check_length
 
 TOP = 3  # number of children that a tree usually gives to a node of a head
 
 
-class TokenSwiftMethod(TrainingMethod):
-    """Trains heads on rows at the positions 0, 1, 2, ... The loss has one term and the counts one level per head.
+class TokenSwiftMethod(LevelsMethod):
+    """Trains heads on rows at the positions 0, 1, 2, ... Each head is a level.
 
     Head i (from 1) at index t predicts token t + 1 + i. With `loss="ce"` the wanted token is that of the text; with
     `loss="kl"` the wanted distribution is the target's at index t + i. A head has no loss where the row has no such
@@ -28,37 +27,19 @@ class TokenSwiftMethod(TrainingMethod):
     """
 
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
-        super().__init__(draft, target, args)
+        super().__init__(draft, target, args, (draft.config.num_heads, 3))
         if args.max_offset:
             raise ValueError(
                 f"max_offset={args.max_offset}: heads have no positions of their own and are trained at 0, 1, 2, ... "
                 "Leave it out."
             )
-        self.hidden_pass = HiddenPass(target, args.target_chunk_size)
         self.ends = TargetEnds(target)
         self.objective = DraftObjective(self.ends, args.loss_chunk_size, final_norm_of(target))
-        self.count_shape = draft.config.num_heads, 3
 
     def prepare(self, batch: dict[str, Any], step: int, total: int, rows: Sequence[int]) -> dict[str, Any]:
         """Return the batch unchanged, after a check of its length. Nothing is drawn at random."""
         check_length(batch["input_ids"].shape[1], self.position_limit)
         return batch
-
-    def items(self, labels: torch.Tensor) -> torch.Tensor:
-        """Count the labels that each head predicts. Head i predicts those from index 1 + i on."""
-        present = labels != IGNORED
-        heads = range(2, 2 + self.draft.config.num_heads)
-        return torch.stack([present[:, first:].sum() for first in heads])
-
-    def loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each head's summed loss, and its hits, its hits among the first three, and its predicted tokens."""
-        totals, counts = self._run(model, inputs)
-        return totals, counts.sum(0)
-
-    def evaluate(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of the heads' mean losses, and the counts of each row."""
-        totals, counts = self._run(model, inputs)
-        return (totals / self.items(inputs["labels"]).clamp_min(1)).sum(), counts
 
     def summary(self, counts: Sequence[Sequence[float]]) -> dict[str, float]:
         """Compute the share of hits of every head, by its most likely token and by its three most likely tokens."""
@@ -72,15 +53,9 @@ class TokenSwiftMethod(TrainingMethod):
         """Return the kind of the stored states, and the length at which rows are cut."""
         return {"states": "final_norm_input", "max_length": self.args.max_length}
 
-    def stored(self, tokens: torch.Tensor, number: int) -> dict[str, torch.Tensor]:
-        """Compute the input of the target's final norm for a row."""
-        check_length(len(tokens), self.position_limit)
-        return {"hidden": self.hidden_pass(tokens[None].to(self.args.device))[0]}
-
-    def _run(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the heads over a batch. Returns the sums of their losses, and the counts of each row."""
+    def run(self, model: Any, inputs: dict[str, Any], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the heads; the counts are hits, hits among the first three, and predicted tokens."""
         tokens, labels = inputs["input_ids"], inputs["labels"][:, 1:]
-        hidden = inputs["hidden"] if "hidden" in inputs else self.hidden_pass(tokens)
         rows, places = (labels != IGNORED).nonzero(as_tuple=True)  # the target predicts these tokens here
         heads = torch.arange(1, 1 + self.draft.config.num_heads, device=tokens.device)[:, None]
         counts = places >= heads  # head i predicts them i tokens earlier

@@ -3,14 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longspec.modeling.ngram.generation_ngram import MAX_POOL_OCCURRENCES as MAX_OCCURRENCES
-from hf_longspec.modeling.ngram.generation_ngram import NgramPool, TextIndex
+from hf_longspec.modeling.ngram.generation_ngram import MAX_OCCURRENCES, TextIndex
 
 
 def pool_of(text, longest=3, capacity=256):
     index = TextIndex(longest, capacity)
     index.extend(text)
-    return NgramPool(index)
+    return index
 
 
 def ranked(text, longest, length):
@@ -32,13 +31,13 @@ def ranked(text, longest, length):
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=MAX_OCCURRENCES), st.integers(1, 4), st.integers(1, 5))
 def test_longest_key_then_count_then_recency(text, longest, length):
     """In texts this short all occurrences of a key are counted."""
-    assert pool_of(text, longest).paths(length, count=1000) == ranked(text, longest, length)
+    assert pool_of(text, longest).pool(length, count=1000) == ranked(text, longest, length)
 
 
 @given(st.lists(st.integers(0, 1), min_size=1, max_size=60), st.integers(1, 6))
 def test_fewer_paths_are_the_first_of_all(text, count):
     pool = pool_of(text)
-    some, everything = pool.paths(2, count), pool.paths(2, 1000)
+    some, everything = pool.pool(2, count), pool.pool(2, 1000)
     assert some == everything[: len(some)]
     assert len(some) >= min(count, len(everything))
 
@@ -46,10 +45,10 @@ def test_fewer_paths_are_the_first_of_all(text, count):
 def test_only_recent_occurrences_are_counted():
     """A continuation that was frequent long ago is dropped."""
     old, new = [5, 1] * 100, [5, 2] * MAX_OCCURRENCES
-    assert pool_of([*old, 9, *new, 5], longest=1).paths(1, count=9) == [(2,)]
-    assert pool_of([*old, 9, *new[2:], 5], longest=1).paths(1, count=9) == [(2,), (1,)]
+    assert pool_of([*old, 9, *new, 5], longest=1).pool(1, count=9) == [(2,)]
+    assert pool_of([*old, 9, *new[2:], 5], longest=1).pool(1, count=9) == [(2,), (1,)]
 
 
 def test_nothing_is_found_in_a_text_without_repetition():
-    assert pool_of(range(50)).paths(3, count=4) == []
-    assert pool_of([]).paths(3, count=4) == []
+    assert pool_of(range(50)).pool(3, count=4) == []
+    assert pool_of([]).pool(3, count=4) == []

@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longspec.modeling.ngram.generation_ngram import MAX_OCCURRENCES, MAX_SUFFIX, SuffixLookup, TextIndex
+from hf_longspec.modeling.ngram.generation_ngram import MAX_OCCURRENCES, MAX_SUFFIX, TextIndex
 
 
-def lookup_of(text, longest=3):
+def paths_of(text, length, longest=3):
     index = TextIndex(longest, 2**12)
     index.extend(text)
-    return SuffixLookup(index)
+    return index.lookup(length)
 
 
 def suffix_lengths(text):
@@ -28,7 +28,7 @@ def test_the_best_path_follows_the_longest_suffix(text, longest, length):
     """Texts are too short for the bounds of a query. The most recent of equally long suffixes comes first."""
     lengths = suffix_lengths(text)
     best = max(lengths, key=lambda place: (lengths[place], place), default=None)
-    paths = lookup_of(text, longest).paths(length)
+    paths = paths_of(text, length, longest)
     if best is None or not lengths[best]:
         assert paths == []
     else:
@@ -40,24 +40,24 @@ def test_the_other_paths_follow_shorter_suffixes(text, length):
     lengths = {place: found for place, found in suffix_lengths(text).items() if found}
     order = sorted(lengths, key=lambda place: (lengths[place], place), reverse=True)
     expected = list(dict.fromkeys(tuple((text[place:] * length)[:length]) for place in order))
-    assert lookup_of(text, longest=1).paths(length) == expected
+    assert paths_of(text, length, longest=1) == expected
 
 
 def test_the_longest_match_comes_before_the_first_and_the_last():
     text = [1, 2, 50, 7, 8, 9, 1, 2, 60, 4, 9, 1, 2, 70, 6, 8, 9, 1, 2]
-    assert lookup_of(text).paths(1) == [(60,), (70,)]
+    assert paths_of(text, 1) == [(60,), (70,)]
 
 
 def test_the_time_of_a_query_is_bounded():
     """The number of compared occurrences and the length of a match are bounded."""
     looks = []
 
-    class Counting(SuffixLookup):
+    class Counting(TextIndex):
         def _suffix_length(self, position, end):
             looks.append(len(end))
             return super()._suffix_length(position, end)
 
-    index = TextIndex(3, 2**12)
+    index = Counting(3, 2**12)
     index.extend([4] * 3000)
-    assert Counting(index).paths(5) == [(4,) * 5]
+    assert index.lookup(5) == [(4,) * 5]
     assert len(looks) == MAX_OCCURRENCES and set(looks) == {MAX_SUFFIX}

@@ -23,7 +23,7 @@ class OracleHeads:
         drafter.heads, drafter.ends = self, self
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.expand(len(self.drafter.settings.tree_branching) - 1, *hidden.shape)
+        return hidden.expand(len(self.drafter.draft.setting("tree_branching")) - 1, *hidden.shape)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Logits `(levels, batch, vocab)` that rank the candidates as `ranks` says."""
