@@ -13,34 +13,22 @@ every single step is timed. The report has two results: the times of decodings t
 steps. The gate counts the time of its own steps, so the turns do not affect it.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import hf_longspec
-from benchmarks.harness import (
-    HUB_CARDS,
-    Run,
-    add_prompts,
-    add_repeats,
-    integers,
-    load_prompts,
-    load_target,
-    parser,
-    prefilled,
-    start,
-)
+from benchmarks import harness
+from benchmarks.harness import Run
 from benchmarks.pages import GATED, UNGATED
 from hf_longspec.bench.calls import MODES, PLAIN
 from hf_longspec.bench.prefill import PrefilledPrompts
-from hf_longspec.bench.summaries import mean_interval, significant
+from hf_longspec.bench.summaries import mean_interval, rotated, significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.target import TargetView
@@ -197,7 +185,6 @@ class GateBenchmark:
         prompts ([`PrefilledPrompts`]): Where decoding starts; one per repeat.
         tokens (`int`): Tokens per run, the first one apart.
         repeats (`int`): Texts per context.
-        mode (`str`): `sample` or `greedy`.
         gated_only (`Collection[str]`, *optional*): Methods that are known to be slow without the gate.
         ungated_only (`Collection[str]`, *optional*): Methods that others are compared with.
         choices (`Mapping[str, Sequence[str]]`, *optional*): Of a method whose gate chooses among trees, the
@@ -209,7 +196,6 @@ class GateBenchmark:
     prompts: PrefilledPrompts
     tokens: int
     repeats: int
-    mode: str
     gated_only: Collection[str] = ()
     ungated_only: Collection[str] = ()
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -253,14 +239,12 @@ class GateBenchmark:
 
     def _repeat(self, repeat: int, context: int, tokens: int) -> dict[str, SteppedRun]:
         runs = {}
-        # another way to decode goes first in the next repeat
-        names = list(self.ways)[repeat % len(self.ways) :] + list(self.ways)[: repeat % len(self.ways)]
-        for name in names:
+        for name in rotated(list(self.ways), repeat):  # another way to decode goes first in the next repeat
             draft, gated = self.ways[name]
             draft.generation_config.gate = gated
             row = repeat % len(self.prompts.tokens)
             runs[name] = SteppedRun(
-                self.model, draft, self.prompts, row, context, mode=self.mode, seed=repeat, tokens=tokens
+                self.model, draft, self.prompts, row, context, mode="greedy", seed=repeat, tokens=tokens
             )
         interleave(runs, tokens)
         return runs
@@ -288,56 +272,39 @@ def _over(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
 
 
 WIDE, CHOOSING = "trained draft, wide", "trained draft, choosing"
-WIDE_TREE = [4, 4, 4, 3]
+TREES = {"trained draft": [1, 1], WIDE: [4, 4, 4, 3], CHOOSING: [4, 4, 4, 3]}
+DRAFT = harness.HUB_CARDS / "tiny-longspec"
+PROMPTS, TOKENS = 6, 1000  # tokens per run
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
-    model = load_target(args.target, torch.float32)
-    tokens, origin = load_prompts(args.target, args.data, max(args.contexts), args.prompts)
+    made = harness.parser(__doc__, "gate", minutes=20, repeats=6, prompts=True)
+    made.add_argument("--contexts", type=harness.integers, default="1024,4096,15872", help="default: %(default)s")
+    args = made.parse_args(arguments)
+    model = harness.load_target(args.target, torch.float32)
+    tokens, origin = harness.load_prompts(args.target, args.data, max(args.contexts), PROMPTS)
     torch.manual_seed(0)  # of the random weights
-    trees = {"trained draft": args.tree_widths, WIDE: WIDE_TREE, CHOOSING: WIDE_TREE}
     methods: dict[str, Any] = {
         PLAIN: hf_longspec.PlainDraftModel.from_target(model),
         "random draft": hf_longspec.LongSpecDraftModel.from_target(model),
-        "trained draft": None,
         "n-grams": hf_longspec.NgramDraftModel.from_target(model),
     }
-    for name, widths in trees.items():
-        methods[name] = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype)
+    for name, widths in TREES.items():
+        methods[name] = hf_longspec.LongSpecDraftModel.from_pretrained(DRAFT, dtype=model.dtype)
         methods[name].generation_config.tree_widths = widths
-    methods[CHOOSING].generation_config.tree_choices = [args.tree_widths]
-    how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
-    settings: dict[str, Any] = {"target": Path(args.target).name, **how, **origin}
-    settings["drafts"] = {name: {"tree_widths": widths} for name, widths in trees.items()}
-    settings["drafts"]["random draft"] = {"tree_widths": methods["random draft"].setting("tree_widths")}
-    settings["drafts"]["trained draft"]["name"] = Path(args.draft).name
-    settings["drafts"][CHOOSING]["tree_choices"] = [args.tree_widths]
-    methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
-    how |= {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
-    how |= {"choices": {CHOOSING: ["trained draft", WIDE]}}
+    methods[CHOOSING].generation_config.tree_choices = [TREES["trained draft"]]
+    how = {"tokens": TOKENS, "repeats": args.repeats}
     longest = 0.0
-    with start(args, "gate", settings) as results:
-        benchmark = GateBenchmark(model=model, methods=methods, prompts=prefilled(model, tokens, results), **how)
+    with harness.start(args, "gate", {**how, **origin, "drafts": TREES}) as results:
+        prompts = harness.prefilled(model, tokens, results)
+        only = {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
+        choices = {CHOOSING: ["trained draft", WIDE]}
+        benchmark = GateBenchmark(model=model, methods=methods, prompts=prompts, **how, **only, choices=choices)
         for context in sorted(args.contexts):
             if results.has_time(longest, context=context):
                 before = results.elapsed
                 benchmark.measure(context, results)
                 longest = max(longest, results.elapsed - before)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "gate", minutes=20)
-    add_repeats(made, default=6)
-    add_prompts(made)
-    made.add_argument("--draft", default=str(HUB_CARDS / "tiny-longspec"), help="folder or Hub id")
-    made.add_argument("--only", action="append", help="a kind of draft, such as 'n-grams'; repeatable")
-    made.add_argument("--contexts", type=integers, default=[1024, 4096, 15872], help="default: 1024,4096,15872")
-    made.add_argument("--prompts", type=int, default=6, help="default: %(default)s")
-    made.add_argument("--tokens", type=int, default=1000, help="per run (default: %(default)s)")
-    made.add_argument("--mode", choices=sorted(MODES), default="greedy", help="default: %(default)s")
-    made.add_argument("--tree-widths", type=integers, default=[1, 1], help="of the trained draft (default: 1,1)")
-    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

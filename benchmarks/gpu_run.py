@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from benchmarks.floors import Machine, Roofline, TargetShape, shape_from_config
-from benchmarks.harness import Run, Skip, Timing, time_call, versions
+from benchmarks.harness import Run, Skip, Timing, time_call
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
+from hf_longspec.bench.machine import versions
 from hf_longspec.bench.summaries import significant
 from hf_longspec.generation.cache import SpeculativeCache
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from .calls import HF, PLAIN
 from .matrix import title_of
-from .report import FAILED, grouped, rows_of
-from .results import Record
+from .report import FAILED, rows_of
+from .results import Record, grouped
 
 PANEL_INCHES = (5.2, 3.9)
 COLUMNS = 3

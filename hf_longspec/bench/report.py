@@ -9,7 +9,7 @@ from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
 from .markdown import environment_line, markdown_table, plus_minus, range_of, table
 from .matrix import NO_TIME, title_of
-from .results import Record, of_kind
+from .results import Record, grouped, of_kind
 from .summaries import FEWEST, mean_interval, significant, summarize
 
 # Verdicts on a text, the worst first.
@@ -299,11 +299,3 @@ def _left_out(records: Sequence[Record]) -> list[str]:
             lines.setdefault(record["reason"], {})[f"{record['method']} ({title_of(record)})"] = None
     found = [f"- {reason}: {'; '.join(what)}" for reason, what in lines.items()]
     return ["## Left out", "\n".join(found)] if found else []
-
-
-def grouped(rows: Sequence[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
-    """Rows by a text that is made of each."""
-    groups: dict[str, list[Record]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups

@@ -167,3 +167,11 @@ def of_kind(records: Sequence[Record], kind: str, **values: Any) -> list[Record]
     """The records of one kind that have these values."""
     wanted = {"kind": kind, **values}
     return [record for record in records if all(record.get(name) == value for name, value in wanted.items())]
+
+
+def grouped(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    """The records by a text that is made of each."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups

@@ -28,7 +28,7 @@ WAYS = [PLAIN, "useless, gated", "draft, gated", "draft, ungated"]
 
 def benchmark_of(target, prompts, drafts, **how):
     methods = {PLAIN: hf_longspec.PlainDraftModel.from_target(target), **drafts}
-    sizes = {"tokens": 30, "repeats": 3, "mode": "greedy"}
+    sizes = {"tokens": 30, "repeats": 3}
     return GateBenchmark(model=target, methods=methods, prompts=prompts, **sizes, **how)
 
 
