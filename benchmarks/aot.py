@@ -64,21 +64,13 @@ UNALIGNED = ("stride_mb", "stride_mh", "stride_mn", "stride_cb", "stride_ib", "s
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its constants.
+    """A kernel with its constants."""
 
-    Args:
-        name (`str`): For the table.
-        kernel (`Any`): The function of kernels.py.
-        constants (`dict`): Its constants, and `num_warps` and `num_stages`.
-        config (`Any`, *optional*): Its tiles.
-        nodes (`int`, *optional*, defaults to 0): Nodes of a verification whose programs and bytes are counted.
-    """
-
-    name: str
-    kernel: Any
-    constants: dict[str, Any]
-    config: Any = None
-    nodes: int = 0
+    name: str  # for the table
+    kernel: Any  # the function of kernels.py
+    constants: dict[str, Any]  # its constants, and `num_warps` and `num_stages`
+    config: Any = None  # its tiles
+    nodes: int = 0  # nodes of a verification whose programs and bytes are counted
 
 
 def hybrid(nodes: int, gpu: Any, name: str = "", size: int = SIZE, **features: Any) -> Variant:

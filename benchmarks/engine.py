@@ -29,6 +29,7 @@ from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.machine import read_gb_per_second, step_bytes
 from hf_longspec.bench.matrix import Cell, Matrix, Method
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
+from hf_longspec.bench.prompts import Prompt
 from hf_longspec.bench.report import FAILED, IDENTICAL, REFERENCE, rows_of
 from hf_longspec.bench.results import Record, of_kind
 from hf_longspec.bench.summaries import significant
@@ -50,24 +51,22 @@ class PrefilledMatrix(Matrix):
         """The rows of every turn."""
         return row_windows(len(self.prompts.tokens), cell.batch, self.repeats)
 
-    def prompts_of(self, cell: Cell) -> list[list[torch.Tensor]]:
-        """The prompts of every turn."""
-        return [list(self.prompts.tokens[rows, : cell.context]) for rows in self.windows_of(cell)]
-
-    def categories_of(self, cell: Cell) -> list[list[str]]:
-        """Nothing: prefilled prompts have no categories."""
-        return [[] for _ in range(self.repeats)]
+    def prompts_of(self, cell: Cell) -> list[list[Prompt]]:
+        """The prompts of every turn, without categories."""
+        return [
+            [Prompt(row, "") for row in self.prompts.tokens[rows, : cell.context]] for rows in self.windows_of(cell)
+        ]
 
     def call(self, cell: Cell, method: Method, rows: Sequence[torch.Tensor], tokens: int, seed: int) -> Call:
         """One timed call after the prompts of turn `seed`, whose caches are here, in place of `rows`."""
         mode = "greedy" if cell.decoding.greedy else "sample"
         return self.decoder.run(method.how, self.windows_of(cell)[seed], cell.context, mode, seed, tokens)
 
-    def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
+    def _guarded(self, cell: Cell, method: Method, turn: int, prompts: list[Prompt], warm_up: bool) -> Call | str:
         if warm_up and method.name.endswith(COMPILED):  # after two prompts, as rows grow apart differently
             for seed in range(min(2, self.repeats)):
-                self.call(cell, method, rows, self.tokens, seed)
-        return super()._guarded(cell, method, turn, rows, warm_up)
+                self.call(cell, method, [], self.tokens, seed)
+        return super()._guarded(cell, method, turn, prompts, warm_up)
 
     def _audit(self, *_: Any) -> None:
         """Nothing: greedy float32 text stands for other types, whose prefill takes minutes where they are emulated."""
@@ -95,7 +94,6 @@ def measure_speed(
             one `PLAIN + COMPILED` if others are compiled.
         prompts ([`PrefilledPrompts`]): In float32.
         tokens (`int`): Tokens per row and run.
-        repeats (`int`): Turns.
     """
     bandwidth = read_gb_per_second()
     results.write("ceilings", read_gb_per_second=round(bandwidth, 1))

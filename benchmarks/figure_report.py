@@ -63,21 +63,13 @@ def _paired(
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper about tau, as the relative difference between two measurements on the same prompts.
+    """A claim of a paper about tau, as the relative difference between two measurements on the same prompts."""
 
-    Args:
-        text (`str`): The claim.
-        paper (`str`): The figure of the paper.
-        system (`str`): The system, at the longest context.
-        other (`str`): What it is compared with, at the longest context too; with itself, at the shortest one.
-        expected (`int`): 1 if `system` has the larger tau by the claim, -1 if the smaller, 0 if neither.
-    """
-
-    text: str
-    paper: str
-    system: str
-    other: str
-    expected: int
+    text: str  # the claim
+    paper: str  # the figure of the paper
+    system: str  # the system, at the longest context
+    other: str  # what it is compared with, at the longest context too; with itself, at the shortest one
+    expected: int  # 1 if `system` has the larger tau by the claim, -1 if the smaller, 0 if neither
 
     # Largest relative difference that counts as none.
     SAME = 0.05

@@ -44,32 +44,21 @@ CLOCKS: Clocks = (time.perf_counter, time.process_time)
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One iteration of the loop.
+    """One iteration of the loop."""
 
-    Args:
-        turn (`int`): Number of its turn.
-        kind (`str`): `plain`, `catch-up` or `speculation`.
-        seconds (`float`): By the wall clock.
-        cpu_seconds (`float`): CPU time of this process.
-    """
-
-    turn: int
-    kind: str
-    seconds: float
-    cpu_seconds: float
+    turn: int  # number of its turn
+    kind: str  # `plain`, `catch-up` or `speculation`
+    seconds: float  # by the wall clock
+    cpu_seconds: float  # CPU time of this process
 
 
 class SteppedRun:
     """One decoding after a prefilled prompt, advanced from outside; the prompt is done, the first token is out.
 
     Args:
-        model (`PreTrainedModel`): From [`load_target`].
         draft (`DraftModel`): The draft, with its setting `gate`.
-        prompts ([`PrefilledPrompts`]): Where decoding starts.
-        row (`int`): Index of the prompt.
-        context (`int`): Tokens of the prompt that are used.
+        row (`int`): Index of the prompt, whose first `context` tokens are used.
         mode (`str`): `sample` or `greedy`.
-        seed (`int`): Seed of the sampling.
         tokens (`int`): Tokens after the first one.
     """
 
@@ -177,27 +166,16 @@ WARM_UP_TOKENS = 24
 
 @dataclass(kw_only=True)
 class GateBenchmark:
-    """Measure contexts one after another, one prompt at a time.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        methods (`Mapping[str, DraftModel]`): By name; one of them is `PLAIN`.
-        prompts ([`PrefilledPrompts`]): Where decoding starts; one per repeat.
-        tokens (`int`): Tokens per run, the first one apart.
-        repeats (`int`): Texts per context.
-        gated_only (`Collection[str]`, *optional*): Methods that are known to be slow without the gate.
-        ungated_only (`Collection[str]`, *optional*): Methods that others are compared with.
-        choices (`Mapping[str, Sequence[str]]`, *optional*): Of a method whose gate chooses among trees, the
-            methods that take one of them.
-    """
+    """Measure contexts one after another, one prompt at a time."""
 
     model: PreTrainedModel
-    methods: Mapping[str, Any]
-    prompts: PrefilledPrompts
-    tokens: int
-    repeats: int
-    gated_only: Collection[str] = ()
-    ungated_only: Collection[str] = ()
+    methods: Mapping[str, Any]  # by name; one of them is `PLAIN`
+    prompts: PrefilledPrompts  # where decoding starts; one per repeat
+    tokens: int  # tokens per run, the first one apart
+    repeats: int  # texts per context
+    gated_only: Collection[str] = ()  # methods that are known to be slow without the gate
+    ungated_only: Collection[str] = ()  # methods that others are compared with
+    # of a method whose gate chooses among trees, the methods that take one of them
     choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -37,13 +37,9 @@ class Run(ResultFile):
     The report is written beside the file at the end, also after an interruption.
 
     Args:
-        path (`Path`): A .jsonl file, which is replaced.
         benchmark (`str`): Name of the benchmark in `benchmarks/pages.py`.
-        seconds (`float`): Time limit.
-        settings (`Mapping[str, Any]`): Settings of the benchmark, JSON values only.
         quiet (`bool`, *optional*): Show no progress on standard error.
-        facts (`Mapping[str, Any]`, *optional*): Further facts about the environment.
-        clock: `now` and `started` of [`ResultFile`].
+        options: The other arguments of [`ResultFile`].
     """
 
     report_every = math.inf
@@ -57,11 +53,11 @@ class Run(ResultFile):
         *,
         quiet: bool = False,
         facts: Mapping[str, Any] | None = None,
-        **clock: Any,
+        **options: Any,
     ):
         self.quiet = quiet
         facts = {"commit": git_commit() or "unknown"} | dict(facts or {})
-        super().__init__(path, benchmark, PAGES[benchmark].report, seconds, settings or {}, facts, **clock)
+        super().__init__(path, benchmark, PAGES[benchmark].report, seconds, settings or {}, facts, **options)
 
     def skip(self, reason: str, **what: Any) -> None:
         """Add a line about a measurement that was left out."""
@@ -111,18 +107,13 @@ class Skip(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a call that does the same work every time.
+    """The time of a call that does the same work every time."""
 
-    Args:
-        milliseconds (`list[float]`): One entry per repeat.
-        how (`str`): "graph" (replay of a CUDA graph), "events" (calls between CUDA events, launches included), or
-            "wall" (the clock of the host).
-        note (`str`, *optional*): Why it is not "graph".
-    """
-
-    milliseconds: list[float]
+    milliseconds: list[float]  # one entry per repeat
+    # "graph" (replay of a CUDA graph), "events" (calls between CUDA events, launches included), or "wall" (the clock of
+    # the host)
     how: str
-    note: str | None = None
+    note: str | None = None  # why it is not "graph"
 
     @property
     def median(self) -> float:

@@ -42,18 +42,11 @@ MIN_P, PENALTY, PENALTY_WINDOW = 0.1, 1.2, 1024
 
 @dataclass(frozen=True, eq=False)
 class LongRow:
-    """One run.
-
-    Args:
-        method (`str`): Name of the method.
-        draft (`DraftModel`): The draft.
-        tokens (`int`): Number of new tokens.
-        decoding ([`Decoding`]): The way in which the target chooses its tokens.
-    """
+    """One run."""
 
     method: str
     draft: Any
-    tokens: int
+    tokens: int  # new ones
     decoding: Decoding
 
     def how(self) -> dict[str, Any]:
@@ -64,17 +57,11 @@ class LongRow:
 
 @dataclass
 class Marks:
-    """Note, at each of some numbers of tokens, the time and the statistics so far; see `on_arrival` of [`TokenClock`].
+    """Note the time and the statistics so far at some numbers of tokens; see `on_arrival` of [`TokenClock`]."""
 
-    Args:
-        marks (`Sequence[int]`): Numbers of tokens, ascending.
-        counts (`Callable[[], SpeculationStats]`): The statistics of the running call.
-        now (`Callable[[], float]`, *optional*): Clock in seconds.
-    """
-
-    marks: Sequence[int]
-    counts: Callable[[], SpeculationStats]
-    now: Callable[[], float] = time.perf_counter
+    marks: Sequence[int]  # numbers of tokens, ascending
+    counts: Callable[[], SpeculationStats]  # the statistics of the running call
+    now: Callable[[], float] = time.perf_counter  # clock in seconds
     times: dict[int, float] = field(default_factory=dict, init=False)
     stats: dict[int, SpeculationStats] = field(default_factory=dict, init=False)
 
@@ -91,17 +78,11 @@ class Marks:
 
 @dataclass
 class LongBenchmark:
-    """Run methods one after another after one prompt, and plain `generate` for a while at every mark.
+    """Run methods one after another after one prompt, and plain `generate` for a while at every mark."""
 
-    Args:
-        model (`PreTrainedModel`): The target, without an end-of-text token.
-        prompt (`torch.LongTensor` of shape `(1, P)`): The prompt of all texts.
-        marks (`Sequence[int]`): Numbers of generated tokens at which to measure.
-    """
-
-    model: PreTrainedModel
-    prompt: torch.Tensor
-    marks: Sequence[int]
+    model: PreTrainedModel  # the target, without an end-of-text token
+    prompt: torch.Tensor  # `(1, P)`, the prompt of all texts
+    marks: Sequence[int]  # numbers of generated tokens at which to measure
     _longest: float = field(default=0.0, init=False)
 
     def measure(self, row: LongRow, baselines: Mapping[str, Any], tokens: int, results: Run) -> None:

@@ -38,15 +38,10 @@ MEASURED = "hf_longspec: measured"
 
 @dataclass(frozen=True)
 class Peak:
-    """Highest number of bytes beyond the state before the call, per allocator.
+    """Highest number of bytes beyond the state before the call, per allocator."""
 
-    Args:
-        torch_bytes (`int`): Tensors and the scratch buffers of operations.
-        python_bytes (`int`): numpy's buffers and Python's objects.
-    """
-
-    torch_bytes: int
-    python_bytes: int
+    torch_bytes: int  # tensors and the scratch buffers of operations
+    python_bytes: int  # numpy's buffers and Python's objects
 
     @property
     def total(self) -> int:
@@ -104,19 +99,12 @@ TOKENS = 3  # the first from the prompt, then two iterations: the second replace
 
 @dataclass(frozen=True)
 class MeasuredDraft:
-    """A draft and what its memory may depend on.
+    """A draft and what its memory may depend on."""
 
-    Args:
-        draft (`DraftModel`): With its settings.
-        ratio (`float`, *optional*): Share of the cache that it copies.
-        floor (`int`): Entries that it copies at least.
-        index (`bool`): Whether it keeps an index of the text.
-    """
-
-    draft: Any
-    ratio: float = 0.0
-    floor: int = 0
-    index: bool = False
+    draft: Any  # with its settings
+    ratio: float = 0.0  # share of the cache that it copies
+    floor: int = 0  # entries that it copies at least
+    index: bool = False  # whether it keeps an index of the text
 
     @property
     def bytes_per_token(self) -> int:
@@ -139,21 +127,13 @@ class MeasuredDraft:
 
 @dataclass
 class MemoryBenchmark:
-    """Measure every draft at every context, then the prefill.
+    """Measure every draft at every context, then the prefill."""
 
-    Args:
-        model (`LlamaForCausalLM`): On the CPU, never ending by itself.
-        shape ([`Shape`]): Its sizes.
-        drafts (`Mapping[str, MeasuredDraft]`): By name; one of them is `PLAIN`.
-        chunk (`int`): Tokens per forward of the prefill.
-        results ([`Run`]): Where the lines go.
-    """
-
-    model: LlamaForCausalLM
-    shape: Shape
-    drafts: Mapping[str, MeasuredDraft]
-    chunk: int
-    results: Run
+    model: LlamaForCausalLM  # on the CPU, never ending by itself
+    shape: Shape  # its sizes
+    drafts: Mapping[str, MeasuredDraft]  # by name; one of them is `PLAIN`
+    chunk: int  # tokens per forward of the prefill
+    results: Run  # where the lines go
 
     def __post_init__(self) -> None:
         self._prefill_of_hf = 0

@@ -406,21 +406,13 @@ def left_out(records: Sequence[Record]) -> list[str]:
 
 @dataclass(frozen=True)
 class Page:
-    """The way in which the results of one benchmark are shown.
+    """The way in which the results of one benchmark are shown."""
 
-    Args:
-        title (`str`): Heading of the part that documents quote, and of the report unless it has its own.
-        note (`str`): How to read the numbers.
-        headline (`Callable`): The part that documents quote.
-        parts (`Callable`, *optional*): The report; the headline by default.
-        report_title (`str`, *optional*): Heading of the report.
-    """
-
-    title: str
-    note: str
-    headline: Callable[[Sequence[Record]], str]
-    parts: Callable[[Sequence[Record]], list[str]] | None = None
-    report_title: str | None = None
+    title: str  # heading of the part that documents quote, and of the report unless it has its own
+    note: str  # how to read the numbers
+    headline: Callable[[Sequence[Record]], str]  # the part that documents quote
+    parts: Callable[[Sequence[Record]], list[str]] | None = None  # the report; the headline by default
+    report_title: str | None = None  # heading of the report
 
     def report(self, records: Sequence[Record]) -> str:
         """The report, with its environment and what was left out."""

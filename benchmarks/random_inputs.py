@@ -119,19 +119,12 @@ def random_tree(nodes: int, vocab: int, batch: int = 1, device: torch.device | s
 
 @dataclass
 class DeviceAttention:
-    """Attention of N nodes after prefixes of possibly different lengths, on one device.
+    """Attention of N nodes after prefixes of possibly different lengths, on one device."""
 
-    Args:
-        lengths (`tuple[int, ...]`): Prefix of each row.
-        layers (`list`): Keys and values, `(B, K, at least longest + N, D)`; the nodes' slots are overwritten.
-        tree ([`DraftTree`]): The nodes.
-        heads (`int`): Query heads.
-    """
-
-    lengths: tuple[int, ...]
-    layers: Sequence[Layer]
-    tree: DraftTree
-    heads: int
+    lengths: tuple[int, ...]  # prefix of each row
+    layers: Sequence[Layer]  # keys and values, `(B, K, at least longest + N, D)`; the nodes' slots are overwritten
+    tree: DraftTree  # the nodes
+    heads: int  # query heads
     query: torch.Tensor = field(init=False)
     scaling: float = field(init=False)
 

@@ -43,12 +43,7 @@ def measure(
     """Measure both parts in one dtype after another, so that only one copy of the weights exists.
 
     Args:
-        results ([`Run`]): Where the records go.
-        shape ([`Shape`]): Sizes of the random model.
-        context (`int`): Prefix length.
         nodes (`Sequence[int]`): Tree sizes.
-        dtypes (`Sequence[str]`): Names of dtypes.
-        repeats (`int`): Turns.
         bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the floor.
     """
     results.say("drawing random weights, keys and values")
@@ -81,9 +76,7 @@ class AttentionCase:
     """Attention alone, layer after layer so that no cache level of the processor holds what is read.
 
     Args:
-        model (`LlamaForCausalLM`): Of the cache.
         cache ([`SpeculativeCache`]): Keys and values of one row; the nodes' slots are overwritten.
-        tree ([`DraftTree`]): The nodes.
     """
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):
@@ -126,7 +119,6 @@ class ForwardCase:
     Args:
         model (`LlamaForCausalLM`): Under `sdpa`, in the dtype of the cache.
         cache ([`SpeculativeCache`]): Holds the prefix. The other side reads the same keys and values.
-        tree ([`DraftTree`]): The nodes.
     """
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):

@@ -43,10 +43,7 @@ class PrefilledPrompts:
 
     def dynamic_cache(self, rows: slice, stored: int) -> DynamicCache:
         """A cache of transformers with the first `stored` tokens of some prompts."""
-        cache = DynamicCache()
-        for index, (keys, values) in enumerate(self.layers):
-            cache.update(keys[rows, :, :stored], values[rows, :, :stored], index)
-        return cache
+        return DynamicCache([(keys[rows, :, :stored], values[rows, :, :stored]) for keys, values in self.layers])
 
 
 class Decoder:

@@ -34,18 +34,12 @@ class StepText:
     """The text that one verification emitted.
 
     A character that several tokens spell together belongs to the last of them, special tokens have no text.
-
-    Args:
-        drafted (`str`): Text of the accepted drafted tokens.
-        own (`str`): Text of the one token that the target contributed.
-        num_accepted (`int`): Drafted tokens that were emitted.
-        num_drafted (`int`): Drafted tokens that were verified.
     """
 
-    drafted: str
-    own: str
-    num_accepted: int
-    num_drafted: int
+    drafted: str  # text of the accepted drafted tokens
+    own: str  # text of the one token that the target contributed
+    num_accepted: int  # drafted tokens that were emitted
+    num_drafted: int  # drafted tokens that were verified
 
 
 class DraftedTextStreamer(BaseStreamer):
