@@ -11,13 +11,14 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import hf_longspec
 from benchmarks.harness import add_prompts, load_prompts, load_target
+from hf_longspec.bench.calls import Call, Decoding, HfMethod, run_call
 
 PROMPTS = 4
 
@@ -28,13 +29,6 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     small.model.layers = small.model.layers[:count]
     small.config.num_hidden_layers = count
     return small
-
-
-def timed(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """Return the seconds of the processor that a call takes, and its result."""
-    started = time.process_time()
-    result = call()
-    return time.process_time() - started, result
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -58,23 +52,26 @@ def main(arguments: list[str] | None = None) -> None:
     constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0}
     draft.assistant.generation_config.update(num_assistant_tokens=args.gamma, **constant)
     # no token of the texts: the assistant would take generated tokens of this number for padding
-    options = {"do_sample": False, "max_new_tokens": args.tokens, "pad_token_id": target.config.vocab_size - 1}
+    target.generation_config.pad_token_id = target.config.vocab_size - 1
 
-    def decode(rows: torch.Tensor, assistant: PreTrainedModel) -> torch.Tensor:
-        return target.generate(rows, attention_mask=torch.ones_like(rows), assistant_model=assistant, **options)
+    def timed(method: Any, rows: torch.Tensor) -> tuple[float, Call]:
+        """Seconds of the processor that a call takes, and the call."""
+        how: dict[str, Any] = {"decoding": Decoding(), "tokens": args.tokens, "seed": 0, "now": time.process_time}
+        call = run_call(target, method, (rows, torch.ones_like(rows)), **how)
+        return call.ttft_seconds + call.decode_seconds, call
 
     alone, batched, taus = [], [], []
     for turn in range(args.turns):
         stock, ours = 0.0, 0.0
         for prompt in tokens:
-            seconds, expected = timed(lambda row=prompt[None]: decode(row, draft.assistant))
+            seconds, expected = timed(HfMethod({"assistant_model": draft.assistant}), prompt[None])
             stock += seconds
-            seconds, found = timed(lambda row=prompt[None]: decode(row, draft))
+            seconds, found = timed(draft, prompt[None])
             ours += seconds
-            taus.append(draft.last_speculation.mean_acceptance_length)
-            if not torch.equal(expected, found):
+            taus.append(found.tau)
+            if not torch.equal(expected.text, found.text):
                 raise SystemExit("the texts differ: pass another prompt, in which no two tokens are nearly as likely")
-        together, _ = timed(lambda: decode(tokens, draft))
+        together, _ = timed(draft, tokens)
         alone.append(ours / stock)
         batched.append(stock / together)
         print(

@@ -22,15 +22,10 @@ DEFAULT_WINDOW = 1024
 
 @dataclass(frozen=True, eq=False)
 class HfMethod:
-    """A way to decode that transformers implements itself.
+    """A way to decode that transformers implements itself."""
 
-    Args:
-        options (`dict[str, Any]`): Arguments of `generate`, such as `prompt_lookup_num_tokens`.
-        max_batch (`int`, *optional*): Most rows that transformers decodes this way.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    max_batch: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of `generate`, such as `prompt_lookup_num_tokens`
+    max_batch: int | None = None  # most rows that transformers decodes this way
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ MODES = {"sample": Decoding(temperature=1.0), "greedy": Decoding()}
 
 
 class TokenClock(BaseStreamer):
-    """A streamer that notes when tokens arrive.
+    """A streamer that notes when tokens arrive. Make it directly before the call of `generate`.
 
     `generate` passes the prompt first, then the tokens of each step; the loop of this package passes one token after
     another. Decoding lasts from the first arrival to the last: neither the prefill nor the preparation of inputs and
@@ -111,7 +106,6 @@ class TokenClock(BaseStreamer):
         text (`BaseStreamer`, *optional*): Receives everything as well.
 
     >>> clock = TokenClock(1, iter([0.0, 3.0, 3.5, 4.0]).__next__)
-    >>> clock.start()
     >>> for value in ("prompt", torch.tensor([7]), torch.tensor([7, 8]), torch.tensor([9])):
     ...     clock.put(value)
     >>> clock.first_token_seconds, clock.decode_seconds, clock.arrivals
@@ -131,12 +125,8 @@ class TokenClock(BaseStreamer):
         self.total = 0
         self._on_arrival, self._text = on_arrival, text
         self._saw_prompt = False
-        self._began = 0.0
         self._times: list[float] = []
-
-    def start(self) -> None:
-        """Mark the beginning of the call of `generate`."""
-        self._began = self.now()
+        self._began = now()
 
     def put(self, value: Any) -> None:
         """Note the time, and how many tokens per row arrived."""
@@ -173,37 +163,23 @@ class TokenClock(BaseStreamer):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The measurements of one call.
+    """The measurements of one call."""
 
-    Args:
-        ttft_seconds (`float`): From the call to the first token.
-        decode_seconds (`float`): From the first token to the last.
-        tokens (`int`): Tokens that arrived in that time, all rows together.
-        steps (`int`): Verifications that emitted them, counted per row; steps of plain `generate`.
-        histogram (`list[int]`): Entry k counts the verifications whose row emitted k drafted tokens.
-        accepted (`list[int]`): Entry k counts the verifications that accepted k drafted tokens. The last verification
-            of a row may accept more tokens than the row may still emit. The methods of transformers draft no more than
-            can be emitted.
-        text (`torch.LongTensor` of shape `(batch, tokens)`): The generated tokens.
-        peak_bytes (`int`, *optional*): See [`PeakMemory`].
-        shares (`dict[str, float]`): Share of the time that drafting, verifying and everything else took; empty for the
-            methods of transformers.
-        draft_state_bytes (`int`): Bytes that the drafter keeps in addition to the target's cache.
-        drafted (`int`): Drafted tokens that were verified.
-        row_steps (`list[int]`): `steps` of each row. The methods of transformers verify all rows equally often.
-    """
-
-    ttft_seconds: float
-    decode_seconds: float
-    tokens: int
-    steps: int
-    histogram: list[int]
+    ttft_seconds: float  # from the call to the first token
+    decode_seconds: float  # from the first token to the last
+    tokens: int  # tokens that arrived in that time, all rows together
+    steps: int  # verifications that emitted them, counted per row; steps of plain `generate`
+    histogram: list[int]  # entry k counts the verifications whose row emitted k drafted tokens
+    # entry k counts the verifications that accepted k drafted tokens. The last verification of a row may accept more
+    # tokens than the row may still emit. The methods of transformers draft no more than can be emitted.
     accepted: list[int]
-    text: torch.Tensor
-    peak_bytes: int | None = None
+    text: torch.Tensor  # `(batch, tokens)`, the generated ones
+    peak_bytes: int | None = None  # see [`PeakMemory`]
+    # share of the time that drafting, verifying and everything else took; empty for the methods of transformers
     shares: dict[str, float] = field(default_factory=dict)
-    draft_state_bytes: int = 0
-    drafted: int = 0
+    draft_state_bytes: int = 0  # bytes that the drafter keeps in addition to the target's cache
+    drafted: int = 0  # drafted tokens that were verified
+    # `steps` of each row. The methods of transformers verify all rows equally often.
     row_steps: list[int] = field(default_factory=list)
 
     @property
@@ -257,13 +233,12 @@ def run_call(
         how["past_key_values"] = cache
     counting: AbstractContextManager[list[int]] = nullcontext([]) if own else accepted_depths(method)
     with counting as depths:
-        clock = TokenClock(len(ids), now, on_arrival=on_arrival, text=text)
         torch.manual_seed(seed)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         if memory is not None:
             memory.reset()
-        clock.start()
+        clock = TokenClock(len(ids), now, on_arrival=on_arrival, text=text)
         output = model.generate(
             ids,
             attention_mask=mask,

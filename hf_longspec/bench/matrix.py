@@ -24,17 +24,11 @@ NO_TIME = "no time left"
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode.
+    """A way to decode."""
 
-    Args:
-        name (`str`): In the results.
-        how (`DraftModel` or [`HfMethod`]): As [`run_call`] takes it.
-        point (`tuple`): Settings of the draft that differ from its own.
-    """
-
-    name: str
-    how: Any
-    point: Point = ()
+    name: str  # in the results
+    how: Any  # as [`run_call`] takes it
+    point: Point = ()  # settings of the draft that differ from its own
 
     def with_settings(self) -> Any:
         """A context in which the draft has the settings of this point."""

@@ -137,16 +137,16 @@ def prefill(
             "prefilled cache of full keys and values. Choose a target with full attention in every layer."
         )
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    size = len(tokens)
     for index, row in enumerate(tokens):
         cache = DynamicCache()
         model(input_ids=row[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
         if not layers:
-            layers = [(_rows_like(at.keys, len(tokens)), _rows_like(at.values, len(tokens))) for at in cache.layers]
+            like = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+            layers = [
+                (keys.new_empty(size, *keys.shape), values.new_empty(size, *values.shape)) for keys, values in like
+            ]
         for (keys, values), layer in zip(layers, cache.layers, strict=True):
             keys[index], values[index] = layer.keys[0], layer.values[0]
         done(index)
     return PrefilledPrompts(tokens, layers)
-
-
-def _rows_like(part: torch.Tensor, rows: int) -> torch.Tensor:
-    return part.new_empty(rows, *part.shape[1:])

@@ -34,19 +34,12 @@ OWN_LENGTH = 0
 
 @dataclass(frozen=True)
 class Document:
-    """A text to continue.
+    """A text to continue."""
 
-    Args:
-        name (`str`): File and line, without folders.
-        body (`str`): May be cut.
-        tail (`str`): Follows what is left of the body.
-        category (`str`): Category of the data set, or the name of the file.
-    """
-
-    name: str
-    body: str
-    tail: str = ""
-    category: str = ""
+    name: str  # file and line, without folders
+    body: str  # may be cut
+    tail: str = ""  # follows what is left of the body
+    category: str = ""  # category of the data set, or the name of the file
 
 
 class Prompt(NamedTuple):
@@ -58,17 +51,11 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to write a data set as JSON objects.
+    """One way to write a data set as JSON objects."""
 
-    Args:
-        name (`str`): The data sets that use this layout.
-        keys (`Mapping[str, Any]`): Keys that every object has, with the type of their values or several.
-        split (`Callable`): Body and tail of an object.
-    """
-
-    name: str
-    keys: Mapping[str, Any]
-    split: Callable[[Mapping[str, Any]], tuple[str, str]]
+    name: str  # the data sets that use this layout
+    keys: Mapping[str, Any]  # keys that every object has, with the type of their values or several
+    split: Callable[[Mapping[str, Any]], tuple[str, str]]  # body and tail of an object
 
     def fits(self, record: Any) -> bool:
         """Whether an object has the keys."""

@@ -53,7 +53,6 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
     """The recipe in `file`.
 
     Args:
-        file (`Path`): YAML.
         overrides (`dict[str, Any]`): Keys with other values, such as `{"training.max_steps": 10}`.
 
     Raises:
@@ -214,13 +213,7 @@ def lora_config(settings: dict[str, Any] | None) -> Any:
 
 
 def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
-    """Write card.json into the folder of the draft; entries that were added to it before stay.
-
-    Args:
-        recipe ([`Recipe`]): The recipe of the run.
-        folder (`Path`): The folder of the saved draft.
-        state (`TrainerState`): Steps and log of the run.
-    """
+    """Write card.json into the folder of the draft; entries that were added to it before stay."""
     file = folder / CARD_FACTS
     try:
         facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
