@@ -211,15 +211,13 @@ STYLES = {
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """Write the picture: tau and the speed-up over the plain loop versus the context, one column of panels per mode."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and may look for a display
 
     found = [row for row in rows(records) if row["batch"] == 1 and row["system"] in STYLES and not row["wrong"]]
     modes = [mode for mode in MODES if any(row["mode"] == mode for row in found)]
     if not modes:
         return
     figure = Figure(figsize=(7.6 * len(modes), 10), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(modes), squeeze=False)
     for column, mode in enumerate(modes):
         for line, (key, label) in enumerate((("tau", "tau, tokens per verification"), ("to_plain", "x plain loop"))):

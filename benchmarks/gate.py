@@ -15,8 +15,8 @@ steps. The gate counts the time of its own steps, so the turns do not affect it.
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -164,27 +164,16 @@ def accounted(
 WARM_UP_TOKENS = 24
 
 
-@dataclass(kw_only=True)
+@dataclass
 class GateBenchmark:
     """Measure contexts one after another, one prompt at a time."""
 
     model: PreTrainedModel
-    methods: Mapping[str, Any]  # by name; one of them is `PLAIN`
+    ways: Mapping[str, tuple[Any, bool]]  # drafts by name, and whether they have a gate; `PLAIN` is one of them
+    compared: Mapping[str, Sequence[str]]  # by the name of a gated way: the ways that its gate chooses among
     prompts: PrefilledPrompts  # where decoding starts; one per repeat
     tokens: int  # tokens per run, the first one apart
     repeats: int  # texts per context
-    gated_only: Collection[str] = ()  # methods that are known to be slow without the gate
-    ungated_only: Collection[str] = ()  # methods that others are compared with
-    # of a method whose gate chooses among trees, the methods that take one of them
-    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.ways = {PLAIN: (self.methods[PLAIN], False)}
-        for name, draft in self.methods.items():
-            if name != PLAIN and name not in self.ungated_only:
-                self.ways[name + GATED] = draft, True
-            if name != PLAIN and name not in self.gated_only:
-                self.ways[name + UNGATED] = draft, False
 
     def measure(self, context: int, results: Run) -> None:
         """One record per way to decode."""
@@ -197,7 +186,7 @@ class GateBenchmark:
             last = repeats[-1][name].session.stats
             ratio, found = accounted(steps, plain)
             kinds = {kind: {key: significant(value) for key, value in of.items()} for kind, of in found.items()}
-            base = self._faster_without_gate(name, wall)
+            base = self._fastest(name, wall)
             results.write(
                 "gate",
                 context=context,
@@ -227,13 +216,9 @@ class GateBenchmark:
         interleave(runs, tokens)
         return runs
 
-    def _faster_without_gate(self, name: str, wall: Mapping[str, Sequence[float]]) -> str:
-        """The choice of a perfect gate, as measured: the plain loop, or one of the trees."""
-        if not name.endswith(GATED):
-            return PLAIN
-        method = name.removesuffix(GATED)
-        ungated = [one + UNGATED for one in self.choices.get(method, [method])]
-        return min((way for way in (PLAIN, *ungated) if way in wall), key=lambda way: sum(wall[way]))
+    def _fastest(self, name: str, wall: Mapping[str, Sequence[float]]) -> str:
+        """The choice of a perfect gate, as measured."""
+        return min((PLAIN, *self.compared.get(name, ())), key=lambda way: sum(wall[way]))
 
 
 def _seconds(steps: Sequence[Any]) -> float:
@@ -249,8 +234,7 @@ def _over(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     return mean_interval([a / b for a, b in zip(times, base, strict=True)])
 
 
-WIDE, CHOOSING = "trained draft, wide", "trained draft, choosing"
-TREES = {"trained draft": [1, 1], WIDE: [4, 4, 4, 3], CHOOSING: [4, 4, 4, 3]}
+CHAIN, WIDE = [1, 1], [4, 4, 4, 3]
 DRAFT = harness.HUB_CARDS / "tiny-longspec"
 PROMPTS, TOKENS = 6, 1000  # tokens per run
 
@@ -261,28 +245,46 @@ def main(arguments: list[str] | None = None) -> None:
     args = made.parse_args(arguments)
     model = harness.load_target(args.target, torch.float32)
     tokens, origin = harness.load_prompts(args.target, args.data, max(args.contexts), PROMPTS)
-    torch.manual_seed(0)  # of the random weights
-    methods: dict[str, Any] = {
-        PLAIN: hf_longspec.PlainDraftModel.from_target(model),
-        "random draft": hf_longspec.LongSpecDraftModel.from_target(model),
-        "n-grams": hf_longspec.NgramDraftModel.from_target(model),
-    }
-    for name, widths in TREES.items():
-        methods[name] = hf_longspec.LongSpecDraftModel.from_pretrained(DRAFT, dtype=model.dtype)
-        methods[name].generation_config.tree_widths = widths
-    methods[CHOOSING].generation_config.tree_choices = [TREES["trained draft"]]
-    how = {"tokens": TOKENS, "repeats": args.repeats}
+    settings = {"tokens": TOKENS, "repeats": args.repeats, "chain": CHAIN, "wide": WIDE, **origin}
     longest = 0.0
-    with harness.start(args, "gate", {**how, **origin, "drafts": TREES}) as results:
+    with harness.start(args, "gate", settings) as results:
         prompts = harness.prefilled(model, tokens, results)
-        only = {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
-        choices = {CHOOSING: ["trained draft", WIDE]}
-        benchmark = GateBenchmark(model=model, methods=methods, prompts=prompts, **how, **only, choices=choices)
+        benchmark = GateBenchmark(model, make_ways(model), COMPARED, prompts, TOKENS, args.repeats)
         for context in sorted(args.contexts):
             if results.has_time(longest, context=context):
                 before = results.elapsed
                 benchmark.measure(context, results)
                 longest = max(longest, results.elapsed - before)
+
+
+def make_ways(model: PreTrainedModel) -> dict[str, tuple[Any, bool]]:
+    """The drafts with their gates; those that are known to be slow have no way without it."""
+
+    def trained(widths: list[int]) -> Any:
+        draft = hf_longspec.LongSpecDraftModel.from_pretrained(DRAFT, dtype=model.dtype)
+        draft.generation_config.tree_widths = widths
+        return draft
+
+    torch.manual_seed(0)  # of the random weights
+    chain, choosing, ngrams = trained(CHAIN), trained(WIDE), hf_longspec.NgramDraftModel.from_target(model)
+    choosing.generation_config.tree_choices = [CHAIN]
+    return {
+        PLAIN: (hf_longspec.PlainDraftModel.from_target(model), False),
+        "random draft" + GATED: (hf_longspec.LongSpecDraftModel.from_target(model), True),
+        "trained draft" + GATED: (chain, True),
+        "trained draft" + UNGATED: (chain, False),
+        "n-grams" + GATED: (ngrams, True),
+        "n-grams" + UNGATED: (ngrams, False),
+        "trained draft, wide" + UNGATED: (trained(WIDE), False),
+        "trained draft, choosing" + GATED: (choosing, True),
+    }
+
+
+COMPARED = {
+    "trained draft" + GATED: ["trained draft" + UNGATED],
+    "n-grams" + GATED: ["n-grams" + UNGATED],
+    "trained draft, choosing" + GATED: ["trained draft" + UNGATED, "trained draft, wide" + UNGATED],
+}
 
 
 if __name__ == "__main__":

@@ -85,25 +85,6 @@ def roofline_markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = argument_parser()
-    args = made.parse_args(arguments)
-    try:
-        rows = roofline_rows(shape_of(args.target), machine_of(args), args)
-    except ValueError as error:
-        made.error(str(error))
-    print(json.dumps(rows, indent=2) if args.json else roofline_markdown(rows))
-
-
-def machine_of(args: argparse.Namespace) -> Machine:
-    """The GPU of `--gpu`, with measured rates in place of those of its data sheet."""
-    if (args.tbs is None) != (args.tflops is None):
-        raise ValueError("--tbs and --tflops belong together: pass both measured rates, or neither.")
-    if args.tbs is None:
-        return MACHINES[args.gpu]
-    return Machine(f"{args.gpu}, measured rates", args.tbs, args.tflops, MACHINES[args.gpu].memory_gb)
-
-
-def argument_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = made.add_argument
     add("--target", default="Llama-3.1-8B", help=f"{', '.join(CONFIGS)}, a folder or a Hub id (default: %(default)s)")
@@ -122,7 +103,21 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--branching", type=integers, default="1,3,3,3", help="TokenSwift's children (default: %(default)s)")
     add("--budget", type=int, default=4096, help="of TokenSwift's partial cache (default: %(default)s)")
     add("--json", action="store_true", help="JSON in place of tables")
-    return made
+    args = made.parse_args(arguments)
+    try:
+        rows = roofline_rows(shape_of(args.target), machine_of(args), args)
+    except ValueError as error:
+        made.error(str(error))
+    print(json.dumps(rows, indent=2) if args.json else roofline_markdown(rows))
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    """The GPU of `--gpu`, with measured rates in place of those of its data sheet."""
+    if (args.tbs is None) != (args.tflops is None):
+        raise ValueError("--tbs and --tflops belong together: pass both measured rates, or neither.")
+    if args.tbs is None:
+        return MACHINES[args.gpu]
+    return Machine(f"{args.gpu}, measured rates", args.tbs, args.tflops, MACHINES[args.gpu].memory_gb)
 
 
 if __name__ == "__main__":

@@ -105,13 +105,11 @@ def _colours(rows: Sequence[Record]) -> dict[str, Any]:
 
 def _figure(panels: int) -> tuple[Any, list[Any]]:
     # no pyplot: it keeps figures, and may look for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = 2 if panels == 4 else min(COLUMNS, panels)
     lines = math.ceil(panels / columns)
     figure = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * lines + 0.3), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
 
 
