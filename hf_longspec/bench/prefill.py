@@ -57,7 +57,8 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, prompts: PrefilledPrompts, tokens: int):
         self.model, self.prompts, self.tokens = model, prompts, tokens
-        self._caches: dict[tuple[int, int], SpeculativeCache] = {}
+        self._shape = (0, 0)
+        self._cache: Any = None
 
     def run(
         self, method: Any, rows: slice, context: int, mode: str | Decoding, seed: int, tokens: int | None = None
@@ -83,15 +84,15 @@ class Decoder:
         return run_call(self.model, method, prompt, decoding=how, tokens=tokens, seed=seed, cache=cache)
 
     def _speculative_cache(self, draft: Any, rows: slice, context: int, tokens: int) -> SpeculativeCache:
-        """One buffer per batch size and context, filled anew for every run."""
-        batch, key = rows.stop - rows.start, (rows.stop - rows.start, context)
-        if key not in self._caches:
-            self._caches.clear()
-            limit = context + max(tokens, self.tokens)
-            self._caches[key] = SpeculativeCache(self.model.config, batch, limit)
+        """One buffer for the present batch size and context, filled anew for every run."""
+        batch = rows.stop - rows.start
+        if self._shape != (batch, context):
+            self._cache = None  # before the next one is allocated
+            self._cache = SpeculativeCache(self.model.config, batch, context + max(tokens, self.tokens))
+            self._shape = batch, context
         nodes = draft.num_tree_nodes(TargetView(self.model))
         read = max(nodes, getattr(draft, "prompt_tokens", 0))  # a copy of an older version has no such property
-        return self.prompts.fill(self._caches[key], rows, max(0, context - read))
+        return self.prompts.fill(self._cache, rows, max(0, context - read))
 
 
 @contextmanager

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel, TextStreamer
 from ..auditing import EXACT, AuditReport, audit
 from ..bench.calls import PLAIN, Call, Decoding, HfMethod, run_call
 from ..bench.machine import native_bfloat16
+from ..bench.progress import PromptProgress
 from ..bench.prompts import BUILTIN, read_source
 from ..cli import CommandError, options, session
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from .bench import dtypes as read_dtypes
 from .bench import load_draft
-from .output import PromptProgress
 
 HF = "HF generate"
 CONTEXT, NEW_TOKENS = 6144, 128
