@@ -371,12 +371,11 @@ def gpu_tables(records: Sequence[Record]) -> list[str]:
         {
             "backend": backend,
             "cases": len(own),
-            "wrong": "; ".join(map(_miss, (row for row in own if not row["right"]))),
+            "wrong": "; ".join(_miss(row) for row in own if not row["right"]) or "none",
         }
         for backend, own in grouped(of_kind(records, "correctness"), lambda row: row["backend"]).items()
     ]
-    wrong: Columns = {"backend": "backend", "cases": "cases", "wrong": lambda row: row["wrong"] or "none"}
-    parts += titled("## Against float64", checked, wrong)
+    parts += titled("## Against float64", checked, {name: name for name in ("backend", "cases", "wrong")})
     operations: Columns = {"operation": "name", "calls": "calls", "ms": lambda row: f"{row['ms']:g}"}
     for found in of_kind(records, "profile"):
         what = f"{found['nodes']} nodes after {found['context']}, {found['launches']} launches"

@@ -97,8 +97,7 @@ class Matrix:
         missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
         progress.step(len(self.methods) * self.repeats - len(missing))
         prompts = self.prompts_of(cell) if missing else []
-        warm: set[str] = set()
-        longest: dict[str, float] = {}
+        longest: dict[str, float] = {}  # seconds of those that have run
         for turn, names in groupby(missing, key=lambda pair: pair[0]):
             texts: dict[str, torch.Tensor] = {}
             for _, name in names:
@@ -106,14 +105,13 @@ class Matrix:
                 if name in methods and not self.results.fits(longest.get(name, 0.0)):
                     self._skip(cell, name, NO_TIME)
                 elif name in methods:
-                    result = self._guarded(cell, methods[name], turn, prompts[turn], name not in warm)
+                    result = self._guarded(cell, methods[name], turn, prompts[turn], name not in longest)
                     if isinstance(result, str):
                         self._skip(cell, name, result)
                         del methods[name]
                     else:
                         texts[name] = result.text
                         longest[name] = self.results.records[-1]["seconds"]
-                    warm.add(name)
                 progress.step()
             self._audit(cell, turn, prompts[turn], texts)
 
