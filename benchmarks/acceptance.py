@@ -7,7 +7,6 @@ other work may go on beside it. Every result is written as soon as it is known, 
     python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/drafts.jsonl
 """
 
-import argparse
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +19,7 @@ import torch
 from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
-from benchmarks.harness import Run, add_prompts, integers, load_prompts, load_target, parser, prefilled, start
+from benchmarks import harness
 from hf_longspec.bench.calls import MODES, Decoding, HfMethod, changed
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.summaries import mean_interval, significant
@@ -29,14 +28,10 @@ from hf_longspec.modeling.tokenswift.generation_tokenswift import POLICIES
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a draft, and the way in which the target chooses its tokens.
+    """Settings of a draft, and the way in which the target chooses its tokens."""
 
-    Args:
-        decoding ([`Decoding`]): How the target chooses.
-        options (`tuple`): Keys of `draft.generation_config` with their values, on top of the draft's defaults.
-    """
-
-    decoding: Decoding
+    decoding: Decoding  # how the target chooses
+    # keys of `draft.generation_config` with their values, on top of the draft's defaults
     options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -64,29 +59,22 @@ Planned = tuple[str | None, Setting, int]
 
 @dataclass
 class AcceptanceBenchmark:
-    """Measure settings of one or several drafts on the same prompts with the same random numbers.
+    """Measure settings of one or several drafts on the same prompts with the same random numbers."""
 
-    Args:
-        model (`PreTrainedModel`): The target, in float32.
-        drafts (`Mapping[str, DraftModel]`): By their names in the results, or `None` for a single draft without a name.
-            Their settings are changed from run to run. An [`HfMethod`] has none.
-        prompts ([`PrefilledPrompts`]): One row per prompt.
-        tokens (`int`): Tokens per prompt.
-        batch (`int`): Prompts per call; tau is counted per prompt and does not depend on it.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # the target, in float32
+    # by their names in the results, or `None` for a single draft without a name. Their settings are changed from run to
+    # run. An [`HfMethod`] has none.
     drafts: Mapping[str | None, Any]
-    prompts: PrefilledPrompts
-    tokens: int
-    batch: int
+    prompts: PrefilledPrompts  # one row per prompt
+    tokens: int  # tokens per prompt
+    batch: int  # prompts per call; tau is counted per prompt and does not depend on it
 
     def __post_init__(self) -> None:
         self.decoder = Decoder(self.model, self.prompts, self.tokens)
         self._first: dict[tuple[str, str, int], list[float]] = {}
         self._greedy_text: dict[int, torch.Tensor] = {}
 
-    def run(self, plan: Sequence[Planned], results: Run) -> None:
+    def run(self, plan: Sequence[Planned], results: harness.Run) -> None:
         """Run all planned settings, in the given order, until the time is over."""
         longest = 0.0
         for name, setting, length in plan:
@@ -131,8 +119,6 @@ class AcceptanceBenchmark:
             record["same_text"] = bool(torch.equal(text, self._greedy_text.setdefault(length, text)))
         return record
 
-
-DRAFT_HELP = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"
 
 # Differences are taken to the first setting of each mode.
 SETTINGS = (
@@ -194,16 +180,23 @@ MINOR_OF_TRAINED = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
-    model = load_target(args.target, torch.float32)
+    made = harness.parser(__doc__, "acceptance", minutes=40, prompts=True)
+    named = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"
+    made.add_argument("--draft", action="append", help=named)
+    made.add_argument("--lengths", type=harness.integers, default="2048,8192,15872", help="default: %(default)s")
+    made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
+    made.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")
+    made.add_argument("--batch", type=int, default=8, help="prompts decoded together (default: %(default)s)")
+    args = made.parse_args(arguments)
+    model = harness.load_target(args.target, torch.float32)
     drafts = make_drafts(model, args.draft)
-    tokens, origin = load_prompts(args.target, args.data, max(args.lengths), args.prompts)
+    tokens, origin = harness.load_prompts(args.target, args.data, max(args.lengths), args.prompts)
     runs = plan({name: draft.config.model_type for name, draft in drafts.items()}, args.lengths)
-    settings = {"target": Path(args.target).name, "tokens": args.tokens, **origin}
+    settings = {"tokens": args.tokens, **origin}
     if not args.draft:
         settings["defaults"] = hf_longspec.SpecAttnDraftModel.settings | {"gate": False}
-    with start(args, "acceptance", settings) as results:
-        prompts = prefilled(model, tokens, results)
+    with harness.start(args, "acceptance", settings) as results:
+        prompts = harness.prefilled(model, tokens, results)
         AcceptanceBenchmark(model, drafts, prompts, args.tokens, args.batch).run(runs, results)
 
 
@@ -240,17 +233,6 @@ def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str
         return {None: hf_longspec.SpecAttnDraftModel.from_target(model)}
     pairs = (entry.split("=", 1) if "=" in entry else (Path(entry).name, entry) for entry in named)
     return {name: AutoModel.from_pretrained(path, dtype=torch.float32) for name, path in pairs}
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "acceptance", minutes=40)
-    add_prompts(made)
-    made.add_argument("--draft", action="append", help=DRAFT_HELP)
-    made.add_argument("--lengths", type=integers, default=[2048, 8192, 15872], help="default: 2048,8192,15872")
-    made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
-    made.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")
-    made.add_argument("--batch", type=int, default=8, help="prompts decoded together (default: %(default)s)")
-    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -64,38 +64,13 @@ UNALIGNED = ("stride_mb", "stride_mh", "stride_mn", "stride_cb", "stride_ib", "s
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with its constants.
+    """A kernel with its constants."""
 
-    Args:
-        name (`str`): For the table.
-        kernel (`Any`): The function of kernels.py.
-        constants (`dict`): Its constants, and `num_warps` and `num_stages`.
-        config (`Any`, *optional*): Its tiles.
-        nodes (`int`, *optional*, defaults to 0): Nodes of a verification whose programs and bytes are counted.
-    """
-
-    name: str
-    kernel: Any
-    constants: dict[str, Any]
-    config: Any = None
-    nodes: int = 0
-
-
-@dataclass
-class Report:
-    """Resources that the compiler used for a variant.
-
-    Args:
-        registers (`int`): Of a thread.
-        spilled (`int`): Bytes of stack and local memory of a thread.
-        shared (`int`): Bytes of shared memory of a program.
-        per_multiprocessor (`int`): Programs that fit on a multiprocessor.
-    """
-
-    registers: int
-    spilled: int
-    shared: int
-    per_multiprocessor: int = field(default=0)
+    name: str  # for the table
+    kernel: Any  # the function of kernels.py
+    constants: dict[str, Any]  # its constants, and `num_warps` and `num_stages`
+    config: Any = None  # its tiles
+    nodes: int = 0  # nodes of a verification whose programs and bytes are counted
 
 
 def hybrid(nodes: int, gpu: Any, name: str = "", size: int = SIZE, **features: Any) -> Variant:
@@ -138,8 +113,8 @@ def others(gpu: Any) -> list[Variant]:
     return found
 
 
-def compiled(variant: Variant, capability: int) -> Report:
-    """Compile a variant, and read what the machine code uses."""
+def resources(variant: Variant, capability: int) -> dict[str, Any]:
+    """Compile a variant, and read what the machine code uses: the columns of the table."""
     constants, options = dict(variant.constants), {}
     for name in ("num_warps", "num_stages"):
         if name in constants:
@@ -159,102 +134,63 @@ def compiled(variant: Variant, capability: int) -> Report:
         cubin.write_bytes(kernel.asm["cubin"])
         text = subprocess.run([CUOBJDUMP, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     used = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    report = Report(used["REG"], used["STACK"] + used["LOCAL"], kernel.metadata.shared)
-    report.per_multiprocessor = per_multiprocessor(report, options["num_warps"], capability)
-    return report
+    warps, shared = options["num_warps"], kernel.metadata.shared
+    registers = warps * -(-used["REG"] * 32 // 256) * 256  # given out to warps in units of 256
+    return {
+        "registers": used["REG"],
+        "shared, KiB": round(shared / 1024, 1),
+        "spilled": used["STACK"] + used["LOCAL"],
+        "per SM": min(REGISTERS // registers, SHARED[capability] // (shared + RESERVED), WARPS[capability] // warps),
+    }
 
 
-def per_multiprocessor(report: Report, warps: int, capability: int) -> int:
-    """Programs that fit on a multiprocessor; registers are given out to warps in units of 256."""
-    registers = warps * -(-report.registers * 32 // 256) * 256
-    return min(REGISTERS // registers, SHARED[capability] // (report.shared + RESERVED), WARPS[capability] // warps)
+def counts(variant: Variant, context: int) -> dict[str, Any]:
+    """Count programs, tiles of rows, and bytes of one layer and row of the batch after `context` tokens.
 
-
-@dataclass(frozen=True)
-class Count:
-    """Programs and bytes of one layer, one row of the batch.
-
-    Args:
-        variant (`Variant`): A verification.
-        context (`int`): Tokens of the prefix.
+    Returns:
+        `dict`: Also all bytes over those of keys and values (`ratio`), and two times in microseconds. `floor`: keys and
+        values at the bandwidth, or the operations of the rows at the peak, whichever is longer. `estimate`: all bytes
+        at the bandwidth, or the operations of whole tiles at what attention reaches; no launches.
     """
-
-    variant: Variant
-    context: int
-
-    @property
-    def row_tiles(self) -> int:
-        """Programs that read the same keys."""
-        return -(-self.variant.nodes * GROUPS // self.variant.config.block_rows)
-
-    @property
-    def parts(self) -> int:
-        """Partial results of a row: the tree, and the splits by the rule of the kernel."""
-        config, tree = self.variant.config, int(self.variant.constants["TREE"] > 0)
-        wanted = tiles.wanted_splits(self.row_tiles, KV_HEADS, tree)
-        blocks = self.context // (wanted * config.block_keys)
-        return tree - (-self.context // max(config.split_keys, blocks * config.block_keys))
-
-    @property
-    def programs(self) -> int:
-        """Programs that have keys."""
-        return self.row_tiles * KV_HEADS * self.parts
-
-    @property
-    def kv_bytes(self) -> int:
-        """Keys and values, once."""
-        return 2 * KV_HEADS * SIZE * ITEMSIZE * self.context
-
-    @property
-    def partial_bytes(self) -> int:
-        """Partial results with their log-sum-exps in float32, written and read."""
-        return 2 * 4 * (SIZE + 1) * KV_HEADS * GROUPS * self.variant.nodes * self.parts
-
-    @property
-    def ratio(self) -> float:
-        """All bytes over those of keys and values: also the tree's, the queries and the outputs."""
-        vectors = self.variant.nodes * (2 * KV_HEADS + 2 * KV_HEADS * GROUPS) * SIZE * ITEMSIZE
-        return (self.kv_bytes + self.partial_bytes + vectors) / self.kv_bytes
-
-    @property
-    def floor_us(self) -> float:
-        """Keys and values at the bandwidth, or the operations of the rows at the peak, whichever is longer."""
-        return max(self.kv_bytes / TB_PER_SECOND / 1e6, self._flops(self.variant.nodes * GROUPS) / TFLOPS / 1e6)
-
-    @property
-    def estimate_us(self) -> float:
-        """All bytes at the bandwidth, or the operations of whole tiles at what attention reaches; no launches."""
-        rows = self.row_tiles * self.variant.config.block_rows
-        operations = self._flops(rows) / ATTENTION_TFLOPS / 1e6
-        return max(self.ratio * self.kv_bytes / TB_PER_SECOND / 1e6, operations)
-
-    def _flops(self, rows: int) -> int:
-        return 4 * SIZE * KV_HEADS * rows * self.context
+    config, rows, tree = variant.config, variant.nodes * GROUPS, int(variant.constants["TREE"] > 0)
+    row_tiles = -(-rows // config.block_rows)  # programs that read the same keys
+    # partial results of a row: the tree, and the splits by the rule of the kernel
+    blocks = context // (tiles.wanted_splits(row_tiles, KV_HEADS, tree) * config.block_keys)
+    parts = tree - (-context // max(config.split_keys, blocks * config.block_keys))
+    kv_bytes = 2 * KV_HEADS * SIZE * ITEMSIZE * context
+    partial_bytes = 2 * 4 * (SIZE + 1) * KV_HEADS * rows * parts  # with log-sum-exps, float32, written and read
+    vectors = variant.nodes * (2 * KV_HEADS + 2 * KV_HEADS * GROUPS) * SIZE * ITEMSIZE  # tree, queries, outputs
+    ratio = (kv_bytes + partial_bytes + vectors) / kv_bytes
+    reading, operations = kv_bytes / TB_PER_SECOND / 1e6, 4 * SIZE * KV_HEADS * context
+    return {
+        "programs": row_tiles * KV_HEADS * parts,
+        "row_tiles": row_tiles,
+        "ratio": ratio,
+        "floor": max(reading, operations * rows / TFLOPS / 1e6),
+        "estimate": max(ratio * reading, operations * row_tiles * config.block_rows / ATTENTION_TFLOPS / 1e6),
+    }
 
 
-def row(variant: Variant, report: Report) -> dict[str, Any]:
+def row(variant: Variant, capability: int) -> dict[str, Any]:
     """Return the report on a variant, for JSON and for the tables."""
     config = variant.config
     keys = "block_keys" if variant.constants.get("PREFIX", True) else "tree_keys"
-    shape = f"{config.block_rows} x {getattr(config, keys)}" if config is not None else ""
     stages = variant.constants.get("num_stages")
     found = {
         "variant": variant.name,
-        "rows x keys": shape,
+        "rows x keys": f"{config.block_rows} x {getattr(config, keys)}" if config is not None else "",
         "warps, stages": f"{variant.constants['num_warps']}, {stages}" if stages else variant.constants["num_warps"],
-        "registers": report.registers,
-        "shared, KiB": round(report.shared / 1024, 1),
-        "spilled": report.spilled,
-        "per SM": report.per_multiprocessor,
+        **resources(variant, capability),
     }
     if not variant.nodes or variant.constants["SCORES"] or (variant.nodes > 1 and not variant.constants["TREE"]):
         return found
-    counts = [Count(variant, context) for context in CONTEXTS]
+    at = {f"{context // 1024}K": counts(variant, context) for context in CONTEXTS}
+    first = at["8K"]
     return found | {
-        "programs": counts[0].programs,
-        "K, V reads": counts[0].row_tiles,
-        **{f"bytes {count.context // 1024}K": round(count.ratio, 2) for count in counts},
-        **{f"{c.context // 1024}K, us": f"{c.estimate_us:.1f} ({c.estimate_us / c.floor_us:.2f}x)" for c in counts},
+        "programs": first["programs"],
+        "K, V reads": first["row_tiles"],
+        **{f"bytes {name}": round(count["ratio"], 2) for name, count in at.items()},
+        **{f"{k}, us": f"{c['estimate']:.1f} ({c['estimate'] / c['floor']:.2f}x)" for k, c in at.items()},
     }
 
 
@@ -291,9 +227,9 @@ def main(arguments: list[str] | None = None) -> None:
     variants = [hybrid(int(nodes), gpu) for nodes in args.nodes.split(",")]
     if args.json:
         for variant in variants:
-            print(json.dumps(row(variant, compiled(variant, args.capability))), flush=True)
+            print(json.dumps(row(variant, args.capability)), flush=True)
         return
-    text = markdown([row(x, compiled(x, args.capability)) for x in variants + others(gpu)], args.capability)
+    text = markdown([row(variant, args.capability) for variant in variants + others(gpu)], args.capability)
     if args.page is None:
         print(text)
         return

@@ -11,13 +11,14 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import hf_longspec
-from benchmarks.harness import load_prompts, load_target
+from benchmarks.harness import add_prompts, load_prompts, load_target
+from hf_longspec.bench.calls import Call, Decoding, HfMethod, run_call
 
 PROMPTS = 4
 
@@ -30,44 +31,47 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     return small
 
 
-def timed(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
-    """Return the seconds of the processor that a call takes, and its result."""
-    started = time.process_time()
-    result = call()
-    return time.process_time() - started, result
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measure, and print one line per turn and the medians."""
-    args = parse(arguments)
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_prompts(made)
+    made.add_argument("--layers", type=int, default=3, help="layers of the draft")
+    made.add_argument("--gamma", type=int, default=4, help="drafted tokens per verification")
+    made.add_argument("--window", type=int, help="window of the draft")
+    made.add_argument("--length", type=int, default=512, help="tokens of a prompt")
+    made.add_argument("--tokens", type=int, default=128, help="new tokens")
+    made.add_argument("--turns", type=int, default=3)
+    made.add_argument("--threads", type=int, default=1)
+    args = made.parse_args(arguments)
     torch.set_num_threads(args.threads)
     target = load_target(args.target, torch.float32)
     tokens, _ = load_prompts(args.target, args.data, args.length, PROMPTS)
-    small = first_layers(target, args.layers)
-    small.generation_config.num_assistant_tokens = args.gamma
-    small.generation_config.num_assistant_tokens_schedule = "constant"
-    small.generation_config.assistant_confidence_threshold = 0.0
     draft = hf_longspec.AssistantDraftModel.from_model(
         first_layers(target, args.layers), target, num_assistant_tokens=args.gamma, gate=False, window=args.window
     )
+    constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0}
+    draft.assistant.generation_config.update(num_assistant_tokens=args.gamma, **constant)
     # no token of the texts: the assistant would take generated tokens of this number for padding
-    options = {"do_sample": False, "max_new_tokens": args.tokens, "pad_token_id": target.config.vocab_size - 1}
+    target.generation_config.pad_token_id = target.config.vocab_size - 1
 
-    def decode(rows: torch.Tensor, assistant: PreTrainedModel) -> torch.Tensor:
-        return target.generate(rows, attention_mask=torch.ones_like(rows), assistant_model=assistant, **options)
+    def timed(method: Any, rows: torch.Tensor) -> tuple[float, Call]:
+        """Seconds of the processor that a call takes, and the call."""
+        how: dict[str, Any] = {"decoding": Decoding(), "tokens": args.tokens, "seed": 0, "now": time.process_time}
+        call = run_call(target, method, (rows, torch.ones_like(rows)), **how)
+        return call.ttft_seconds + call.decode_seconds, call
 
     alone, batched, taus = [], [], []
     for turn in range(args.turns):
         stock, ours = 0.0, 0.0
         for prompt in tokens:
-            seconds, expected = timed(lambda row=prompt[None]: decode(row, small))
+            seconds, expected = timed(HfMethod({"assistant_model": draft.assistant}), prompt[None])
             stock += seconds
-            seconds, found = timed(lambda row=prompt[None]: decode(row, draft))
+            seconds, found = timed(draft, prompt[None])
             ours += seconds
-            taus.append(draft.last_speculation.mean_acceptance_length)
-            if not torch.equal(expected, found):
+            taus.append(found.tau)
+            if not torch.equal(expected.text, found.text):
                 raise SystemExit("the texts differ: pass another prompt, in which no two tokens are nearly as likely")
-        together, _ = timed(lambda: decode(tokens, draft))
+        together, _ = timed(draft, tokens)
         alone.append(ours / stock)
         batched.append(stock / together)
         print(
@@ -76,21 +80,6 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"time per token, one row: {statistics.median(alone):.2f} of transformers'")
     print(f"tokens/s, batch of {PROMPTS}: {statistics.median(batched):.2f} times transformers' one by one")
     print(f"tau {statistics.mean(taus):.2f}")
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--target", default="hub_cards/tiny-target", help="Hub id or folder")
-    options.add_argument("--data", action="append", help="source of prompts, as for the other benchmarks")
-    options.add_argument("--layers", type=int, default=3, help="layers of the draft")
-    options.add_argument("--gamma", type=int, default=4, help="drafted tokens per verification")
-    options.add_argument("--window", type=int, help="window of the draft")
-    options.add_argument("--length", type=int, default=512, help="tokens of a prompt")
-    options.add_argument("--tokens", type=int, default=128, help="new tokens")
-    options.add_argument("--turns", type=int, default=3)
-    options.add_argument("--threads", type=int, default=1)
-    return options.parse_args(arguments)
 
 
 if __name__ == "__main__":

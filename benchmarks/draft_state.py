@@ -6,34 +6,31 @@ values, and prefilling 64K tokens would take most of the run.
     python -m benchmarks.draft_state
 """
 
-import argparse
-from statistics import median
-
 import torch
 
 import hf_longspec
-from benchmarks.harness import integers, parser, seconds_of, start
+from benchmarks.harness import parser, start, time_call
 from benchmarks.random_inputs import full_cache
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
 
-WARM_UPS = 3
+CONTEXTS = (1024, 4096, 16384, 65536)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
-    target = tiny_target("llama", max_position_embeddings=max(args.contexts) + 64, vocab_size=4096, hidden_size=256)
+    args = parser(__doc__, "draft_state", minutes=5).parse_args(arguments)
+    target = tiny_target("llama", max_position_embeddings=max(CONTEXTS) + 64, vocab_size=4096, hidden_size=256)
     draft = hf_longspec.LongSpecDraftModel.from_target(target)
-    settings = {"widths": draft.setting("tree_widths"), "window": draft.config.window, "repeats": args.repeats}
+    settings = {"widths": draft.setting("tree_widths"), "window": draft.config.window}
     with start(args, "draft_state", settings) as results:
-        for context in args.contexts:
-            results.write("draft_state", context=context, **measure(target, draft, context, args.repeats))
+        for context in CONTEXTS:
+            results.write("draft_state", context=context, **measure(target, draft, context))
 
 
 @torch.no_grad()
-def measure(target: torch.nn.Module, draft: hf_longspec.LongSpecDraftModel, context: int, repeats: int) -> dict:
+def measure(target: torch.nn.Module, draft: hf_longspec.LongSpecDraftModel, context: int) -> dict:
     """Bytes of the draft's state and of the target's cache, and milliseconds per draft tree."""
     view = TargetView(target)
     nodes = draft.num_tree_nodes(view)
@@ -41,19 +38,11 @@ def measure(target: torch.nn.Module, draft: hf_longspec.LongSpecDraftModel, cont
     drafter = draft.drafter(Binding(view, cache, None, context + nodes))
     text = torch.randint(3, target.config.vocab_size, (context,), generator=torch.Generator().manual_seed(0))
     drafter.start([text], Verification(torch.zeros(1, 1, dtype=torch.long), SeqLens([1]), SeqLens([context - 1])))
-    seconds = [seconds_of(lambda: drafter.propose(text[-1:])) for _ in range(repeats + WARM_UPS)][WARM_UPS:]
     return {
         "draft_state_bytes": drafter.state_bytes,
         "target_cache_bytes": cache.nbytes,
-        "draft_ms": round(median(seconds) * 1000, 2),
+        "draft_ms": round(time_call(lambda: drafter.propose(text[-1:]), target.device).median, 2),
     }
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "draft_state", minutes=5)
-    made.add_argument("--contexts", type=integers, default=[1024, 4096, 16384, 65536], help="default: 1K to 64K")
-    made.add_argument("--repeats", type=int, default=15)
-    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

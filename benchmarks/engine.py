@@ -14,7 +14,6 @@ import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
@@ -23,25 +22,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_longspec
-from benchmarks.harness import (
-    Run,
-    add_prompts,
-    add_repeats,
-    integers,
-    load_prompts,
-    load_target,
-    names,
-    parser,
-    prefilled,
-    ratios,
-    start,
-    trees,
-)
+from benchmarks import harness
+from benchmarks.harness import Run, integers, ratios
 from benchmarks.pages import COMPILED
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, HfMethod, endless
 from hf_longspec.bench.machine import read_gb_per_second, step_bytes
 from hf_longspec.bench.matrix import Cell, Matrix, Method
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
+from hf_longspec.bench.prompts import Prompt
 from hf_longspec.bench.report import FAILED, IDENTICAL, REFERENCE, rows_of
 from hf_longspec.bench.results import Record, of_kind
 from hf_longspec.bench.summaries import significant
@@ -63,24 +51,22 @@ class PrefilledMatrix(Matrix):
         """The rows of every turn."""
         return row_windows(len(self.prompts.tokens), cell.batch, self.repeats)
 
-    def prompts_of(self, cell: Cell) -> list[list[torch.Tensor]]:
-        """The prompts of every turn."""
-        return [list(self.prompts.tokens[rows, : cell.context]) for rows in self.windows_of(cell)]
-
-    def categories_of(self, cell: Cell) -> list[list[str]]:
-        """Nothing: prefilled prompts have no categories."""
-        return [[] for _ in range(self.repeats)]
+    def prompts_of(self, cell: Cell) -> list[list[Prompt]]:
+        """The prompts of every turn, without categories."""
+        return [
+            [Prompt(row, "") for row in self.prompts.tokens[rows, : cell.context]] for rows in self.windows_of(cell)
+        ]
 
     def call(self, cell: Cell, method: Method, rows: Sequence[torch.Tensor], tokens: int, seed: int) -> Call:
         """One timed call after the prompts of turn `seed`, whose caches are here, in place of `rows`."""
         mode = "greedy" if cell.decoding.greedy else "sample"
         return self.decoder.run(method.how, self.windows_of(cell)[seed], cell.context, mode, seed, tokens)
 
-    def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
+    def _guarded(self, cell: Cell, method: Method, turn: int, prompts: list[Prompt], warm_up: bool) -> Call | str:
         if warm_up and method.name.endswith(COMPILED):  # after two prompts, as rows grow apart differently
             for seed in range(min(2, self.repeats)):
-                self.call(cell, method, rows, self.tokens, seed)
-        return super()._guarded(cell, method, turn, rows, warm_up)
+                self.call(cell, method, [], self.tokens, seed)
+        return super()._guarded(cell, method, turn, prompts, warm_up)
 
     def _audit(self, *_: Any) -> None:
         """Nothing: greedy float32 text stands for other types, whose prefill takes minutes where they are emulated."""
@@ -108,7 +94,6 @@ def measure_speed(
             one `PLAIN + COMPILED` if others are compiled.
         prompts ([`PrefilledPrompts`]): In float32.
         tokens (`int`): Tokens per row and run.
-        repeats (`int`): Turns.
     """
     bandwidth = read_gb_per_second()
     results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
@@ -149,7 +134,9 @@ def write_summaries(results: Run, cell: Cell, mode: str, rows: Sequence[Record],
 
     for row in rows:
         name, own = row["method"], [run for run in runs if run["method"] == row["method"]]
-        to_hf, to_plain = ratio(name, HF), ratio(name, _baseline(name))
+        # compiled drafts are compared with the loop whose steps are compiled too
+        own_base = name.endswith(COMPILED) and name != PLAIN + COMPILED
+        to_hf, to_plain = ratio(name, HF), ratio(name, PLAIN + COMPILED if own_base else PLAIN)
         reason = None
         if row["text"] in FAILED:
             reason = f"it emits another float32 text than {own[0]['compared_with']}"
@@ -173,11 +160,6 @@ def write_summaries(results: Run, cell: Cell, mode: str, rows: Sequence[Record],
         results.write("decoding", **what, method=name, **found)
 
 
-def _baseline(name: str) -> str:
-    """The baseline of a method: the loop without a draft, compiled if the method is."""
-    return PLAIN + COMPILED if name.endswith(COMPILED) and name != PLAIN + COMPILED else PLAIN
-
-
 def row_windows(num_prompts: int, batch: int, repeats: int) -> list[slice]:
     """Choose the prompts that make up the batch of each repeat: all of them in turn.
 
@@ -188,28 +170,20 @@ def row_windows(num_prompts: int, batch: int, repeats: int) -> list[slice]:
     return [slice(start, start + batch) for start in starts]
 
 
-COMPILED_HELP = (
-    "drafts to measure with compiled steps too, and the plain loop with them: 'SpecAttn, gamma 4; LongSpec, 1+1'"
-)
-TREES_HELP = "nodes per level of LongSpec's trees (default: 1+1+1,4+4+4+3,4+16+16+16+16)"
-
-
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    tokens, origin = load_prompts(args.target, args.data, max(args.contexts), max(args.batches))
-    settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
-    with start(args, "engine", settings) as results:
-        models = {name: load_target(args.target, getattr(torch, name)) for name in {"float32", *args.dtypes}}
-        prompts = prefilled(models["float32"], tokens, results)
-        sizes = {"contexts": args.contexts, "batches": args.batches, "dtypes": args.dtypes}
-        sizes |= {"tokens": args.tokens, "repeats": args.repeats}
+    tokens, origin = harness.load_prompts(args.target, args.data, max(args.contexts), max(args.batches))
+    sizes = {"tokens": args.tokens, "repeats": args.repeats}
+    with harness.start(args, "engine", {**sizes, **origin}) as results:
+        models = {name: harness.load_target(args.target, getattr(torch, name)) for name in {"float32", *args.dtypes}}
+        prompts = harness.prefilled(models["float32"], tokens, results)
+        sizes |= {"contexts": args.contexts, "batches": args.batches, "dtypes": args.dtypes}
         measure_speed(results, models, lambda model: make_methods(model, args), prompts, **sizes)
 
 
 def make_methods(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:
     """transformers' drafters, our baseline, SpecAttn with every number of drafted tokens, LongSpec with every tree."""
-    lookup = {"prompt_lookup_num_tokens": args.lookup_tokens}
-    methods: dict[str, Any] = {"hf prompt lookup": HfMethod(lookup, max_batch=1)}
+    methods: dict[str, Any] = {"hf prompt lookup": HfMethod({"prompt_lookup_num_tokens": 4}, max_batch=1)}
     if args.assistant:
         assistant = endless(AutoModelForCausalLM.from_pretrained(args.assistant, dtype=model.dtype).eval())
         methods["hf assisted"] = HfMethod({"assistant_model": assistant}, max_batch=1)
@@ -247,19 +221,17 @@ def methods_named(text: str) -> list[str]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "engine", minutes=15)
-    add_repeats(made)
-    add_prompts(made)
-    made.add_argument("--contexts", type=integers, default=[2048, 8192, 16128], help="default: 2048,8192,16128")
-    made.add_argument("--batches", type=integers, default=[1, 4], help="default: 1,4")
-    made.add_argument("--dtypes", type=names, default=["float32", "bfloat16"], help="default: float32,bfloat16")
-    made.add_argument("--gammas", type=integers, default=[4, 6], help="drafted tokens of SpecAttn (default: 4,6)")
-    made.add_argument("--draft", help="folder or Hub id of a LongSpec draft (default: none)")
-    made.add_argument("--trees", type=trees, default=[[1, 1, 1], [4, 4, 4, 3], [4, 16, 16, 16, 16]], help=TREES_HELP)
-    made.add_argument("--assistant", help="folder or Hub id of an ordinary small model with the target's vocabulary")
-    made.add_argument("--compiled", type=methods_named, default=[], help=COMPILED_HELP)
-    made.add_argument("--lookup-tokens", type=int, default=4, help="of transformers' prompt lookup (default: 4)")
-    made.add_argument("--tokens", type=int, default=48, help="per row and run (default: %(default)s)")
+    made = harness.parser(__doc__, "engine", minutes=15, repeats=harness.MIN_REPEATS, prompts=True)
+    add = made.add_argument
+    add("--contexts", type=integers, default="2048,8192,16128", help="default: %(default)s")
+    add("--batches", type=integers, default="1,4", help="default: %(default)s")
+    add("--dtypes", type=harness.names, default="float32,bfloat16", help="default: %(default)s")
+    add("--gammas", type=integers, default="4,6", help="drafted tokens of SpecAttn (default: %(default)s)")
+    add("--draft", help="folder or Hub id of a LongSpec draft (default: none)")
+    add("--trees", type=harness.trees, default="1+1+1,4+4+4+3,4+16+16+16+16", help="of LongSpec (default: %(default)s)")
+    add("--assistant", help="folder or Hub id of an ordinary small model with the target's vocabulary")
+    add("--compiled", type=methods_named, default=[], help="compile these too: 'SpecAttn, gamma 4; LongSpec, 1+1'")
+    add("--tokens", type=int, default=48, help="per row and run (default: %(default)s)")
     return made.parse_args(arguments)
 
 

@@ -11,10 +11,8 @@ is tau over that cost.
 A run that was interrupted goes on with `--resume`. The report and the figure are written at the end, from the file.
 """
 
-import argparse
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,20 +21,10 @@ import torch
 from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
+from benchmarks import harness
 from benchmarks.engine import row_windows
 from benchmarks.figure_report import draw
-from benchmarks.harness import (
-    HUB_CARDS,
-    Run,
-    add_prompts,
-    integers,
-    load_prompts,
-    load_target,
-    names,
-    parser,
-    prefilled,
-)
-from hf_longspec.bench.calls import HF, PLAIN, Call, HfMethod, endless
+from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
 from hf_longspec.bench.results import of_kind
 from hf_longspec.bench.summaries import rotated, significant
@@ -49,28 +37,10 @@ HEADS = {"self_draft": "verify_hidden", "tree_branching": CHAIN}
 VARIANTS = Path(__file__).parent / "drafts"
 
 
-@dataclass(frozen=True)
-class Preset:
-    """Sizes of a run.
-
-    Args:
-        contexts (`list[int]`): Tokens of the prompts.
-        batches (`list[int]`): Rows that are decoded together.
-        prompts (`int`): Prompts of each length.
-        tokens (`int`): New tokens per prompt.
-        minutes (`float`): Time limit.
-    """
-
-    contexts: list[int]
-    batches: list[int]
-    prompts: int
-    tokens: int
-    minutes: float
-
-
-PRESETS = {
-    "short": Preset([1024, 4096, 16128], [1], prompts=6, tokens=64, minutes=20),
-    "full": Preset([1024, 2048, 4096, 8192, 16128], [1, 4], prompts=24, tokens=64, minutes=600),
+# Contexts, batches, prompts of each length, and minutes that a run may take.
+PRESETS: dict[str, dict[str, Any]] = {
+    "short": {"contexts": [1024, 4096, 16128], "batches": [1], "prompts": 6, "minutes": 20},
+    "full": {"contexts": [1024, 2048, 4096, 8192, 16128], "batches": [1, 4], "prompts": 24, "minutes": 600},
 }
 
 
@@ -117,121 +87,91 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
         "hf prompt lookup": HfMethod({"prompt_lookup_num_tokens": GAMMA}, max_batch=1),
     }
     if "small model" in found:
-        found["hf assisted"] = HfMethod({"assistant_model": assistant_of(found["small model"])}, max_batch=1)
+        assistant = endless(found["small model"].assistant)
+        constant = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0}
+        assistant.generation_config.update(num_assistant_tokens=GAMMA, **constant)
+        found["hf assisted"] = HfMethod({"assistant_model": assistant}, max_batch=1)
     return found
 
 
-def assistant_of(draft: Any) -> PreTrainedModel:
-    """Return the small model of a draft with the settings by which transformers drafts chains of a constant length."""
-    model = endless(draft.assistant)
-    how = model.generation_config
-    how.num_assistant_tokens, how.num_assistant_tokens_schedule, how.assistant_confidence_threshold = (
-        GAMMA,
-        "constant",
-        0,
-    )
-    return model
+def compare(
+    results: harness.Run,
+    model: PreTrainedModel,
+    methods: Mapping[str, Any],
+    prompts: PrefilledPrompts,
+    *,
+    modes: Iterable[str],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    tokens: int,
+) -> None:
+    """Run all systems on the same prompts, and write each call as soon as it is over.
 
-
-@dataclass
-class Comparison:
-    """Run all systems on the same prompts.
+    Prompt by prompt, so that a run that is cut off has about as many of them in every cell. Calls that the file holds
+    already are not repeated.
 
     Args:
         model (`PreTrainedModel`): The target, in float32.
+        methods (`Mapping[str, Any]`): From [`systems`].
         prompts ([`PrefilledPrompts`]): One row per prompt.
         tokens (`int`): New tokens per prompt.
-        results ([`Run`]): Calls that it holds already are not repeated.
     """
-
-    model: PreTrainedModel
-    prompts: PrefilledPrompts
-    tokens: int
-    results: Run
-
-    def __post_init__(self) -> None:
-        self.decoder = Decoder(self.model, self.prompts, self.tokens)
-        self.warm: set[tuple[Any, ...]] = set()
-
-    def measure(
-        self, methods: Mapping[str, Any], modes: Iterable[str], contexts: Sequence[int], batches: Sequence[int]
-    ):
-        """Measure prompt by prompt, so that a run that is cut off has about as many of them in every cell.
-
-        Each call is written as soon as it is over.
-        """
-        count = len(self.prompts.tokens)
-        windows = [
-            (rows, batch, turn)
-            for batch in batches
-            for turn, rows in enumerate(row_windows(count, batch, max(1, count // batch)))
-        ]
-        for rows, batch, turn in sorted(windows, key=lambda window: window[0].stop):
-            fitting = [name for name, how in methods.items() if getattr(how, "max_batch", None) in (None, batch)]
-            for context, mode, name in product(contexts, modes, rotated(fitting, turn)):
-                what: dict[str, Any] = {"mode": mode, "context": context, "batch": batch, "system": name, "turn": turn}
-                if of_kind(self.results.records, "call", **what):
-                    continue
-                if not self.results.has_time(**what):
-                    return
-                self._measure(methods[name], rows, what)
-            self.results.say(f"prompts {rows.start + 1} to {rows.stop} in a batch of {batch}: done")
-
-    def _measure(self, method: Any, rows: slice, what: Mapping[str, Any]) -> None:
-        at = rows, what["context"], what["mode"], what["turn"]
-        kind = what["system"], what["batch"], what["context"], what["mode"]
-        if kind not in self.warm:  # compilation, and the first touch of the buffers
-            self.decoder.run(method, *at, min(8, self.tokens))
-            self.warm.add(kind)
-        self.results.write("call", **what, **self._values(self.decoder.run(method, *at)))
-
-    def _values(self, call: Call) -> dict[str, Any]:
-        """Return the numbers of a call, and a digest by which greedy texts are compared."""
-        return {
-            "tokens": call.tokens,
-            "steps": call.steps,
-            "seconds": significant(call.decode_seconds, 6),
-            "taus": [significant(call.tokens / len(call.text) / max(1, count)) for count in call.row_steps],
-            "draft_state_bytes": call.draft_state_bytes,
-            "text": hashlib.sha256(call.text.numpy().tobytes()).hexdigest()[:16],
-        }
+    decoder, warm = Decoder(model, prompts, tokens), set()
+    windows = [
+        (rows, batch, turn)
+        for batch in batches
+        for turn, rows in enumerate(row_windows(len(prompts.tokens), batch, max(1, len(prompts.tokens) // batch)))
+    ]
+    for rows, batch, turn in sorted(windows, key=lambda window: window[0].stop):
+        fitting = [name for name, how in methods.items() if getattr(how, "max_batch", None) in (None, batch)]
+        for context, mode, name in product(contexts, modes, rotated(fitting, turn)):
+            what: dict[str, Any] = {"mode": mode, "context": context, "batch": batch, "system": name, "turn": turn}
+            if of_kind(results.records, "call", **what):
+                continue
+            if not results.has_time(**what):
+                return
+            at = methods[name], rows, context, mode, turn
+            if (name, batch, context, mode) not in warm:  # compilation, and the first touch of the buffers
+                decoder.run(*at, min(8, tokens))
+                warm.add((name, batch, context, mode))
+            call = decoder.run(*at)
+            results.write(
+                "call",
+                **what,
+                tokens=call.tokens,
+                steps=call.steps,
+                seconds=significant(call.decode_seconds, 6),
+                taus=[significant(call.tokens / len(call.text) / max(1, steps)) for steps in call.row_steps],
+                draft_state_bytes=call.draft_state_bytes,
+                text=hashlib.sha256(call.text.numpy().tobytes()).hexdigest()[:16],  # by which greedy texts are compared
+            )
+        results.say(f"prompts {rows.start + 1} to {rows.stop} in a batch of {batch}: done")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
-    sizes = PRESETS[args.preset]
-    contexts, batches = args.contexts or sizes.contexts, args.batches or sizes.batches
-    count, tokens = args.prompts or sizes.prompts, args.tokens or sizes.tokens
-    args.minutes = args.minutes or sizes.minutes
-    rows, origin = load_prompts(args.target, args.data, max(contexts), count)
-    model = load_target(args.target, torch.float32)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    settings = {"target": Path(args.target).name, "tokens": tokens, "contexts": contexts, "batches": batches, **origin}
-    run = Run(args.output, "figure", args.minutes * 60, settings, quiet=args.quiet, resume=args.resume or None)
-    with run as results:
+    made = harness.parser(__doc__, "figure", minutes=0, prompts=True)
+    made.add_argument("--preset", choices=sorted(PRESETS), default="short", help="sizes (default: %(default)s)")
+    made.add_argument("--cards", type=Path, default=harness.HUB_CARDS, help="folder of the trained drafts")
+    made.add_argument("--systems", type=harness.names, help="only these, and the two baselines")
+    made.add_argument("--modes", type=harness.names, default="greedy,sample", help="default: %(default)s")
+    made.add_argument("--contexts", type=harness.integers, help="in place of those of the preset")
+    made.add_argument("--batches", type=harness.integers, help="in place of those of the preset")
+    made.add_argument("--prompts", type=int, help="in place of those of the preset")
+    made.add_argument("--tokens", type=int, default=64, help="new tokens per prompt (default: %(default)s)")
+    made.add_argument("--resume", action="store_true", help="go on with the result file")
+    args = made.parse_args(arguments)
+    for name, value in PRESETS[args.preset].items():
+        setattr(args, name, getattr(args, name) or value)
+    rows, origin = harness.load_prompts(args.target, args.data, max(args.contexts), args.prompts)
+    model = harness.load_target(args.target, torch.float32)
+    sizes = {"tokens": args.tokens, "contexts": args.contexts, "batches": args.batches}
+    with harness.start(args, "figure", {**sizes, **origin}, resume=args.resume or None) as run:
         methods = systems(model, args.cards)
         if args.systems:
             methods = {name: how for name, how in methods.items() if name in (HF, PLAIN, *args.systems)}
-        prompts = prefilled(model, rows, results)
-        Comparison(model, prompts, tokens, results).measure(methods, args.modes, contexts, batches)
+        prompts = harness.prefilled(model, rows, run)
+        compare(run, model, methods, prompts, modes=args.modes, **sizes)
     draw(run.records, args.output.with_suffix(".svg"))
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options."""
-    made = parser(__doc__, "figure", minutes=0)
-    add_prompts(made)
-    made.add_argument("--preset", choices=sorted(PRESETS), default="short", help="sizes (default: %(default)s)")
-    made.add_argument("--cards", type=Path, default=HUB_CARDS, help="folder of the trained drafts")
-    made.add_argument("--systems", type=names, help="only these, and the two baselines")
-    made.add_argument("--modes", type=names, default=["greedy", "sample"], help="default: greedy,sample")
-    made.add_argument("--contexts", type=integers, help="in place of those of the preset")
-    made.add_argument("--batches", type=integers, help="in place of those of the preset")
-    made.add_argument("--prompts", type=int, help="in place of those of the preset")
-    made.add_argument("--tokens", type=int, help="in place of those of the preset")
-    made.add_argument("--resume", action="store_true", help="go on with the result file")
-    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

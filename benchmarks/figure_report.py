@@ -13,7 +13,7 @@ from typing import Any
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.markdown import plus_minus, table
 from hf_longspec.bench.results import Record, of_kind, read_records
-from hf_longspec.bench.summaries import mean_interval
+from hf_longspec.bench.summaries import FEWEST, mean_interval
 
 NOTE = (
     "tau: tokens per verification, the target's own included; mean over prompts with its 95 % interval. Cost: time of "
@@ -63,21 +63,13 @@ def _paired(
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper about tau, as the relative difference between two measurements on the same prompts.
+    """A claim of a paper about tau, as the relative difference between two measurements on the same prompts."""
 
-    Args:
-        text (`str`): The claim.
-        paper (`str`): The figure of the paper.
-        one (`tuple[str, str]`): System, and `"first"` or `"last"` for the shortest or the longest context.
-        other (`tuple[str, str]`): What it is compared with.
-        expected (`int`): 1 if `one` has the larger tau by the claim, -1 if the smaller, 0 if neither.
-    """
-
-    text: str
-    paper: str
-    one: tuple[str, str]
-    other: tuple[str, str]
-    expected: int
+    text: str  # the claim
+    paper: str  # the figure of the paper
+    system: str  # the system, at the longest context
+    other: str  # what it is compared with, at the longest context too; with itself, at the shortest one
+    expected: int  # 1 if `system` has the larger tau by the claim, -1 if the smaller, 0 if neither
 
     # Largest relative difference that counts as none.
     SAME = 0.05
@@ -87,13 +79,12 @@ class Claim:
         contexts = sorted({at[2] for at in calls if at[0] == mode and at[1] == 1})
         if not contexts:
             return None
-        places = {"first": contexts[0], "last": contexts[-1]}
-        sides = [calls.get((mode, 1, places[place], system), {}) for system, place in (self.one, self.other)]
-        turns = sorted(sides[0].keys() & sides[1].keys())
-        if len(turns) < 3 or sides[0] is sides[1]:
+        own = calls.get((mode, 1, contexts[-1], self.system), {})
+        base = calls.get((mode, 1, contexts[0 if self.other == self.system else -1], self.other), {})
+        turns = sorted(own.keys() & base.keys())
+        if len(turns) < FEWEST or own is base:
             return None
-        gaps = [sides[0][turn]["taus"][0] / sides[1][turn]["taus"][0] - 1 for turn in turns]
-        found = mean_interval(gaps)
+        found = mean_interval([own[turn]["taus"][0] / base[turn]["taus"][0] - 1 for turn in turns])
         low, high = found["low"], found["high"]
         agrees = {1: low > 0, -1: high < 0, 0: max(abs(low), abs(high)) <= self.SAME}[self.expected]
         refuted = {1: high < 0, -1: low > 0, 0: low > self.SAME or high < -self.SAME}[self.expected]
@@ -101,76 +92,58 @@ class Claim:
 
 
 CLAIMS = (
-    Claim("LongSpec: tau does not fall with the context", "flat", ("LongSpec", "last"), ("LongSpec", "first"), 0),
+    Claim("LongSpec: tau does not fall with the context", "flat", "LongSpec", "LongSpec", 0),
     Claim(
         "EAGLE-3 that attends to all of a long context accepts less than with a window",
         "falls beyond its training length",
-        ("EAGLE-3, all", "last"),
-        ("EAGLE-3, window", "last"),
+        "EAGLE-3, all",
+        "EAGLE-3, window",
         -1,
     ),
-    Claim(
-        "EAGLE-3 with a window: tau does not fall with the context",
-        "flat",
-        ("EAGLE-3, window", "last"),
-        ("EAGLE-3, window", "first"),
-        0,
-    ),
+    Claim("EAGLE-3 with a window: tau does not fall with the context", "flat", "EAGLE-3, window", "EAGLE-3, window", 0),
     Claim(
         "MagicDec: a small model with a window accepts more than with a context beyond its training",
         "more",
-        ("small model, window", "last"),
-        ("small model", "last"),
+        "small model, window",
+        "small model",
         1,
     ),
     Claim(
         "Anchor-Offset Indices: LongSpec accepts more than a draft trained without them",
         "+4 to +5 %",
-        ("LongSpec", "last"),
-        ("LongSpec, no offsets", "last"),
+        "LongSpec",
+        "LongSpec, no offsets",
         1,
     ),
     Claim(
         "Flash Noisy Training: LongSpec accepts more than a draft trained without gaps",
         "+14.7 %",
-        ("LongSpec", "last"),
-        ("LongSpec, no noise", "last"),
+        "LongSpec",
+        "LongSpec, no noise",
         1,
     ),
     Claim(
         "Cross-attention to the target's cache: LongSpec accepts more than a draft without it",
         "more",
-        ("LongSpec", "last"),
-        ("LongSpec, no cross-attention", "last"),
+        "LongSpec",
+        "LongSpec, no cross-attention",
         1,
     ),
-    Claim("SpecAttn accepts more than Quest", "more", ("SpecAttn", "last"), ("Quest", "last"), 1),
-    Claim(
-        "SpecAttn accepts more than a window (StreamingLLM)",
-        "more",
-        ("SpecAttn", "last"),
-        ("SpecAttn, window", "last"),
-        1,
-    ),
+    Claim("SpecAttn accepts more than Quest", "more", "SpecAttn", "Quest", 1),
+    Claim("SpecAttn accepts more than a window (StreamingLLM)", "more", "SpecAttn", "SpecAttn, window", 1),
     Claim(
         "SpecAttn: a selection by logits accepts more than one by attention weights",
         "6.11 against 5.89 tokens",
-        ("SpecAttn, logits", "last"),
-        ("SpecAttn", "last"),
+        "SpecAttn, logits",
+        "SpecAttn",
         1,
     ),
-    Claim(
-        "Two query rows select as well as all of them",
-        "within 1 %",
-        ("SpecAttn", "last"),
-        ("SpecAttn, all rows", "last"),
-        0,
-    ),
+    Claim("Two query rows select as well as all of them", "within 1 %", "SpecAttn", "SpecAttn, all rows", 0),
     Claim(
         "SpecAttn accepts more than a selection by the last accepted token (SpecExtend)",
         "more",
-        ("SpecAttn", "last"),
-        ("SpecAttn, last accepted", "last"),
+        "SpecAttn",
+        "SpecAttn, last accepted",
         1,
     ),
 )
@@ -199,25 +172,22 @@ def headline(records: Sequence[Record]) -> str:
     """Return tau of all systems by context, one table per mode."""
     found = [row for row in rows(records) if row["batch"] == 1 and row["system"] not in (HF, PLAIN)]
     contexts = sorted({row["context"] for row in found})
+    names = ["draft", *(f"tau at {context:,}" for context in contexts)]
+    names += [f"{label} at {contexts[-1]:,}" for _, label in SPEEDS if contexts]
     parts = []
     for mode, title in MODES.items():
-        of_system: dict[str, dict[int, Record]] = {}
+        lines: dict[str, Record] = {}
         for row in found:
             if row["mode"] == mode:
-                of_system.setdefault(row["system"], {})[row["context"]] = row
-        columns: dict[str, Any] = {"draft": lambda line: line["system"]}
-        for context in contexts:
-            columns[f"tau at {context:,}"] = lambda line, context=context: _shown(line["own"].get(context), "tau")
-        for key, label in SPEEDS if contexts else ():
-            columns[f"{label} at {contexts[-1]:,}"] = lambda line, key=key: _shown(line["own"].get(contexts[-1]), key)
-        lines = [{"system": system, "own": own} for system, own in of_system.items()]
-        parts += [f"#### {title}\n\n{table(lines, columns)}"] if lines else []
+                keys = (("tau", "tau"), *(SPEEDS if row["context"] == contexts[-1] else ()))
+                cells = {f"{label} at {row['context']:,}": _shown(row, key) for key, label in keys}
+                lines[row["system"]] = lines.get(row["system"], {"draft": row["system"]}) | cells
+        if lines:
+            parts.append(f"#### {title}\n\n{table(list(lines.values()), {name: name for name in names})}")
     return "\n\n".join(parts)
 
 
-def _shown(row: Record | None, key: str) -> str:
-    if row is None:
-        return ""
+def _shown(row: Record, key: str) -> str:
     if row["wrong"]:
         return "another text"
     return "" if row.get(key) is None else f"{row[key]['mean']:.2f}{plus_minus(row[key])}"
@@ -243,46 +213,33 @@ def tables(records: Sequence[Record]) -> list[str]:
     return parts
 
 
-# Kinds of line in the picture, readable without colour: one dash pattern per family of drafts.
-FAMILIES = {
+# Systems that the picture shows, the table shows all. Colour and dashes are those of the family, for readers who see no
+# colour.
+STYLES = {
+    "LongSpec, tree": ("#1b5e9b", "-"),
     "LongSpec": ("#1b5e9b", "-"),
-    "EAGLE-3": ("#b3541e", "--"),
+    "EAGLE-3, window": ("#b3541e", "--"),
+    "EAGLE-3, all": ("#b3541e", "--"),
     "small model": ("#2e7d4f", "-."),
+    "small model, window": ("#2e7d4f", "-."),
     "TokenSwift": ("#7b3fa0", "-"),
     "SpecAttn": ("#a3243b", ":"),
     "Quest": ("#555555", ":"),
     "n-grams": ("#888888", "-"),
     "Token Recycling": ("#888888", "--"),
-    "hf": ("#bbbbbb", "-"),
+    "hf assisted": ("#bbbbbb", "-"),
 }
-# Systems that the picture shows; the table shows all.
-SHOWN = (
-    "LongSpec, tree",
-    "LongSpec",
-    "EAGLE-3, window",
-    "EAGLE-3, all",
-    "small model",
-    "small model, window",
-    "TokenSwift",
-    "SpecAttn",
-    "Quest",
-    "n-grams",
-    "Token Recycling",
-    "hf assisted",
-)
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """Write the picture: tau and the speed-up over the plain loop versus the context, one column of panels per mode."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # no pyplot: it keeps figures, and may look for a display
 
-    found = [row for row in rows(records) if row["batch"] == 1 and row["system"] in SHOWN and not row["wrong"]]
+    found = [row for row in rows(records) if row["batch"] == 1 and row["system"] in STYLES and not row["wrong"]]
     modes = [mode for mode in MODES if any(row["mode"] == mode for row in found)]
     if not modes:
         return
     figure = Figure(figsize=(7.6 * len(modes), 10), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(modes), squeeze=False)
     for column, mode in enumerate(modes):
         for line, (key, label) in enumerate((("tau", "tau, tokens per verification"), ("to_plain", "x plain loop"))):
@@ -301,11 +258,10 @@ def draw(records: Sequence[Record], path: Path) -> None:
 def _panel(panel: Any, found: Sequence[Record], key: str) -> None:
     contexts = sorted({row["context"] for row in found})
     ends = []
-    for system in SHOWN:
+    for system, (colour, dashes) in STYLES.items():
         own = sorted((row for row in found if row["system"] == system), key=lambda row: row["context"])
         if not own:
             continue
-        colour, dashes = next(style for name, style in FAMILIES.items() if system.startswith(name))
         places = [row["context"] for row in own]
         panel.plot(places, [row[key]["mean"] for row in own], color=colour, linestyle=dashes, linewidth=1.8)
         band = [row[key]["low"] for row in own], [row[key]["high"] for row in own]

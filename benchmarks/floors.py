@@ -10,6 +10,8 @@ where tau is the number of tokens an iteration emits. Below tau = 1 / c a draft 
 """
 
 from dataclasses import asdict, dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -24,19 +26,12 @@ SUSTAINED_BANDWIDTH, SUSTAINED_FLOPS = 0.9, 0.8
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates that floors divide by.
+    """The rates that floors divide by."""
 
-    Args:
-        name (`str`): For the title of the table.
-        tb_per_second (`float`): Memory bandwidth that a long read sustains, 10^12 bytes per second.
-        tflops (`float`): Matrix products in the dtype of the weights, 10^12 operations per second, sustained.
-        memory_gb (`float`, *optional*): Memory in 10^9 bytes; what does not fit is then marked.
-    """
-
-    name: str
-    tb_per_second: float
-    tflops: float
-    memory_gb: float | None = None
+    name: str  # for the title of the table
+    tb_per_second: float  # memory bandwidth that a long read sustains, 10^12 bytes per second
+    tflops: float  # matrix products in the dtype of the weights, 10^12 operations per second, sustained
+    memory_gb: float | None = None  # memory in 10^9 bytes; what does not fit is then marked
 
     def __post_init__(self) -> None:
         if not (self.tb_per_second > 0 and self.tflops > 0):
@@ -46,55 +41,33 @@ class Machine:
             )
 
 
-def sustained(name: str, tb_per_second: float, tflops: float, memory_gb: float) -> Machine:
-    """A machine from its data sheet: two digits of the sustained share of its peak rates."""
-    bandwidth = significant(SUSTAINED_BANDWIDTH * tb_per_second, 2)
-    return Machine(name, bandwidth, significant(SUSTAINED_FLOPS * tflops, 2), memory_gb)
-
-
 # NVIDIA's data sheets of the SXM modules: bandwidth, dense bfloat16 without sparsity, memory.
+DATA_SHEETS = {"H100": (3.35, 989, 80), "H200": (4.8, 989, 141), "A100-80G": (2.039, 312, 80)}
+# Two digits of what is sustained of the peak rates.
 MACHINES = {
-    "H100": sustained("H100", 3.35, 989, 80),
-    "H200": sustained("H200", 4.8, 989, 141),
-    "A100-80G": sustained("A100-80G", 2.039, 312, 80),
+    name: Machine(name, significant(SUSTAINED_BANDWIDTH * peak, 2), significant(SUSTAINED_FLOPS * tflops, 2), memory)
+    for name, (peak, tflops, memory) in DATA_SHEETS.items()
 }
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """Sizes of a decoder with grouped-query attention.
+    """Sizes of a decoder with grouped-query attention."""
 
-    Args:
-        name (`str`): For the title of the table.
-        layers (`int`): Decoder layers.
-        hidden (`int`): Width of the residual stream.
-        intermediate (`int`): Width of the gated feed-forward block; of one expert if there are any.
-        heads (`int`): Query heads.
-        kv_heads (`int`): Key/value heads.
-        head_dim (`int`): Size of a head.
-        vocab (`int`): Rows of the language-model head.
-        read_weights (`int`): Weights that one forward reads, experts apart: all but a table that is only looked up.
-        stored_weights (`int`): All weights.
-        expert_weights (`int`): Those that belong to experts.
-        experts (`int`): Experts per layer.
-        experts_per_token (`int`): Experts that one token runs through.
-        windows (`tuple[int | None, ...]`): Sliding window of every layer.
-    """
-
-    name: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    read_weights: int
-    stored_weights: int
-    expert_weights: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    windows: tuple[int | None, ...] = ()
+    name: str  # for the title of the table
+    layers: int  # decoder layers
+    hidden: int  # width of the residual stream
+    intermediate: int  # width of the gated feed-forward block; of one expert if there are any
+    heads: int  # query heads
+    kv_heads: int  # key/value heads
+    head_dim: int  # size of a head
+    vocab: int  # rows of the language-model head
+    read_weights: int  # weights that one forward reads, experts apart: all but a table that is only looked up
+    stored_weights: int  # all weights
+    expert_weights: int = 0  # those that belong to experts
+    experts: int = 0  # experts per layer
+    experts_per_token: int = 0  # experts that one token runs through
+    windows: tuple[int | None, ...] = ()  # sliding window of every layer
 
     def weights_read(self, tokens: int) -> float:
         """Weights that a forward over `tokens` tokens reads; with experts, as many as even routing touches."""
@@ -158,7 +131,11 @@ def shape_from_config(config: Any, name: str) -> TargetShape:
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    counts = _count(model)
+    weights = dict(model.named_parameters())  # a tied table appears once
+    stored = sum(weight.numel() for weight in weights.values())
+    of_experts = sum(weight.numel() for name, weight in weights.items() if ".experts." in name)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    looked_up = 0 if embedding is head else embedding.numel()
     experts = _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 0
     heads = text.num_attention_heads
     return TargetShape(
@@ -170,25 +147,13 @@ def shape_from_config(config: Any, name: str) -> TargetShape:
         kv_heads=_first(text, "num_key_value_heads") or heads,
         head_dim=_first(text, "head_dim") or text.hidden_size // heads,
         vocab=text.vocab_size,
-        experts=experts if counts["expert_weights"] else 0,
+        read_weights=stored - of_experts - looked_up,
+        stored_weights=stored,
+        expert_weights=of_experts,
+        experts=experts if of_experts else 0,
         experts_per_token=_first(text, "num_experts_per_tok") or 0,
         windows=_windows(text),
-        **counts,
     )
-
-
-def _count(model: Any) -> dict[str, int]:
-    """Weights of a model by what a forward does with them."""
-    named = dict(model.named_parameters())  # a tied table appears once
-    stored = sum(parameter.numel() for parameter in named.values())
-    experts = sum(parameter.numel() for name, parameter in named.items() if ".experts." in name)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    looked_up = 0 if embedding is head else embedding.numel()
-    return {
-        "read_weights": stored - experts - looked_up,
-        "stored_weights": stored,
-        "expert_weights": experts,
-    }
 
 
 def _windows(text: Any) -> tuple[int | None, ...]:
@@ -210,21 +175,13 @@ FLOPS_PER_SCORE = 4  # one of each for q . k, and again for the weighted sum of 
 
 @dataclass(frozen=True)
 class Iteration:
-    """Floor of one iteration of a drafter.
+    """Floor of one iteration of a drafter."""
 
-    Args:
-        drafter (`str`): Name of the drafter, with its settings.
-        draft_ms (`float`): Drafting.
-        verify_ms (`float`): The verification.
-        c (`float`): Time of a step without a draft over that of the iteration.
-        max_tau (`int`): Most tokens that an iteration can emit.
-    """
-
-    drafter: str
-    draft_ms: float
-    verify_ms: float
-    c: float
-    max_tau: int
+    drafter: str  # name of the drafter, with its settings
+    draft_ms: float  # drafting
+    verify_ms: float  # the verification
+    c: float  # time of a step without a draft over that of the iteration
+    max_tau: int  # most tokens that an iteration can emit
 
     @property
     def iteration_ms(self) -> float:
@@ -249,25 +206,15 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Floors of one target on one machine, at one batch size and context.
-
-    Args:
-        shape ([`TargetShape`]): The target.
-        machine ([`Machine`]): The machine.
-        batch (`int`): Rows.
-        context (`int`): Cached tokens per row.
-        weight_bytes (`float`, *optional*, defaults to 2): Bytes of one weight: 2 for bfloat16, 1 for FP8.
-        kv_bytes (`float`, *optional*, defaults to 2): Bytes of one cached number.
-        attention_tflops (`float`, *optional*): Rate of the attention kernel where arithmetic bounds it. The default is
-            the machine's rate, which no attention kernel reaches.
-    """
+    """Floors of one target on one machine, at one batch size and context."""
 
     shape: TargetShape
     machine: Machine
-    batch: int
-    context: int
-    weight_bytes: float = 2
-    kv_bytes: float = 2
+    batch: int  # rows
+    context: int  # cached tokens per row
+    weight_bytes: float = 2  # bytes of one weight: 2 for bfloat16, 1 for FP8
+    kv_bytes: float = 2  # bytes of one cached number
+    # of attention where arithmetic bounds it; by default the machine's rate, which no attention kernel reaches
     attention_tflops: float | None = None
 
     def __post_init__(self) -> None:
@@ -322,13 +269,17 @@ class Roofline:
 
     def longspec(self, widths: list[int], window: int = 512) -> Iteration:
         """LongSpec: per level its one block, one layer of the target's cache, and the target's head."""
-        block_and_head, entries = self._longspec_weights(), self.context + window
-        kv = 2 * self.shape.kv_heads * self.shape.head_dim * self.kv_bytes * self.batch * entries
+        shape, entries = self.shape, self.context + window
+        query, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        # self-attention, query and output of the cross-attention, feed-forward
+        block = shape.hidden * (4 * query + 2 * keys + 3 * shape.intermediate)
+        block_and_head = block + shape.vocab * shape.hidden
+        kv = 2 * keys * self.kv_bytes * self.batch * entries
         draft = 0.0
         previous = 1  # nodes of the level that is run, to propose the next one
         for width in widths:
             tokens = previous * self.batch
-            scores = FLOPS_PER_SCORE * self.shape.heads * self.shape.head_dim * entries * tokens
+            scores = FLOPS_PER_SCORE * query * entries * tokens
             draft += self._longer(block_and_head * self.weight_bytes, FLOPS_PER_WEIGHT * block_and_head * tokens)
             draft += self._longer(kv, scores, self.attention_tflops)
             previous = width
@@ -356,25 +307,13 @@ class Roofline:
         draft = self._longer(heads * self.weight_bytes, FLOPS_PER_WEIGHT * heads * self.batch)
         if budget is not None:  # its head is read once for the prediction and for the heads
             draft += self.weights_ms(self.batch) + self.attention_ms(1, min(budget, self.context))
-        own = 1
-        total = 1
-        for width in widths:
-            own *= width
-            total += own
+        nodes = nodes or sum(accumulate(widths, mul, initial=1))
         where = "verify_hidden" if budget is None else f"partial cache {budget}"
-        nodes = nodes or total
         return self._iteration(f"TokenSwift {where}, {nodes} nodes", draft, nodes, len(widths) + 1)
 
     def _iteration(self, drafter: str, draft: float, nodes: int, max_tau: int) -> Iteration:
         verify = self.verify_ms(nodes)
         return Iteration(drafter, draft, verify, self.ar_ms / (draft + verify), max_tau)
-
-    def _longspec_weights(self) -> int:
-        """Self-attention, query and output of the cross-attention, feed-forward, and the target's head."""
-        shape = self.shape
-        query, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        block = shape.hidden * (4 * query + 2 * kv + 3 * shape.intermediate)
-        return block + shape.vocab * shape.hidden
 
     def _longer(self, read: float, flops: float, tflops: float | None = None) -> float:
         """Milliseconds of reading and of computing at the same time."""

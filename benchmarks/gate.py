@@ -13,34 +13,22 @@ every single step is timed. The report has two results: the times of decodings t
 steps. The gate counts the time of its own steps, so the turns do not affect it.
 """
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import hf_longspec
-from benchmarks.harness import (
-    HUB_CARDS,
-    Run,
-    add_prompts,
-    add_repeats,
-    integers,
-    load_prompts,
-    load_target,
-    parser,
-    prefilled,
-    start,
-)
+from benchmarks import harness
+from benchmarks.harness import Run
 from benchmarks.pages import GATED, UNGATED
 from hf_longspec.bench.calls import MODES, PLAIN
 from hf_longspec.bench.prefill import PrefilledPrompts
-from hf_longspec.bench.summaries import mean_interval, significant
+from hf_longspec.bench.summaries import mean_interval, rotated, significant
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.target import TargetView
@@ -56,32 +44,21 @@ CLOCKS: Clocks = (time.perf_counter, time.process_time)
 
 @dataclass(frozen=True)
 class TimedStep:
-    """One iteration of the loop.
+    """One iteration of the loop."""
 
-    Args:
-        turn (`int`): Number of its turn.
-        kind (`str`): `plain`, `catch-up` or `speculation`.
-        seconds (`float`): By the wall clock.
-        cpu_seconds (`float`): CPU time of this process.
-    """
-
-    turn: int
-    kind: str
-    seconds: float
-    cpu_seconds: float
+    turn: int  # number of its turn
+    kind: str  # `plain`, `catch-up` or `speculation`
+    seconds: float  # by the wall clock
+    cpu_seconds: float  # CPU time of this process
 
 
 class SteppedRun:
     """One decoding after a prefilled prompt, advanced from outside; the prompt is done, the first token is out.
 
     Args:
-        model (`PreTrainedModel`): From [`load_target`].
         draft (`DraftModel`): The draft, with its setting `gate`.
-        prompts ([`PrefilledPrompts`]): Where decoding starts.
-        row (`int`): Index of the prompt.
-        context (`int`): Tokens of the prompt that are used.
+        row (`int`): Index of the prompt, whose first `context` tokens are used.
         mode (`str`): `sample` or `greedy`.
-        seed (`int`): Seed of the sampling.
         tokens (`int`): Tokens after the first one.
     """
 
@@ -187,40 +164,16 @@ def accounted(
 WARM_UP_TOKENS = 24
 
 
-@dataclass(kw_only=True)
+@dataclass
 class GateBenchmark:
-    """Measure contexts one after another, one prompt at a time.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        methods (`Mapping[str, DraftModel]`): By name; one of them is `PLAIN`.
-        prompts ([`PrefilledPrompts`]): Where decoding starts; one per repeat.
-        tokens (`int`): Tokens per run, the first one apart.
-        repeats (`int`): Texts per context.
-        mode (`str`): `sample` or `greedy`.
-        gated_only (`Collection[str]`, *optional*): Methods that are known to be slow without the gate.
-        ungated_only (`Collection[str]`, *optional*): Methods that others are compared with.
-        choices (`Mapping[str, Sequence[str]]`, *optional*): Of a method whose gate chooses among trees, the
-            methods that take one of them.
-    """
+    """Measure contexts one after another, one prompt at a time."""
 
     model: PreTrainedModel
-    methods: Mapping[str, Any]
-    prompts: PrefilledPrompts
-    tokens: int
-    repeats: int
-    mode: str
-    gated_only: Collection[str] = ()
-    ungated_only: Collection[str] = ()
-    choices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.ways = {PLAIN: (self.methods[PLAIN], False)}
-        for name, draft in self.methods.items():
-            if name != PLAIN and name not in self.ungated_only:
-                self.ways[name + GATED] = draft, True
-            if name != PLAIN and name not in self.gated_only:
-                self.ways[name + UNGATED] = draft, False
+    ways: Mapping[str, tuple[Any, bool]]  # drafts by name, and whether they have a gate; `PLAIN` is one of them
+    compared: Mapping[str, Sequence[str]]  # by the name of a gated way: the ways that its gate chooses among
+    prompts: PrefilledPrompts  # where decoding starts; one per repeat
+    tokens: int  # tokens per run, the first one apart
+    repeats: int  # texts per context
 
     def measure(self, context: int, results: Run) -> None:
         """One record per way to decode."""
@@ -233,7 +186,7 @@ class GateBenchmark:
             last = repeats[-1][name].session.stats
             ratio, found = accounted(steps, plain)
             kinds = {kind: {key: significant(value) for key, value in of.items()} for kind, of in found.items()}
-            base = self._faster_without_gate(name, wall)
+            base = self._fastest(name, wall)
             results.write(
                 "gate",
                 context=context,
@@ -253,25 +206,19 @@ class GateBenchmark:
 
     def _repeat(self, repeat: int, context: int, tokens: int) -> dict[str, SteppedRun]:
         runs = {}
-        # another way to decode goes first in the next repeat
-        names = list(self.ways)[repeat % len(self.ways) :] + list(self.ways)[: repeat % len(self.ways)]
-        for name in names:
+        for name in rotated(list(self.ways), repeat):  # another way to decode goes first in the next repeat
             draft, gated = self.ways[name]
             draft.generation_config.gate = gated
             row = repeat % len(self.prompts.tokens)
             runs[name] = SteppedRun(
-                self.model, draft, self.prompts, row, context, mode=self.mode, seed=repeat, tokens=tokens
+                self.model, draft, self.prompts, row, context, mode="greedy", seed=repeat, tokens=tokens
             )
         interleave(runs, tokens)
         return runs
 
-    def _faster_without_gate(self, name: str, wall: Mapping[str, Sequence[float]]) -> str:
-        """The choice of a perfect gate, as measured: the plain loop, or one of the trees."""
-        if not name.endswith(GATED):
-            return PLAIN
-        method = name.removesuffix(GATED)
-        ungated = [one + UNGATED for one in self.choices.get(method, [method])]
-        return min((way for way in (PLAIN, *ungated) if way in wall), key=lambda way: sum(wall[way]))
+    def _fastest(self, name: str, wall: Mapping[str, Sequence[float]]) -> str:
+        """The choice of a perfect gate, as measured."""
+        return min((PLAIN, *self.compared.get(name, ())), key=lambda way: sum(wall[way]))
 
 
 def _seconds(steps: Sequence[Any]) -> float:
@@ -287,38 +234,22 @@ def _over(times: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     return mean_interval([a / b for a, b in zip(times, base, strict=True)])
 
 
-WIDE, CHOOSING = "trained draft, wide", "trained draft, choosing"
-WIDE_TREE = [4, 4, 4, 3]
+CHAIN, WIDE = [1, 1], [4, 4, 4, 3]
+DRAFT = harness.HUB_CARDS / "tiny-longspec"
+PROMPTS, TOKENS = 6, 1000  # tokens per run
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
-    model = load_target(args.target, torch.float32)
-    tokens, origin = load_prompts(args.target, args.data, max(args.contexts), args.prompts)
-    torch.manual_seed(0)  # of the random weights
-    trees = {"trained draft": args.tree_widths, WIDE: WIDE_TREE, CHOOSING: WIDE_TREE}
-    methods: dict[str, Any] = {
-        PLAIN: hf_longspec.PlainDraftModel.from_target(model),
-        "random draft": hf_longspec.LongSpecDraftModel.from_target(model),
-        "trained draft": None,
-        "n-grams": hf_longspec.NgramDraftModel.from_target(model),
-    }
-    for name, widths in trees.items():
-        methods[name] = hf_longspec.LongSpecDraftModel.from_pretrained(args.draft, dtype=model.dtype)
-        methods[name].generation_config.tree_widths = widths
-    methods[CHOOSING].generation_config.tree_choices = [args.tree_widths]
-    how = {"tokens": args.tokens, "repeats": args.repeats, "mode": args.mode}
-    settings: dict[str, Any] = {"target": Path(args.target).name, **how, **origin}
-    settings["drafts"] = {name: {"tree_widths": widths} for name, widths in trees.items()}
-    settings["drafts"]["random draft"] = {"tree_widths": methods["random draft"].setting("tree_widths")}
-    settings["drafts"]["trained draft"]["name"] = Path(args.draft).name
-    settings["drafts"][CHOOSING]["tree_choices"] = [args.tree_widths]
-    methods = {name: draft for name, draft in methods.items() if name == PLAIN or name in (args.only or methods)}
-    how |= {"gated_only": ["random draft", CHOOSING], "ungated_only": [WIDE]}
-    how |= {"choices": {CHOOSING: ["trained draft", WIDE]}}
+    made = harness.parser(__doc__, "gate", minutes=20, repeats=6, prompts=True)
+    made.add_argument("--contexts", type=harness.integers, default="1024,4096,15872", help="default: %(default)s")
+    args = made.parse_args(arguments)
+    model = harness.load_target(args.target, torch.float32)
+    tokens, origin = harness.load_prompts(args.target, args.data, max(args.contexts), PROMPTS)
+    settings = {"tokens": TOKENS, "repeats": args.repeats, "chain": CHAIN, "wide": WIDE, **origin}
     longest = 0.0
-    with start(args, "gate", settings) as results:
-        benchmark = GateBenchmark(model=model, methods=methods, prompts=prefilled(model, tokens, results), **how)
+    with harness.start(args, "gate", settings) as results:
+        prompts = harness.prefilled(model, tokens, results)
+        benchmark = GateBenchmark(model, make_ways(model), COMPARED, prompts, TOKENS, args.repeats)
         for context in sorted(args.contexts):
             if results.has_time(longest, context=context):
                 before = results.elapsed
@@ -326,18 +257,34 @@ def main(arguments: list[str] | None = None) -> None:
                 longest = max(longest, results.elapsed - before)
 
 
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "gate", minutes=20)
-    add_repeats(made, default=6)
-    add_prompts(made)
-    made.add_argument("--draft", default=str(HUB_CARDS / "tiny-longspec"), help="folder or Hub id")
-    made.add_argument("--only", action="append", help="a kind of draft, such as 'n-grams'; repeatable")
-    made.add_argument("--contexts", type=integers, default=[1024, 4096, 15872], help="default: 1024,4096,15872")
-    made.add_argument("--prompts", type=int, default=6, help="default: %(default)s")
-    made.add_argument("--tokens", type=int, default=1000, help="per run (default: %(default)s)")
-    made.add_argument("--mode", choices=sorted(MODES), default="greedy", help="default: %(default)s")
-    made.add_argument("--tree-widths", type=integers, default=[1, 1], help="of the trained draft (default: 1,1)")
-    return made.parse_args(arguments)
+def make_ways(model: PreTrainedModel) -> dict[str, tuple[Any, bool]]:
+    """The drafts with their gates; those that are known to be slow have no way without it."""
+
+    def trained(widths: list[int]) -> Any:
+        draft = hf_longspec.LongSpecDraftModel.from_pretrained(DRAFT, dtype=model.dtype)
+        draft.generation_config.tree_widths = widths
+        return draft
+
+    torch.manual_seed(0)  # of the random weights
+    chain, choosing, ngrams = trained(CHAIN), trained(WIDE), hf_longspec.NgramDraftModel.from_target(model)
+    choosing.generation_config.tree_choices = [CHAIN]
+    return {
+        PLAIN: (hf_longspec.PlainDraftModel.from_target(model), False),
+        "random draft" + GATED: (hf_longspec.LongSpecDraftModel.from_target(model), True),
+        "trained draft" + GATED: (chain, True),
+        "trained draft" + UNGATED: (chain, False),
+        "n-grams" + GATED: (ngrams, True),
+        "n-grams" + UNGATED: (ngrams, False),
+        "trained draft, wide" + UNGATED: (trained(WIDE), False),
+        "trained draft, choosing" + GATED: (choosing, True),
+    }
+
+
+COMPARED = {
+    "trained draft" + GATED: ["trained draft" + UNGATED],
+    "n-grams" + GATED: ["n-grams" + UNGATED],
+    "trained draft, choosing" + GATED: ["trained draft" + UNGATED, "trained draft, wide" + UNGATED],
+}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from benchmarks.floors import Iteration, Machine, Roofline
 from benchmarks.gpu_attention import baselines, correctness, kernels
 from benchmarks.gpu_forward import batches, forwards, profile, quantised
 from benchmarks.gpu_run import LLAMA_8B, SMOKE, GpuRun, Plan, Stop, gpu_facts
-from benchmarks.harness import RESULTS, Skip, Timing, integers, names, set_threads
+from benchmarks.harness import RESULTS, Skip, Timing, integers, names
 from benchmarks.predictions import PREDICTIONS
 from hf_longspec.bench.calls import PLAIN, Call, Decoding, changed, run_call
 from hf_longspec.bench.summaries import significant
@@ -278,7 +278,8 @@ def main(arguments: list[str] | None = None) -> None:
         made.error("there is no CUDA device. --smoke exercises every path on a processor.")
     if unknown := sorted(set(args.sections) - set(SECTIONS)):
         made.error(f"--sections {','.join(unknown)}: expected some of {', '.join(SECTIONS)}.")
-    set_threads(args.threads)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     plan, device = (SMOKE, torch.device("cpu")) if args.smoke else (LLAMA_8B, torch.device(args.device))
     if args.contexts:
         plan = replace(plan, contexts=tuple(args.contexts))

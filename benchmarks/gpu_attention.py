@@ -1,6 +1,7 @@
 """Attention alone on the GPU: its correctness, its time, that of SpecAttn's scores, and other ways to compute it."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,34 +149,22 @@ def _time_baseline(
     run.write_timing("baseline", run.time(through_all).scaled(len(case.layers)), floor, **what, error=error)
 
 
-def flash_and_tree(case: DeviceAttention) -> Attend:
+def flash_and_tree(case: DeviceAttention, layer: Layer) -> torch.Tensor:
     """Torch's flash kernel on the prefix, plain products on the tree, merged."""
-
-    def attend(layer: Layer) -> torch.Tensor:
-        prefix = flash(case.query, *case.prefix(layer), case.scaling)
-        return merge_attention_states([prefix, _tree(case, layer)])[0]
-
-    return attend
+    prefix = flash(case.query, *case.prefix(layer), case.scaling)
+    return merge_attention_states([prefix, _tree(case, layer)])[0]
 
 
-def packed_flash_and_tree(case: DeviceAttention) -> Attend:
+def packed_flash_and_tree(case: DeviceAttention, layer: Layer) -> torch.Tensor:
     """The same with the query heads of a group packed into rows, so that keys are read once for all of them."""
-
-    def attend(layer: Layer) -> torch.Tensor:
-        keys, values = (one_head(part, 0, case.lengths[0]) for part in layer)
-        packed = flash(pack(case.query, layer[0].shape[1]), keys, values, case.scaling)
-        return merge_attention_states([unpack(packed, case.query.shape), _tree(case, layer)])[0]
-
-    return attend
+    keys, values = (one_head(part, 0, case.lengths[0]) for part in layer)
+    packed = flash(pack(case.query, layer[0].shape[1]), keys, values, case.scaling)
+    return merge_attention_states([unpack(packed, case.query.shape), _tree(case, layer)])[0]
 
 
-def flash_only(case: DeviceAttention) -> Attend:
+def flash_only(case: DeviceAttention, layer: Layer) -> torch.Tensor:
     """Torch's fused attention to all slots without any mask."""
-
-    def attend(layer: Layer) -> torch.Tensor:
-        return scaled_dot_product_attention(case.query, *case.written(layer), scale=case.scaling, enable_gqa=True)
-
-    return attend
+    return scaled_dot_product_attention(case.query, *case.written(layer), scale=case.scaling, enable_gqa=True)
 
 
 def compiled_flex(case: DeviceAttention) -> Attend:
@@ -252,9 +241,9 @@ def xformers_tree(case: DeviceAttention) -> Attend:
 LOWER_BOUND = "flash, no mask (lower bound)"
 BASELINES: dict[str, Callable[[DeviceAttention], Attend]] = {
     "transformers sdpa, repeated keys and mask": hf_attention,
-    "torch flash + tree": flash_and_tree,
-    "torch flash, packed + tree": packed_flash_and_tree,
-    LOWER_BOUND: flash_only,
+    "torch flash + tree": lambda case: partial(flash_and_tree, case),
+    "torch flash, packed + tree": lambda case: partial(packed_flash_and_tree, case),
+    LOWER_BOUND: lambda case: partial(flash_only, case),
     "flex_attention": compiled_flex,
     "flashinfer": flashinfer_masked,
     "xformers tree attention": xformers_tree,

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from benchmarks.floors import Machine, Roofline, TargetShape, shape_from_config
-from benchmarks.harness import Run, Skip, Timing, time_call, versions
+from benchmarks.harness import Run, Skip, Timing, time_call
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, select
+from hf_longspec.bench.machine import versions
 from hf_longspec.bench.summaries import significant
 from hf_longspec.generation.cache import SpeculativeCache
 
@@ -24,37 +25,22 @@ BUDGETS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements and their sizes.
+    """The measurements and their sizes."""
 
-    Args:
-        shape ([`Shape`]): Sizes of the random target.
-        contexts (`tuple[int, ...]`): Contexts of whole forwards and of iterations.
-        points (`tuple[tuple[int, int], ...]`): Batch and context of the attention cases, most important first.
-        lengths (`tuple[int, ...]`): Prefix lengths that are checked for correctness.
-        nodes (`tuple[int, ...]`): Nodes of a verification.
-        rotating (`int`): Layers that a timed pass goes through, so that no cache level holds what is read.
-        matrix (`int`): Rows and columns of the matrix product whose rate is the ceiling.
-        batches (`tuple[int, ...]`): Batch sizes at `batch_context` tokens.
-        batch_context (`int`): Tokens per row in them.
-        tokens (`int`): Tokens of a timed call of `generate` at most.
-        ms (`float`): Milliseconds of the repeats of one timing.
-        gamma (`int`): Drafted tokens of SpecAttn.
-        trees (`tuple[tuple[int, ...], ...]`): Widths of LongSpec's trees; the first is measured first.
-    """
-
-    shape: Shape
-    contexts: tuple[int, ...]
-    points: tuple[tuple[int, int], ...]
-    lengths: tuple[int, ...]
-    nodes: tuple[int, ...]
-    rotating: int
-    matrix: int
-    batches: tuple[int, ...]
-    batch_context: int
-    tokens: int
-    ms: float
-    gamma: int = 7
+    shape: Shape  # sizes of the random target
+    contexts: tuple[int, ...]  # contexts of whole forwards and of iterations
+    points: tuple[tuple[int, int], ...]  # batch and context of the attention cases, most important first
+    lengths: tuple[int, ...]  # prefix lengths that are checked for correctness
+    nodes: tuple[int, ...]  # nodes of a verification
+    rotating: int  # layers that a timed pass goes through, so that no cache level holds what is read
+    matrix: int  # rows and columns of the matrix product whose rate is the ceiling
+    batches: tuple[int, ...]  # batch sizes at `batch_context` tokens
+    batch_context: int  # tokens per row in them
+    tokens: int  # tokens of a timed call of `generate` at most
+    ms: float  # milliseconds of the repeats of one timing
+    gamma: int = 7  # drafted tokens of SpecAttn
     # 64 and 16 nodes with the root, which fill whole tiles of the kernels, and the tree of the paper
+    # widths of LongSpec's trees; the first is measured first
     trees: tuple[tuple[int, ...], ...] = ((4, 16, 16, 16, 11), (4, 4, 4, 3), (4, 16, 16, 16, 16))
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +37,9 @@ class Run(ResultFile):
     The report is written beside the file at the end, also after an interruption.
 
     Args:
-        path (`Path`): A .jsonl file, which is replaced.
         benchmark (`str`): Name of the benchmark in `benchmarks/pages.py`.
-        seconds (`float`): Time limit.
-        settings (`Mapping[str, Any]`): Settings of the benchmark, JSON values only.
         quiet (`bool`, *optional*): Show no progress on standard error.
-        facts (`Mapping[str, Any]`, *optional*): Further facts about the environment.
-        clock: `now` and `started` of [`ResultFile`].
+        options: The other arguments of [`ResultFile`].
     """
 
     report_every = math.inf
@@ -58,11 +53,11 @@ class Run(ResultFile):
         *,
         quiet: bool = False,
         facts: Mapping[str, Any] | None = None,
-        **clock: Any,
+        **options: Any,
     ):
         self.quiet = quiet
-        facts = {"commit": git_commit() or "unknown", **(facts or {})}
-        super().__init__(path, benchmark, PAGES[benchmark].report, seconds, settings or {}, facts, **clock)
+        facts = {"commit": git_commit() or "unknown"} | dict(facts or {})
+        super().__init__(path, benchmark, PAGES[benchmark].report, seconds, settings or {}, facts, **options)
 
     def skip(self, reason: str, **what: Any) -> None:
         """Add a line about a measurement that was left out."""
@@ -89,14 +84,11 @@ class Run(ResultFile):
             print(self._report(self.records))
 
 
-def time_in_turns(functions: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Call functions in turns, each repeat beginning with another one; a list of seconds for each.
-
-    A function that returns a number has timed itself.
-    """
+def time_in_turns(functions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """Call functions that return their seconds in turns, each repeat beginning with another one; a list for each."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _, name in in_turns(list(functions), repeats):
-        seconds[name].append(seconds_of(functions[name]))
+        seconds[name].append(functions[name]())
     return seconds
 
 
@@ -109,31 +101,19 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> dict[s
     return summarize([a / b for a, b in zip(numerators, denominators, strict=True)])
 
 
-def seconds_of(function: Callable[[], object]) -> float:
-    """Time one call, unless it returns the seconds that it has taken."""
-    started = time.perf_counter()
-    result = function()
-    return result if isinstance(result, float) else time.perf_counter() - started
-
-
 class Skip(Exception):
     """The reason for leaving a measurement out; becomes a `skipped` line."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of a call that does the same work every time.
+    """The time of a call that does the same work every time."""
 
-    Args:
-        milliseconds (`list[float]`): One entry per repeat.
-        how (`str`): "graph" (replay of a CUDA graph), "events" (calls between CUDA events, launches included), or
-            "wall" (the clock of the host).
-        note (`str`, *optional*): Why it is not "graph".
-    """
-
-    milliseconds: list[float]
+    milliseconds: list[float]  # one entry per repeat
+    # "graph" (replay of a CUDA graph), "events" (calls between CUDA events, launches included), or "wall" (the clock of
+    # the host)
     how: str
-    note: str | None = None
+    note: str | None = None  # why it is not "graph"
 
     @property
     def median(self) -> float:
@@ -199,24 +179,17 @@ def _seconds_until_done(function: Callable[[], object], device: torch.device) ->
     return time.perf_counter() - started
 
 
-def versions(*packages: str) -> dict[str, str | None]:
-    """Versions of packages; `None` for one that is not installed."""
-    found: dict[str, str | None] = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def parser(description: str | None, name: str, minutes: float) -> argparse.ArgumentParser:
+def parser(
+    description: str | None, name: str, minutes: float, repeats: int | None = None, prompts: bool = False
+) -> argparse.ArgumentParser:
     """Make a parser with the arguments of every benchmark.
 
     Args:
         description (`str`): The docstring of the benchmark.
         name (`str`): Its default result file in `benchmarks/results`.
         minutes (`float`): Its default time limit.
+        repeats (`int`, *optional*): Default of `--repeats`, for benchmarks that time something.
+        prompts (`bool`, *optional*): Add `--target` and `--data`, for benchmarks that run a real model.
     """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--minutes", type=float, default=minutes, help="time limit (default: %(default)s)")
@@ -224,28 +197,15 @@ def parser(description: str | None, name: str, minutes: float) -> argparse.Argum
     output = RESULTS / f"{name}.jsonl"
     made.add_argument("--output", type=Path, default=output, help="a .jsonl file; the report goes next to it")
     made.add_argument("--quiet", action="store_true", help="no progress")
+    if repeats is not None:
+        made.add_argument("--repeats", type=_repeats, default=repeats, help="turns, at least 5 (default: %(default)s)")
+    if prompts:
+        add_prompts(made)
     return made
 
 
-def start(args: argparse.Namespace, benchmark: str, settings: Mapping[str, Any]) -> Run:
-    """Apply `--threads` and begin the run."""
-    set_threads(args.threads)
-    return Run(args.output, benchmark, args.minutes * 60, settings, quiet=args.quiet)
-
-
-def set_threads(threads: int | None) -> None:
-    """Apply `--threads`."""
-    if threads:
-        torch.set_num_threads(threads)
-
-
-def add_repeats(made: argparse.ArgumentParser, default: int = MIN_REPEATS) -> None:
-    """Add `--repeats`, for benchmarks that time something."""
-    made.add_argument("--repeats", type=_repeats, default=default, help="turns, at least 5 (default: %(default)s)")
-
-
 def add_prompts(made: argparse.ArgumentParser) -> None:
-    """Add `--target` and `--data`, for benchmarks that run a real model."""
+    """Add `--target` and `--data`."""
     made.add_argument(
         "--target", default=str(HUB_CARDS / "tiny-target"), help="folder or Hub id (default: %(default)s)"
     )
@@ -255,6 +215,13 @@ def add_prompts(made: argparse.ArgumentParser) -> None:
         help="folder of text files that the target was not trained on, or 'stdlib' for the standard library modules "
         "that the tiny target was not trained on (default); repeatable, the prompts then alternate",
     )
+
+
+def start(args: argparse.Namespace, benchmark: str, settings: Mapping[str, Any], **options: Any) -> Run:
+    """Apply `--threads` and begin the run; `options` are those of [`Run`]."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return Run(args.output, benchmark, args.minutes * 60, settings, quiet=args.quiet, **options)
 
 
 def _repeats(text: str) -> int:
@@ -296,7 +263,7 @@ def load_target(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_prompts(target: str, sources: Sequence[str] | None, window: int, count: int) -> tuple[torch.Tensor, dict]:
-    """Prompts `(count, window)` from every source in turn, and a description of the sources for the result file.
+    """Prompts `(count, window)` from every source in turn, and the settings for the result file that describe them.
 
     A source without a text of `window` tokens is left out.
 
@@ -321,7 +288,7 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
         raise ValueError(f"no text of {window} tokens in {sources}. Pass longer texts with --data.")
     parts = [cut_windows(documents, window, -(-count // len(found))) for documents in found]
     turns = torch.stack(parts, dim=1).flatten(0, 1)[:count]
-    return turns, {"sources": described, "prompts": count, "window": window}
+    return turns, {"target": Path(target).name, "sources": described, "prompts": count, "window": window}
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:

@@ -12,14 +12,13 @@ import argparse
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
-from benchmarks.harness import HUB_CARDS, Run, add_prompts, integers, load_prompts, load_target, parser, start
+from benchmarks.harness import HUB_CARDS, Run, integers, load_prompts, load_target, parser, start
 from benchmarks.hf_side import dynamic_cache
 from examples.distinct_ngrams import ORDERS, distinct
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, Decoding, HfMethod, run_call
@@ -34,22 +33,20 @@ NEAR = 1000
 WARM_UP = 24
 # Slots after the last mark, for baselines that go on there.
 ROOM = 2048
+# Rows of logits that a draft has, for alpha and beta (Eqs. 4 and 6 of the paper).
+LEVELS = 4
+# Tokens of the prompt, and of each baseline at every mark; the paper's way to sample.
+PROMPT, BASELINE_TOKENS = 2048, 512
+MIN_P, PENALTY, PENALTY_WINDOW = 0.1, 1.2, 1024
 
 
 @dataclass(frozen=True, eq=False)
 class LongRow:
-    """One run.
-
-    Args:
-        method (`str`): Name of the method.
-        draft (`DraftModel`): The draft.
-        tokens (`int`): Number of new tokens.
-        decoding ([`Decoding`]): The way in which the target chooses its tokens.
-    """
+    """One run."""
 
     method: str
     draft: Any
-    tokens: int
+    tokens: int  # new ones
     decoding: Decoding
 
     def how(self) -> dict[str, Any]:
@@ -60,17 +57,11 @@ class LongRow:
 
 @dataclass
 class Marks:
-    """Note, at each of some numbers of tokens, the time and the statistics so far; see `on_arrival` of [`TokenClock`].
+    """Note the time and the statistics so far at some numbers of tokens; see `on_arrival` of [`TokenClock`]."""
 
-    Args:
-        marks (`Sequence[int]`): Numbers of tokens, ascending.
-        counts (`Callable[[], SpeculationStats]`): The statistics of the running call.
-        now (`Callable[[], float]`, *optional*): Clock in seconds.
-    """
-
-    marks: Sequence[int]
-    counts: Callable[[], SpeculationStats]
-    now: Callable[[], float] = time.perf_counter
+    marks: Sequence[int]  # numbers of tokens, ascending
+    counts: Callable[[], SpeculationStats]  # the statistics of the running call
+    now: Callable[[], float] = time.perf_counter  # clock in seconds
     times: dict[int, float] = field(default_factory=dict, init=False)
     stats: dict[int, SpeculationStats] = field(default_factory=dict, init=False)
 
@@ -87,19 +78,11 @@ class Marks:
 
 @dataclass
 class LongBenchmark:
-    """Run methods one after another after one prompt, and plain `generate` for a while at every mark.
+    """Run methods one after another after one prompt, and plain `generate` for a while at every mark."""
 
-    Args:
-        model (`PreTrainedModel`): The target, without an end-of-text token.
-        prompt (`torch.LongTensor` of shape `(1, P)`): The prompt of all texts.
-        marks (`Sequence[int]`): Numbers of generated tokens at which to measure.
-        levels (`int`): Rows of logits that a TokenSwift draft has, for alpha and beta (Eqs. 4 and 6 of the paper).
-    """
-
-    model: PreTrainedModel
-    prompt: torch.Tensor
-    marks: Sequence[int]
-    levels: int
+    model: PreTrainedModel  # the target, without an end-of-text token
+    prompt: torch.Tensor  # `(1, P)`, the prompt of all texts
+    marks: Sequence[int]  # numbers of generated tokens at which to measure
     _longest: float = field(default=0.0, init=False)
 
     def measure(self, row: LongRow, baselines: Mapping[str, Any], tokens: int, results: Run) -> None:
@@ -128,6 +111,8 @@ class LongBenchmark:
         call = self._call(row.draft, row, self.prompt, row.tokens, cache, on_arrival=reached)
         text = call.text[0].tolist()
         for mark in marks:
+            stats = reached.stats[mark]
+            logits = max(1, LEVELS * stats.num_spec_steps)
             results.write(
                 "long",
                 method=row.method,
@@ -135,7 +120,9 @@ class LongBenchmark:
                 mark=mark,
                 tokens_per_second=reached.speed(1, mark),
                 tokens_per_second_near=reached.speed(max(1, mark - NEAR), mark),
-                **self._ratios(reached.stats[mark]),
+                tau=significant(stats.mean_acceptance_length),
+                alpha=significant(stats.num_accepted_draft_tokens / logits),
+                beta=significant(stats.num_accepted_ngram_tokens / logits),
                 distinct=[list(distinct(text[:mark], n).values()) for n in ORDERS],
             )
         return torch.cat([self.prompt, call.text], dim=1), cache
@@ -160,14 +147,6 @@ class LongBenchmark:
         room = self.prompt.shape[1] + row.tokens + ROOM
         return SpeculativeCache(self.model.config, 1, room, tree_slots=draft.num_tree_nodes(TargetView(self.model)))
 
-    def _ratios(self, stats: SpeculationStats) -> dict[str, float]:
-        rows = max(1, self.levels * stats.num_spec_steps)
-        return {
-            "tau": significant(stats.mean_acceptance_length),
-            "alpha": significant(stats.num_accepted_draft_tokens / rows),
-            "beta": significant(stats.num_accepted_ngram_tokens / rows),
-        }
-
 
 NGRAMS = {"ngram_candidates": 1, "ngram_num_tokens": 4}
 # Settings in addition to the draft's own, the most important first.
@@ -184,22 +163,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse(arguments)
-    model = load_target(args.target, getattr(torch, args.dtype))
-    tokens, origin = load_prompts(args.target, args.data, args.prompt, 1)
+    model = load_target(args.target, torch.bfloat16)
+    tokens, origin = load_prompts(args.target, args.data, PROMPT, 1)
     rows = [row for row in make_rows(model, args) if row.how()["mode"] in args.modes]
     rows = [row for row in rows if not args.only or row.method in args.only]
-    names = ("compile", "tokens", "dtype", "prompt", "min_p", "penalty", "penalty_window", "near")
-    settings = {"target": Path(args.target).name, **{name: getattr(args, name) for name in names}, **origin}
+    settings = {"tokens": args.tokens, "compile": args.compile, "dtype": "bfloat16", "near": BASELINE_TOKENS}
+    settings |= {"min_p": MIN_P, "penalty": PENALTY, "penalty_window": PENALTY_WINDOW, **origin}
     baselines = {HF: HfMethod(), PLAIN: hf_longspec.PlainDraftModel.from_target(model)}
     marks = sorted({mark for mark in args.marks if mark < args.tokens} | {args.tokens})
     if args.compile:
         for method in (baselines[PLAIN], *(row.draft for row in rows)):
             method.generation_config.compile = "compile"
-    benchmark = LongBenchmark(model, tokens, marks, args.levels)
+    benchmark = LongBenchmark(model, tokens, marks)
     with start(args, "long", settings) as results:
         for row in rows:
             results.say(f"{row.method}, {row.decoding.to_dict()}: {row.tokens} tokens")
-            benchmark.measure(row, baselines if row is rows[0] or row.method == PLAIN else {}, args.near, results)
+            compared = baselines if row is rows[0] or row.method == PLAIN else {}
+            benchmark.measure(row, compared, BASELINE_TOKENS, results)
 
 
 def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]:
@@ -212,8 +192,8 @@ def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]
         return made
 
     def way(mode: str, penalised: bool) -> Decoding:
-        penalty = {"penalty": args.penalty, "window": args.penalty_window} if penalised else {}
-        return replace(MODES[mode], min_p=args.min_p if mode == "sample" else None, **penalty)
+        penalty = {"penalty": PENALTY, "window": PENALTY_WINDOW} if penalised else {}
+        return replace(MODES[mode], min_p=MIN_P if mode == "sample" else None, **penalty)
 
     usual = way("sample", penalised=True)
     rows = [LongRow("TokenSwift", draft({}), args.tokens, usual), LongRow(PLAIN, plain, args.tokens, usual)]
@@ -226,24 +206,15 @@ def make_rows(model: PreTrainedModel, args: argparse.Namespace) -> list[LongRow]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "long", minutes=40)
-    add_prompts(made)
-    made.add_argument("--draft", default=str(HUB_CARDS / "tiny-tokenswift"), help="folder or Hub id")
-    made.add_argument("--rows", choices=["all", "both", "one", "plain"], default="all", help="default: %(default)s")
-    made.add_argument("--only", action="append", help="a method among the rows, such as 'plain loop'; repeatable")
-    made.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="default: both")
-    made.add_argument(
-        "--compile", action="store_true", help="compile the steps of all our methods, before the clock starts"
-    )
-    made.add_argument("--tokens", type=int, default=20_000, help="per row (default: %(default)s)")
-    made.add_argument("--marks", type=integers, default=[20_000, 40_000, 60_000, 80_000, 100_000])
-    made.add_argument("--prompt", type=int, default=2048, help="tokens (default: %(default)s)")
-    made.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
-    made.add_argument("--min-p", type=float, default=0.1, help="default: %(default)s")
-    made.add_argument("--penalty", type=float, default=1.2, help="default: %(default)s")
-    made.add_argument("--penalty-window", type=int, default=1024, help="tokens (default: %(default)s)")
-    made.add_argument("--levels", type=int, default=4, help="of logits, for alpha and beta (default: %(default)s)")
-    made.add_argument("--near", type=int, default=512, help="tokens of each baseline at every mark (default: 512)")
+    made = parser(__doc__, "long", minutes=40, prompts=True)
+    add = made.add_argument
+    add("--draft", default=str(HUB_CARDS / "tiny-tokenswift"), help="folder or Hub id")
+    add("--rows", choices=["all", "both", "one", "plain"], default="all", help="default: %(default)s")
+    add("--only", action="append", help="a method among the rows, such as 'plain loop'; repeatable")
+    add("--modes", nargs="+", choices=list(MODES), default=list(MODES), help="default: both")
+    add("--compile", action="store_true", help="compile the steps of all our methods, before the clock starts")
+    add("--tokens", type=int, default=20_000, help="per row (default: %(default)s)")
+    add("--marks", type=integers, default="20000,40000,60000,80000,100000", help="default: %(default)s")
     return made.parse_args(arguments)
 
 

@@ -14,12 +14,11 @@ handed out under the profiler are followed to their end, so objects that a call 
 their sum is an upper bound. Pages of zeros count in full, touched or not.
 """
 
-import argparse
 import math
 import tracemalloc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import DynamicCache, LlamaForCausalLM
 
 import hf_longspec
-from benchmarks.harness import Run, integers, parser, start
+from benchmarks.harness import Run, parser, start
 from benchmarks.hf_side import dynamic_cache
 from benchmarks.random_inputs import Shape, cache_bytes, full_cache, random_target
 from hf_longspec.bench.calls import HF, PLAIN
@@ -39,15 +38,10 @@ MEASURED = "hf_longspec: measured"
 
 @dataclass(frozen=True)
 class Peak:
-    """Highest number of bytes beyond the state before the call, per allocator.
+    """Highest number of bytes beyond the state before the call, per allocator."""
 
-    Args:
-        torch_bytes (`int`): Tensors and the scratch buffers of operations.
-        python_bytes (`int`): numpy's buffers and Python's objects.
-    """
-
-    torch_bytes: int
-    python_bytes: int
+    torch_bytes: int  # tensors and the scratch buffers of operations
+    python_bytes: int  # numpy's buffers and Python's objects
 
     @property
     def total(self) -> int:
@@ -64,27 +58,18 @@ def peak_memory(function: Callable[..., Any], prepare: Callable[[], tuple[Any, .
             count; where the call gives one back and takes the same size again, nothing is added. No other reference to
             them is kept.
     """
-    with _traced(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        arguments = list(prepare())
-        before = tracemalloc.get_traced_memory()[0]
-        tracemalloc.reset_peak()
-        with record_function(MEASURED):
-            result = function(*(arguments.pop(0) for _ in range(len(arguments))))
-        python = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.start()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            arguments = list(prepare())
+            before = tracemalloc.get_traced_memory()[0]
+            tracemalloc.reset_peak()
+            with record_function(MEASURED):
+                result = function(*(arguments.pop(0) for _ in range(len(arguments))))
+            python = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
     return Peak(_highest(profiler), max(0, python)), result
-
-
-def highest_sum(changes: Sequence[int]) -> int:
-    """The highest value that a running sum from 0 reaches.
-
-    >>> highest_sum([4, -1, 3, -6, 2])
-    6
-    """
-    level = highest = 0
-    for change in changes:
-        level += change
-        highest = max(highest, level)
-    return highest
 
 
 def _highest(profiler: Any) -> int:
@@ -92,19 +77,8 @@ def _highest(profiler: Any) -> int:
     events = profiler.profiler.kineto_results.events()
     (measured,) = [event for event in events if event.name() == MEASURED]
     found = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return highest_sum([size for moment, size in found if measured.start_ns() <= moment <= measured.end_ns()])
-
-
-@contextmanager
-def _traced() -> Iterator[None]:
-    if tracemalloc.is_tracing():
-        yield
-        return
-    tracemalloc.start()
-    try:
-        yield
-    finally:
-        tracemalloc.stop()
+    sizes = [size for moment, size in found if measured.start_ns() <= moment <= measured.end_ns()]
+    return max(accumulate(sizes, initial=0))
 
 
 # More layers than usual for so small a model: scores of one layer exist at a time, and their share of the cache is that
@@ -117,24 +91,20 @@ INDEX_BYTES = 192
 # Share of the keys and values that SpecAttn's scores may take.
 SCORE_SHARE = 0.008
 FIRST_CONTEXT = 64  # of a call that is not measured
+CONTEXTS = (8192, 16384, 32768, 65536)
+CHUNK = 128  # tokens per forward of the prefill
+BUDGET = 1024  # entries of TokenSwift's partial cache
 TOKENS = 3  # the first from the prompt, then two iterations: the second replaces what the first has selected
 
 
 @dataclass(frozen=True)
 class MeasuredDraft:
-    """A draft and what its memory may depend on.
+    """A draft and what its memory may depend on."""
 
-    Args:
-        draft (`DraftModel`): With its settings.
-        ratio (`float`, *optional*): Share of the cache that it copies.
-        floor (`int`): Entries that it copies at least.
-        index (`bool`): Whether it keeps an index of the text.
-    """
-
-    draft: Any
-    ratio: float = 0.0
-    floor: int = 0
-    index: bool = False
+    draft: Any  # with its settings
+    ratio: float = 0.0  # share of the cache that it copies
+    floor: int = 0  # entries that it copies at least
+    index: bool = False  # whether it keeps an index of the text
 
     @property
     def bytes_per_token(self) -> int:
@@ -157,21 +127,13 @@ class MeasuredDraft:
 
 @dataclass
 class MemoryBenchmark:
-    """Measure every draft at every context, then the prefill.
+    """Measure every draft at every context, then the prefill."""
 
-    Args:
-        model (`LlamaForCausalLM`): On the CPU, never ending by itself.
-        shape ([`Shape`]): Its sizes.
-        drafts (`Mapping[str, MeasuredDraft]`): By name; one of them is `PLAIN`.
-        chunk (`int`): Tokens per forward of the prefill.
-        results ([`Run`]): Where the lines go.
-    """
-
-    model: LlamaForCausalLM
-    shape: Shape
-    drafts: Mapping[str, MeasuredDraft]
-    chunk: int
-    results: Run
+    model: LlamaForCausalLM  # on the CPU, never ending by itself
+    shape: Shape  # its sizes
+    drafts: Mapping[str, MeasuredDraft]  # by name; one of them is `PLAIN`
+    chunk: int  # tokens per forward of the prefill
+    results: Run  # where the lines go
 
     def __post_init__(self) -> None:
         self._prefill_of_hf = 0
@@ -270,20 +232,20 @@ class MemoryBenchmark:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
+    args = parser(__doc__, "memory", minutes=6).parse_args(arguments)
     torch.manual_seed(0)
-    settings = {"shape": vars(SHAPE), "dtype": args.dtype, "chunk": args.chunk, "budget": args.budget}
+    settings = {"shape": vars(SHAPE), "dtype": "float32", "chunk": CHUNK, "budget": BUDGET}
     with start(args, "memory", settings) as results:
-        model = random_target(SHAPE, max(args.contexts) + 64, torch.device("cpu"), getattr(torch, args.dtype))
-        MemoryBenchmark(model, SHAPE, make_drafts(model, args), chunk=args.chunk, results=results).run(args.contexts)
+        model = random_target(SHAPE, max(CONTEXTS) + 64, torch.device("cpu"), torch.float32)
+        MemoryBenchmark(model, SHAPE, make_drafts(model), chunk=CHUNK, results=results).run(CONTEXTS)
 
 
-def make_drafts(model: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, MeasuredDraft]:
+def make_drafts(model: LlamaForCausalLM, budget: int = BUDGET) -> dict[str, MeasuredDraft]:
     """Every kind of draft with its default settings, and what its memory may depend on."""
     specattn = hf_longspec.SpecAttnDraftModel.from_target(model, num_assistant_tokens=4)
     ratio, floor = specattn.setting("sparse_ratio"), specattn.setting("sparse_min_tokens")
     heads = hf_longspec.TokenSwiftDraftModel.from_target(model)
-    heads.generation_config.update(self_draft="partial_kv", partial_kv_budget=args.budget)
+    heads.generation_config.update(self_draft="partial_kv", partial_kv_budget=budget)
     return {
         PLAIN: MeasuredDraft(hf_longspec.PlainDraftModel.from_target(model)),
         "SpecAttn, gamma 4": MeasuredDraft(specattn, ratio, floor),
@@ -292,15 +254,6 @@ def make_drafts(model: LlamaForCausalLM, args: argparse.Namespace) -> dict[str, 
         "TokenSwift, partial_kv": MeasuredDraft(heads),
         "n-grams": MeasuredDraft(hf_longspec.NgramDraftModel.from_target(model), index=True),
     }
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "memory", minutes=6)
-    made.add_argument("--contexts", type=integers, default=[8192, 16384, 32768, 65536], help="default: 8K to 64K")
-    made.add_argument("--chunk", type=int, default=128, help="tokens per forward of the prefill (default: %(default)s)")
-    made.add_argument("--budget", type=int, default=1024, help="TokenSwift's partial cache (default: %(default)s)")
-    made.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="default: float32")
-    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -7,31 +7,19 @@ beside it.
     python -m benchmarks.ngram --target hub_cards/tiny-target --data novels --data stdlib --threads 1
 """
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import hf_longspec
+from benchmarks import harness
 from benchmarks.acceptance import AcceptanceBenchmark, Setting
 from benchmarks.engine import measure_speed
-from benchmarks.harness import (
-    Run,
-    add_prompts,
-    add_repeats,
-    integers,
-    load_prompts,
-    load_target,
-    names,
-    parser,
-    prefilled,
-    start,
-)
 from hf_longspec.bench.calls import MODES, PLAIN, HfMethod
-from hf_longspec.bench.prefill import PrefilledPrompts
 
+LENGTHS, PROMPTS, TOKENS = [2048, 8192], 24, 128
+BATCH = 8  # prompts of one call where tau is counted, ours only
 # Differences are taken to the first: transformers' defaults. The second has the lengths of our defaults.
 LOOKUPS: dict[str, dict[str, Any]] = {
     "hf prompt lookup, 10 tokens": {"prompt_lookup_num_tokens": 10},
@@ -51,27 +39,23 @@ NGRAMS: dict[str, dict[str, Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
-    model = load_target(args.target, torch.float32)
-    tokens, origin = load_prompts(args.target, args.data, max(args.lengths), args.prompts)
-    settings = {"target": Path(args.target).name, "tokens": args.tokens, "repeats": args.repeats, **origin}
-    settings["defaults"] = hf_longspec.NgramDraftModel.settings | {"gate": False}
-    with start(args, "ngram", settings) as results:
-        prompts = prefilled(model, tokens, results)
+    made = harness.parser(__doc__, "ngram", minutes=40, repeats=harness.MIN_REPEATS, prompts=True)
+    made.add_argument("--parts", type=harness.names, default="speed,tau", help="default: %(default)s")
+    args = made.parse_args(arguments)
+    model = harness.load_target(args.target, torch.float32)
+    tokens, origin = harness.load_prompts(args.target, args.data, max(LENGTHS), PROMPTS)
+    defaults = hf_longspec.NgramDraftModel.settings | {"gate": False}
+    settings = {"tokens": TOKENS, "repeats": args.repeats, **origin, "defaults": defaults}
+    with harness.start(args, "ngram", settings) as results:
+        prompts = harness.prefilled(model, tokens, results)
         if "speed" in args.parts:
             # one prompt at a time, as transformers' prompt lookup has it
-            sizes = {"contexts": args.lengths, "batches": [1], "dtypes": ["float32"]}
-            sizes |= {"tokens": args.tokens, "repeats": args.repeats}
-            measure_speed(results, {"float32": model}, make_methods, prompts, **sizes)
+            sizes = {"contexts": LENGTHS, "batches": [1], "dtypes": ["float32"], "tokens": TOKENS}
+            measure_speed(results, {"float32": model}, make_methods, prompts, **sizes, repeats=args.repeats)
         if "tau" in args.parts:
-            measure_tau(model, prompts, args, results)
-
-
-def measure_tau(model: PreTrainedModel, prompts: PrefilledPrompts, args: argparse.Namespace, results: Run) -> None:
-    """tau of every method on every prompt."""
-    methods = {name: method for name, method in make_methods(model).items() if name != PLAIN}
-    plan = [(name, Setting.of(mode), length) for length in args.lengths for mode in MODES for name in methods]
-    AcceptanceBenchmark(model, methods, prompts, args.tokens, args.batch).run(plan, results)
+            methods = {name: method for name, method in make_methods(model).items() if name != PLAIN}
+            plan = [(name, Setting.of(mode), length) for length in LENGTHS for mode in MODES for name in methods]
+            AcceptanceBenchmark(model, methods, prompts, TOKENS, BATCH).run(plan, results)
 
 
 def make_methods(model: PreTrainedModel) -> dict[str, Any]:
@@ -81,18 +65,6 @@ def make_methods(model: PreTrainedModel) -> dict[str, Any]:
     for name, options in NGRAMS.items():
         methods[name] = hf_longspec.NgramDraftModel.from_target(model, **options)
     return methods
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "ngram", minutes=40)
-    add_repeats(made)
-    add_prompts(made)
-    made.add_argument("--parts", type=names, default=["speed", "tau"], help="default: speed,tau")
-    made.add_argument("--lengths", type=integers, default=[2048, 8192], help="default: 2048,8192")
-    made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
-    made.add_argument("--tokens", type=int, default=128, help="per prompt (default: %(default)s)")
-    made.add_argument("--batch", type=int, default=8, help="prompts of one call where tau is counted, ours only")
-    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -6,27 +6,25 @@ at every offset, with and without anchored first positions, and compared with it
     python -m benchmarks.offsets --data novels --data stdlib
 """
 
-import argparse
-from pathlib import Path
-
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.harness import add_prompts, integers, load_prompts, load_target, parser, start
+from benchmarks.harness import load_prompts, load_target, parser, start
 from hf_longspec.bench.summaries import mean_interval
 from hf_longspec.modeling.longspec.training_longspec import anchor_offset_positions
 
 ANCHORS = 4
+OFFSETS = (0, 1024, 4096, 8192, 15360)
+LENGTH, WINDOWS = 512, 24
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
+    args = parser(__doc__, "offsets", minutes=10, prompts=True).parse_args(arguments)
     model = load_target(args.target, torch.float32)
-    tokens, origin = load_prompts(args.target, args.data, args.length, args.windows)
-    settings = {"target": Path(args.target).name, "length": args.length, **origin}
-    with start(args, "offsets", settings) as results:
+    tokens, origin = load_prompts(args.target, args.data, LENGTH, WINDOWS)
+    with start(args, "offsets", {"length": LENGTH, **origin}) as results:
         base = losses(model, tokens, 0, 0)
-        for offset in args.offsets:
+        for offset in OFFSETS:
             for anchors in (ANCHORS, 0) if offset else (ANCHORS,):
                 moved = losses(model, tokens, offset, anchors)
                 found = {"loss": mean_interval(moved.tolist()), "difference": mean_interval((moved - base).tolist())}
@@ -42,15 +40,6 @@ def losses(model: PreTrainedModel, tokens: torch.Tensor, offset: int, anchors: i
         logits = model(input_ids=row[None], position_ids=positions, past_key_values=DynamicCache()).logits[0, :-1]
         found.append(torch.nn.functional.cross_entropy(logits.float(), row[1:]))
     return torch.stack(found)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "offsets", minutes=10)
-    add_prompts(made)
-    made.add_argument("--offsets", type=integers, default=[0, 1024, 4096, 8192, 15360], help="default: 0 to 15K")
-    made.add_argument("--length", type=int, default=512, help="tokens per window (default: %(default)s)")
-    made.add_argument("--windows", type=int, default=24, help="default: %(default)s")
-    return made.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from benchmarks import figure_report
 from hf_longspec.bench.calls import HF, PLAIN
@@ -11,12 +10,13 @@ from hf_longspec.bench.markdown import (
     Column,
     acceptance_table,
     environment_line,
+    pivot,
     plus_minus,
     range_of,
     table,
     with_defaults,
 )
-from hf_longspec.bench.results import Record, of_kind
+from hf_longspec.bench.results import Record, grouped, of_kind
 
 Columns = Mapping[str, Column]
 # Suffix of the name of a method with compiled steps.
@@ -44,6 +44,15 @@ def titled(heading: str, rows: Sequence[Record], columns: Columns) -> list[str]:
     return [heading, table(rows, columns)] if rows else []
 
 
+def by_value(rows: Sequence[Record], key: str, titles: Mapping[str, str], columns: Columns) -> list[str]:
+    """A table with its heading for each value of `key`."""
+    return [
+        part
+        for value, title in titles.items()
+        for part in titled(title, [row for row in rows if row[key] == value], columns)
+    ]
+
+
 ENGINE_NOTE = (
     "Tokens per second of all rows together, from the first token to the last, on a cache that was prefilled "
     "before; median of interleaved repeats, lowest and highest in brackets, ratios taken within a repeat. `hf "
@@ -64,11 +73,6 @@ def kind_of(method: str) -> str:
     return method.split(",")[0] + (COMPILED if method.endswith(COMPILED) else "")
 
 
-def kinds_of(records: Sequence[Record]) -> list[str]:
-    """Every kind but plain `generate`, in the order of the file."""
-    return list(dict.fromkeys(kind_of(row["method"]) for row in of_kind(records, "decoding") if row["method"] != HF))
-
-
 def best_of_cells(records: Sequence[Record]) -> dict[Place, dict[str, Record]]:
     """For each (dtype, context, batch, mode) the fastest record of every kind, plain `generate` included.
 
@@ -85,18 +89,18 @@ def best_of_cells(records: Sequence[Record]) -> dict[Place, dict[str, Record]]:
 
 def engine_headline(records: Sequence[Record]) -> str:
     """One row per cell and mode: speed of plain `generate`, ratios of the others, each kind of draft at its best."""
-    cells = [dict(zip(("dtype", "context", "batch", "mode"), at, strict=True)) | {"best": best}
-             for at, best in best_of_cells(records).items()]  # fmt: skip
-    columns: dict[str, Any] = {name: name for name in ("dtype", "context", "batch", "mode")}
-    columns["`generate`, tokens/s"] = lambda at: fixed("tokens_per_second", 1)(at["best"].get(HF, {}))
-    for kind in kinds_of(records):
-        columns[kind] = lambda at, kind=kind: _ratios(at["best"].get(kind))
-    return table(cells, columns)
+    place, speed = ("dtype", "context", "batch", "mode"), "`generate`, tokens/s"
+    lines = [
+        dict(zip(place, at, strict=True))
+        | {speed: fixed("tokens_per_second", 1)(best.get(HF, {}))}
+        | {kind: _ratios(row) for kind, row in best.items() if kind != HF}
+        for at, best in best_of_cells(records).items()
+    ]
+    kinds = [kind_of(row["method"]) for row in of_kind(records, "decoding") if row["method"] != HF]
+    return table(lines, {name: name for name in (*place, speed, *kinds)})
 
 
-def _ratios(row: Record | None) -> str:
-    if row is None:
-        return ""
+def _ratios(row: Record) -> str:
     name = row["method"].removesuffix(COMPILED)
     to_hf = f"{row['ratio_to_hf']['median']:.2f}x"
     eager = f", {row['ratio_to_eager']['median']:.2f}x eager" if "ratio_to_eager" in row else ""
@@ -120,12 +124,7 @@ def speed_tables(records: Sequence[Record]) -> list[str]:
         "x eager": spread("ratio_to_eager"),
     }
     titles = {"sample": "## Sampling at temperature 1", "greedy": "## Greedy"}
-    decoding = of_kind(records, "decoding")
-    return [
-        part
-        for mode, title in titles.items()
-        for part in titled(title, [row for row in decoding if row["mode"] == mode], columns)
-    ]
+    return by_value(of_kind(records, "decoding"), "mode", titles, columns)
 
 
 NGRAM_NOTE = (
@@ -245,20 +244,12 @@ MEMORY_NOTE = (
 
 def memory_headline(records: Sequence[Record]) -> str:
     """One row per method of either part, one column per context."""
-    rows = of_kind(records, "memory")
-    found = {(row["part"], row["method"], row["context"]): row for row in rows}
-    columns: dict[str, Any] = {"part": "part", "method": "method"}
-    for context in sorted({row["context"] for row in rows}):
-        columns[f"{context} tokens"] = lambda row, context=context: _share(
-            found.get((row["part"], row["method"], context))
-        )
-    first_of_each = {(row["part"], row["method"]): row for row in reversed(rows)}
-    order = dict.fromkeys((row["part"], row["method"]) for row in rows)
-    return table([first_of_each[one] for one in order], columns)
+    columns: Columns = {"part": "part", "method": "method"}
+    return pivot(of_kind(records, "memory"), columns, "context", "{} tokens", _share)
 
 
-def _share(row: Record | None) -> str:
-    return "" if row is None else f"{_mib('extra_bytes')(row)} MiB, {row['extra_bytes'] / row['kv_bytes']:.2%}"
+def _share(row: Record) -> str:
+    return f"{_mib('extra_bytes')(row)} MiB, {row['extra_bytes'] / row['kv_bytes']:.2%}"
 
 
 def _mib(key: str) -> Callable[[Record], str]:
@@ -277,12 +268,7 @@ def memory_tables(records: Sequence[Record]) -> list[str]:
         "keys and values, MiB": _mib("kv_bytes"),
     }
     titles = {"decode": "## Decoding after a full cache", "prefill": "## The last chunk of a prompt"}
-    rows = of_kind(records, "memory")
-    return [memory_headline(records)] + [
-        part
-        for name, title in titles.items()
-        for part in titled(title, [row for row in rows if row["part"] == name], columns)
-    ]
+    return [memory_headline(records), *by_value(of_kind(records, "memory"), "part", titles, columns)]
 
 
 GATED, UNGATED = ", gated", ", ungated"  # suffixes of the names of ways to decode
@@ -381,19 +367,15 @@ def gpu_tables(records: Sequence[Record]) -> list[str]:
     }
     parts += titled("## Predictions", predicted, columns)
     parts += [part for kind in GPU_TABLES for part in _gpu_table(records, kind)]
-    checked = of_kind(records, "correctness")
-    backends: dict[str, list[Record]] = {}
-    for row in checked:
-        backends.setdefault(row["backend"], []).append(row)
-    wrong: Columns = {
-        "backend": lambda rows: rows["own"][0]["backend"],
-        "cases": lambda rows: len(rows["own"]),
-        "wrong": lambda rows: (
-            "; ".join(f"{row['lengths']} x {row['nodes']}: {row['error']}" for row in rows["own"] if not row["right"])
-            or "none"
-        ),
-    }
-    parts += titled("## Against float64", [{"own": own} for own in backends.values()], wrong)
+    checked = [
+        {
+            "backend": backend,
+            "cases": len(own),
+            "wrong": "; ".join(_miss(row) for row in own if not row["right"]) or "none",
+        }
+        for backend, own in grouped(of_kind(records, "correctness"), lambda row: row["backend"]).items()
+    ]
+    parts += titled("## Against float64", checked, {name: name for name in ("backend", "cases", "wrong")})
     operations: Columns = {"operation": "name", "calls": "calls", "ms": lambda row: f"{row['ms']:g}"}
     for found in of_kind(records, "profile"):
         what = f"{found['nodes']} nodes after {found['context']}, {found['launches']} launches"
@@ -404,6 +386,10 @@ def gpu_tables(records: Sequence[Record]) -> list[str]:
         for row in of_kind(records, "failed")
     ]
     return parts + (["Failed:\n\n" + "\n".join(failed)] if failed else [])
+
+
+def _miss(row: Record) -> str:
+    return f"{row['lengths']} x {row['nodes']}: {row['error']}"
 
 
 def left_out(records: Sequence[Record]) -> list[str]:
@@ -419,21 +405,13 @@ def left_out(records: Sequence[Record]) -> list[str]:
 
 @dataclass(frozen=True)
 class Page:
-    """The way in which the results of one benchmark are shown.
+    """The way in which the results of one benchmark are shown."""
 
-    Args:
-        title (`str`): Heading of the part that documents quote, and of the report unless it has its own.
-        note (`str`): How to read the numbers.
-        headline (`Callable`): The part that documents quote.
-        parts (`Callable`, *optional*): The report; the headline by default.
-        report_title (`str`, *optional*): Heading of the report.
-    """
-
-    title: str
-    note: str
-    headline: Callable[[Sequence[Record]], str]
-    parts: Callable[[Sequence[Record]], list[str]] | None = None
-    report_title: str | None = None
+    title: str  # heading of the part that documents quote, and of the report unless it has its own
+    note: str  # how to read the numbers
+    headline: Callable[[Sequence[Record]], str]  # the part that documents quote
+    parts: Callable[[Sequence[Record]], list[str]] | None = None  # the report; the headline by default
+    report_title: str | None = None  # heading of the report
 
     def report(self, records: Sequence[Record]) -> str:
         """The report, with its environment and what was left out."""

@@ -6,9 +6,10 @@ same; on the tiny shape they mean nothing.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from benchmarks.harness import Record
 from hf_longspec.bench.calls import PLAIN
+from hf_longspec.bench.results import Record, of_kind
 
 SHORT, MIDDLE = 8192, 32768
 # Records to (measured value, whether it is as expected), for everything that a statement is about.
@@ -32,12 +33,12 @@ class Prediction:
 
 
 def value_of(
-    key: str, low: float = float("-inf"), high: float = float("inf"), most_floors: float = float("inf"), **where: object
+    key: str, low: float = float("-inf"), high: float = float("inf"), most_floors: float = float("inf"), **where: Any
 ) -> Judge:
     """A value of the lines that `where` selects is within bounds, and their time within so many floors."""
 
     def judge(records: Sequence[Record]) -> Iterator[tuple[float, bool]]:
-        for line in lines(records, **where):
+        for line in of_kind(records, **where):
             value = line["ms"]["median"] if key == "ms" else line[key]
             yield value, low <= value <= high and line.get("times_floor", 0.0) <= most_floors
 
@@ -45,27 +46,22 @@ def value_of(
 
 
 def against_one(
-    nodes: int, low: float, high: float, compare: Callable[[float, float], float] = lambda a, b: a / b, **where: object
+    nodes: int, low: float, high: float, compare: Callable[[float, float], float] = lambda a, b: a / b, **where: Any
 ) -> Judge:
     """The time for some nodes over that for one node, or another comparison of the two, is within bounds."""
 
     def judge(records: Sequence[Record]) -> Iterator[tuple[float, bool]]:
-        for line in lines(records, nodes=nodes, **where):
+        for line in of_kind(records, nodes=nodes, **where):
             same = {name: line.get(name) for name in ("kind", "backend", "batch", "context", "mode", "side")}
-            for alone in lines(records, nodes=1, **same):
+            for alone in of_kind(records, nodes=1, **same):
                 value = compare(line["ms"]["median"], alone["ms"]["median"])
                 yield value, low <= value <= high
 
     return judge
 
 
-def lines(records: Sequence[Record], **where: object) -> Iterator[Record]:
-    """The timed lines with these values."""
-    return (line for line in records if "ms" in line and all(line.get(name) == value for name, value in where.items()))
-
-
 def _no_draft_beats_its_floor(records: Sequence[Record]) -> Iterator[tuple[float, bool]]:
-    drafts = (line for line in lines(records, kind="iteration") if line["draft"] != PLAIN)
+    drafts = (line for line in of_kind(records, "iteration") if line["draft"] != PLAIN)
     return ((line["times_floor"], line["times_floor"] >= 1.0) for line in drafts)
 
 

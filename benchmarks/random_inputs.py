@@ -18,6 +18,7 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import AttentionState, merge_attention_states
 from hf_longspec.attention_backends.reference import prefix_attention, tree_attention
 from hf_longspec.attention_backends.registry import AttentionBackend
+from hf_longspec.bench.calls import endless
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 
@@ -58,21 +59,10 @@ class Shape:
 
 
 def random_target(shape: Shape, max_length: int, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
-    """A random model, drawn on the device: norms at 1, everything else normal with standard deviation 0.02."""
-    config = shape.config(max_length)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).eval().to(dtype)
-    model.to_empty(device=device)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffer is not a parameter
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-        if parameter.dim() == 1:
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, 0.02)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    """A random model without an end-of-text token, drawn on the device by transformers' own initialization."""
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(shape.config(max_length), dtype=dtype)
+    return endless(model.eval().requires_grad_(False))
 
 
 def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> None:
@@ -119,19 +109,12 @@ def random_tree(nodes: int, vocab: int, batch: int = 1, device: torch.device | s
 
 @dataclass
 class DeviceAttention:
-    """Attention of N nodes after prefixes of possibly different lengths, on one device.
+    """Attention of N nodes after prefixes of possibly different lengths, on one device."""
 
-    Args:
-        lengths (`tuple[int, ...]`): Prefix of each row.
-        layers (`list`): Keys and values, `(B, K, at least longest + N, D)`; the nodes' slots are overwritten.
-        tree ([`DraftTree`]): The nodes.
-        heads (`int`): Query heads.
-    """
-
-    lengths: tuple[int, ...]
-    layers: Sequence[Layer]
-    tree: DraftTree
-    heads: int
+    lengths: tuple[int, ...]  # prefix of each row
+    layers: Sequence[Layer]  # keys and values, `(B, K, at least longest + N, D)`; the nodes' slots are overwritten
+    tree: DraftTree  # the nodes
+    heads: int  # query heads
     query: torch.Tensor = field(init=False)
     scaling: float = field(init=False)
 

@@ -13,20 +13,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks.floors import CONFIGS, MACHINES, Iteration, Machine, Roofline, TargetShape, shape_of
+from benchmarks.floors import CONFIGS, MACHINES, Machine, Roofline, TargetShape, shape_of
 from benchmarks.harness import integers, trees
 from benchmarks.pages import Columns, fixed
 from hf_longspec.bench.markdown import table
-
-
-def iterations(at: Roofline, args: argparse.Namespace) -> list[Iteration]:
-    """Every drafter at one point, with the settings of the command line."""
-    return [
-        *(at.longspec(list(widths)) for widths in args.trees),
-        *(at.specattn(gamma, args.ratio) for gamma in args.gammas),
-        at.tokenswift(args.branching, budget=args.budget),
-        at.tokenswift(args.branching, budget=None),
-    ]
 
 
 def roofline_rows(shape: TargetShape, machine: Machine, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -38,6 +28,11 @@ def roofline_rows(shape: TargetShape, machine: Machine, args: argparse.Namespace
     rows = []
     for batch, context in product(args.batches, args.contexts):
         at = Roofline(shape, machine, batch, context, args.weight_bytes, args.kv_bytes, args.attention_tflops)
+        drafted = [
+            *(at.longspec(widths) for widths in args.trees),
+            *(at.specattn(gamma, args.ratio) for gamma in args.gammas),
+            *(at.tokenswift(args.branching, budget=budget) for budget in (args.budget, None)),
+        ]
         rows.append(
             {
                 "target": shape.name,
@@ -52,7 +47,7 @@ def roofline_rows(shape: TargetShape, machine: Machine, args: argparse.Namespace
                 "ar_ms": at.ar_ms,
                 "verify_ms": {str(count): at.verify_ms(count) for count in args.nodes},
                 "masked_verify_ms": {str(count): at.masked_verify_ms(count) for count in args.nodes},
-                "iterations": [iteration.to_dict() for iteration in iterations(at, args)],
+                "iterations": [iteration.to_dict() for iteration in drafted],
             }
         )
     return rows
@@ -90,7 +85,24 @@ def roofline_markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    made = argument_parser()
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = made.add_argument
+    add("--target", default="Llama-3.1-8B", help=f"{', '.join(CONFIGS)}, a folder or a Hub id (default: %(default)s)")
+    add("--gpu", choices=list(MACHINES), default="H200", help="default: %(default)s")
+    add("--tbs", type=float, help="measured bandwidth, 10^12 bytes per second")
+    add("--tflops", type=float, help="measured matrix products, 10^12 operations per second")
+    add("--attention-tflops", type=float, help="what the attention kernel reaches (default: as --tflops)")
+    add("--batches", type=integers, default="1,4,8", help="default: %(default)s")
+    add("--contexts", type=integers, default="8192,32768,131072", help="default: %(default)s")
+    add("--nodes", type=integers, default="16,64", help="nodes of a verification (default: %(default)s)")
+    add("--weight-bytes", type=float, default=2.0, help="2 for bfloat16, 1 for FP8, 0.5 for 4 bits (default: 2)")
+    add("--kv-bytes", type=float, default=2.0, help="likewise for the cache (default: 2)")
+    add("--trees", type=trees, default="4+16+16+16+11,4+4+4+3", help="of LongSpec (default: %(default)s)")
+    add("--gammas", type=integers, default="6,9", help="drafted tokens of SpecAttn (default: %(default)s)")
+    add("--ratio", type=float, default=0.07, help="share that SpecAttn drafts over (default: %(default)s)")
+    add("--branching", type=integers, default="1,3,3,3", help="TokenSwift's children (default: %(default)s)")
+    add("--budget", type=int, default=4096, help="of TokenSwift's partial cache (default: %(default)s)")
+    add("--json", action="store_true", help="JSON in place of tables")
     args = made.parse_args(arguments)
     try:
         rows = roofline_rows(shape_of(args.target), machine_of(args), args)
@@ -106,28 +118,6 @@ def machine_of(args: argparse.Namespace) -> Machine:
     if args.tbs is None:
         return MACHINES[args.gpu]
     return Machine(f"{args.gpu}, measured rates", args.tbs, args.tflops, MACHINES[args.gpu].memory_gb)
-
-
-def argument_parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, wide = made.add_argument, [[4, 16, 16, 16, 11], [4, 4, 4, 3]]
-    add("--target", default="Llama-3.1-8B", help=f"{', '.join(CONFIGS)}, a folder or a Hub id (default: %(default)s)")
-    add("--gpu", choices=list(MACHINES), default="H200", help="default: %(default)s")
-    add("--tbs", type=float, help="measured bandwidth, 10^12 bytes per second")
-    add("--tflops", type=float, help="measured matrix products, 10^12 operations per second")
-    add("--attention-tflops", type=float, help="what the attention kernel reaches (default: as --tflops)")
-    add("--batches", type=integers, default=[1, 4, 8], help="default: 1,4,8")
-    add("--contexts", type=integers, default=[8192, 32768, 131072], help="default: 8192,32768,131072")
-    add("--nodes", type=integers, default=[16, 64], help="nodes of a verification (default: 16,64)")
-    add("--weight-bytes", type=float, default=2.0, help="2 for bfloat16, 1 for FP8, 0.5 for 4 bits (default: 2)")
-    add("--kv-bytes", type=float, default=2.0, help="likewise for the cache (default: 2)")
-    add("--trees", type=trees, default=wide, help="LongSpec's widths (default: 4+16+16+16+11,4+4+4+3)")
-    add("--gammas", type=integers, default=[6, 9], help="drafted tokens of SpecAttn (default: 6,9)")
-    add("--ratio", type=float, default=0.07, help="share that SpecAttn drafts over (default: %(default)s)")
-    add("--branching", type=integers, default=[1, 3, 3, 3], help="TokenSwift's children (default: 1,3,3,3)")
-    add("--budget", type=int, default=4096, help="of TokenSwift's partial cache (default: %(default)s)")
-    add("--json", action="store_true", help="JSON in place of tables")
-    return made
 
 
 if __name__ == "__main__":

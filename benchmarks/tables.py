@@ -55,11 +55,6 @@ def replace_between(text: str, content: str) -> str:
     return f"{before}{START}\n\n{content}\n\n{END}{after}"
 
 
-def write_between(page: Path, content: str) -> None:
-    """Replace the text between the markers of a file."""
-    page.write_text(replace_between(page.read_text(encoding="utf-8"), content), encoding="utf-8")
-
-
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -76,7 +71,9 @@ def main(arguments: list[str] | None = None) -> None:
         if args.page:
             sections = [section(read_records(path)) for path in args.results]
             sections.sort(key=lambda found: list(PAGES).index(found[0]))
-            write_between(args.page, "\n\n".join(text for _, text in sections))
+            page = args.page.read_text(encoding="utf-8")
+            content = "\n\n".join(text for _, text in sections)
+            args.page.write_text(replace_between(page, content), encoding="utf-8")
             print(f"{args.page}: {', '.join(name for name, _ in sections)}")
     except (OSError, ValueError) as error:
         parser.error(str(error))

@@ -6,26 +6,17 @@ single node is what plain decoding runs: there transformers needs no mask. Needs
     python -m benchmarks.verification
 """
 
-import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import torch
 from transformers import LlamaForCausalLM
 
-from benchmarks.harness import Run, add_repeats, integers, names, parser, ratios, seconds_of, start, time_in_turns
+from benchmarks import random_inputs
+from benchmarks.harness import MIN_REPEATS, Run, parser, ratios, start, time_in_turns
 from benchmarks.hf_side import HfForward, block_mask, hf_attention
-from benchmarks.random_inputs import (
-    LOGIT_BUDGET,
-    DeviceAttention,
-    Shape,
-    cast,
-    full_cache,
-    random_target,
-    random_tree,
-    relative_error,
-)
+from benchmarks.random_inputs import LOGIT_BUDGET, DeviceAttention, Shape, relative_error
 from hf_longspec.attention_backends.registry import AttentionCall, select
 from hf_longspec.bench.machine import read_gb_per_second
 from hf_longspec.bench.summaries import significant, summarize
@@ -33,6 +24,7 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView
 
+CONTEXT, NODES, DTYPES = 16384, (1, 8, 16, 64), ("float32", "bfloat16")
 # Relative error of the attention against float64: at most that of plain torch in the same dtype, times the factor.
 FLOAT32_FLOOR, FLOAT32_FACTOR, BFLOAT16_FACTOR = 2e-6, 1.5, 2.0
 CPU = torch.device("cpu")
@@ -51,25 +43,20 @@ def measure(
     """Measure both parts in one dtype after another, so that only one copy of the weights exists.
 
     Args:
-        results ([`Run`]): Where the records go.
-        shape ([`Shape`]): Sizes of the random model.
-        context (`int`): Prefix length.
         nodes (`Sequence[int]`): Tree sizes.
-        dtypes (`Sequence[str]`): Names of dtypes.
-        repeats (`int`): Turns.
         bandwidth (`float`): Memory bandwidth in 10^9 bytes per second, for the floor.
     """
     results.say("drawing random weights, keys and values")
-    model = random_target(shape, context + max(nodes), CPU, torch.bfloat16)
+    model = random_inputs.random_target(shape, context + max(nodes), CPU, torch.bfloat16)
     parts = {"attention": AttentionCase, "forward": ForwardCase}
     for name in dtypes:
-        cast(model, getattr(torch, name))  # from bfloat16 to float32 and back without loss
-        cache = full_cache(model, 1, context, 1, max(nodes))
+        random_inputs.cast(model, getattr(torch, name))  # from bfloat16 to float32 and back without loss
+        cache = random_inputs.full_cache(model, 1, context, 1, max(nodes))
         for part, count in product(parts, nodes):
             what = {"part": part, "dtype": name, "nodes": count, "context": context}
             if not results.has_time(**what):
                 continue
-            case = parts[part](model, cache, random_tree(count, shape.vocab))
+            case = parts[part](model, cache, random_inputs.random_tree(count, shape.vocab))
             error, budget, once, others = case.check()
             checked = {"error": significant(error), "budget": significant(budget), **others}
             # reading these tensors once takes so long at least
@@ -78,8 +65,10 @@ def measure(
                 results.skip("not timed: its error is over the budget", **what, **checked)
             elif results.has_time(once * repeats, **what):
                 results.say(f"{what}: error {error:.1e} within {budget:.1e}, timing {once * repeats:.0f} s")
-                seconds = time_in_turns(case.sides(), repeats)
-                sides = {f"{side}_ms": summarize([value * 1e3 for value in seconds[side]]) for side in ("hf", "ours")}
+                seconds = time_in_turns(
+                    {"hf": lambda case=case: case.hf()[0], "ours": lambda case=case: case.ours()[0]}, repeats
+                )
+                sides = {f"{side}_ms": summarize([value * 1e3 for value in taken]) for side, taken in seconds.items()}
                 results.write("verification", **what, **sides, ratio=ratios(seconds["hf"], seconds["ours"]), **checked)
 
 
@@ -87,9 +76,7 @@ class AttentionCase:
     """Attention alone, layer after layer so that no cache level of the processor holds what is read.
 
     Args:
-        model (`LlamaForCausalLM`): Of the cache.
         cache ([`SpeculativeCache`]): Keys and values of one row; the nodes' slots are overwritten.
-        tree ([`DraftTree`]): The nodes.
     """
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):
@@ -97,36 +84,33 @@ class AttentionCase:
         self.case = DeviceAttention(cache.lengths.host, layers, tree, model.config.num_attention_heads)
         size = self.case.query.shape[3]
         self.backend = select(AttentionCall(CPU, self.case.query.dtype, size, size))
-        self.hf = hf_attention(self.case)
+        self.transformers = hf_attention(self.case)
         self.read = self.case.written(layers[0])
 
-    def ours(self) -> None:
-        """One pass through all layers."""
+    def hf(self) -> tuple[float, torch.Tensor]:
+        """Seconds per layer of a pass of transformers through all layers, and the output of the first."""
+        started = time.perf_counter()
+        outputs = [self.transformers(layer) for layer in self.case.layers]
+        return (time.perf_counter() - started) / len(outputs), outputs[0]
+
+    def ours(self) -> tuple[float, torch.Tensor]:
+        """The same of our backend."""
+        started = time.perf_counter()
         context = self.case.context()  # one per forward, as in a model
-        for index, layer in enumerate(self.case.layers):
-            self.case.attend(self.backend, layer, context, index)
+        layers = enumerate(self.case.layers)
+        outputs = [self.case.attend(self.backend, layer, context, index) for index, layer in layers]
+        return (time.perf_counter() - started) / len(outputs), outputs[0]
 
     def check(self) -> tuple[float, float, float, dict[str, float]]:
         """Relative error of ours in the first layer, its budget, the seconds of both sides, and the error of `sdpa`."""
-        layer = self.case.layers[0]
-        exact = self.case.exact(layer)[0]
-        ours = relative_error(self.case.attend(self.backend, layer, self.case.context()), exact)
-        hf = relative_error(self.hf(layer), exact)
-        budget = BFLOAT16_FACTOR * hf
+        (ours_seconds, ours), (hf_seconds, hf) = self.ours(), self.hf()
+        exact = self.case.exact(self.case.layers[0])[0]
+        hf_error = relative_error(hf, exact)
+        budget = BFLOAT16_FACTOR * hf_error
         if self.case.query.dtype == torch.float32:
-            budget = max(FLOAT32_FLOOR, FLOAT32_FACTOR * hf)
-        once = sum(seconds_of(side) for side in self.sides().values()) * len(self.case.layers)
-        return ours, budget, once, {"hf_error": significant(hf)}
-
-    def sides(self) -> dict[str, Callable[[], float]]:
-        """Functions that return the seconds per layer of one pass over all layers."""
-
-        def hf() -> None:
-            for layer in self.case.layers:
-                self.hf(layer)
-
-        count = len(self.case.layers)
-        return {"hf": lambda: seconds_of(hf) / count, "ours": lambda: seconds_of(self.ours) / count}
+            budget = max(FLOAT32_FLOOR, FLOAT32_FACTOR * hf_error)
+        once = (ours_seconds + hf_seconds) * len(self.case.layers)
+        return relative_error(ours, exact), budget, once, {"hf_error": significant(hf_error)}
 
 
 class ForwardCase:
@@ -135,7 +119,6 @@ class ForwardCase:
     Args:
         model (`LlamaForCausalLM`): Under `sdpa`, in the dtype of the cache.
         cache ([`SpeculativeCache`]): Holds the prefix. The other side reads the same keys and values.
-        tree ([`DraftTree`]): The nodes.
     """
 
     def __init__(self, model: LlamaForCausalLM, cache: SpeculativeCache, tree: DraftTree):
@@ -166,35 +149,16 @@ class ForwardCase:
         (ours_seconds, ours), (hf_seconds, hf) = self.ours(), self.hf()
         return relative_error(ours, hf.double()), LOGIT_BUDGET[self.model.dtype], ours_seconds + hf_seconds, {}
 
-    def sides(self) -> dict[str, Callable[[], float]]:
-        """Functions that return seconds."""
-        return {"hf": lambda: self.hf()[0], "ours": lambda: self.ours()[0]}
-
 
 def main(arguments: list[str] | None = None) -> None:
-    args = parse(arguments)
+    args = parser(__doc__, "verification", minutes=6, repeats=MIN_REPEATS).parse_args(arguments)
     torch.manual_seed(0)
-    settings = {"shape": vars(args.shape), "context": args.context, "repeats": args.repeats}
+    shape = Shape()
+    settings = {"shape": vars(shape), "context": CONTEXT, "repeats": args.repeats}
     with start(args, "verification", settings) as results:
         bandwidth = read_gb_per_second()
         results.write("ceilings", read_gb_per_second=round(bandwidth, 1))
-        measure(results, args.shape, args.context, args.nodes, args.dtypes, args.repeats, bandwidth)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    made = parser(__doc__, "verification", minutes=6)
-    add_repeats(made)
-    made.add_argument("--context", type=int, default=16384, help="tokens before the nodes (default: %(default)s)")
-    made.add_argument("--nodes", type=integers, default=[1, 8, 16, 64], help="tree sizes (default: 1,8,16,64)")
-    made.add_argument("--dtypes", type=names, default=["float32", "bfloat16"], help="default: float32,bfloat16")
-    made.add_argument("--shape", type=shape, default=Shape(), help="sizes of the model, such as layers=2,hidden=512")
-    return made.parse_args(arguments)
-
-
-def shape(text: str) -> Shape:
-    """`layers=2,hidden=512` as sizes."""
-    pairs = (pair.split("=") for pair in text.split(","))
-    return Shape(**{name: int(size) for name, size in pairs})
+        measure(results, shape, CONTEXT, NODES, DTYPES, args.repeats, bandwidth)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from itertools import count
 from typing import Any
@@ -22,15 +22,10 @@ DEFAULT_WINDOW = 1024
 
 @dataclass(frozen=True, eq=False)
 class HfMethod:
-    """A way to decode that transformers implements itself.
+    """A way to decode that transformers implements itself."""
 
-    Args:
-        options (`dict[str, Any]`): Arguments of `generate`, such as `prompt_lookup_num_tokens`.
-        max_batch (`int`, *optional*): Most rows that transformers decodes this way.
-    """
-
-    options: dict[str, Any] = field(default_factory=dict)
-    max_batch: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of `generate`, such as `prompt_lookup_num_tokens`
+    max_batch: int | None = None  # most rows that transformers decodes this way
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ MODES = {"sample": Decoding(temperature=1.0), "greedy": Decoding()}
 
 
 class TokenClock(BaseStreamer):
-    """A streamer that notes when tokens arrive.
+    """A streamer that notes when tokens arrive. Make it directly before the call of `generate`.
 
     `generate` passes the prompt first, then the tokens of each step; the loop of this package passes one token after
     another. Decoding lasts from the first arrival to the last: neither the prefill nor the preparation of inputs and
@@ -107,12 +102,10 @@ class TokenClock(BaseStreamer):
     Args:
         batch_size (`int`): Rows that are decoded together.
         now (`Callable`): Clock in seconds.
-        forwards (`Callable`): Number of forwards so far; read once, when the first tokens arrive.
         on_arrival (`Callable`, *optional*): Called with the tokens per row so far, after every arrival.
         text (`BaseStreamer`, *optional*): Receives everything as well.
 
     >>> clock = TokenClock(1, iter([0.0, 3.0, 3.5, 4.0]).__next__)
-    >>> clock.start()
     >>> for value in ("prompt", torch.tensor([7]), torch.tensor([7, 8]), torch.tensor([9])):
     ...     clock.put(value)
     >>> clock.first_token_seconds, clock.decode_seconds, clock.arrivals
@@ -124,21 +117,16 @@ class TokenClock(BaseStreamer):
         batch_size: int = 1,
         now: Callable[[], float] = time.perf_counter,
         *,
-        forwards: Callable[[], int] = lambda: 0,
         on_arrival: Callable[[int], None] | None = None,
         text: BaseStreamer | None = None,
     ):
         self.batch_size, self.now = batch_size, now
         self.arrivals: list[int] = []
-        self.total = self.forwards_at_first = 0
-        self._forwards, self._on_arrival, self._text = forwards, on_arrival, text
+        self.total = 0
+        self._on_arrival, self._text = on_arrival, text
         self._saw_prompt = False
-        self._began = 0.0
         self._times: list[float] = []
-
-    def start(self) -> None:
-        """Mark the beginning of the call of `generate`."""
-        self._began = self.now()
+        self._began = now()
 
     def put(self, value: Any) -> None:
         """Note the time, and how many tokens per row arrived."""
@@ -146,8 +134,6 @@ class TokenClock(BaseStreamer):
             self._times.append(self.now())
             self.arrivals.append(value.numel() // self.batch_size if isinstance(value, torch.Tensor) else 1)
             self.total += self.arrivals[-1]
-            if len(self._times) == 1:
-                self.forwards_at_first = self._forwards()
             if self._on_arrival is not None:
                 self._on_arrival(self.total)
         self._saw_prompt = True
@@ -177,37 +163,23 @@ class TokenClock(BaseStreamer):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The measurements of one call.
+    """The measurements of one call."""
 
-    Args:
-        ttft_seconds (`float`): From the call to the first token.
-        decode_seconds (`float`): From the first token to the last.
-        tokens (`int`): Tokens that arrived in that time, all rows together.
-        steps (`int`): Verifications that emitted them, counted per row; steps of plain `generate`.
-        histogram (`list[int]`): Entry k counts the verifications whose row emitted k drafted tokens.
-        accepted (`list[int]`): Entry k counts the verifications that accepted k drafted tokens. The last verification
-            of a row may accept more tokens than the row may still emit. The methods of transformers draft no more than
-            can be emitted.
-        text (`torch.LongTensor` of shape `(batch, tokens)`): The generated tokens.
-        peak_bytes (`int`, *optional*): See [`PeakMemory`].
-        shares (`dict[str, float]`): Share of the time that drafting, verifying and everything else took; empty for the
-            methods of transformers.
-        draft_state_bytes (`int`): Bytes that the drafter keeps in addition to the target's cache.
-        drafted (`int`): Drafted tokens that were verified.
-        row_steps (`list[int]`): `steps` of each row. The methods of transformers verify all rows equally often.
-    """
-
-    ttft_seconds: float
-    decode_seconds: float
-    tokens: int
-    steps: int
-    histogram: list[int]
+    ttft_seconds: float  # from the call to the first token
+    decode_seconds: float  # from the first token to the last
+    tokens: int  # tokens that arrived in that time, all rows together
+    steps: int  # verifications that emitted them, counted per row; steps of plain `generate`
+    histogram: list[int]  # entry k counts the verifications whose row emitted k drafted tokens
+    # entry k counts the verifications that accepted k drafted tokens. The last verification of a row may accept more
+    # tokens than the row may still emit. The methods of transformers draft no more than can be emitted.
     accepted: list[int]
-    text: torch.Tensor
-    peak_bytes: int | None = None
+    text: torch.Tensor  # `(batch, tokens)`, the generated ones
+    peak_bytes: int | None = None  # see [`PeakMemory`]
+    # share of the time that drafting, verifying and everything else took; empty for the methods of transformers
     shares: dict[str, float] = field(default_factory=dict)
-    draft_state_bytes: int = 0
-    drafted: int = 0
+    draft_state_bytes: int = 0  # bytes that the drafter keeps in addition to the target's cache
+    drafted: int = 0  # drafted tokens that were verified
+    # `steps` of each row. The methods of transformers verify all rows equally often.
     row_steps: list[int] = field(default_factory=list)
 
     @property
@@ -259,14 +231,14 @@ def run_call(
     how = dict(method.options) if own else {"assistant_model": method}
     if cache is not None:
         how["past_key_values"] = cache
-    with _forwards(model, own) as forwards, accepted_depths(None if own else method) as depths:
-        clock = TokenClock(len(ids), now, forwards=lambda: len(forwards), on_arrival=on_arrival, text=text)
+    counting: AbstractContextManager[list[int]] = nullcontext([]) if own else accepted_depths(method)
+    with counting as depths:
         torch.manual_seed(seed)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         if memory is not None:
             memory.reset()
-        clock.start()
+        clock = TokenClock(len(ids), now, on_arrival=on_arrival, text=text)
         output = model.generate(
             ids,
             attention_mask=mask,
@@ -279,29 +251,32 @@ def run_call(
     new = output[:, ids.shape[1] :].cpu()
     if model.generation_config.eos_token_id is None and not new.shape[1] == clock.total == tokens:
         raise RuntimeError(f"{new.shape[1]} tokens in {clock.total} ticks, not {tokens}.")
-    common: dict[str, Any] = {
-        "ttft_seconds": clock.first_token_seconds,
-        "decode_seconds": clock.decode_seconds,
-        "tokens": len(new) * clock.num_tokens,
-        "text": new,
-        "peak_bytes": None if memory is None else memory.read(),
-    }
+    counts: dict[str, Any]
     if own:
-        steps = len(new) * (len(forwards) - clock.forwards_at_first)
-        histogram = _histogram_of(clock.arrivals[1:], len(new))
-        row_steps = [steps // len(new)] * len(new)
-        return Call(steps=steps, histogram=histogram, accepted=histogram, row_steps=row_steps, **common)
-    stats = method.last_speculation
-    seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "rest": stats.rest_seconds}
+        # transformers streams all tokens of a verification at once, and verifies all rows together
+        emitted = clock.arrivals[1:]
+        histogram = [len(new) * emitted.count(tokens) for tokens in range(1, max(emitted, default=0) + 1)]
+        counts = {"steps": len(new) * len(emitted), "row_steps": [len(emitted)] * len(new)}
+        counts |= {"histogram": histogram, "accepted": histogram}
+    else:
+        stats = method.last_speculation
+        seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "rest": stats.rest_seconds}
+        counts = {
+            "steps": stats.num_spec_steps,
+            "row_steps": [len(emitted) for emitted in stats.emitted_per_step],
+            "histogram": list(stats.acceptance_histogram),
+            "accepted": depths,
+            "shares": {name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds},
+            "draft_state_bytes": stats.draft_state_bytes,
+            "drafted": stats.num_draft_tokens,
+        }
     return Call(
-        steps=stats.num_spec_steps,
-        histogram=list(stats.acceptance_histogram),
-        accepted=depths,
-        shares={name: value / stats.decode_seconds for name, value in seconds.items() if stats.decode_seconds},
-        draft_state_bytes=stats.draft_state_bytes,
-        drafted=stats.num_draft_tokens,
-        row_steps=[len(emitted) for emitted in stats.emitted_per_step],
-        **common,
+        ttft_seconds=clock.first_token_seconds,
+        decode_seconds=clock.decode_seconds,
+        tokens=len(new) * clock.num_tokens,
+        text=new,
+        peak_bytes=None if memory is None else memory.read(),
+        **counts,
     )
 
 
@@ -311,29 +286,6 @@ def endless(model: PreTrainedModel) -> PreTrainedModel:
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = 0
     return model
-
-
-def _histogram_of(arrivals: list[int], rows: int) -> list[int]:
-    """Transformers streams all tokens of a verification at once, and verifies all rows together."""
-    counts = [0] * max(arrivals, default=0)
-    for emitted in arrivals:
-        counts[emitted - 1] += rows
-    return counts
-
-
-@contextmanager
-def _forwards(model: PreTrainedModel, counted: bool) -> Iterator[list[None]]:
-    """Yield a list that gets one entry per forward of `model`.
-
-    Do not use it for our loop, whose steps may be compiled with the hook.
-    """
-    calls: list[None] = []
-    handle = model.register_forward_pre_hook(lambda *_: calls.append(None)) if counted else None
-    try:
-        yield calls
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 @contextmanager
@@ -359,11 +311,8 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
 def watched_drafters(draft: Any, watch: Callable[[Any, Any], None]) -> Iterator[None]:
     """Call `watch(drafter, binding)` for every drafter that `draft` makes while the context is open; may be nested.
 
-    `watch` may replace methods of both, which live for one call. Without a draft nothing happens.
+    `watch` may replace methods of both, which live for one call.
     """
-    if draft is None:
-        yield
-        return
     make, held = draft.drafter, vars(draft).get("drafter")
 
     def watched(binding: Any) -> Any:

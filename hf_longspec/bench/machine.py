@@ -6,7 +6,9 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,15 @@ def memory_gib() -> float | None:
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+
+
+def versions(*packages: str) -> dict[str, str | None]:
+    """Versions of packages; `None` for one that is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -36,6 +36,23 @@ def table(rows: Sequence[Record], columns: Mapping[str, Column]) -> str:
     return markdown_table(list(columns), lines)
 
 
+def pivot(
+    rows: Sequence[Record], columns: Mapping[str, Column], across: str, heading: str, cell: Callable[[Record], str]
+) -> str:
+    """A Markdown table with one line for all records with the same `columns`, and one cell per value of `across`.
+
+    Args:
+        heading (`str`): Heading of such a cell, with `{}` for the value.
+        cell (`Callable`): Its text.
+    """
+    lines: dict[tuple[str, ...], Record] = {}
+    for row in rows:
+        named = {name: _cell(row[of] if isinstance(of, str) else of(row)) for name, of in columns.items()}
+        lines.setdefault(tuple(named.values()), named)[heading.format(row[across])] = cell(row)
+    headings = [heading.format(value) for value in sorted({row[across] for row in rows})]
+    return table(list(lines.values()), {name: name for name in (*columns, *headings)})
+
+
 def _cell(value: object) -> str:
     if value is None:
         return ""
@@ -78,36 +95,25 @@ def range_of(summary: dict[str, Any] | None, digits: int = 2) -> str:
 
 def plus_minus(interval: dict[str, Any], digits: int = 2) -> str:
     """Half of a confidence interval after a sign; nothing for fewer than three values, which have none."""
-    return (
-        f" ± {(interval['high'] - interval['low']) / 2:.{digits}f}" if interval.get("count", FEWEST) >= FEWEST else ""
-    )
+    if interval.get("count", FEWEST) < FEWEST:
+        return ""
+    return f" ± {(interval['high'] - interval['low']) / 2:.{digits}f}"
 
 
 def acceptance_table(records: Sequence[Record]) -> str:
     """One row per setting, one column per length: mean and interval, and the difference to the first setting."""
-    rows = of_kind(records, "acceptance")
-    lengths = sorted({row["length"] for row in rows})
-    by_key = {(row["mode"], _options(row), row["length"]): row for row in rows}
-    settings = [{"mode": mode, "setting": setting} for mode, setting in dict.fromkeys(key[:2] for key in by_key)]
-
-    def tau_at(length: int) -> Column:
-        return lambda row: _tau(by_key.get((row["mode"], row["setting"], length)))
-
-    columns = {"mode": "mode", "setting": "setting"} | {f"tau at {length}": tau_at(length) for length in lengths}
-    return table(settings, columns)
+    columns: dict[str, Column] = {"mode": "mode", "setting": _options}
+    return pivot(of_kind(records, "acceptance"), columns, "length", "tau at {}", _tau)
 
 
 def _options(row: Record) -> str:
     return ", ".join(str(value) if name == "selection" else f"{name}={value}" for name, value in row["options"].items())
 
 
-def _tau(row: Record | None) -> str:
-    if row is None:
-        return ""
+def _tau(row: Record) -> str:
     gap = row.get("difference")
-    return f"{row['tau']['mean']:.2f}{plus_minus(row['tau'])}" + (
-        "" if gap is None else f" ({gap['mean']:+.2f}{plus_minus(gap)})"
-    )
+    difference = "" if gap is None else f" ({gap['mean']:+.2f}{plus_minus(gap)})"
+    return f"{row['tau']['mean']:.2f}{plus_minus(row['tau'])}{difference}"
 
 
 def acceptance_section(results: Path, draft: str) -> str:

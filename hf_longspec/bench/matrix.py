@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..auditing import audit
 from .calls import HF, PLAIN, Call, Decoding, changed, run_call
 from .machine import PeakMemory
-from .prompts import OWN_LENGTH, DocumentPrompts, left_padded
+from .prompts import OWN_LENGTH, DocumentPrompts, Prompt, left_padded
 from .results import Record, ResultFile, of_kind
 from .summaries import in_turns
 from .sweep import Point
@@ -24,17 +24,11 @@ NO_TIME = "no time left"
 
 @dataclass(frozen=True)
 class Method:
-    """A way to decode.
+    """A way to decode."""
 
-    Args:
-        name (`str`): In the results.
-        how (`DraftModel` or [`HfMethod`]): As [`run_call`] takes it.
-        point (`tuple`): Settings of the draft that differ from its own.
-    """
-
-    name: str
-    how: Any
-    point: Point = ()
+    name: str  # in the results
+    how: Any  # as [`run_call`] takes it
+    point: Point = ()  # settings of the draft that differ from its own
 
     def with_settings(self) -> Any:
         """A context in which the draft has the settings of this point."""
@@ -54,11 +48,6 @@ class Cell:
         """The values that all records of this cell have."""
         decoding = self.decoding.to_dict()
         return {"dtype": self.dtype, "context": self.context, "batch": self.batch, "decoding": decoding}
-
-    @property
-    def place(self) -> str:
-        """The cell in words, without its decoding."""
-        return f"{self.dtype}, {_length(self.context)}, batch {self.batch}"
 
     def __str__(self) -> str:
         return title_of(self.key())
@@ -108,8 +97,7 @@ class Matrix:
         missing = [(turn, name) for turn, name in in_turns(list(methods), self.repeats) if (name, turn) not in done]
         progress.step(len(self.methods) * self.repeats - len(missing))
         prompts = self.prompts_of(cell) if missing else []
-        warm: set[str] = set()
-        longest: dict[str, float] = {}
+        longest: dict[str, float] = {}  # seconds of those that have run
         for turn, names in groupby(missing, key=lambda pair: pair[0]):
             texts: dict[str, torch.Tensor] = {}
             for _, name in names:
@@ -117,38 +105,25 @@ class Matrix:
                 if name in methods and not self.results.fits(longest.get(name, 0.0)):
                     self._skip(cell, name, NO_TIME)
                 elif name in methods:
-                    result = self._guarded(cell, methods[name], turn, prompts[turn], name not in warm)
+                    result = self._guarded(cell, methods[name], turn, prompts[turn], name not in longest)
                     if isinstance(result, str):
                         self._skip(cell, name, result)
                         del methods[name]
                     else:
                         texts[name] = result.text
                         longest[name] = self.results.records[-1]["seconds"]
-                    warm.add(name)
                 progress.step()
             self._audit(cell, turn, prompts[turn], texts)
 
-    def prompts_of(self, cell: Cell) -> list[list[torch.Tensor]]:
+    def prompts_of(self, cell: Cell) -> list[list[Prompt]]:
         """The prompts of every turn."""
         count = self.repeats * cell.batch
         if cell.context == OWN_LENGTH:
-            rows = self.prompts.own(count, self._limit)
+            limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2**40
+            prompts = self.prompts.own(count, limit - self.tokens)
         else:
-            rows = self.prompts.windows(cell.context, count)
-        return self._by_turn(cell, rows)
-
-    def categories_of(self, cell: Cell) -> list[list[str]]:
-        """The categories of the prompts of every turn."""
-        return self._by_turn(cell, self.prompts.categories_of(cell.context, self.repeats * cell.batch, self._limit))
-
-    @property
-    def _limit(self) -> int:
-        """Most tokens of a prompt."""
-        limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return (limit or 2**40) - self.tokens
-
-    def _by_turn(self, cell: Cell, rows: list[Any]) -> list[list[Any]]:
-        return [rows[turn * cell.batch : (turn + 1) * cell.batch] for turn in range(self.repeats)]
+            prompts = self.prompts.windows(cell.context, count)
+        return [prompts[start : start + cell.batch] for start in range(0, count, cell.batch)]
 
     def _usable(self, cell: Cell) -> list[Method]:
         """The methods that decode the rows of a cell; the others are left out with the reason."""
@@ -161,8 +136,9 @@ class Matrix:
                 self._skip(cell, method.name, f"transformers decodes at most {limit} row at a time this way")
         return usable
 
-    def _guarded(self, cell: Cell, method: Method, turn: int, rows: list[torch.Tensor], warm_up: bool) -> Call | str:
+    def _guarded(self, cell: Cell, method: Method, turn: int, prompts: list[Prompt], warm_up: bool) -> Call | str:
         """One measured call, written to the file, or why there is none."""
+        rows = [prompt.ids for prompt in prompts]
         try:
             with method.with_settings():
                 if warm_up:  # the first call is slow; on a GPU that depends on the length
@@ -181,7 +157,7 @@ class Matrix:
             point=dict(method.point),
             turn=turn,
             prompt_tokens=sum(map(len, rows)) // len(rows),
-            categories=self.categories_of(cell)[turn],
+            categories=[prompt.category for prompt in prompts],
             seconds=round(self.results.elapsed - started, 3),
             **call.to_dict(),
             text=hashes(call.text),
@@ -194,7 +170,7 @@ class Matrix:
         prompt, decoding = left_padded(rows, self._pad), cell.decoding
         return run_call(self.model, method.how, prompt, decoding=decoding, tokens=tokens, seed=seed, memory=self.memory)
 
-    def _audit(self, cell: Cell, turn: int, rows: list[torch.Tensor], texts: Mapping[str, torch.Tensor]) -> None:
+    def _audit(self, cell: Cell, turn: int, prompts: list[Prompt], texts: Mapping[str, torch.Tensor]) -> None:
         """Audit the first text of each method that is not that of plain `generate`."""
         if not cell.decoding.greedy or cell.decoding.penalty is not None:
             return  # the audit compares with the argmax only
@@ -202,7 +178,7 @@ class Matrix:
         expected = {r["method"]: r["text"] for r in self._of_cell(cell, "run") if r["turn"] == turn}.get(HF)
         for name, text in texts.items():
             if name not in known and expected not in (None, hashes(text)):
-                ids, mask = left_padded(rows, self._pad)
+                ids, mask = left_padded([prompt.ids for prompt in prompts], self._pad)
                 report = audit(self.model, torch.cat([ids, text], dim=1), ids.shape[1], mask)
                 self.results.write(
                     "audit", **cell.key(), method=name, turn=turn, verdict=report.verdict, report=str(report)

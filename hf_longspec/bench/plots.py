@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from .calls import HF, PLAIN
 from .matrix import title_of
-from .report import FAILED, grouped, rows_of
-from .results import Record
+from .report import FAILED, rows_of
+from .results import Record, grouped
 
 PANEL_INCHES = (5.2, 3.9)
 COLUMNS = 3
@@ -52,15 +53,13 @@ def _plot(kind: str, rows: Sequence[Record], colours: Mapping[str, Any], stem: P
     for panel, (title, members) in zip(panels, groups.items(), strict=False):
         lines = grouped(members, lambda row: str(row["method"]))
         ticks: set[float] = set()
-        for index, (method, points) in enumerate(lines.items()):
-            places, middle, spread = _depths(points[0]) if depth else _contexts(points, kind)
+        for index, (method, own) in enumerate(lines.items()):
+            points = _points(own, kind)
+            places, middle = [place for place, *_ in points], [value for _, value, _ in points]
             ticks |= set(places)
             aside = 1.0 if depth else SPACING ** (index - (len(lines) - 1) / 2)
             bars = [
-                [
-                    max(0.0, way * (part[end] - value)) if part else 0.0
-                    for value, part in zip(middle, spread, strict=True)
-                ]
+                [max(0.0, way * (part[end] - value)) if part else 0.0 for _, value, part in points]
                 for end, way in (("low", -1), ("high", 1))
             ]
             style = {"linestyle": "--"} if method in (HF, PLAIN) else {}
@@ -83,20 +82,16 @@ def _title_without_length(row: Record) -> str:
     return title_of({**row, "context": 0}).removeprefix("prompts of their own length, ")
 
 
-def _contexts(rows: Sequence[Record], kind: str) -> tuple[list[Any], list[Any], list[Any]]:
-    """Lengths of the prompts, values, and their spread or interval, if there is one."""
-    rows = sorted(rows, key=lambda row: row["prompt_tokens"])
-    spread = [row["tokens_per_second" if kind == "speed" else "tau_interval"] for row in rows]
-    middle = [
-        part["median" if kind == "speed" else "mean"] if part else row["tau"]
-        for row, part in zip(rows, spread, strict=True)
+def _points(rows: Sequence[Record], kind: str) -> list[tuple[Any, Any, Any]]:
+    """Depths or lengths of the prompts, with the value there and its spread or interval, if there is one."""
+    if kind == "depth":
+        row = rows[0]
+        return list(zip(count(1), row["acceptance_by_depth"], row["acceptance_intervals"], strict=False))
+    spread, middle = ("tokens_per_second", "median") if kind == "speed" else ("tau_interval", "mean")
+    return [
+        (row["prompt_tokens"], row[spread][middle] if row[spread] else row["tau"], row[spread])
+        for row in sorted(rows, key=lambda row: row["prompt_tokens"])
     ]
-    return [row["prompt_tokens"] for row in rows], middle, spread
-
-
-def _depths(row: Record) -> tuple[list[Any], list[Any], list[Any]]:
-    shares = row["acceptance_by_depth"]
-    return list(range(1, len(shares) + 1)), shares, row["acceptance_intervals"][: len(shares)]
 
 
 def _colours(rows: Sequence[Record]) -> dict[str, Any]:
@@ -108,15 +103,13 @@ def _colours(rows: Sequence[Record]) -> dict[str, Any]:
     return {name: palette(index % palette.N) for index, name in enumerate(names)}
 
 
-def _figure(count: int) -> tuple[Any, list[Any]]:
+def _figure(panels: int) -> tuple[Any, list[Any]]:
     # no pyplot: it keeps figures, and may look for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = 2 if count == 4 else min(COLUMNS, count)
-    lines = math.ceil(count / columns)
+    columns = 2 if panels == 4 else min(COLUMNS, panels)
+    lines = math.ceil(panels / columns)
     figure = Figure(figsize=(PANEL_INCHES[0] * columns, PANEL_INCHES[1] * lines + 0.3), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
 
 

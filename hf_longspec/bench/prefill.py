@@ -43,10 +43,7 @@ class PrefilledPrompts:
 
     def dynamic_cache(self, rows: slice, stored: int) -> DynamicCache:
         """A cache of transformers with the first `stored` tokens of some prompts."""
-        cache = DynamicCache()
-        for index, (keys, values) in enumerate(self.layers):
-            cache.update(keys[rows, :, :stored], values[rows, :, :stored], index)
-        return cache
+        return DynamicCache([(keys[rows, :, :stored], values[rows, :, :stored]) for keys, values in self.layers])
 
 
 class Decoder:
@@ -60,7 +57,8 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, prompts: PrefilledPrompts, tokens: int):
         self.model, self.prompts, self.tokens = model, prompts, tokens
-        self._caches: dict[tuple[int, int], SpeculativeCache] = {}
+        self._shape = (0, 0)
+        self._cache: Any = None
 
     def run(
         self, method: Any, rows: slice, context: int, mode: str | Decoding, seed: int, tokens: int | None = None
@@ -86,15 +84,15 @@ class Decoder:
         return run_call(self.model, method, prompt, decoding=how, tokens=tokens, seed=seed, cache=cache)
 
     def _speculative_cache(self, draft: Any, rows: slice, context: int, tokens: int) -> SpeculativeCache:
-        """One buffer per batch size and context, filled anew for every run."""
-        batch, key = rows.stop - rows.start, (rows.stop - rows.start, context)
-        if key not in self._caches:
-            self._caches.clear()
-            limit = context + max(tokens, self.tokens)
-            self._caches[key] = SpeculativeCache(self.model.config, batch, limit)
+        """One buffer for the present batch size and context, filled anew for every run."""
+        batch = rows.stop - rows.start
+        if self._shape != (batch, context):
+            self._cache = None  # before the next one is allocated
+            self._cache = SpeculativeCache(self.model.config, batch, context + max(tokens, self.tokens))
+            self._shape = batch, context
         nodes = draft.num_tree_nodes(TargetView(self.model))
         read = max(nodes, getattr(draft, "prompt_tokens", 0))  # a copy of an older version has no such property
-        return self.prompts.fill(self._caches[key], rows, max(0, context - read))
+        return self.prompts.fill(self._cache, rows, max(0, context - read))
 
 
 @contextmanager
@@ -140,16 +138,16 @@ def prefill(
             "prefilled cache of full keys and values. Choose a target with full attention in every layer."
         )
     layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+    size = len(tokens)
     for index, row in enumerate(tokens):
         cache = DynamicCache()
         model(input_ids=row[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
         if not layers:
-            layers = [(_rows_like(at.keys, len(tokens)), _rows_like(at.values, len(tokens))) for at in cache.layers]
+            like = [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+            layers = [
+                (keys.new_empty(size, *keys.shape), values.new_empty(size, *values.shape)) for keys, values in like
+            ]
         for (keys, values), layer in zip(layers, cache.layers, strict=True):
             keys[index], values[index] = layer.keys[0], layer.values[0]
         done(index)
     return PrefilledPrompts(tokens, layers)
-
-
-def _rows_like(part: torch.Tensor, rows: int) -> torch.Tensor:
-    return part.new_empty(rows, *part.shape[1:])

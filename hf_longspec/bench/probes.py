@@ -3,8 +3,8 @@
 Source: SpecAttn (https://huggingface.co/papers/2602.07223), Figures 4, 5 and 7. A probed call is not timed.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -38,13 +38,8 @@ class AcceptanceProbe:
         self.rejected: list[tuple[float, float | None]] = []
         self._drafted: list[torch.Tensor] = []
 
-    @contextmanager
-    def of(self, draft: Any) -> Iterator["AcceptanceProbe"]:
-        """Watch while the context is open."""
-        with watched_drafters(draft, self._watch):
-            yield self
-
-    def _watch(self, drafter: Any, binding: Any) -> None:
+    def watch(self, drafter: Any, binding: Any) -> None:
+        """Watch a drafter; see [`watched_drafters`]."""
         rule, inner = binding.rule, getattr(drafter, "inner", drafter)
         accept, propose = rule.accept, inner.propose
 
@@ -125,13 +120,8 @@ class SelectionProbe:
         self.pairs: dict[int, list[float]] = {}
         self._before: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    @contextmanager
-    def of(self, draft: Any) -> Iterator["SelectionProbe"]:
-        """Watch while the context is open; other drafts select nothing."""
-        with watched_drafters(draft, self._watch):
-            yield self
-
-    def _watch(self, drafter: Any, binding: Any) -> None:
+    def watch(self, drafter: Any, binding: Any) -> None:
+        """Watch a drafter; see [`watched_drafters`]. Drafts of other kinds select nothing."""
         inner = getattr(drafter, "inner", drafter)
         if not hasattr(inner, "_select"):
             return
@@ -201,8 +191,8 @@ def analyse_cell(matrix: Matrix, cell: Cell, progress: Any) -> None:
         for settings, probes in passes:
             with method.with_settings(), changed(draft, {"compile": "off", **settings}), ExitStack() as stack:
                 for probe in probes:
-                    stack.enter_context(probe.of(draft))
-                for seed, rows in enumerate(matrix.prompts_of(cell)):
-                    matrix.call(cell, method, rows, matrix.tokens, seed)
+                    stack.enter_context(watched_drafters(draft, probe.watch))
+                for seed, prompts in enumerate(matrix.prompts_of(cell)):
+                    matrix.call(cell, method, [prompt.ids for prompt in prompts], matrix.tokens, seed)
         overlaps = {"overlap": selection.to_dict()["overlap"], "pair_overlap": pairs.to_dict()["pair_overlap"]}
         matrix.results.write("analysis", **key, **acceptance.to_dict(), **overlaps)

@@ -8,9 +8,9 @@ import json
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, zip_longest
+from itertools import cycle, islice, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,34 +34,28 @@ OWN_LENGTH = 0
 
 @dataclass(frozen=True)
 class Document:
-    """A text to continue.
+    """A text to continue."""
 
-    Args:
-        name (`str`): File and line, without folders.
-        body (`str`): May be cut.
-        tail (`str`): Follows what is left of the body.
-        category (`str`): Category of the data set, or the name of the file.
-    """
+    name: str  # file and line, without folders
+    body: str  # may be cut
+    tail: str = ""  # follows what is left of the body
+    category: str = ""  # category of the data set, or the name of the file
 
-    name: str
-    body: str
-    tail: str = ""
-    category: str = ""
+
+class Prompt(NamedTuple):
+    """Token ids `(length,)`, and the category of their document."""
+
+    ids: torch.Tensor
+    category: str
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to write a data set as JSON objects.
+    """One way to write a data set as JSON objects."""
 
-    Args:
-        name (`str`): The data sets that use this layout.
-        keys (`Mapping[str, Any]`): Keys that every object has, with the type of their values or several.
-        split (`Callable`): Body and tail of an object.
-    """
-
-    name: str
-    keys: Mapping[str, Any]
-    split: Callable[[Mapping[str, Any]], tuple[str, str]]
+    name: str  # the data sets that use this layout
+    keys: Mapping[str, Any]  # keys that every object has, with the type of their values or several
+    split: Callable[[Mapping[str, Any]], tuple[str, str]]  # body and tail of an object
 
     def fits(self, record: Any) -> bool:
         """Whether an object has the keys."""
@@ -277,46 +271,38 @@ class DocumentPrompts:
         parts = zip(self.bodies, self.tails, strict=True)
         self.sizes = [len(self.head) + len(body) + len(tail) for body, tail in parts]
 
-    def windows(self, length: int, count: int) -> list[torch.Tensor]:
+    def windows(self, length: int, count: int) -> list[Prompt]:
         """`count` prompts of `length` tokens: part of a body, then its tail, spread over the documents.
 
         Raises:
             ValueError: If no document is long enough.
         """
-        room, tails = length - len(self.head), self._kept_tails(length)
+        room, kept = length - len(self.head), int(TAIL_SHARE * length)
+        tails = [tail[max(len(tail) - kept, 0) :] for tail in self.tails]
+        lengths = [len(self.head) + len(body) + len(tail) for body, tail in zip(self.bodies, tails, strict=True)]
         return [
-            torch.cat([self.head, self.bodies[at][offset:][: room - len(tails[at])], tails[at]])
-            for at, offset in self._starts(length, count)
+            Prompt(
+                torch.cat([self.head, self.bodies[at][offset:][: room - len(tails[at])], tails[at]]),
+                self.categories[at],
+            )
+            for at, offset in window_starts(lengths, length, count)
         ]
 
-    def _kept_tails(self, length: int) -> list[torch.Tensor]:
-        kept = int(TAIL_SHARE * length)
-        return [tail[max(len(tail) - kept, 0) :] for tail in self.tails]
-
-    def _starts(self, length: int, count: int) -> list[tuple[int, int]]:
-        tails = self._kept_tails(length)
-        lengths = [len(self.head) + len(body) + len(tail) for body, tail in zip(self.bodies, tails, strict=True)]
-        return window_starts(lengths, length, count)
-
-    def own(self, count: int, limit: int) -> list[torch.Tensor]:
+    def own(self, count: int, limit: int) -> list[Prompt]:
         """`count` whole documents of at most `limit` tokens, from the beginning again where there are fewer.
 
         Raises:
             ValueError: If there is none.
         """
-        return [torch.cat([self.head, self.bodies[at], self.tails[at]]) for at in self._whole(count, limit)]
-
-    def _whole(self, count: int, limit: int) -> list[int]:
-        fitting = [index for index, size in enumerate(self.sizes) if 0 < size <= limit]
+        parts = zip(self.bodies, self.tails, self.categories, self.sizes, strict=True)
+        fitting = [
+            Prompt(torch.cat([self.head, body, tail]), category)
+            for body, tail, category, size in parts
+            if 0 < size <= limit
+        ]
         if not fitting:
             raise ValueError(f"--context own: no document has between 1 and {limit} tokens. Pass a number of tokens.")
-        return [at for at, _ in zip(cycle(fitting), range(count))]
-
-    def categories_of(self, length: int, count: int, limit: int) -> list[str]:
-        """Categories of the prompts that `windows`, or `own` for the length 0, returns for these numbers."""
-        if length == OWN_LENGTH:
-            return [self.categories[at] for at in self._whole(count, limit)]
-        return [self.categories[at] for at, _ in self._starts(length, count)]
+        return list(islice(cycle(fitting), count))
 
     def describe(self, lengths: Sequence[int]) -> dict[str, Any]:
         """Numbers of documents and tokens, and how many windows of each length do not overlap."""

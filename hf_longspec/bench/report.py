@@ -7,9 +7,9 @@ from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
-from .markdown import environment_line, markdown_table, plus_minus, range_of, table
+from .markdown import environment_line, markdown_table, pivot, plus_minus, range_of, table
 from .matrix import NO_TIME, title_of
-from .results import Record, of_kind
+from .results import Record, grouped, of_kind
 from .summaries import FEWEST, mean_interval, significant, summarize
 
 # Verdicts on a text, the worst first.
@@ -238,23 +238,22 @@ SWEPT = {
 
 def by_category(records: Sequence[Record]) -> list[str]:
     """Return a table of tau by category for every cell, if the prompts have more than one."""
-    counts: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for run in of_kind(records, "run"):
-        per_row = run["tokens"] / max(1, len(run["row_steps"]))
-        for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False):
-            own = counts.setdefault(title_of(run), {}).setdefault(run["method"], {}).setdefault(category, [0, 0])
-            own[0] += per_row
-            own[1] += steps
     parts = []
-    for title, methods in counts.items():
-        names = sorted({category for own in methods.values() for category in own})
-        if len(names) > 1:
-            lines = [
-                [method, *(f"{own[name][0] / max(1, own[name][1]):.2f}" if name in own else "" for name in names)]
-                for method, own in methods.items()
-                if method not in (HF, PLAIN)
-            ]
-            parts += [f"## tau by category: {title}", markdown_table(["method", *names], lines)]
+    for title, runs in grouped(of_kind(records, "run"), title_of).items():
+        totals: dict[tuple[str, str], Record] = {}
+        for run in runs:
+            per_row = run["tokens"] / max(1, len(run["row_steps"]))
+            for category, steps in zip(run.get("categories", ()), run["row_steps"], strict=False):
+                new = {"method": run["method"], "category": category, "tokens": 0, "steps": 0}
+                own = totals.setdefault((run["method"], category), new)
+                own["tokens"] += per_row
+                own["steps"] += steps
+        rows = [row for row in totals.values() if row["method"] not in (HF, PLAIN)]
+        if len({row["category"] for row in rows}) > 1:
+            shown = pivot(
+                rows, {"method": "method"}, "category", "{}", lambda row: f"{row['tokens'] / max(1, row['steps']):.2f}"
+            )
+            parts += [f"## tau by category: {title}", shown]
     return parts
 
 
@@ -299,11 +298,3 @@ def _left_out(records: Sequence[Record]) -> list[str]:
             lines.setdefault(record["reason"], {})[f"{record['method']} ({title_of(record)})"] = None
     found = [f"- {reason}: {'; '.join(what)}" for reason, what in lines.items()]
     return ["## Left out", "\n".join(found)] if found else []
-
-
-def grouped(rows: Sequence[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
-    """Rows by a text that is made of each."""
-    groups: dict[str, list[Record]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups

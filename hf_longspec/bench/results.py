@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from .machine import environment
@@ -105,9 +104,7 @@ class ResultFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.write("end", seconds=round(self.elapsed, 1))
         self._file.close()
@@ -167,3 +164,11 @@ def of_kind(records: Sequence[Record], kind: str, **values: Any) -> list[Record]
     """The records of one kind that have these values."""
     wanted = {"kind": kind, **values}
     return [record for record in records if all(record.get(name) == value for name, value in wanted.items())]
+
+
+def grouped(records: Sequence[Record], key: Callable[[Record], str]) -> dict[str, list[Record]]:
+    """The records by a text that is made of each."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return groups

@@ -3,6 +3,9 @@
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
 
 # Fewest values that an interval is shown for: with two of them Student's t multiplies the standard error by 13.
 FEWEST = 3
@@ -54,7 +57,7 @@ def significant(value: float, digits: int = 4) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
+def in_turns(names: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
     """Pairs `(repeat, name)` with all names in every repeat, each repeat beginning with another one.
 
     >>> [name for _, name in in_turns(["a", "b", "c"], 2)]
@@ -65,7 +68,7 @@ def in_turns(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
             yield repeat, name
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
+def rotated(names: Sequence[T], turn: int) -> list[T]:
     """Return all names, each turn beginning with another one."""
     first = turn % len(names)
     return [*names[first:], *names[:first]]

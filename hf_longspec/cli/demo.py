@@ -19,12 +19,12 @@ from transformers import PreTrainedModel, TextStreamer
 from ..auditing import EXACT, AuditReport, audit
 from ..bench.calls import PLAIN, Call, Decoding, HfMethod, run_call
 from ..bench.machine import native_bfloat16
+from ..bench.progress import PromptProgress
 from ..bench.prompts import BUILTIN, read_source
 from ..cli import CommandError, options, session
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from .bench import dtypes as read_dtypes
 from .bench import load_draft
-from .output import PromptProgress
 
 HF = "HF generate"
 CONTEXT, NEW_TOKENS = 6144, 128
@@ -133,21 +133,13 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 @dataclass
 class Group:
-    """Everything measured in one dtype.
+    """Everything measured in one dtype."""
 
-    Args:
-        dtype (`str`): Name of the type.
-        calls (`dict[str, Call]`): By name: the stock loop, our loop without a draft, and the drafts, in that order.
-        context (`int`): Tokens of the prompt.
-        checks (`dict[str, str]`): The last column of the table.
-        details (`list[str]`): Sentences on calls that failed their check.
-    """
-
-    dtype: str
-    calls: dict[str, Call]
-    context: int
-    checks: dict[str, str] = field(default_factory=dict)
-    details: list[str] = field(default_factory=list)
+    dtype: str  # name of the type
+    calls: dict[str, Call]  # by name: the stock loop, our loop without a draft, and the drafts, in that order
+    context: int  # tokens of the prompt
+    checks: dict[str, str] = field(default_factory=dict)  # the last column of the table
+    details: list[str] = field(default_factory=list)  # sentences on calls that failed their check
 
     @property
     def drafts(self) -> list[str]:

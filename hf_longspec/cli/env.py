@@ -1,6 +1,5 @@
 """`hf-longspec env`: versions, machine and backends for a bug report, without paths and user names."""
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -12,7 +11,7 @@ import torch
 from hf_longspec import __version__
 
 from ..attention_backends import registry
-from ..bench.machine import environment
+from ..bench.machine import environment, versions
 from ..cli import options
 from ..generation.route import is_installed
 
@@ -42,7 +41,7 @@ def system_report() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": found["python"],
         "torch": found["torch"],
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name, version in versions(*PACKAGES).items() if version is not None},
         "machine": {name: found[name] for name in machine} | {"interop_threads": torch.get_num_interop_threads()},
         "cuda": {"built": torch.version.cuda, "hip": torch.version.hip, "cudnn": torch.backends.cudnn.version()},
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
@@ -76,13 +75,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict) and value:
         return ", ".join(f"{key} {entry}" for key, entry in value.items())
     return str(value) if value not in (None, [], {}) else "none"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from ..bench.calls import TokenClock
+from ..bench.progress import PromptProgress
 from ..cli import CommandError, options
 from ..generation.gate import PLAIN, message_of
 from ..generation.stats import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .output import PromptProgress
 from .session import Session, opened
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
@@ -34,18 +34,12 @@ class StepText:
     """The text that one verification emitted.
 
     A character that several tokens spell together belongs to the last of them, special tokens have no text.
-
-    Args:
-        drafted (`str`): Text of the accepted drafted tokens.
-        own (`str`): Text of the one token that the target contributed.
-        num_accepted (`int`): Drafted tokens that were emitted.
-        num_drafted (`int`): Drafted tokens that were verified.
     """
 
-    drafted: str
-    own: str
-    num_accepted: int
-    num_drafted: int
+    drafted: str  # text of the accepted drafted tokens
+    own: str  # text of the one token that the target contributed
+    num_accepted: int  # drafted tokens that were emitted
+    num_drafted: int  # drafted tokens that were verified
 
 
 class DraftedTextStreamer(BaseStreamer):

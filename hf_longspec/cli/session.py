@@ -214,23 +214,14 @@ def describe_device(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class Session:
-    """A target with its tokenizer and a draft for it, ready to generate.
+    """A target with its tokenizer and a draft for it, ready to generate."""
 
-    Args:
-        target (`str`): Hub id or folder, as it was given.
-        draft_name (`str`): Likewise, or one of [`weightless_drafts`].
-        model (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        draft (`DraftModel`): The draft.
-        settings (`dict[str, Any]`): Those of its settings that were given with `--set`.
-    """
-
-    target: str
-    draft_name: str
+    target: str  # Hub id or folder, as it was given
+    draft_name: str  # likewise, or one of [`weightless_drafts`]
     model: PreTrainedModel
     tokenizer: Any
     draft: Any
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)  # those of its settings that were given with `--set`
 
     @property
     def dtype(self) -> str:

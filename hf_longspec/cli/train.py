@@ -20,40 +20,27 @@ from .session import load_tokenizer, loading
 
 @dataclass
 class Recipe:
-    """One training run.
+    """One training run."""
 
-    Args:
-        target (`str`): Hub id or folder of the target model.
-        training (`dict[str, Any]`): Arguments of `DraftTrainingArguments`; `output_dir` is required.
-        dataset (`dict[str, Any]`): Arguments of `datasets.load_dataset`, or `tokens`, a list of `.npy` files with
-            token streams.
-        eval_dataset (`dict[str, Any]`, *optional*): Likewise.
-        dtype (`str`, *optional*, defaults to `"auto"`): Type of the target's weights.
-        attn_implementation (`str`, *optional*): Attention of the target while training.
-        draft (`str` or `dict[str, Any]`, *optional*): Hub id or folder of a draft to go on with, or settings of a new
-            one, as in `from_target` of the draft's class, which `kind` names: `longspec` (the default), `tokenswift` or
-            `longspec_eagle3`.
-        pack (`int`, *optional*): Concatenate documents and cut them into rows of so many tokens. Without it every
-            document is a row.
-        lora (`dict[str, Any]`, *optional*): Arguments of `peft.LoraConfig`: train an adapter on the draft.
-    """
-
-    target: str
-    training: dict[str, Any]
+    target: str  # Hub id or folder of the target model
+    training: dict[str, Any]  # arguments of `DraftTrainingArguments`; `output_dir` is required
+    # arguments of `datasets.load_dataset`, or `tokens`, a list of `.npy` files with token streams
     dataset: dict[str, Any]
-    eval_dataset: dict[str, Any] | None = None
-    dtype: str = "auto"
-    attn_implementation: str | None = None
+    eval_dataset: dict[str, Any] | None = None  # likewise
+    dtype: str = "auto"  # type of the target's weights
+    attn_implementation: str | None = None  # attention of the target while training
+    # Hub id or folder of a draft to go on with, or settings of a new one, as in `from_target` of the draft's class,
+    # which `kind` names: `longspec` (the default), `tokenswift` or `longspec_eagle3`
     draft: str | dict[str, Any] | None = field(default_factory=dict)
+    # concatenate documents and cut them into rows of so many tokens. Without it every document is a row.
     pack: int | None = None
-    lora: dict[str, Any] | None = None
+    lora: dict[str, Any] | None = None  # arguments of `peft.LoraConfig`: train an adapter on the draft
 
 
 def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
     """The recipe in `file`.
 
     Args:
-        file (`Path`): YAML.
         overrides (`dict[str, Any]`): Keys with other values, such as `{"training.max_steps": 10}`.
 
     Raises:
@@ -214,13 +201,7 @@ def lora_config(settings: dict[str, Any] | None) -> Any:
 
 
 def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
-    """Write card.json into the folder of the draft; entries that were added to it before stay.
-
-    Args:
-        recipe ([`Recipe`]): The recipe of the run.
-        folder (`Path`): The folder of the saved draft.
-        state (`TrainerState`): Steps and log of the run.
-    """
+    """Write card.json into the folder of the draft; entries that were added to it before stay."""
     file = folder / CARD_FACTS
     try:
         facts = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

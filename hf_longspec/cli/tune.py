@@ -49,7 +49,6 @@ CLEAR_GAIN = 0.02
 # TokenSwift: children of every node, and the most nodes of a tree that are worth a try.
 BRANCHES, MOST_NODES = (1, 2, 3), 64
 
-
 # Two runs of the same settings differ by a few percent; the present settings stay unless others gain more.
 NOISE = 0.03
 SETTINGS_FILE = "generation_config.json"
@@ -57,19 +56,12 @@ SETTINGS_FILE = "generation_config.json"
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate, measured.
+    """One candidate, measured."""
 
-    Args:
-        step (`str`): The step of the procedure that tried it.
-        options (`dict[str, Any]`): Settings, on top of those of the draft.
-        tau (`float`): Tokens per verification.
-        tokens_per_second (`float`): Median over the repeats.
-    """
-
-    step: str
-    options: Settings
-    tau: float
-    tokens_per_second: float
+    step: str  # the step of the procedure that tried it
+    options: Settings  # settings, on top of those of the draft
+    tau: float  # tokens per verification
+    tokens_per_second: float  # median over the repeats
 
     def gain_over(self, other: "Trial") -> float:
         """How much faster this was than another candidate: 0.1 for 10 %."""
@@ -239,25 +231,15 @@ def check_destination(draft: str, output: Path | None) -> None:
 
 @dataclass
 class Tuner:
-    """Measure candidates; the trials so far.
+    """Measure candidates; the trials so far."""
 
-    Args:
-        session ([`Session`]): Target and draft.
-        decoder ([`Decoder`]): Decodes after prompts that were read before.
-        context (`int`): Tokens of a prompt.
-        batch (`int`): Prompts that are decoded together.
-        repeats (`int`): Runs of a candidate.
-        mode (`str`): `greedy` or `sample`.
-        progress ([`Progress`]): Advances by one for every run.
-    """
-
-    session: Session
-    decoder: Decoder
-    context: int
-    batch: int
-    repeats: int
-    mode: str
-    progress: Progress
+    session: Session  # target and draft
+    decoder: Decoder  # decodes after prompts that were read before
+    context: int  # tokens of a prompt
+    batch: int  # prompts that are decoded together
+    repeats: int  # runs of a candidate
+    mode: str  # `greedy` or `sample`
+    progress: Progress  # advances by one for every run
     trials: list[Trial] = field(default_factory=list)
 
     def measure(self, step: str, candidates: Sequence[Settings], repeats: int | None = None) -> list[Trial]:
@@ -277,12 +259,12 @@ class Tuner:
         self.progress.next(f"Measuring: {task}", len(methods) * (repeats + 1))
         for _, draft, settings in methods:  # the first run is slow, and not measured
             self._decode(draft, settings)
-        runs: dict[str, list[tuple[float, float]]] = {str(place): [] for place in range(len(methods))}
-        for _, place in in_turns(list(runs), repeats):
-            runs[place].append(self._decode(*methods[int(place)][1:]))
+        runs: list[list[tuple[float, float]]] = [[] for _ in methods]
+        for _, place in in_turns(range(len(methods)), repeats):
+            runs[place].append(self._decode(*methods[place][1:]))
         found = [
             Trial(step, settings, tau=taken[-1][1], tokens_per_second=statistics.median(speed for speed, _ in taken))
-            for (step, _, settings), taken in zip(methods, runs.values(), strict=True)
+            for (step, _, settings), taken in zip(methods, runs, strict=True)
         ]
         self.trials += found
         return found

@@ -129,7 +129,6 @@ def test_a_penalty_reaches_the_target(target, prompt):
 def test_the_clock_leaves_out_the_prompt_and_what_arrives_first():
     arrived, seen = iter([0.0, 100.0, 101.0, 103.0]), []
     clock = TokenClock(1, lambda: next(arrived), on_arrival=seen.append)
-    clock.start()
     for value in ([[5, 6, 7]], [8], [9], [10]):
         clock.put(torch.tensor(value))
         if seen == [1]:

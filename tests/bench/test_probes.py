@@ -7,7 +7,7 @@ import torch
 
 import hf_longspec
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.bench.calls import Decoding, run_call
+from hf_longspec.bench.calls import Decoding, run_call, watched_drafters
 from hf_longspec.bench.probes import AcceptanceProbe, SelectionProbe
 from hf_longspec.bench.prompts import left_padded
 from hf_longspec.generation.draft_tree import DraftTree
@@ -69,7 +69,7 @@ def test_counts_are_those_of_the_loop(kind, temperature, target, prompt):
     options = {"decoding": Decoding(temperature=temperature), "tokens": 20, "seed": 3}
     plain = run_call(target, draft, prompt, **options)
     probe = AcceptanceProbe()
-    with probe.of(draft):
+    with watched_drafters(draft, probe.watch):
         probed = run_call(target, draft, prompt, **options)
     assert torch.equal(plain.text, probed.text)
     assert plain.accepted == probed.accepted
@@ -104,7 +104,7 @@ def test_the_target_s_probability_of_a_rejected_token_is_that_of_a_plain_forward
     draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8)
     one = tuple(part[:1] for part in prompt)
     probe = Placed()
-    with probe.of(draft):
+    with watched_drafters(draft, probe.watch):
         call = run_call(target, draft, one, decoding=Decoding(), tokens=30, seed=0)
     with torch.no_grad():
         probabilities = target(torch.cat([one[0], call.text], dim=1)).logits[0].softmax(-1)
@@ -120,7 +120,7 @@ def test_overlap_of_selections_by_hand():
     selections = iter([[[0, 1, 2, 3]], [[0, 1, 7, 8, 9]], [[7, 8, 9, 0, 5]]])
     drafter = SimpleNamespace(_select=lambda *_: torch.tensor([next(selections)]))
     probe = SelectionProbe()
-    probe._watch(drafter, None)
+    probe.watch(drafter, None)
     for count, kept in ((4, 1), (5, 2), (5, 1)):
         drafter._select(0, SimpleNamespace(capture=None, num_nodes=SeqLens([kept])), [count])
     assert probe.overlaps == {0: [0.5, pytest.approx(0.8)]}
@@ -137,6 +137,6 @@ def test_overlap_of_pairs_by_hand():
 
 def test_other_drafts_select_nothing(target, prompt):
     draft, probe = hf_longspec.NgramDraftModel.from_target(target), SelectionProbe()
-    with probe.of(draft):
+    with watched_drafters(draft, probe.watch):
         run_call(target, draft, prompt, decoding=Decoding(), tokens=6, seed=0)
     assert probe.to_dict() == {"overlap": {}, "pair_overlap": {}}

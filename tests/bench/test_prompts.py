@@ -164,19 +164,19 @@ def text(ids):
 )
 def test_prompts_end_with_at_most_a_quarter_of_the_tail(tail, length, expected):
     prompts = DocumentPrompts(tokenizer, [Document("d", "abcdefghijklmnop", tail)])
-    assert [text(prompt) for prompt in prompts.windows(length, 2)] == expected
+    assert [text(prompt.ids) for prompt in prompts.windows(length, 2)] == expected
 
 
 def test_documents_take_turns_and_short_ones_are_left_out():
     documents = [Document("a", "a" * 40), Document("b", "b" * 38), Document("c", "c" * 5)]
     found = DocumentPrompts(tokenizer, documents).windows(10, 2)
-    assert sorted(text(prompt)[0] for prompt in found) == ["a", "b"]
+    assert sorted(text(prompt.ids)[0] for prompt in found) == ["a", "b"]
 
 
 def test_own_lengths_are_whole_documents_that_fit_from_the_beginning_again():
     documents = [Document("a", "aaa", "?"), Document("b", "b" * 9), Document("c", "cc")]
     prompts = DocumentPrompts(tokenizer, documents)
-    assert [text(prompt) for prompt in prompts.own(3, limit=6)] == ["aaa?", "cc", "aaa?"]
+    assert [text(prompt.ids) for prompt in prompts.own(3, limit=6)] == ["aaa?", "cc", "aaa?"]
     with pytest.raises(ValueError, match="no document has between 1 and 1 tokens"):
         prompts.own(1, limit=1)
 
@@ -278,14 +278,15 @@ class ChatTokenizer:
 def test_a_chat_template_surrounds_every_prompt():
     documents = [Document("a", "b" * 50, "?", "first"), Document("c", "d" * 40, "", "second")]
     prompts = DocumentPrompts(ChatTokenizer(), documents, chat=True)
-    found = ["".join(map(chr, row.tolist())) for row in prompts.windows(40, 4)]
-    assert {len(text) for text in found} == {40}
-    assert all(text.startswith("[user]") and text.endswith("[model]") for text in found)
-    assert sum(text.endswith("?[model]") for text in found) == sum("b" in text for text in found) > 0
-    expected = ["first" if "b" in text else "second" for text in found]
-    assert prompts.categories_of(40, 4, 100) == expected and set(expected) == {"first", "second"}
-    whole = "".join(map(chr, prompts.own(1, 100)[0].tolist()))
-    assert whole == "[user]" + "b" * 50 + "?[model]" and prompts.categories_of(0, 1, 100) == ["first"]
+    windows = prompts.windows(40, 4)
+    found = [text(prompt.ids) for prompt in windows]
+    assert {len(each) for each in found} == {40}
+    assert all(each.startswith("[user]") and each.endswith("[model]") for each in found)
+    assert sum(each.endswith("?[model]") for each in found) == sum("b" in each for each in found) > 0
+    expected = ["first" if "b" in each else "second" for each in found]
+    assert [prompt.category for prompt in windows] == expected and set(expected) == {"first", "second"}
+    (whole,) = prompts.own(1, 100)
+    assert (text(whole.ids), whole.category) == ("[user]" + "b" * 50 + "?[model]", "first")
 
 
 def test_tokenizers_without_a_usable_chat_template_are_refused():

@@ -6,7 +6,6 @@ import pytest
 
 import hf_longspec
 from benchmarks import figure, figure_report
-from benchmarks.figure import Comparison
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
 from hf_longspec.bench.results import of_kind, read_records
@@ -26,7 +25,7 @@ def methods(model):
 
 def measure(target, prompts, path, seconds=100, resume=None, **sizes):
     with Run(path, "figure", seconds, resume=resume, quiet=True) as results:
-        Comparison(target, prompts, 9, results).measure(methods(target), **(SIZES | sizes))
+        figure.compare(results, target, methods(target), prompts, tokens=9, **(SIZES | sizes))
     return read_records(path)
 
 

@@ -31,7 +31,7 @@ def test_a_clock_notes_time_and_counts_at_its_marks():
 def records(target, prompts, tmp_path):
     plain = hf_longspec.PlainDraftModel.from_target(target)
     ngram = hf_longspec.NgramDraftModel.from_target(target, num_assistant_tokens=3, ngram_candidates=1)
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [15, 30], levels=4)
+    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [15, 30])
     sampled = Decoding(temperature=1.0, min_p=0.05, penalty=1.3, window=9)
     baselines = {HF: HfMethod(), PLAIN: plain}
     with Run(tmp_path / "long.jsonl", "long", 60) as results:
@@ -86,7 +86,7 @@ def test_graphs_are_built_before_the_clock_starts(target, prompts, tmp_path, mon
     drafts = hf_longspec.PlainDraftModel.from_target(target), hf_longspec.NgramDraftModel.from_target(target)
     for draft in drafts:
         draft.generation_config.compile = "compile"
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [30], levels=4)
+    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [30])
     with Run(tmp_path / "long.jsonl", "long", 60) as results:
         benchmark.measure(LongRow("mine", drafts[1], 30, GREEDY), {HF: HfMethod(), PLAIN: drafts[0]}, 5, results)
     assert built == [graphs.frame_count] and built[0] >= 2
@@ -96,7 +96,7 @@ def test_graphs_are_built_before_the_clock_starts(target, prompts, tmp_path, mon
 def test_going_on_after_a_mark_keeps_the_text_before_it(target, prompts, tmp_path):
     """The text that a baseline writes after a mark is that of a fresh call, so the keys before it are the text's."""
     plain = hf_longspec.PlainDraftModel.from_target(target)
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8, 16], levels=4)
+    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8, 16])
     with Run(tmp_path / "long.jsonl", "long", 60) as results:
         text, cache = benchmark.run(LongRow("mine", plain, 16, GREEDY), results)
     fresh = target(text[:, :27], use_cache=True).past_key_values
@@ -109,7 +109,7 @@ def test_going_on_after_a_mark_keeps_the_text_before_it(target, prompts, tmp_pat
 
 def test_a_row_without_time_is_named(target, prompts, tmp_path):
     plain = hf_longspec.PlainDraftModel.from_target(target)
-    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8], levels=4)
+    benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [8])
     with Run(tmp_path / "long.jsonl", "long", 0) as results:
         for _ in range(2):
             benchmark.measure(LongRow("mine", plain, 8, GREEDY), {}, 0, results)

@@ -40,7 +40,7 @@ def test_a_wrong_tree_mask_is_over_the_budget_of_attention(model, dtype):
     attention = case_of(AttentionCase, model, dtype=dtype)
     case = attention.case
     exact = case.exact(case.layers[0])
-    case.exact, attention.hf = lambda layer: exact, hf_attention(case)
+    case.exact, attention.transformers = lambda layer: exact, hf_attention(case)
     case.tree.mask.copy_(torch.ones(9, 9).tril().bool())  # a chain instead of the tree
     ours, budget, _, _ = attention.check()
     assert ours > budget
