@@ -121,11 +121,7 @@ class AssistantDrafter(Drafter):
                 self._is_switched = False
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Run the prompts, or what is missing of them."""
-        self.resume(texts, verification)
-
-    def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
-        """Run the tokens that were committed without the draft. The last one waits for the root."""
+        """Run the tokens that were committed without the draft, or the prompts. The last one waits for the root."""
         with self.attention(), torch.no_grad():
             self._warn_of_length(max(map(len, texts)))
             texts = [text.to(self.device) for text in texts]
