@@ -5,10 +5,9 @@ import torch
 
 from hf_longspec import PlainDraftModel
 from hf_longspec.generation.target_modules import TargetEnds, final_norm_of
-from hf_longspec.testing import WINDOW, tiny_target
+from hf_longspec.testing import WINDOW, RandomTreeDrafter, tiny_target
 from tests.generation.tiny_models import ATTENTION
 from tests.pairwise import pairwise
-from tests.random_trees import RandomTreeDrafter
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

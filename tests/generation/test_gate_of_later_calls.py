@@ -9,9 +9,8 @@ import torch
 
 from hf_longspec.generation import gate as module
 from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate, gate_of
-from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.generation.made_up_machine import Machine, always, geometric
-from tests.random_trees import RandomTreeDraftModel
 
 CALLS, TOKENS, COST = 50, 100, 1.6
 

@@ -15,6 +15,7 @@ from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate, gate_of
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import (
+    RandomTreeDraftModel,
     random_eagle3_draft,
     random_longspec_draft,
     random_tokenswift_draft,
@@ -22,7 +23,6 @@ from hf_longspec.testing import (
     tiny_target,
 )
 from tests.gates import FlippingGate, ungated
-from tests.random_trees import RandomTreeDraftModel
 
 LENGTHS = (33, 3, 13)
 NEW = 40

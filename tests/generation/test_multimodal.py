@@ -14,9 +14,8 @@ from hf_longspec.generation.decoding import Session
 from hf_longspec.generation.prompt_inputs import Prompts
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.modeling_plain import PlainConfig
-from hf_longspec.testing import random_longspec_draft, random_tokenswift_draft, tiny_prompts
+from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 from tests.generation.tiny_models import IMAGE_TOKEN, SIZES, peaked, vision_language_model
-from tests.random_trees import RandomTreeDraftModel
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

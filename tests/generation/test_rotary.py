@@ -11,9 +11,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_longspec import PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
 from hf_longspec.generation.rotary import FORGETS, RECOMPUTES, FrequencyChange, RotaryLimit, cache_at
-from hf_longspec.testing import random_longspec_draft, tiny_prompts, tiny_target
+from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts, tiny_target
 from tests.pairwise import pairwise
-from tests.random_trees import RandomTreeDraftModel
 
 LIMIT, NEW = 40, 22
 HALF = 8  # frequencies of a head

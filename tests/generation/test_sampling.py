@@ -22,10 +22,9 @@ from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, Quest
 from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.generation import decoding
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
-from hf_longspec.testing import random_longspec_draft, random_tokenswift_draft, tiny_prompts
+from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 from tests.distributions import max_z_score
 from tests.generation.tiny_models import ATTENTION
-from tests.random_trees import RandomTreeDraftModel
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

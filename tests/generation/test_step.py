@@ -11,13 +11,13 @@ from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, _c
 from hf_longspec.testing import (
     PAD_TOKEN_ID,
     TINY_TARGETS,
+    RandomTreeDraftModel,
     random_eagle3_draft,
     random_longspec_draft,
     random_tokenswift_draft,
     tiny_prompts,
     tiny_target,
 )
-from tests.random_trees import RandomTreeDraftModel
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

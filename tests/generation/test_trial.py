@@ -8,9 +8,8 @@ from hf_longspec import PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import trial
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.plain.modeling_plain import PlainConfig
-from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
+from hf_longspec.testing import TINY_TARGETS, WINDOW, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.generation.tiny_models import SIZES, peaked, vision_language_model
-from tests.random_trees import RandomTreeDraftModel
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 

@@ -16,8 +16,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.attention_backends.scores import GRANULARITIES
 from hf_longspec.modeling.ngram.settings_ngram import SOURCES
 from hf_longspec.modeling.specattn.generation_specattn import SELECTIONS
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
-from tests.random_trees import RandomTreeDraftModel
+from hf_longspec.testing import TINY_TARGETS, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.robustness.drafts import make_draft
 from tests.tiny_tokenizers import character_tokenizer
 

@@ -5,9 +5,8 @@ import torch
 
 from hf_longspec.attention_backends.triton import commit
 from hf_longspec.generation import cache as cache_module
-from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.attention_backends.triton.machine import DEVICE
-from tests.random_trees import RandomTreeDraftModel
 
 pytestmark = pytest.mark.usefixtures("kernel_device")
 
