@@ -139,6 +139,13 @@ MUTATIONS = (
         "tests/generation/test_cuda_graphs.py",
     ),
     Mutation(
+        "Results of a graph lie outside of the memory that graphs share",
+        "generation/cuda_graphs.py",
+        "outputs = tree_map_only(torch.Tensor, torch.empty_like, found)",
+        "outputs = found",
+        "tests/generation/test_cuda_graphs.py",
+    ),
+    Mutation(
         "A cache that was returned is not written by a later call",
         "generation/decoding.py",
         "self.workspace is not None and not self.outputs.as_dict",

@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -216,8 +217,9 @@ def capture(
 ) -> tuple[Any, Callable[[], None]]:
     """Capture a function without arguments; return its outputs and a function that computes them again in place.
 
-    Graphs of one target share the memory of intermediate results, as they never run at the same time. After an error,
-    stream and default generator are as before: a capture that ends early would change both.
+    Graphs of one target share the memory of intermediate results, as they never run at the same time. The outputs lie
+    outside of it. After an error, stream and default generator are as before: a capture that ends early would change
+    both.
 
     Raises:
         RuntimeError: If `function` returns nothing, since it could not be compiled, or if CUDA refuses the capture.
@@ -230,15 +232,20 @@ def capture(
             stream.wait_stream(before)
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):  # kernels are compiled and chosen before the capture, which allows neither
-                    if function() is None:
+                    if (found := function()) is None:
                         raise RuntimeError("it could not be compiled")
             before.wait_stream(stream)
+            # In the shared memory, a graph that was captured earlier would overwrite results before they are read.
+            outputs = tree_map_only(torch.Tensor, torch.empty_like, found)
+            kept = _tensors(tree_leaves(outputs))
             if target not in _pools:
                 _pools[target] = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on to launch kernels, and to wait for them, on this device.
             with torch.cuda.graph(graph, pool=_pools[target], capture_error_mode="thread_local"):
-                outputs = function()
+                found = function()
+                if kept:
+                    torch._foreach_copy_(kept, _tensors(tree_leaves(found)))
         except BaseException:
             torch.cuda.set_stream(before)
             generator.graphsafe_set_state(state)

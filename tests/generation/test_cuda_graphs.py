@@ -150,3 +150,20 @@ class TestState:
         before = state_of(model)
         change(model)
         assert state_of(model) != before
+
+
+def test_results_lie_outside_of_the_memory_that_graphs_share(pair):
+    """An older graph, replayed before they are read, would overwrite them."""
+    made = []
+    with simulated() as cuda:
+        numbers = cuda.place(torch.arange(5.0))
+
+        def doubled():
+            made.append(numbers * 2)
+            return [made[-1], None], "settings"
+
+        (found, settings), replay = cuda_graphs.capture(doubled, numbers.device, pair[0])
+        assert found[0].data_ptr() not in {tensor.data_ptr() for tensor in made}
+        numbers += 1
+        replay()
+        assert cuda.fetch(found[0]).tolist() == [2, 4, 6, 8, 10] and (found[1], settings) == (None, "settings")
