@@ -1,6 +1,6 @@
 """Write the tables of result files into a page, between `<!-- bench:start -->` and `<!-- bench:end -->`.
 
-python -m benchmarks.tables benchmarks/results/earlier-longspec.jsonl --page docs/longspec.md
+python -m benchmarks.tables benchmarks/results/figure.jsonl --page docs/results.md
 python -m benchmarks.tables benchmarks/results/*.jsonl --reports
 """
 
