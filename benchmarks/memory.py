@@ -14,6 +14,7 @@ handed out under the profiler are followed to their end, so objects that a call 
 their sum is an upper bound. Pages of zeros count in full, touched or not.
 """
 
+import gc
 import math
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,7 @@ def peak_memory(function: Callable[..., Any], prepare: Callable[[], tuple[Any, .
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             arguments = list(prepare())
+            gc.collect()  # or the garbage of `prepare` would be freed in the middle of the call
             before = tracemalloc.get_traced_memory()[0]
             tracemalloc.reset_peak()
             with record_function(MEASURED):
