@@ -17,7 +17,7 @@ from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS, Comparison, compare
 from ..auditing_sampling import FOLLOWS, SamplingReport, audit_sampling
 from ..bench.progress import Progress
 from ..cli import CommandError, options
-from .session import Session, opened
+from .session import Session, opened, say
 
 # From best to worst.
 STYLES = {EXACT: "green", NEAR_TIE: "yellow", NOT_LOSSLESS: "bold red"}
@@ -110,13 +110,13 @@ def show(verdict: str, audits: list[tuple[str, Comparison, float]], sampling: Sa
             f"[{STYLES[compared.verdict]}]{compared.verdict}[/]",
         )
     console.print(table, soft_wrap=False)
-    print("first difference: new token, from 0, in which plain generate and speculation part.")
-    print("margin: how far the logit of an emitted token lies above that of any other; below 0: it is not the best.")
+    say("first difference: new token, from 0, in which plain generate and speculation part.")
+    say("margin: how far the logit of an emitted token lies above that of any other; below 0: it is not the best.")
     for name, compared, _ in audits:
         if compared.verdict != EXACT:
-            print(explain(name, compared))
+            say(explain(name, compared))
     if sampling is not None:
-        print(f"sampling {sampling}.")
+        say(f"sampling {sampling}.")
     console.print(f"[{STYLES[verdict]}]{verdict}{' only' if verdict == NEAR_TIE else ''}[/]")
 
 

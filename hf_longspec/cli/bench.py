@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.console import Console
+from rich.markdown import Markdown
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longspec import __version__
@@ -371,8 +373,13 @@ def _show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
         }
         print(json.dumps(found))
     else:
-        print(matrix_report(records, brief=True, not_run=verbose))
-    print(f"Written: {', '.join(map(str, paths))}", file=sys.stderr)
+        report, console = matrix_report(records, brief=True, not_run=verbose), Console()
+        if console.is_terminal:
+            # with spaces, so that a range breaks into lines where a column is too narrow for it
+            console.print(Markdown(re.sub(r"\(([\d.]+)-([\d.]+)\)", r"(\1 - \2)", report)))
+        else:
+            print(report)
+    session.say(f"Written: {', '.join(map(str, paths))}", stderr=True)
 
 
 def _require_packages(plots: bool) -> None:

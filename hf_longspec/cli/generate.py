@@ -21,7 +21,7 @@ from ..cli import CommandError, options
 from ..generation.gate import PLAIN, message_of
 from ..generation.stats import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .session import Session, opened
+from .session import Session, opened, say
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
@@ -296,9 +296,9 @@ def generate(
                         "Drafted tokens are coloured in a terminal alone; --html FILE writes a page that shows them."
                     )
                     Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
-                print(stats, file=sys.stderr)
+                say(str(stats), stderr=True)
                 if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
-                    print(message_of(stats.gate_decisions[-1]), file=sys.stderr)
+                    say(message_of(stats.gate_decisions[-1]), stderr=True)
             if html is not None:
                 html.write_text(page_of(session, text, steps or [], stats), encoding="utf-8")
     raise typer.Exit(options.INTERRUPTED if stats.interrupted else 0)

@@ -204,6 +204,12 @@ def quiet(progress_bars: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def say(text: str, stderr: bool = False) -> None:
+    """Print sentences, which break between words in a terminal and not at all in a pipe."""
+    console = Console(stderr=stderr, highlight=False)
+    console.print(text, markup=False, soft_wrap=not console.is_terminal)
+
+
 def describe_device(device: torch.device) -> str:
     """Name of the device and what matters for speed."""
     if device.type == "cuda":

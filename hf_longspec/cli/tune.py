@@ -26,7 +26,7 @@ from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS, weightless_drafts
-from .session import Session, opened
+from .session import Session, opened, say
 
 Settings = dict[str, Any]
 
@@ -297,13 +297,13 @@ def show(trials: Sequence[Trial], winner: Trial) -> None:
         style = "bold green" if trial is winner else None
         table.add_row(trial.step, _shown(trial.options), *numbers, style=style)
     Console(highlight=False).print(table)
-    print("tau: tokens per verification, the model's own included. tokens/s: of all prompts decoded together.")
-    print(
+    say("tau: tokens per verification, the model's own included. tokens/s: of all prompts decoded together.")
+    say(
         f"The choice runs at {1 + chosen.gain_over(present):.2f}x the speed of the present settings and at "
         f"{1 + chosen.gain_over(plain):.2f}x that of decoding without a draft."
     )
     if winner.gain_over(plain) < 0:
-        print("On this text and machine the draft does not pay: decoding without one is faster.")
+        say("On this text and machine the draft does not pay: decoding without one is faster.")
 
 
 def _shown(settings: Settings) -> str:
@@ -395,7 +395,7 @@ def tune(
             }
             print(json.dumps(found))
         elif wins:
-            print(f"{'Not written (--dry-run)' if dry_run else f'Written to {written}'}: {_shown(winner.options)}.")
+            say(f"{'Not written (--dry-run)' if dry_run else f'Written to {written}'}: {_shown(winner.options)}.")
         else:
             saved = "" if written is None else f" Saved to {written}."
-            print(f"The present settings stay: {_shown(winner.options)}.{saved}")
+            say(f"The present settings stay: {_shown(winner.options)}.{saved}")
