@@ -23,6 +23,8 @@ KINDS = {
     "longspec": lambda target: LongSpecDraftModel.from_target(target, window=16),
     "heads": lambda target: TokenSwiftDraftModel.from_target(target),
 }
+# Kinds that two processes train with whole parameters, and with parameters that are divided between them.
+DIVIDED = {"whole": ("longspec", "heads"), "sharded": ("longspec",)}
 
 
 def make_trainer(folder, rows, accumulation, kind):
@@ -74,11 +76,11 @@ def shard_on_cpu():
 if __name__ == "__main__":
     torch.set_num_threads(1)
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"  # set by accelerate launch from the configuration
-    for mode in ("whole", "sharded"):
+    for mode, kinds in DIVIDED.items():
         os.environ["ACCELERATE_USE_FSDP"] = "true" if mode == "sharded" else "false"
         if mode == "sharded":
             shard_on_cpu()
-        for kind in KINDS:
+        for kind in kinds:
             output = Path(sys.argv[1]) / mode / kind
             run = make_trainer(output, 2, 2, kind)
             run.train()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.divided import KINDS, ROWS_PER_STEP, STEPS, history, make_trainer
+from tests.training.divided import DIVIDED, KINDS, ROWS_PER_STEP, STEPS, history, make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 # Gradients of size 1, summed in float32 in another order, and two steps of SGD with them.
@@ -63,8 +63,7 @@ EVALUATED = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["whole", "sharded"])
+@pytest.mark.parametrize(("mode", "kind"), [(mode, kind) for mode, kinds in DIVIDED.items() for kind in kinds])
 def test_two_processes_equal_one(references, two_processes, mode, kind):
     reference, folder = references[kind], two_processes / mode / kind
     logged = json.loads((folder / "history.json").read_text())
