@@ -57,14 +57,9 @@ class LayerInputs(NamedTuple):
 
     def attend_to_prefix(self, lengths: SeqLens, positions: torch.Tensor | None = None) -> AttentionState:
         """Attend to the slots below `lengths[b]` with the sinks, and with the window if given `positions` `(B, N)`."""
-        state = self.backend.prefix_attention(
-            *(*self.tensors, lengths),
-            scaling=self.scaling,
-            positions=positions,
-            sliding_window=None if positions is None else self.sliding_window,
-            softcap=self.softcap,
-        )
-        return state if self.sinks is None else merge_attention_states([state], self.sinks)
+        window = {"positions": positions, "sliding_window": None if positions is None else self.sliding_window}
+        state = self.backend.prefix_attention(*self.tensors, lengths, **window, **self.options)
+        return merge_attention_states([state], self.sinks)
 
 
 class GraphStep(NamedTuple):
@@ -233,7 +228,7 @@ class TreeContext(StepContext):
             return layer.attend_to_prefix(self._memo["with_root"], self.positions)
         backend, mask = layer.backend, self.windowed_mask(layer.sliding_window)
         where = (*layer.tensors, self.lengths)
-        options = {"scaling": layer.scaling, "sliding_window": layer.sliding_window, "softcap": layer.softcap}
+        options = {"sliding_window": layer.sliding_window, **layer.options}
         if backend.hybrid_attention is not None and mask.shape[1] == mask.shape[2]:  # the nodes of whole trees
             more = {"sinks": layer.sinks, "memo": self._memo}
             hybrid = backend.hybrid_attention(*where, mask, self.positions, **more, **options)
@@ -291,9 +286,8 @@ class LevelContext(TreeContext):
     def in_graph(cls, step: GraphStep) -> Self:
         """Return the context of a level inside a graph."""
         mask, (positions, node_positions), (_, windows) = step.mask[:, 0], step.changing, step.settings
-        prefix = step.layers[0].plus(
-            mask.shape[1] - mask.shape[2]
-        )  # earlier levels lie between the prefix and the level
+        # earlier levels lie between the prefix and the level
+        prefix = step.layers[0].plus(mask.shape[1] - mask.shape[2])
         return cls(prefix, positions, mask, windows=windows, node_positions=node_positions)
 
     def _ancestor_positions(self) -> torch.Tensor:

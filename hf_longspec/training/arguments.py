@@ -6,6 +6,8 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available
 
+from ..modeling.setting_checks import check_choice
+
 LOSSES = ("kl", "ce")
 
 
@@ -79,8 +81,7 @@ class DraftTrainingArguments(TrainingArguments):
         if not (torch.accelerator.is_available() or is_torch_xla_available()):
             self.use_cpu = True
         super().__post_init__()
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss={self.loss!r}: expected one of {', '.join(LOSSES)}.")
+        check_choice("loss", self.loss, LOSSES)
         for name, least in {"anchors": 0, "max_offset": 0, "loss_chunk_size": 1, "target_chunk_size": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:
