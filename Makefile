@@ -37,8 +37,8 @@ GPU_TESTS := tests/attention_backends/triton tests/attention_backends/test_parit
 
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 
-# Results that docs/earlier_results.md shows, in its order.
-EARLIER := engine verification memory
+# Results that docs/results.md shows, in its order.
+SHOWN := figure verification memory
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-min test-torch-min gpu install install-min lint soak bench figure tables models mutants package cards docs clean
@@ -87,18 +87,18 @@ soak: $(READY) ## long property tests and the tests marked soak
 	@echo "Running the property tests with many more examples, and the tests marked soak. This takes long."
 	HYPOTHESIS_PROFILE=soak $(VENV)/bin/python -m pytest -n auto --dist worksteal -m "soak or hypothesis" $(ARGS)
 
-bench: $(READY) ## measure the engine; results go to benchmarks/results
-	@echo "Measuring the engine. Leave the machine alone meanwhile."
-	$(VENV)/bin/python -m benchmarks.engine $(ARGS)
+bench: $(READY) ## measure drafts of the tiny target beside generate(), in some minutes; writes bench.jsonl, bench.md and plots
+	@echo "Measuring two drafts of the tiny target. Leave the machine alone meanwhile."
+	$(VENV)/bin/python -m hf_longspec.cli.app bench --target hub_cards/tiny-target --draft hub_cards/tiny-tokenswift --draft ngram \
+		--context 1k,8k $(ARGS)
 
 figure: $(READY) ## compare every kind of draft on the tiny target, in 20 minutes; writes a page and a figure
 	@echo "Measuring every kind of draft after 1K to 16K tokens. Leave the machine alone meanwhile."
 	$(VENV)/bin/python -m benchmarks.figure $(ARGS)
 
-tables: $(READY) ## put the committed results into docs/results.md and docs/earlier_results.md, and draw the figure
-	@echo "Writing docs/results.md, docs/earlier_results.md and docs/images/drafts.svg."
-	$(VENV)/bin/python -m benchmarks.tables benchmarks/results/figure.jsonl --page docs/results.md
-	$(VENV)/bin/python -m benchmarks.tables $(EARLIER:%=benchmarks/results/%.jsonl) --page docs/earlier_results.md
+tables: $(READY) ## put the committed results into docs/results.md, and draw the figure
+	@echo "Writing docs/results.md and docs/images/drafts.svg."
+	$(VENV)/bin/python -m benchmarks.tables $(SHOWN:%=benchmarks/results/%.jsonl) --page docs/results.md
 	$(VENV)/bin/python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg
 
 models: $(READY) ## run every draft on every decoder of transformers, and put the table into docs/models.md

@@ -1,6 +1,6 @@
 """Benchmarks that the authors run: fixed configurations for the tables in the documentation, and their results.
 
-Run one as `python -m benchmarks.engine`, from the root of a checkout. Four rules hold for every number:
+Run one as `python -m benchmarks.figure`, from the root of a checkout. Four rules hold for every number:
 
 - Ratios are taken side by side in one run: the methods are repeated in turns, at least five times, and a ratio is the
   median of the ratios within each turn. Reports give the lowest and the highest ratio with it.

@@ -1,10 +1,11 @@
-"""tau on held-out text with 95 % intervals over prompts: of SpecAttn's settings, or of trained drafts' trees.
+"""tau on held-out text with 95 % intervals over prompts: of the settings of SpecAttn, of n-grams, or of trained drafts.
 
 tau is the mean number of tokens emitted per verification, the target's own token included. Nothing here is timed, so
 other work may go on beside it. Every result is written as soon as it is known, the most important settings first.
 
     python -m benchmarks.acceptance --target hub_cards/tiny-target --data novels --data stdlib --threads 1
     python -m benchmarks.acceptance --draft hub_cards/tiny-longspec --output benchmarks/results/drafts.jsonl
+    python -m benchmarks.acceptance --draft ngram --output benchmarks/results/ngram.jsonl
 """
 
 import time
@@ -151,7 +152,7 @@ PAPER = {"self_draft": "partial_kv", "tree_branching": [1, 3, 3, 3]}
 NGRAMS = {"ngram_candidates": 20, "ngram_num_tokens": 4}
 # By model type of the draft, each in both modes. Drafts are compared with the first of their kind, which has the others
 # too.
-OF_TRAINED: dict[str, list[dict[str, Any]]] = {
+OF_KIND: dict[str, list[dict[str, Any]]] = {
     "longspec": [{"tree_widths": widths} for widths in ([4, 4, 4, 3], [1, 1, 1], [4, 16, 16, 16, 16])],
     "longspec_eagle3": [{"tree_widths": widths} for widths in ([4, 4, 4, 3], [1, 1, 1])],
     "longspec_assistant": [{"num_assistant_tokens": 3, "window": window} for window in (512, None)],
@@ -166,9 +167,16 @@ OF_TRAINED: dict[str, list[dict[str, Any]]] = {
         {**PAPER, "self_draft": "verify_hidden"},
         PAPER,
     ],
+    "longspec_ngram": [
+        {},
+        {"ngram_source": "pool"},
+        {"ngram_source": "lookup"},
+        {"ngram_source": "lookup", "ngram_candidates": 1, "num_assistant_tokens": 10},
+        {"ngram_candidates": 4, "num_assistant_tokens": 4},
+    ],
 }
 # At the middle length only: what the paper varies, one at a time.
-MINOR_OF_TRAINED = {
+MINOR_OF_KIND = {
     "tokenswift": [
         *(Setting.of(mode, **PAPER | {"tree_branching": tree}) for mode in MODES for tree in ([3] * 4, [1, 9, 9, 9])),
         *(Setting.of(mode, **PAPER, **NGRAMS | {"ngram_candidates": k}) for mode in MODES for k in (5, 10, 20)),
@@ -181,7 +189,7 @@ MINOR_OF_TRAINED = {
 
 def main(arguments: list[str] | None = None) -> None:
     made = harness.parser(__doc__, "acceptance", minutes=40, prompts=True)
-    named = "NAME=FOLDER, a folder or a Hub id of a trained draft; repeat to compare (default: SpecAttn)"
+    named = "NAME=FOLDER, a folder or a Hub id of a trained draft, or ngram; repeat to compare (default: SpecAttn)"
     made.add_argument("--draft", action="append", help=named)
     made.add_argument("--lengths", type=harness.integers, default="2048,8192,15872", help="default: %(default)s")
     made.add_argument("--prompts", type=int, default=24, help="per length (default: %(default)s)")
@@ -212,8 +220,8 @@ def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planne
         runs: list[Planned] = [(None, setting, length) for setting in SETTINGS for length in lengths]
         return runs + [(None, setting, middle) for setting in MINOR_SETTINGS]
     first_of_kind = {kind: name for name, kind in reversed(kinds.items())}
-    compared = [(name, OF_TRAINED[kind][0]) for name, kind in kinds.items()]
-    rest = [(name, options) for kind, name in first_of_kind.items() for options in OF_TRAINED[kind][1:]]
+    compared = [(name, OF_KIND[kind][0]) for name, kind in kinds.items()]
+    rest = [(name, options) for kind, name in first_of_kind.items() for options in OF_KIND[kind][1:]]
     runs = [
         (name, Setting.of(mode, **options), length)
         for part in (compared, rest)
@@ -221,18 +229,21 @@ def plan(kinds: Mapping[str | None, str], lengths: Sequence[int]) -> list[Planne
         for mode in MODES
         for length in lengths
     ]
-    minor = [
-        (name, setting, middle) for kind, name in first_of_kind.items() for setting in MINOR_OF_TRAINED.get(kind, [])
-    ]
+    minor = [(name, setting, middle) for kind, name in first_of_kind.items() for setting in MINOR_OF_KIND.get(kind, [])]
     return runs + minor
 
 
 def make_drafts(model: PreTrainedModel, named: Sequence[str] | None) -> dict[str | None, Any]:
-    """Trained drafts by the name before "=", or by the last part of the path; SpecAttn, without a name, if none."""
+    """Drafts by the name before "=", or by the last part of the path; SpecAttn, without a name, if none."""
     if not named:
         return {None: hf_longspec.SpecAttnDraftModel.from_target(model)}
     pairs = (entry.split("=", 1) if "=" in entry else (Path(entry).name, entry) for entry in named)
-    return {name: AutoModel.from_pretrained(path, dtype=torch.float32) for name, path in pairs}
+    return {
+        name: hf_longspec.NgramDraftModel.from_target(model)
+        if path == "ngram"
+        else AutoModel.from_pretrained(path, dtype=torch.float32)
+        for name, path in pairs
+    }
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from transformers import AutoModel, PreTrainedModel
 
 import hf_longspec
 from benchmarks import harness
-from benchmarks.engine import row_windows
 from benchmarks.figure_report import draw
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
 from hf_longspec.bench.prefill import Decoder, PrefilledPrompts
@@ -118,9 +117,9 @@ def compare(
     """
     decoder, warm = Decoder(model, prompts, tokens), set()
     windows = [
-        (rows, batch, turn)
+        (slice(turn * batch, (turn + 1) * batch), batch, turn)
         for batch in batches
-        for turn, rows in enumerate(row_windows(len(prompts.tokens), batch, max(1, len(prompts.tokens) // batch)))
+        for turn in range(len(prompts.tokens) // batch)
     ]
     for rows, batch, turn in sorted(windows, key=lambda window: window[0].stop):
         fitting = [name for name, how in methods.items() if getattr(how, "max_batch", None) in (None, batch)]

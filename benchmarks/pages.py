@@ -19,8 +19,6 @@ from hf_longspec.bench.markdown import (
 from hf_longspec.bench.results import Record, grouped, of_kind
 
 Columns = Mapping[str, Column]
-# Suffix of the name of a method with compiled steps.
-COMPILED = ", compiled"
 
 
 def fixed(key: str, digits: int, scale: float = 1.0) -> Callable[[Record], str]:
@@ -53,102 +51,6 @@ def by_value(rows: Sequence[Record], key: str, titles: Mapping[str, str], column
     ]
 
 
-ENGINE_NOTE = (
-    "Tokens per second of all rows together, from the first token to the last, on a cache that was prefilled "
-    "before; median of interleaved repeats, lowest and highest in brackets, ratios taken within a repeat. `hf "
-    "generate` is plain `model.generate` (DynamicCache, sdpa); plain loop is ours without a draft. Ratios (x) "
-    "are to `generate`, unless marked plain (the plain loop, compiled where the method is) or eager (the same "
-    "method, not compiled). tau: tokens per verification, the target's own included. Floor: reading weights and "
-    "cache once from memory; a model that fits into the processor's cache can be below it."
-)
-Place = tuple[str, int, int, str]
-
-
-def kind_of(method: str) -> str:
-    """The name of a method without its settings.
-
-    >>> kind_of("LongSpec, 1+1, compiled")
-    'LongSpec, compiled'
-    """
-    return method.split(",")[0] + (COMPILED if method.endswith(COMPILED) else "")
-
-
-def best_of_cells(records: Sequence[Record]) -> dict[Place, dict[str, Record]]:
-    """For each (dtype, context, batch, mode) the fastest record of every kind, plain `generate` included.
-
-    The fastest record has the largest ratio to the plain loop, taken within a repeat.
-    """
-    cells: dict[Place, dict[str, Record]] = {}
-    for row in of_kind(records, "decoding"):
-        best = cells.setdefault((row["dtype"], row["context"], row["batch"], row["mode"]), {})
-        kind = kind_of(row["method"])
-        if kind not in best or row["ratio_to_plain"]["median"] > best[kind]["ratio_to_plain"]["median"]:
-            best[kind] = row
-    return cells
-
-
-def engine_headline(records: Sequence[Record]) -> str:
-    """One row per cell and mode: speed of plain `generate`, ratios of the others, each kind of draft at its best."""
-    place, speed = ("dtype", "context", "batch", "mode"), "`generate`, tokens/s"
-    lines = [
-        dict(zip(place, at, strict=True))
-        | {speed: fixed("tokens_per_second", 1)(best.get(HF, {}))}
-        | {kind: _ratios(row) for kind, row in best.items() if kind != HF}
-        for at, best in best_of_cells(records).items()
-    ]
-    kinds = [kind_of(row["method"]) for row in of_kind(records, "decoding") if row["method"] != HF]
-    return table(lines, {name: name for name in (*place, speed, *kinds)})
-
-
-def _ratios(row: Record) -> str:
-    name = row["method"].removesuffix(COMPILED)
-    to_hf = f"{row['ratio_to_hf']['median']:.2f}x"
-    eager = f", {row['ratio_to_eager']['median']:.2f}x eager" if "ratio_to_eager" in row else ""
-    if name == PLAIN:
-        return to_hf + eager
-    setting = f" ({name.split(', ', 1)[1]})" if ", " in name else ""
-    return f"{to_hf}; {row['ratio_to_plain']['median']:.2f}x plain, tau {row['tau']:.2f}{setting}"
-
-
-def speed_tables(records: Sequence[Record]) -> list[str]:
-    """One table per mode."""
-    columns: Columns = {
-        **{name: name for name in ("dtype", "context", "batch", "method")},
-        "tokens/s": spread("tokens_per_second", 1),
-        "x `generate`": spread("ratio_to_hf"),
-        "x plain loop": spread("ratio_to_plain"),
-        "tau": fixed("tau", 2),
-        "drafting / verifying / rest": lambda row: " / ".join(f"{share:.0%}" for share in row["shares"].values()),
-        "draft state": lambda row: f"{row['draft_state_bytes'] / 1024:.0f} KiB" if row["draft_state_bytes"] else "",
-        "share of floor": lambda row: f"{row['share_of_floor']:.0%}",
-        "x eager": spread("ratio_to_eager"),
-    }
-    titles = {"sample": "## Sampling at temperature 1", "greedy": "## Greedy"}
-    return by_value(of_kind(records, "decoding"), "mode", titles, columns)
-
-
-NGRAM_NOTE = (
-    "Drafts from the text itself, one row at a time. tau: tokens emitted per verification, the target's own "
-    "included; mean over prompts with its 95 % interval, in brackets the difference to transformers' prompt "
-    "lookup with its default settings, prompt by prompt. Sampled texts differ between transformers and us, as "
-    "they draw otherwise. Speeds: tokens per second from the first token to the last, median of interleaved "
-    "repeats, lowest and highest in brackets; reading the prompt once is outside of it, transformers' search "
-    "through the whole text in every step is inside."
-)
-
-
-def ngram_headline(records: Sequence[Record]) -> str:
-    """Tokens per verification, then speed, as far as either was measured."""
-    parts = {"acceptance": acceptance_table, "decoding": engine_headline}
-    return "\n\n".join(made(records) for kind, made in parts.items() if of_kind(records, kind))
-
-
-def ngram_tables(records: Sequence[Record]) -> list[str]:
-    """Tokens per verification, then one table of speeds per mode."""
-    tau = ["## Tokens per verification", acceptance_table(records)] if of_kind(records, "acceptance") else []
-    return [*tau, *speed_tables(records)]
-
-
 VERIFICATION_NOTE = (
     "Milliseconds for one layer (attention) and for the whole model (forward), medians of interleaved repeats; "
     "ratio: transformers' time over ours, lowest and highest in brackets. Transformers runs its sdpa attention "
@@ -162,17 +64,6 @@ VERIFICATION: Columns = {
     "ratio": spread("ratio"),
     "bandwidth floor, ms": fixed("floor_ms", 1),
     "error": lambda row: f"{row['error']:.0e}",
-}
-
-DRAFT_STATE_NOTE = (
-    "Bytes that the draft keeps for one row beside the target's cache, bytes of that cache, and the median time to "
-    "draft one tree, on a random model of 3 layers."
-)
-DRAFT_STATE: Columns = {
-    "context": "context",
-    "draft state, KiB": fixed("draft_state_bytes", 0, 2**10),
-    "target's cache, MiB": fixed("target_cache_bytes", 1, 2**20),
-    "ms per draft tree": fixed("draft_ms", 2),
 }
 
 OFFSETS_NOTE = (
@@ -427,17 +318,14 @@ def _one_table(kind: str, columns: Columns) -> Callable[[Sequence[Record]], str]
 # By the name of the benchmark, in the order in which a document shows them.
 PAGES = {
     "figure": Page("Every kind of draft", figure_report.NOTE, figure_report.summary, figure_report.tables),
-    "engine": Page("Decoding speed", ENGINE_NOTE, engine_headline, speed_tables),
     "verification": Page(
         "One verification after a long prefix",
         VERIFICATION_NOTE,
         _one_table("verification", VERIFICATION),
         report_title="One verification",
     ),
-    "draft_state": Page("State of a LongSpec draft", DRAFT_STATE_NOTE, _one_table("draft_state", DRAFT_STATE)),
     "offsets": Page("The target under offsets", OFFSETS_NOTE, _one_table("offsets", OFFSETS)),
     "long": Page("Long generation", LONG_NOTE, long_headline),
-    "ngram": Page("N-grams and prompt lookup", NGRAM_NOTE, ngram_headline, ngram_tables),
     "gpu": Page("On a GPU", GPU_NOTE, gpu_headline, gpu_tables, "GPU"),
     "memory": Page("Extra memory", MEMORY_NOTE, memory_headline, memory_tables),
     "acceptance": Page(

@@ -21,11 +21,7 @@ def test_environment_is_complete_and_fit_for_json():
     ("script", "module", "expected"),
     [
         ("{here}/run.py", None, "python run.py"),
-        (
-            "{here}/x.py",
-            "benchmarks.engine",
-            "python -m benchmarks.engine",
-        ),
+        ("{here}/x.py", "benchmarks.gate", "python -m benchmarks.gate"),
         ("/opt/bin/hf-longspec", None, "hf-longspec"),
         ("/a/b/cli/app.py", "hf_longspec.cli.app", "hf-longspec"),
     ],
@@ -43,7 +39,7 @@ def test_commit_marks_changed_files_but_not_results(tmp_path):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
         subprocess.run(["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True)
 
-    result = tmp_path / "benchmarks" / "results" / "engine.jsonl"
+    result = tmp_path / "benchmarks" / "results" / "gate.jsonl"
     result.parent.mkdir(parents=True)
     assert git_commit(tmp_path) is None
     git("init")

@@ -84,7 +84,7 @@ def test_another_run_is_not_gone_on_with(tmp_path):
 
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "b.jsonl"
-    path.write_text('{"kind": "environment", "benchmark": "engine", "settings": {}}\n', encoding="utf-8")
+    path.write_text('{"kind": "environment", "benchmark": "gate", "settings": {}}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="no result file of `hf-longspec bench`"):
         opened(path, resume=True)
     path.write_text('{"kind"\n{"a": 1}\n', encoding="utf-8")

@@ -106,7 +106,7 @@ def test_prompt_lookup_is_measured_beside_drafts(target, prompts, tmp_path):
     }
     plan = [(name, Setting.of("greedy"), 50) for name in methods]
     benchmark = AcceptanceBenchmark(target, methods, prompts, tokens=9, batch=3)
-    with Run(tmp_path / "n.jsonl", "ngram", 60) as results:
+    with Run(tmp_path / "n.jsonl", "acceptance", 60) as results:
         benchmark.run(plan, results)
     first, second = (record for record in read_records(tmp_path / "n.jsonl") if record["kind"] == "acceptance")
     assert first["same_text"] and second["same_text"]

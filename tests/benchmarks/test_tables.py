@@ -1,13 +1,12 @@
 """Tables of result files: reports and pages follow from them, and pages keep what is around a table."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from benchmarks.harness import Run
-from benchmarks.pages import PAGES, best_of_cells, kind_of
+from benchmarks.pages import PAGES
 from benchmarks.tables import main, replace_between, section
 from hf_longspec.bench.markdown import environment_line
 from hf_longspec.bench.results import read_records
@@ -33,11 +32,11 @@ def test_the_report_beside_a_result_file_is_made_of_it(file):
 
 
 def test_a_page_gets_all_tables_in_their_order_and_keeps_the_rest(page, capsys):
-    files = [str(RESULTS / f"{name}.jsonl") for name in ("memory", "long", "acceptance", "engine")]
+    files = [str(RESULTS / f"{name}.jsonl") for name in ("memory", "long", "acceptance", "figure")]
     main([*files, "--readme", str(page)])
     text = page.read_text()
     assert text.startswith(BEFORE) and text.endswith(AFTER) and "old table" not in text
-    order = [name for name in PAGES if name in ("memory", "long", "acceptance", "engine")]
+    order = [name for name in PAGES if name in ("memory", "long", "acceptance", "figure")]
     places = [text.index(section(read_records(RESULTS / f"{name}.jsonl"))[1]) for name in order]
     assert places == sorted(places)
     assert ", ".join(order) in capsys.readouterr().out
@@ -61,7 +60,7 @@ def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
     path = tmp_path / "e.jsonl"
 
     def run():
-        with Run(path, "engine", 60, {"tokens": 4}) as results:
+        with Run(path, "verification", 60, {"tokens": 4}) as results:
             results.write("ceilings", read_gb_per_second=12.0)
             assert len(read_records(path)) == 2  # flushed line by line
             results.skip("no time", context=2048)
@@ -77,56 +76,11 @@ def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
     assert "12.0 GB/s" in environment_line(read_records(path))
 
 
-def speed(method, ratio, to_plain, context=8192, batch=1, mode="greedy", dtype="bfloat16"):
-    """A record of `engine.py`; plain `generate` makes 50 tokens per second."""
-    spread = {"low": 0.0, "high": 999.0, "count": 5}
-    ratios = {"tokens_per_second": 50 * ratio, "ratio_to_hf": ratio, "ratio_to_plain": to_plain, "ratio_to_eager": 1.0}
-    cell = {"context": context, "batch": batch, "mode": mode, "dtype": dtype, "method": method}
-    return {
-        "kind": "decoding",
-        **cell,
-        **{name: {"median": value} | spread for name, value in ratios.items()},
-        "tau": 2,
-    }
-
-
-@pytest.fixture
-def result(tmp_path):
-    """A file with settings that lose, contexts and batches that are left out, and methods that are not ours."""
-    head = {"kind": "environment", "benchmark": "engine", "settings": {"target": "t", "tokens": 48, "repeats": 5}}
-    head |= {"cpu": "a processor", "cores": 2, "usable_cores": 1, "threads": 1, "native_bfloat16": True, "torch": "2"}
-    head |= {"transformers": "5", "commit": "abc123", "load_average": 0.5, "date": "2026-11-21", "command": "run"}
-    rows = [
-        speed(method, ratio, to_plain, context, batch)
-        for context in (2048, 16128, 8192)
-        for batch in (4, 1)
-        for method, ratio, to_plain in (
-            ("hf generate", 1.0, 0.5),
-            ("hf assisted", 9.0, 0.9),
-            ("plain loop", 2.0, 1.0),
-            ("LongSpec, 1+1", 1.25, 0.7),
-            ("LongSpec, 4+4", 1.5, 0.8),
-            ("LongSpec, 1+1, compiled", 3.0, 0.9),
-        )
-    ]
-    rows.append(speed("plain loop", 7.0, 1.0, mode="sample"))
-    path = tmp_path / "engine.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [head, *rows, {"kind": "end"}]))
-    return path
-
-
-def test_the_fastest_setting_is_taken_of_every_kind(result):
-    best = best_of_cells(read_records(result))["bfloat16", 8192, 1, "greedy"]
-    assert best["LongSpec"]["method"] == "LongSpec, 4+4"
-    assert best["LongSpec, compiled"]["method"] == "LongSpec, 1+1, compiled"
-    assert {kind_of(row["method"]) for row in best.values()} == set(best)
-
-
 @pytest.mark.parametrize(
     ("file", "options", "message"),
     [
         (RESULTS / "memory.jsonl", [], "nothing to write"),
-        ("{folder}/other.jsonl", ["--page", "{page}"], "benchmark 'kitchen': expected one of figure, engine"),
+        ("{folder}/other.jsonl", ["--page", "{page}"], "benchmark 'kitchen': expected one of figure, verification"),
     ],
     ids=["nothing to write", "something else"],
 )
@@ -138,11 +92,8 @@ def test_what_cannot_be_written_is_refused(file, options, message, page, tmp_pat
     assert page.read_text() == PAGE
 
 
-@pytest.mark.parametrize(
-    ("page", "results"), [("results", ["figure"]), ("earlier_results", ["engine", "verification", "memory"])]
-)
-def test_the_committed_pages_are_those_of_the_result_files(page, results):
-    """`make tables` mends them."""
-    text = (PROJECT / "docs" / f"{page}.md").read_text(encoding="utf-8")
-    written = [section(read_records(RESULTS / f"{name}.jsonl"))[1] for name in results]
+def test_the_committed_page_is_that_of_the_result_files():
+    """`make tables` mends it."""
+    text = (PROJECT / "docs" / "results.md").read_text(encoding="utf-8")
+    written = [section(read_records(RESULTS / f"{name}.jsonl"))[1] for name in ("figure", "verification", "memory")]
     assert replace_between(text, "\n\n".join(written)) == text
