@@ -21,7 +21,9 @@ from hf_longspec import __version__
 # Errors of the click that typer contains, or of the installed one: versions of typer differ.
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+)
 for module in (generate, audit, tune, env, bench, tokenize, train, convert, publish, demo):
     app.command()(getattr(module, module.__name__.rpartition(".")[2]))
 

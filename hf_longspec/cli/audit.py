@@ -155,10 +155,9 @@ def audit(
 
     Examples:
 
-    \b
-    hf-longspec audit notes.txt --target Qwen/Qwen3-0.6B --dtype float32
-    hf-longspec audit notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --dtype bfloat16
-    hf-longspec audit --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --samples 512 --json
+    - hf-longspec audit notes.txt --target Qwen/Qwen3-0.6B --dtype float32
+    - hf-longspec audit notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --dtype bfloat16
+    - hf-longspec audit --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --samples 512 --json
 
     Exit status: 0 for exact, or with near-ties only; 1 for not lossless; 2 for what cannot be run; 130 after Ctrl-C.
     """

@@ -92,10 +92,9 @@ def bench(
 
     Examples:
 
-    \b
-    hf-longspec bench --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --context 1k,4k
-    hf-longspec bench --target Qwen/Qwen3-8B --data qmsum.jsonl --context 8k,32k --batch 1,4
-    hf-longspec bench --target Qwen/Qwen3-8B --data novels --context 16k --sweep sparse_ratio=0.03,0.07
+    - hf-longspec bench --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --context 1k,4k
+    - hf-longspec bench --target Qwen/Qwen3-8B --data qmsum.jsonl --context 8k,32k --batch 1,4
+    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --context 16k --sweep sparse_ratio=0.03,0.07
 
     Exit status: 0; 1 if a text was wrong; 2 for what cannot be run; 130 after Ctrl-C.
     """

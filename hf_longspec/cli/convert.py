@@ -23,11 +23,10 @@ def convert(
 
     Examples:
 
-    \b
-    hf-longspec convert sail/longspec-Llama-3-8B-Instruct-262k --output longspec-llama-3
-    hf-longspec convert TokenSwift/TokenSwift-Qwen2.5-7B --output tokenswift-qwen
-    hf-longspec convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output eagle3-llama
-    hf-longspec convert ./draft_model_weights.pth --target my-org/my-target --output my-draft
+    - hf-longspec convert sail/longspec-Llama-3-8B-Instruct-262k --output longspec-llama-3
+    - hf-longspec convert TokenSwift/TokenSwift-Qwen2.5-7B --output tokenswift-qwen
+    - hf-longspec convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --output eagle3-llama
+    - hf-longspec convert ./draft_model_weights.pth --target my-org/my-target --output my-draft
 
     Exit status: 0; 2 for what cannot be converted.
     """

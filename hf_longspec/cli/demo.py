@@ -68,10 +68,9 @@ def demo(
 
     Examples:
 
-    \b
-    hf-longspec demo --quick
-    hf-longspec demo --target Qwen/Qwen3-0.6B --file notes.txt
-    hf-longspec demo --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --dtypes float32
+    - hf-longspec demo --quick
+    - hf-longspec demo --target Qwen/Qwen3-0.6B --file notes.txt
+    - hf-longspec demo --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --dtypes float32
 
     Exit status: 0; 1 if a text in float32 is not that of plain generate; 2 for what cannot be run; 130 after Ctrl-C.
     """

@@ -115,9 +115,8 @@ def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
 
     Examples:
 
-    \b
-    hf-longspec env
-    hf-longspec env --json
+    - hf-longspec env
+    - hf-longspec env --json
 
     Exit status: 0.
     """

@@ -245,11 +245,10 @@ def generate(
 
     Examples:
 
-    \b
-    hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --max-new-tokens 512
-    hf-longspec generate --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --draft ngram --show-drafts
-    hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --html notes.html
-    hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --json
+    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --max-new-tokens 512
+    - hf-longspec generate --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --draft ngram --show-drafts
+    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --html notes.html
+    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --json
 
     Exit status: 0; 2 for what cannot be run; 130 after Ctrl-C.
     """

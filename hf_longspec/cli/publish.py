@@ -83,11 +83,10 @@ def publish(
 
     Examples:
 
-    \b
-    hf-longspec publish runs/longspec --dry-run --base-model Qwen/Qwen3-8B
-    hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --license apache-2.0
-    hf-longspec publish runs/longspec --dry-run --results acceptance.jsonl --name mine
-    hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --engine org/engine
+    - hf-longspec publish runs/longspec --dry-run --base-model Qwen/Qwen3-8B
+    - hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --license apache-2.0
+    - hf-longspec publish runs/longspec --dry-run --results acceptance.jsonl --name mine
+    - hf-longspec publish runs/longspec --repo org/longspec-draft --base-model Qwen/Qwen3-8B --engine org/engine
 
     Exit status: 0; 2 for what cannot be published.
     """

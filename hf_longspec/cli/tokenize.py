@@ -23,9 +23,8 @@ def tokenize(
 
     Examples:
 
-    \b
-    hf-longspec tokenize notes.txt --target Qwen/Qwen3-0.6B --output runs/tokens.npy
-    hf-longspec tokenize docs/*.md --target Qwen/Qwen3-0.6B --output runs/docs.npy
+    - hf-longspec tokenize notes.txt --target Qwen/Qwen3-0.6B --output runs/tokens.npy
+    - hf-longspec tokenize docs/*.md --target Qwen/Qwen3-0.6B --output runs/docs.npy
 
     Exit status: 0; 2 for what cannot be read or written.
     """

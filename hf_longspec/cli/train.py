@@ -240,10 +240,9 @@ def train(
 
     Examples:
 
-    \b
-    hf-longspec train --config examples/longspec_pretrain.yaml --target Qwen/Qwen3-8B
-    hf-longspec train --config examples/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
-    hf-longspec train --config examples/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
+    - hf-longspec train --config examples/longspec_pretrain.yaml --target Qwen/Qwen3-8B
+    - hf-longspec train --config examples/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
+    - hf-longspec train --config examples/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
 
     Exit status: 0; 1 if the loss stopped being a number; 2 for what cannot be run; 130 after Ctrl-C.
     """

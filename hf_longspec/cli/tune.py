@@ -342,10 +342,9 @@ def tune(
 
     Examples:
 
-    \b
-    hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --dry-run
-    hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --context 16384 --output tuned
-    hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --draft ./draft
+    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --dry-run
+    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --context 16384 --output tuned
+    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --draft ./draft
 
     Exit status: 0, also if the present settings stay; 2 for what cannot be run; 130 after Ctrl-C.
     """
