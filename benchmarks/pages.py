@@ -283,14 +283,21 @@ def _miss(row: Record) -> str:
     return f"{row['lengths']} x {row['nodes']}: {row['error']}"
 
 
+# Measurements that were left out for one reason and are named.
+MOST_NAMED = 6
+
+
 def left_out(records: Sequence[Record]) -> list[str]:
-    """List what was not measured, one line per reason."""
+    """List what was not measured, one line per reason, which names the first few."""
     reasons: dict[str, list[str]] = {}
     for record in of_kind(records, "skipped"):
         values = [value for name, value in record.items() if name not in ("kind", "reason", "options", "decoding")]
         values += [f"{name}={value}" for name, value in record.get("options", {}).items()]
         reasons.setdefault(record["reason"], []).append(" ".join(map(str, values)))
-    lines = [f"- {reason}: {'; '.join(dict.fromkeys(what))}" for reason, what in reasons.items()]
+    lines = []
+    for reason, what in reasons.items():
+        named, more = list(dict.fromkeys(what))[:MOST_NAMED], len(set(what)) - MOST_NAMED
+        lines.append(f"- {reason}: {'; '.join(named)}" + (f"; and {more} more" if more > 0 else ""))
     return ["Left out:\n\n" + "\n".join(lines)] if lines else []
 
 

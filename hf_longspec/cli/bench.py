@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -36,6 +37,11 @@ from ..modeling.plain.modeling_plain import PlainDraftModel
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 OWN = "own"
+# The drafts, contexts and ways to choose tokens of `--preset all`. These drafts need nothing but the target.
+Preset = StrEnum("Preset", ["all"])
+ALL_DRAFTS = ["ngram", "specattn", "quest", "token_recycling"]
+ALL_CONTEXTS, USUAL_CONTEXT = "1k,2k,4k,8k,16k", "2k"
+ALL_WAYS = "temperature=0,1"
 PACKAGES = ("pandas", "scipy")
 
 
@@ -60,9 +66,17 @@ def bench(
     chat: Annotated[
         bool, typer.Option("--chat", help="Write each text as a message, by the chat template of the target.")
     ] = False,
+    preset: Annotated[
+        Preset | None,
+        typer.Option(
+            help="all: every draft that needs no training beside those of --draft, after 1k to 16k tokens as far as "
+            "positions and texts allow, greedily and at temperature 1."
+        ),
+    ] = None,
     context: Annotated[
-        str, typer.Option(help="Tokens of the prompts, such as 2k,8k; own: whole documents of any length.")
-    ] = "2k",
+        str | None,
+        typer.Option(help="Tokens of the prompts, such as 2k,8k; own: whole documents of any length. Default: 2k."),
+    ] = None,
     batch: Annotated[str, typer.Option(help="Rows that are decoded together, such as 1,4.")] = "1",
     dtype: Annotated[str, typer.Option(help="auto, or some of float32,bfloat16,float16.")] = "auto",
     assistant: Annotated[
@@ -95,6 +109,7 @@ def bench(
     - hf-longspec bench --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --context 1k,4k
     - hf-longspec bench --target Qwen/Qwen3-8B --data qmsum.jsonl --context 8k,32k --batch 1,4
     - hf-longspec bench --target Qwen/Qwen3-8B --data novels --context 16k --sweep sparse_ratio=0.03,0.07
+    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --preset all --minutes 20
 
     Exit status: 0; 1 if a text was wrong; 2 for what cannot be run; 130 after Ctrl-C.
     """
@@ -102,16 +117,21 @@ def bench(
         if output.suffix != ".jsonl":
             raise CommandError(f"--output {output}: expected a name that ends with .jsonl.")
         _require_packages(plots)
+        drafts, sweeps = draft or [], sweep or []
+        if preset is not None:
+            drafts += [name for name in ALL_DRAFTS if name not in drafts]
+            sweeps += [] if temperature or any(one.startswith("temperature=") for one in sweeps) else [ALL_WAYS]
         run = Bench(
             target=target,
-            drafts=draft or ["specattn"],
+            preset=preset,
+            drafts=drafts or ["specattn"],
             assistant=assistant,
             data=data or [BUILTIN],
             chat=chat,
-            contexts=lengths("--context", context),
+            contexts=lengths("--context", context or (USUAL_CONTEXT if preset is None else ALL_CONTEXTS)),
             batches=lengths("--batch", batch),
             dtypes=dtypes("--dtype", dtype),
-            sweeps=sweep or [],
+            sweeps=sweeps,
             analyse=analyse,
             tokens=max_new_tokens,
             repeats=repeats,
@@ -136,6 +156,7 @@ class Bench:
     """One run of the command: the values that decide the numbers, under their names in the result file."""
 
     target: str
+    preset: Preset | None
     drafts: list[str]
     assistant: str | None
     data: list[str]
@@ -197,6 +218,9 @@ class Bench:
         own = {"temperature": self.temperature} if self.temperature else {}
         ways = [Decoding(**(own | dict(point))) for point in grid(decoding)]
         widths = lengths("--context", ",".join(contexts)) if contexts else self.contexts
+        if self.preset is not None:
+            longest = min(session.positions_of(model.config) - self.tokens, max(prompts.sizes))
+            widths = [width for width in widths if width <= longest] or widths[:1]
         self._require_room(model, widths, prompts)
         return model, methods, [Cell(dtype, *rest) for rest in product(widths, self.batches, ways)]
 

@@ -222,3 +222,17 @@ def test_folders_of_one_name_cannot_be_told_apart(tmp_path, target):
         folder.mkdir(parents=True)
     with pytest.raises(CommandError, match="two are called 'draft'"):
         bench.load_drafts([*map(str, folders), "ngram"], target)
+
+
+def test_the_preset_measures_every_draft_without_training_at_the_lengths_that_fit(here):
+    """1K is the only length of the preset that this text has; a length or a temperature that is given is kept."""
+    (here / "short.txt").write_text("one two three four " * 80, encoding="utf-8")
+    arguments = ["--target", TARGET, "--max-new-tokens", "4", "--repeats", "1", "--no-plots", "--data", "short.txt"]
+    result = CliRunner().invoke(app, ["bench", *arguments, "--preset", "all", "--draft", "quest"])
+    assert result.exit_code == 0, result.output
+    calls = of_kind(read_records(Path("bench.jsonl")), "run")
+    assert {(call["context"], call["decoding"].get("temperature")) for call in calls} == {(1024, None), (1024, 1.0)}
+    assert {call["method"] for call in calls} - {HF, PLAIN, "hf prompt lookup"} == set(bench.ALL_DRAFTS)
+    assert invoke("--preset", "all", "--temperature", "0.5", "--output", "given.jsonl").exit_code == 0
+    calls = of_kind(read_records(Path("given.jsonl")), "run")
+    assert {(call["context"], call["decoding"]["temperature"]) for call in calls} == {(64, 0.5)}
