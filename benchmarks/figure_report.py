@@ -25,6 +25,11 @@ NOTE = (
 )
 MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
 SPEEDS = (("cost", "cost"), ("to_plain", "x plain loop"), ("to_generate", "x `generate`"))
+BY_CONTEXT = {
+    "cost": "Time of an iteration in plain steps",
+    "to_plain": "Speed-up over the plain loop",
+    "to_generate": "Speed-up over `generate`",
+}
 Cell = tuple[str, int, int, str]
 
 
@@ -200,17 +205,32 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def tables(records: Sequence[Record]) -> list[str]:
-    """Return the report: tau and cost by context, throughput of batches, and the claims."""
-    parts = [headline(records)] if any(call["batch"] == 1 for call in of_kind(records, "call")) else []
-    large = [row for row in rows(records) if row["batch"] > 1 and row["system"] not in (HF, PLAIN)]
+    """Return the report: tau, cost and speed by context, throughput of batches, and the claims."""
+    found = [row for row in rows(records) if row["system"] not in (HF, PLAIN)]
+    parts = [headline(records)] if any(row["batch"] == 1 for row in found) else []
+    for key in BY_CONTEXT:
+        for mode, title in MODES.items():
+            single = [row for row in found if row["batch"] == 1 and row["mode"] == mode]
+            if single:
+                parts.append(f"## {BY_CONTEXT[key]}. {title}\n\n{_by_context(single, key)}")
+    large = [row for row in found if row["batch"] > 1]
     columns: dict[str, Any] = {"mode": "mode", "batch": "batch", "context": "context", "draft": "system"}
     for key, label in (("tau", "tau"), *SPEEDS[1:]):
         columns[label] = lambda row, key=key: _shown(row, key)
     if large:
         parts.append(f"## Several rows together\n\n{table(large, columns)}")
-    if found := claims(records):
-        parts.append(f"## Claims of the papers\n\n{found}")
+    if judged := claims(records):
+        parts.append(f"## Claims of the papers\n\n{judged}")
     return parts
+
+
+def _by_context(found: Sequence[Record], key: str) -> str:
+    """Return one row per system and one column per context."""
+    lines: dict[str, Record] = {}
+    for row in found:
+        lines.setdefault(row["system"], {"draft": row["system"]})[f"{row['context']:,}"] = _shown(row, key)
+    names = ["draft", *(f"{context:,}" for context in sorted({row["context"] for row in found}))]
+    return table(list(lines.values()), {name: name for name in names})
 
 
 # Systems that the picture shows, the table shows all. Colour and dashes are those of the family, for readers who see no
