@@ -83,7 +83,8 @@ def test_graphs_are_built_before_the_clock_starts(target, prompts, tmp_path, mon
         return run(self, *args)
 
     monkeypatch.setattr(LongBenchmark, "run", watched)
-    drafts = hf_longspec.PlainDraftModel.from_target(target), hf_longspec.NgramDraftModel.from_target(target)
+    longspec = hf_longspec.LongSpecDraftModel.from_target(target, tree_widths=[1, 1])  # a step is always as large
+    drafts = hf_longspec.PlainDraftModel.from_target(target), longspec
     for draft in drafts:
         draft.generation_config.compile = "compile"
     benchmark = LongBenchmark(target, prompts.tokens[:1, :20], [30])
