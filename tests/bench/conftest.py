@@ -37,10 +37,20 @@ def documents(target):
     return DocumentPrompts(lambda text, **_: {"input_ids": [int(part) for part in text.split()]}, texts)
 
 
+def specattn(model, **settings):
+    """A draft that reads part of the short prompts, and so is wrong at times."""
+    settings = {"num_assistant_tokens": 3, "sparse_min_tokens": 8} | settings
+    return hf_longspec.SpecAttnDraftModel.from_target(model, **settings)
+
+
+def make_drafts(model):
+    """Our loop without a draft and with one, under their names in the results."""
+    return {PLAIN: hf_longspec.PlainDraftModel.from_target(model), "SpecAttn": specattn(model)}
+
+
 @pytest.fixture(scope="session")
 def methods(target):
-    # without the gate, as `hf-longspec bench` loads drafts
-    draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8, gate=False)
+    draft = specattn(target, gate=False)  # as `hf-longspec bench` loads drafts
     return [
         Method(HF, HfMethod()),
         Method(PLAIN, hf_longspec.PlainDraftModel.from_target(target)),

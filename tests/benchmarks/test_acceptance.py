@@ -7,22 +7,12 @@ from benchmarks.harness import Run
 from hf_longspec.bench.calls import HfMethod, changed
 from hf_longspec.bench.prefill import Decoder
 from hf_longspec.bench.results import read_records
+from tests.bench.conftest import specattn
 
 
 @pytest.fixture
 def draft(target):
-    return hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8)
-
-
-@pytest.mark.parametrize("mode", ["greedy", "sample"])
-def test_rows_of_a_batch_have_the_tau_that_their_steps_give(target, prompts, draft, mode):
-    """Steps are counted row by row: greedily they are those of a call with that row alone."""
-    decoder = Decoder(target, prompts, tokens=12)
-    run = decoder.run(draft, slice(0, 3), 50, mode, seed=0)
-    steps = run.row_steps
-    assert len(steps) == 3 and sum(steps) == run.steps
-    if mode == "greedy":
-        assert steps == [decoder.run(draft, slice(row, row + 1), 50, "greedy", seed=0).steps for row in range(3)]
+    return specattn(target)
 
 
 def test_settings_are_put_back_also_those_that_the_configuration_lacks(draft):
@@ -60,15 +50,6 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
     assert "| greedy | two_rows, num_assistant_tokens=1 |" in (tmp_path / "a.md").read_text()
 
 
-def test_nothing_is_measured_without_time(target, prompts, draft, tmp_path):
-    benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=4, batch=3)
-    with Run(tmp_path / "a.jsonl", "acceptance", 1e-9) as results:
-        benchmark.run([(None, Setting.of(), 40)] * 2, results)
-        # the first one runs, as nobody knows yet how long it takes
-    kinds = [record["kind"] for record in read_records(tmp_path / "a.jsonl")]
-    assert kinds == ["environment", "acceptance", "skipped", "end"]
-
-
 def test_tau_does_not_depend_on_the_batch(target, prompts, draft):
     setting = Setting.of("greedy", selection="all_rows")
     taus = [
@@ -80,7 +61,7 @@ def test_tau_does_not_depend_on_the_batch(target, prompts, draft):
 
 def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts, draft, tmp_path):
     """Differences are to the first draft's result of the same setting; one clock watches over all drafts."""
-    other = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=1, sparse_min_tokens=8)
+    other = specattn(target, num_assistant_tokens=1)
     settings = [Setting.of("greedy", selection="two_rows"), Setting.of("greedy", selection="window")]
     plan = [(name, setting, 40) for name in ("long", "short") for setting in settings]
     benchmark = AcceptanceBenchmark(target, {"long": draft, "short": other}, prompts, tokens=9, batch=3)

