@@ -170,13 +170,11 @@ def model():
         (["--batch", "own"], "--batch 'own'"),
         (["--context", "99k"], "exceed the 16384 positions"),
         (["--dtype", "int8"], "--dtype int8: expected auto"),
-        (["--data", "absent.jsonl"], "no such file or folder"),
         (["--draft", "/absent"], "cannot load the draft"),
         (["--draft", "ngram", "--draft", "ngram"], "two are called 'ngram'"),
         (["--assistant", "/absent"], "cannot load the assistant"),
         (["--sweep", "sparse_rate=1"], "no draft has such a setting"),
         (["--sweep", "sparse_ratio=7"], "sparse_ratio=7.0: expected a number in (0, 1]"),
-        (["--sweep", "window=8"], "without a penalty"),
         (["--output", "x.txt"], "ends with .jsonl"),
     ],
 )
