@@ -6,13 +6,20 @@ from benchmarks.acceptance import AcceptanceBenchmark, Setting, plan
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import HfMethod, changed
 from hf_longspec.bench.prefill import Decoder
-from hf_longspec.bench.results import read_records
+from hf_longspec.bench.results import of_kind, read_records
 from tests.bench.conftest import specattn
 
 
 @pytest.fixture
 def draft(target):
     return specattn(target)
+
+
+def measured(benchmark, plan, path, seconds=60, report="acceptance"):
+    """The rows of a run."""
+    with Run(path, report, seconds) as results:
+        benchmark.run(plan, results)
+    return of_kind(read_records(path), "acceptance")
 
 
 def test_settings_are_put_back_also_those_that_the_configuration_lacks(draft):
@@ -34,9 +41,7 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
         Setting.of("greedy", selection="two_rows", num_assistant_tokens=1),
     ]
     benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=9, batch=2)
-    with Run(tmp_path / "a.jsonl", "acceptance", 60) as results:
-        benchmark.run([(None, s, n) for s in settings for n in (40, 60)], results)
-    rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
+    rows = measured(benchmark, [(None, s, n) for s in settings for n in (40, 60)], tmp_path / "a.jsonl")
     assert [(row["options"]["selection"], row["length"]) for row in rows[:3]] == [
         ("two_rows", 40),
         ("two_rows", 60),
@@ -65,16 +70,13 @@ def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts
     settings = [Setting.of("greedy", selection="two_rows"), Setting.of("greedy", selection="window")]
     plan = [(name, setting, 40) for name in ("long", "short") for setting in settings]
     benchmark = AcceptanceBenchmark(target, {"long": draft, "short": other}, prompts, tokens=9, batch=3)
-    with Run(tmp_path / "a.jsonl", "acceptance", 60) as results:
-        benchmark.run(plan, results)
-    rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
+    rows = measured(benchmark, plan, tmp_path / "a.jsonl")
     assert [row["options"]["draft"] for row in rows] == ["long", "long", "short", "short"]
     assert ["difference" in row for row in rows] == [False, False, True, True]
     for first, second in zip(rows[:2], rows[2:], strict=True):
         gap = second["tau"]["mean"] - first["tau"]["mean"]
         assert second["difference"]["mean"] == pytest.approx(gap, abs=1e-2)  # four significant digits are stored
-    with Run(tmp_path / "b.jsonl", "acceptance", 1e-9) as results:
-        benchmark.run(plan, results)
+    measured(benchmark, plan, tmp_path / "b.jsonl", seconds=1e-9)  # nobody knows how long the first one takes: it runs
     kinds = [record["kind"] for record in read_records(tmp_path / "b.jsonl")]
     assert kinds == ["environment", "acceptance", "skipped", "skipped", "skipped", "end"]
 
@@ -87,9 +89,7 @@ def test_prompt_lookup_is_measured_beside_drafts(target, prompts, tmp_path):
     }
     plan = [(name, Setting.of("greedy"), 50) for name in methods]
     benchmark = AcceptanceBenchmark(target, methods, prompts, tokens=9, batch=3)
-    with Run(tmp_path / "n.jsonl", "ngram", 60) as results:
-        benchmark.run(plan, results)
-    first, second = (record for record in read_records(tmp_path / "n.jsonl") if record["kind"] == "acceptance")
+    first, second = measured(benchmark, plan, tmp_path / "n.jsonl", report="ngram")
     assert first["same_text"] and second["same_text"]
     assert len(first["per_prompt"]) == len(second["per_prompt"]) == 3
     assert first["histogram"] == [] and sum(second["histogram"]) > 0

@@ -446,10 +446,10 @@ def test_it_runs_from_a_checkout_with_torch_and_transformers_alone(tmp_path):
     script = tmp_path / "bare.py"
     script.write_text(BARE.replace("{hidden}", repr(HIDDEN)))
     packages = next(path for path in sys.path if path.endswith("site-packages"))
-    small = ["--smoke", "--sections", "iterations,drafts", "--dtype", "float32", "--threads", "1", "--output"]
+    small = ["--smoke", "--sections", "iterations,drafts", "--contexts", "48", "--dtype", "float32", "--threads", "1"]
     output = tmp_path / "gpu.jsonl"
     # as a file from elsewhere, and as a module from the root of the checkout
-    programs = [[str(tmp_path), str(ROOT / "benchmarks" / "gpu.py"), *small, str(output)],
+    programs = [[str(tmp_path), str(ROOT / "benchmarks" / "gpu.py"), *small, "--output", str(output)],
                 [str(ROOT), "-m", "benchmarks.gpu", "--help"]]  # fmt: skip
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages}
     command = [sys.executable, "-S", str(script), json.dumps(programs)]

@@ -20,7 +20,7 @@ EXAMPLES = [line for block in blocks_of("docs/cli.md") if block.language == "bas
 # Sizes that are small enough for a test, on top of those of an example; the last of two values counts.
 SMALL = {
     "generate": ["--max-new-tokens", "8"],
-    "audit": ["--max-new-tokens", "8", "--context", "64"],
+    "audit": ["--max-new-tokens", "8", "--context", "24", "--sample-tokens", "2"],
     "tune": ["--max-new-tokens", "8", "--context", "64", "--repeats", "1", "--prompts", "1"],
     "env": [],
 }

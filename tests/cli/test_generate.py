@@ -148,7 +148,7 @@ def test_json_is_one_object_with_text_statistics_and_steps(shown, expected):
 
 def test_sampling_follows_its_seed_and_its_options(command, tiny, target):
     """The plain draft samples like stock `generate`; the seed decides the text, and the options reach the model."""
-    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", NEW, "--json"]
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", 10, "--json"]
     runs = [json.loads(command(*arguments, "--temperature", 1.5, "--seed", seed).stdout) for seed in (1, 1, 2)]
     assert runs[0]["text"] == runs[1]["text"] != runs[2]["text"]
     assert runs[0]["seed"] == 1
@@ -160,7 +160,7 @@ def test_sampling_follows_its_seed_and_its_options(command, tiny, target):
     punished = json.loads(command(*arguments, "--repetition-penalty", 5).stdout)["text"]
     model, tokenizer = target
     inputs = tokenizer(tiny.notes.read_text(), return_tensors="pt")
-    out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, repetition_penalty=5.0)
+    out = model.generate(**inputs, max_new_tokens=10, do_sample=False, repetition_penalty=5.0)
     assert punished == tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) != greedy
 
 
