@@ -39,7 +39,7 @@ _COMMON: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
@@ -61,7 +61,6 @@ _ROWS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {
-        "num_hidden_layers": 4,
         "sliding_window": WINDOW,
         "attn_implementation": "eager",  # sdpa ignores the softcap in transformers 5.17 and refuses it later
         "query_pre_attn_scalar": 24,  # scaling is not head_dim**-0.5
@@ -70,13 +69,12 @@ _ROWS: dict[str, dict[str, Any]] = {
     },
     "gemma3": {
         "model_type": "gemma3_text",
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "sliding_window": WINDOW,
-        "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING],
+        "layer_types": [_SLIDING, _FULL, _SLIDING],
         "query_pre_attn_scalar": 24,
     },
     "gpt_oss": {
-        "num_hidden_layers": 4,
         "sliding_window": WINDOW,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
@@ -91,13 +89,12 @@ _ROWS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {},
     "cohere2": {
-        "num_hidden_layers": 4,
         "sliding_window": WINDOW,
-        "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL],  # full-attention layers have no rotary embedding
+        "layer_types": [_SLIDING, _FULL],  # full-attention layers have no rotary embedding
         "logit_scale": 0.5,
     },
     "glm4": {},
-    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
+    "smollm3": {"no_rope_layers": [1, 0]},
     "deepseek_v3": {
         "num_key_value_heads": 4,  # latent KV is expanded to every query head
         "head_dim": 8,  # of the rotary part

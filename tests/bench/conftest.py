@@ -11,7 +11,7 @@ from hf_longspec.bench.matrix import Cell, Matrix, Method
 from hf_longspec.bench.prefill import prefill
 from hf_longspec.bench.prompts import Document, DocumentPrompts
 from hf_longspec.bench.report import matrix_report
-from hf_longspec.bench.results import ResultFile
+from hf_longspec.bench.results import ResultFile, read_records
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 CELL, WIDE = Cell("float32", 40, 1), Cell("float32", 60, 2)
@@ -37,10 +37,20 @@ def documents(target):
     return DocumentPrompts(lambda text, **_: {"input_ids": [int(part) for part in text.split()]}, texts)
 
 
+def specattn(model, **settings):
+    """A draft that reads part of the short prompts, and so is wrong at times."""
+    settings = {"num_assistant_tokens": 3, "sparse_min_tokens": 8} | settings
+    return hf_longspec.SpecAttnDraftModel.from_target(model, **settings)
+
+
+def make_drafts(model):
+    """Our loop without a draft and with one, under their names in the results."""
+    return {PLAIN: hf_longspec.PlainDraftModel.from_target(model), "SpecAttn": specattn(model)}
+
+
 @pytest.fixture(scope="session")
 def methods(target):
-    # without the gate, as `hf-longspec bench` loads drafts
-    draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8, gate=False)
+    draft = specattn(target, gate=False)  # as `hf-longspec bench` loads drafts
     return [
         Method(HF, HfMethod()),
         Method(PLAIN, hf_longspec.PlainDraftModel.from_target(target)),
@@ -83,8 +93,6 @@ def result(target, methods, documents, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def measured(result):
-    from hf_longspec.bench.results import read_records
-
     return read_records(result)
 
 

@@ -11,6 +11,7 @@ from hf_longspec.bench.calls import Decoding, HfMethod, TokenClock, endless, run
 from hf_longspec.bench.machine import PeakMemory
 from hf_longspec.bench.prompts import left_padded
 from hf_longspec.testing import tiny_prompts
+from tests.bench.conftest import specattn
 
 # Steps and acceptance are counted.
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -51,10 +52,6 @@ def forwards(request, target):
     handle = target.register_forward_pre_hook(note, with_kwargs=True)
     yield sizes
     handle.remove()
-
-
-def specattn(target, **settings):
-    return hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8, **settings)
 
 
 @pytest.mark.parametrize("name", ["hf", "plain"])
@@ -98,7 +95,7 @@ def test_prompt_lookup_is_counted_as_it_verifies(trained, code, forwards):
 
 def test_the_last_verification_is_cut_in_what_is_emitted_not_in_what_is_accepted(target, prompt):
     """The draft reads the whole cache, so all of its tokens are accepted."""
-    draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=1000)
+    draft = specattn(target, sparse_min_tokens=1000)
     call = run_call(target, draft, prompt, decoding=Decoding(), tokens=7, seed=0)
     assert call.accepted == [0, 0, 0, 2]  # 4 tokens, then 2 of 4
     assert call.histogram == [0, 1, 0, 1]

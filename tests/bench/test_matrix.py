@@ -49,39 +49,6 @@ def test_nothing_is_measured_twice(target, methods, documents, measured, result,
     assert read_records(path)[-1]["kind"] == "end"
 
 
-def test_an_interruption_keeps_what_was_measured(target, methods, documents, tmp_path, monkeypatch):
-    path, real, calls = tmp_path / "b.jsonl", module.run_call, []
-
-    def interrupted(*args, **kwargs):
-        calls.append(kwargs["tokens"])
-        if len(calls) == 6:  # every method warms up once
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(module, "run_call", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        measure(target, methods[:3], documents, path, CELL)
-    kept = read_records(path)
-    assert [r["method"] for r in runs(kept)] == [HF, PLAIN]
-    assert kept[-1]["kind"] == "run"
-    assert "The run was not finished." in report(path)
-    monkeypatch.undo()
-    rest = runs(measure(target, methods[:3], documents, path, CELL, resume=True))
-    assert rest[:2] == runs(kept) and len(rest) == 3 * REPEATS
-
-
-def test_another_run_is_not_gone_on_with(tmp_path):
-    path = tmp_path / "b.jsonl"
-    with opened(path, device="one"):
-        pass
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match="tokens was None, now 9; device was one, now another"):
-        opened(path, resume=True, settings={"tokens": 9}, device="another")
-    with pytest.raises(ValueError, match="pass --resume to go on with it"):
-        opened(path, device="one")
-    assert path.read_bytes() == before
-
-
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "b.jsonl"
     path.write_text('{"kind": "environment", "benchmark": "gate", "settings": {}}\n', encoding="utf-8")

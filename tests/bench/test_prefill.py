@@ -3,17 +3,10 @@
 import pytest
 import torch
 
-import hf_longspec
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
 from hf_longspec.bench.prefill import Decoder, prefill
 from hf_longspec.testing import tiny_target
-
-
-def make_drafts(model):
-    return {
-        PLAIN: hf_longspec.PlainDraftModel.from_target(model),
-        "SpecAttn": hf_longspec.SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_min_tokens=8),
-    }
+from tests.bench.conftest import make_drafts
 
 
 @pytest.mark.parametrize(

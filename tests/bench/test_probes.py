@@ -13,6 +13,7 @@ from hf_longspec.bench.prompts import left_padded
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import walk
 from hf_longspec.testing import tiny_prompts
+from tests.bench.conftest import specattn
 
 # Steps and acceptance are counted.
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -63,7 +64,7 @@ def test_a_chain_with_a_distribution_gives_both_probabilities():
 def test_counts_are_those_of_the_loop(kind, temperature, target, prompt):
     """The loop counts what is emitted, watched elsewhere; the probe changes neither text nor counts."""
     if kind == "specattn":
-        draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8)
+        draft = specattn(target)
     else:
         draft = hf_longspec.NgramDraftModel.from_target(target, num_assistant_tokens=3)
     options = {"decoding": Decoding(temperature=temperature), "tokens": 20, "seed": 3}
@@ -101,7 +102,7 @@ class Placed(AcceptanceProbe):
 
 def test_the_target_s_probability_of_a_rejected_token_is_that_of_a_plain_forward(target, prompt):
     """Recomputed by one forward over the finished text."""
-    draft = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8)
+    draft = specattn(target)
     one = tuple(part[:1] for part in prompt)
     probe = Placed()
     with watched_drafters(draft, probe.watch):

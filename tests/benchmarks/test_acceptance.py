@@ -6,23 +6,20 @@ from benchmarks.acceptance import AcceptanceBenchmark, Setting, plan
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import HfMethod, changed
 from hf_longspec.bench.prefill import Decoder
-from hf_longspec.bench.results import read_records
+from hf_longspec.bench.results import of_kind, read_records
+from tests.bench.conftest import specattn
 
 
 @pytest.fixture
 def draft(target):
-    return hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=3, sparse_min_tokens=8)
+    return specattn(target)
 
 
-@pytest.mark.parametrize("mode", ["greedy", "sample"])
-def test_rows_of_a_batch_have_the_tau_that_their_steps_give(target, prompts, draft, mode):
-    """Steps are counted row by row: greedily they are those of a call with that row alone."""
-    decoder = Decoder(target, prompts, tokens=12)
-    run = decoder.run(draft, slice(0, 3), 50, mode, seed=0)
-    steps = run.row_steps
-    assert len(steps) == 3 and sum(steps) == run.steps
-    if mode == "greedy":
-        assert steps == [decoder.run(draft, slice(row, row + 1), 50, "greedy", seed=0).steps for row in range(3)]
+def measured(benchmark, plan, path, seconds=60):
+    """The rows of a run."""
+    with Run(path, "acceptance", seconds) as results:
+        benchmark.run(plan, results)
+    return of_kind(read_records(path), "acceptance")
 
 
 def test_settings_are_put_back_also_those_that_the_configuration_lacks(draft):
@@ -44,9 +41,7 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
         Setting.of("greedy", selection="two_rows", num_assistant_tokens=1),
     ]
     benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=9, batch=2)
-    with Run(tmp_path / "a.jsonl", "acceptance", 60) as results:
-        benchmark.run([(None, s, n) for s in settings for n in (40, 60)], results)
-    rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
+    rows = measured(benchmark, [(None, s, n) for s in settings for n in (40, 60)], tmp_path / "a.jsonl")
     assert [(row["options"]["selection"], row["length"]) for row in rows[:3]] == [
         ("two_rows", 40),
         ("two_rows", 60),
@@ -60,15 +55,6 @@ def test_settings_are_compared_on_the_same_prompts(target, prompts, draft, tmp_p
     assert "| greedy | two_rows, num_assistant_tokens=1 |" in (tmp_path / "a.md").read_text()
 
 
-def test_nothing_is_measured_without_time(target, prompts, draft, tmp_path):
-    benchmark = AcceptanceBenchmark(target, {None: draft}, prompts, tokens=4, batch=3)
-    with Run(tmp_path / "a.jsonl", "acceptance", 1e-9) as results:
-        benchmark.run([(None, Setting.of(), 40)] * 2, results)
-        # the first one runs, as nobody knows yet how long it takes
-    kinds = [record["kind"] for record in read_records(tmp_path / "a.jsonl")]
-    assert kinds == ["environment", "acceptance", "skipped", "end"]
-
-
 def test_tau_does_not_depend_on_the_batch(target, prompts, draft):
     setting = Setting.of("greedy", selection="all_rows")
     taus = [
@@ -80,20 +66,17 @@ def test_tau_does_not_depend_on_the_batch(target, prompts, draft):
 
 def test_drafts_are_compared_setting_by_setting_within_one_limit(target, prompts, draft, tmp_path):
     """Differences are to the first draft's result of the same setting; one clock watches over all drafts."""
-    other = hf_longspec.SpecAttnDraftModel.from_target(target, num_assistant_tokens=1, sparse_min_tokens=8)
+    other = specattn(target, num_assistant_tokens=1)
     settings = [Setting.of("greedy", selection="two_rows"), Setting.of("greedy", selection="window")]
     plan = [(name, setting, 40) for name in ("long", "short") for setting in settings]
     benchmark = AcceptanceBenchmark(target, {"long": draft, "short": other}, prompts, tokens=9, batch=3)
-    with Run(tmp_path / "a.jsonl", "acceptance", 60) as results:
-        benchmark.run(plan, results)
-    rows = [record for record in read_records(tmp_path / "a.jsonl") if record["kind"] == "acceptance"]
+    rows = measured(benchmark, plan, tmp_path / "a.jsonl")
     assert [row["options"]["draft"] for row in rows] == ["long", "long", "short", "short"]
     assert ["difference" in row for row in rows] == [False, False, True, True]
     for first, second in zip(rows[:2], rows[2:], strict=True):
         gap = second["tau"]["mean"] - first["tau"]["mean"]
         assert second["difference"]["mean"] == pytest.approx(gap, abs=1e-2)  # four significant digits are stored
-    with Run(tmp_path / "b.jsonl", "acceptance", 1e-9) as results:
-        benchmark.run(plan, results)
+    measured(benchmark, plan, tmp_path / "b.jsonl", seconds=1e-9)  # nobody knows how long the first one takes: it runs
     kinds = [record["kind"] for record in read_records(tmp_path / "b.jsonl")]
     assert kinds == ["environment", "acceptance", "skipped", "skipped", "skipped", "end"]
 
@@ -106,9 +89,7 @@ def test_prompt_lookup_is_measured_beside_drafts(target, prompts, tmp_path):
     }
     plan = [(name, Setting.of("greedy"), 50) for name in methods]
     benchmark = AcceptanceBenchmark(target, methods, prompts, tokens=9, batch=3)
-    with Run(tmp_path / "n.jsonl", "acceptance", 60) as results:
-        benchmark.run(plan, results)
-    first, second = (record for record in read_records(tmp_path / "n.jsonl") if record["kind"] == "acceptance")
+    first, second = measured(benchmark, plan, tmp_path / "n.jsonl")
     assert first["same_text"] and second["same_text"]
     assert len(first["per_prompt"]) == len(second["per_prompt"]) == 3
     assert first["histogram"] == [] and sum(second["histogram"]) > 0

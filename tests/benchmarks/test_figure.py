@@ -4,28 +4,20 @@ import json
 
 import pytest
 
-import hf_longspec
 from benchmarks import figure, figure_report
 from benchmarks.harness import Run
 from hf_longspec.bench.calls import HF, PLAIN, HfMethod
 from hf_longspec.bench.results import of_kind, read_records
+from tests.bench.conftest import make_drafts
 
 SIZES = {"modes": ["greedy"], "contexts": [24], "batches": [1, 2]}
 
 
-def methods(model):
-    lookup = {"prompt_lookup_num_tokens": 3}
-    return {
-        HF: HfMethod(),
-        PLAIN: hf_longspec.PlainDraftModel.from_target(model),
-        "SpecAttn": hf_longspec.SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_min_tokens=8),
-        "hf prompt lookup": HfMethod(lookup, max_batch=1),
-    }
-
-
 def measure(target, prompts, path, seconds=100, resume=None, **sizes):
+    lookup = HfMethod({"prompt_lookup_num_tokens": 3}, max_batch=1)
+    methods = {HF: HfMethod(), **make_drafts(target), "hf prompt lookup": lookup}
     with Run(path, "figure", seconds, resume=resume, quiet=True) as results:
-        figure.compare(results, target, methods(target), prompts, tokens=9, **(SIZES | sizes))
+        figure.compare(results, target, methods, prompts, tokens=9, **(SIZES | sizes))
     return read_records(path)
 
 
@@ -60,16 +52,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(target, prompts, tmp_path):
     assert json.loads(lines[2]) in records
 
 
-def test_what_has_no_time_is_left_out(target, prompts, tmp_path):
-    records = measure(
-        target, prompts, tmp_path / "figure.jsonl", seconds=0, modes=["greedy"], contexts=[24], batches=[1]
-    )
-    assert not of_kind(records, "call") and len(of_kind(records, "skipped")) == 1
-
-
 def test_a_run_without_time_is_finished_by_the_next(target, prompts, tmp_path):
     path = tmp_path / "figure.jsonl"
-    measure(target, prompts, path, seconds=0)
+    records = measure(target, prompts, path, seconds=0)
+    assert not of_kind(records, "call") and of_kind(records, "skipped")
     records = measure(target, prompts, path, resume=True)
     assert {call["turn"] for call in of_kind(records, "call", batch=1)} == set(range(len(prompts.tokens)))
     assert not of_kind(records, "skipped")

@@ -170,7 +170,7 @@ def test_predictions_are_judged_by_the_lines():
 CAPTURE = 0.3  # seconds, far more than an iteration of the tiny target
 
 
-@pytest.mark.parametrize("draft", FIRST)
+@pytest.mark.parametrize("draft", FIRST[1:])
 def test_captures_are_not_timed(make_run, monkeypatch, draft):
     """Nearly all graphs are captured in the first iteration, which is left out."""
     captures = []
@@ -192,7 +192,7 @@ def test_captures_are_not_timed(make_run, monkeypatch, draft):
     made, cache = gpu.first_drafts(run.model, SMOKE)[draft], run.cache(1, 48, slots=9, room=30)
     call, milliseconds, speculated = gpu.generate(run, made, cache, 48, 40, 20)
     assert captures
-    assert len(milliseconds) == call.steps - 1 and speculated == (0 if draft == PLAIN else len(milliseconds))
+    assert len(milliseconds) == call.steps - 1 and speculated == len(milliseconds)
     # a longer text may need one more graph, which the median leaves out
     assert 0 < statistics.median(milliseconds) < 1e3 * CAPTURE
 
@@ -446,10 +446,10 @@ def test_it_runs_from_a_checkout_with_torch_and_transformers_alone(tmp_path):
     script = tmp_path / "bare.py"
     script.write_text(BARE.replace("{hidden}", repr(HIDDEN)))
     packages = next(path for path in sys.path if path.endswith("site-packages"))
-    small = ["--smoke", "--sections", "iterations,drafts", "--dtype", "float32", "--threads", "1", "--output"]
+    small = ["--smoke", "--sections", "iterations,drafts", "--contexts", "48", "--dtype", "float32", "--threads", "1"]
     output = tmp_path / "gpu.jsonl"
     # as a file from elsewhere, and as a module from the root of the checkout
-    programs = [[str(tmp_path), str(ROOT / "benchmarks" / "gpu.py"), *small, str(output)],
+    programs = [[str(tmp_path), str(ROOT / "benchmarks" / "gpu.py"), *small, "--output", str(output)],
                 [str(ROOT), "-m", "benchmarks.gpu", "--help"]]  # fmt: skip
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": packages}
     command = [sys.executable, "-S", str(script), json.dumps(programs)]

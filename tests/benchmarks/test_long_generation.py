@@ -8,10 +8,11 @@ import hf_longspec
 from benchmarks.harness import Run
 from benchmarks.long_generation import LongBenchmark, LongRow, Marks
 from benchmarks.pages import long_headline
-from hf_longspec.bench.calls import HF, MODES, PLAIN, Decoding, HfMethod
+from hf_longspec.bench.calls import HF, MODES, PLAIN, Decoding, HfMethod, endless
 from hf_longspec.bench.results import read_records
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.stats import SpeculationStats
+from hf_longspec.testing import tiny_target
 
 GREEDY = MODES["greedy"]
 
@@ -71,8 +72,12 @@ def test_ratios_are_those_of_the_same_mark(records):
         assert line[8] == f"{row['tokens_per_second_near'] / theirs['tokens_per_second']:.2f}"
 
 
-def test_graphs_are_built_before_the_clock_starts(target, prompts, tmp_path, monkeypatch):
-    """All of them, the baseline's as well: none is built while a text is written."""
+def test_graphs_are_built_before_the_clock_starts(prompts, tmp_path, monkeypatch):
+    """All of them, the baseline's as well: none is built while a text is written.
+
+    The text of three layers soon has steps of every kind.
+    """
+    target = endless(tiny_target("llama", num_hidden_layers=3, attn_implementation="sdpa"))
     torch._dynamo.reset()
     graphs, built = CompileCounterWithBackend("eager"), []
     monkeypatch.setattr(compiled, "BACKEND", graphs)

@@ -20,8 +20,9 @@ from hf_longspec.bench.results import read_records
 from hf_longspec.generation.cache import SpeculativeLayer
 
 SMALL = Shape(layers=6, hidden=32, intermediate=48, heads=8, kv_heads=4, head_dim=32, vocab=64)
-# longer than what the torch backend computes in one masked call, whose mask grows up to there
-CONTEXTS = [4608, 9216]
+# longer than what the torch backend computes in one masked call, whose mask grows up to there, and long enough that
+# SpecAttn reads its share of 7 %, not its fewest entries
+CONTEXTS = [3840, 7680]
 CHUNK = 16
 MIB = 2**20
 # Memory of Python itself in any call: frames, caches of the interpreter, the profiler's own objects.
@@ -39,15 +40,12 @@ def drafts(model):
     return memory.make_drafts(model, budget=256)
 
 
-def measure(model, drafts, output, contexts=CONTEXTS):
-    with Run(output, "memory", 600, quiet=True) as results:
-        MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, results=results).run(contexts)
-    return read_records(output)
-
-
 @pytest.fixture(scope="module")
 def records(model, drafts, tmp_path_factory):
-    return measure(model, drafts, tmp_path_factory.mktemp("memory") / "memory.jsonl")
+    output = tmp_path_factory.mktemp("memory") / "memory.jsonl"
+    with Run(output, "memory", 600, quiet=True) as results:
+        MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, results=results).run(CONTEXTS)
+    return read_records(output)
 
 
 def row(records, part, method, context):
@@ -89,11 +87,8 @@ def test_buffers_inside_an_operation_are_seen():
     assert peak.torch_bytes > 4 * output
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_bounds_hold(records, context):
-    for record in records:
-        if record["kind"] == "memory" and record["context"] == context:
-            assert record.get("within", True), record
+def test_bounds_hold(records):
+    assert not [record for record in records if not record.get("within", True)]
     bounded = {(r["part"], r["method"]) for r in records if "within" in r and r["context"] == max(CONTEXTS)}
     assert len(bounded) == 7  # six drafts and the prefill
 
@@ -113,18 +108,6 @@ def test_only_specattn_grows_with_the_context(records, drafts):
     assert TEXT_BYTES * grown < kv / SMALL.layers / 2
 
 
-def test_specattn_is_within_its_bound_by_hand(records):
-    found = row(records, "decode", "SpecAttn, gamma 4", CONTEXTS[1])
-    plain = row(records, "decode", PLAIN, CONTEXTS[1])
-    per_entry = 6 * 2 * 4 * 32 * 4
-    selected = -(-7 * 9216 // 100)
-    tail = 2 * 5  # what the last verification committed at most, and room for the next drafts
-    allowed = (selected + tail) * per_entry * 7 / 6 + 0.008 * 9216 * per_entry
-    assert found["extra_bytes"] - plain["extra_bytes"] <= allowed
-    # and the bound is not idle: the selected entries alone are most of it
-    assert found["extra_bytes"] > selected * per_entry > 0.75 * allowed
-
-
 def test_plain_generate_is_charged_for_its_copies_but_not_for_the_cache(records):
     kv = row(records, "decode", HF, CONTEXTS[0])["kv_bytes"]
     layer = kv / SMALL.layers
@@ -141,30 +124,31 @@ def test_a_clone_of_the_cache_is_seen(model, drafts, tmp_path, monkeypatch):
         return stored
 
     monkeypatch.setattr(SpeculativeLayer, "_stage", careless)
-    only = {name: drafts[name] for name in (PLAIN, "LongSpec, 4+4+4+3")}
-    found = measure(model, only, tmp_path / "clone.jsonl")
-    for name in only:
-        record = row(found, "decode", name, CONTEXTS[1])
-        assert record["within"] is False and record["extra_bytes"] > record["kv_bytes"]
+    with Run(tmp_path / "clone.jsonl", "memory", 600, quiet=True) as results:
+        benchmark = MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, results=results)
+        for context in CONTEXTS:
+            benchmark.decoding("LongSpec, 4+4+4+3", context)
+    record = results.records[-2]  # before the end
+    assert record["within"] is False and record["extra_bytes"] > record["kv_bytes"]
     assert "| NO |" in (tmp_path / "clone.md").read_text()
 
 
 def test_the_last_chunk_has_the_peak_of_a_whole_prefill(model, drafts):
-    context, plain = 4 * 1024 + 1, drafts[PLAIN].draft
-    benchmark = MemoryBenchmark(model, SMALL, drafts, chunk=1024, results=None)
-    options = {"max_new_tokens": 1, "prefill_chunk_size": 1024}
+    context, plain = 3 * 768 + 1, drafts[PLAIN].draft
+    benchmark = MemoryBenchmark(model, SMALL, drafts, chunk=768, results=None)
+    options = {"max_new_tokens": 1, "prefill_chunk_size": 768}
     whole, last = (
         benchmark._ours(plain, full_cache(model, 1, context, 1, 1), context, stored, options).torch_bytes
-        for stored in (0, 3 * 1024)
+        for stored in (0, 2 * 768)
     )
     assert whole == pytest.approx(last, rel=0.01)
 
 
 def test_no_time_left_is_said(model, drafts, tmp_path):
     with Run(tmp_path / "m.jsonl", "memory", 0) as results:
-        MemoryBenchmark(model, SMALL, drafts, chunk=CHUNK, results=results).run([64])
-        assert {r["reason"] for r in results.records if r["kind"] == "skipped"} == {"no time left"}
-        assert len([r for r in results.records if r["kind"] == "skipped"]) == len(drafts) + 3
+        MemoryBenchmark(model, SMALL, {PLAIN: drafts[PLAIN]}, chunk=CHUNK, results=results).run([64])
+    skipped = [record["reason"] for record in results.records if record["kind"] == "skipped"]
+    assert skipped == ["no time left"] * 4  # two ways, decoding and prefill
 
 
 def test_what_a_draft_may_copy():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import hf_longspec.generation.sampling as rules
-from hf_longspec.generation.sequences import Sequences
 from hf_longspec.generation.verification import Acceptance, accept_greedy, accept_rejection, accept_sampled
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -36,14 +35,7 @@ def accept_everything(tree, logits):
 
 
 @pytest.mark.parametrize(
-    ("draft", "dtype"),
-    [
-        ("longspec", "float32"),
-        ("tokenswift", "bfloat16"),
-        ("ngram", "float32"),
-        ("specattn", "bfloat16"),
-        ("plain", "float32"),
-    ],
+    ("draft", "dtype"), [("longspec", "float32"), ("tokenswift", "bfloat16"), ("plain", "float32")]
 )
 def test_right_decoding_passes(audit, tiny, draft, dtype):
     status, found = audit("--draft", getattr(tiny, draft, draft), "--dtype", dtype)
@@ -59,37 +51,22 @@ def test_right_decoding_passes(audit, tiny, draft, dtype):
         assert prompt["tau"] > 1, "nothing was accepted, so nothing was audited"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_greedy_rule_that_accepts_everything_is_caught(audit, command, tiny, monkeypatch, dtype):
-    assert audit(*BLIND, "--dtype", dtype)[0] == 0
+def test_a_greedy_rule_that_accepts_everything_is_caught(audit, command, tiny, monkeypatch):
+    """Also in bfloat16, where two right computations may differ."""
+    how = [*BLIND, "--dtype", "bfloat16"]
+    assert audit(*how)[0] == 0
     monkeypatch.setattr(rules, "accept_greedy", accept_everything)
-    status, found = audit(*BLIND, "--dtype", dtype)
+    status, found = audit(*how)
     assert status == 1 and found["verdict"] == "NOT lossless"
     (prompt,) = found["prompts"]
     checked = prompt["teacher_forced"]
     assert prompt["first_difference"] == checked["first_divergence"]
     assert checked["margins"][checked["first_failure"]] < -checked["eps"]
     assert checked["max_gap"] == -min(checked["margins"])
-    shown = command("audit", tiny.notes, "--target", tiny.target, *SHORT, *BLIND, "--dtype", dtype)
+    shown = command("audit", tiny.notes, "--target", tiny.target, *SHORT, *how)
     assert shown.exit_code == 1 and shown.stdout.rstrip().endswith("NOT lossless")
     place = f"tokens are the model's choice; the first that is not is {checked['first_divergence']}. Largest gap"
     assert place in shown.stdout  # on one line
-
-
-def test_a_rare_greedy_mistake_is_caught(audit, monkeypatch):
-    """One wrong bonus token in the whole text."""
-    calls = []
-
-    def wrong_once(tree, logits):
-        calls.append(None)
-        if len(calls) == 3:
-            logits = logits.clone()
-            logits.scatter_(-1, logits.argmax(-1, keepdim=True), -100.0)  # the second best everywhere
-        return accept_greedy(tree, logits)
-
-    monkeypatch.setattr(rules, "accept_greedy", wrong_once)
-    assert audit("--draft", "ngram")[0] == 1
-    assert len(calls) > 3
 
 
 def test_near_ties_only_are_no_failure(audit, monkeypatch):
@@ -105,21 +82,6 @@ def test_near_ties_only_are_no_failure(audit, monkeypatch):
     assert (status, found["verdict"]) == (0, "near-tie")
     assert found["prompts"][0]["teacher_forced"]["margins"][0] < 0
     assert audit("--draft", "ngram", "--dtype", "float32", "--eps", 50)[0] == 1
-
-
-def test_a_text_that_ends_too_early_is_not_lossless(command, tiny, monkeypatch):
-    """Every token is the argmax, and some are missing: only the comparison with the plain text can tell."""
-    append = Sequences.append
-
-    def ends_early(self, accepted, scores=None):
-        emitted = append(self, accepted, scores)
-        self.done = [done or len(text) >= 9 for done, text in zip(self.done, self.generated, strict=True)]
-        return emitted
-
-    monkeypatch.setattr(Sequences, "append", ends_early)
-    result = command("audit", tiny.notes, "--target", tiny.target, *SHORT, "--draft", "ngram", "--dtype", "bfloat16")
-    assert result.exit_code == 1
-    assert "the text ends too early" in " ".join(result.stdout.split())
 
 
 def broken_rejection(tree, scores, uniforms, noise):

@@ -1,23 +1,22 @@
 """`hf-longspec bench` on the tiny target of the repository, at sizes that take seconds."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hf_longspec import NgramDraftModel
 from hf_longspec.bench import matrix
 from hf_longspec.bench.calls import HF, PLAIN
 from hf_longspec.bench.results import of_kind, read_records
-from hf_longspec.cli import CommandError, bench, session
-from hf_longspec.cli.app import app
+from hf_longspec.cli import bench, session
 from hf_longspec.testing import tiny_target
+from tests.cli.conftest import HUB_CARDS, run_command
 
-CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
-TARGET, LONGSPEC = str(CARDS / "tiny-target"), str(CARDS / "tiny-longspec")
-TEXT = str(CARDS.parent / "README.md")
+TARGET, LONGSPEC = str(HUB_CARDS / "tiny-target"), str(HUB_CARDS / "tiny-longspec")
+TEXT = str(HUB_CARDS.parent / "README.md")
 SMALL = ["--target", TARGET, "--context", "64", "--max-new-tokens", "8", "--repeats", "1", "--no-plots"]
 
 
@@ -31,7 +30,7 @@ def here(tmp_path, monkeypatch):
 
 def invoke(*arguments):
     data = [] if "--data" in arguments else ["--data", TEXT]
-    return CliRunner().invoke(app, ["bench", *SMALL, *data, *arguments])
+    return run_command("bench", *SMALL, *data, *arguments)
 
 
 def run(*arguments):
@@ -61,15 +60,18 @@ def test_drafts_are_measured_beside_all_baselines(here, monkeypatch):
     assert {Path(name).name for name in found["files"]} == {"bench.jsonl", "bench.md", *pictures}
     written = (here / "bench.jsonl").read_text(encoding="utf-8") + (here / "bench.md").read_text(encoding="utf-8")
     assert found["environment"]["command"] == "hf-longspec bench --target tiny-target"
-    assert str(CARDS) not in written and str(here) not in written and "/somewhere" not in written
+    assert str(HUB_CARDS) not in written and str(here) not in written and "/somewhere" not in written
 
 
 def test_a_sweep_measures_every_point_and_the_terminal_shows_less_than_the_file(here):
-    sweeps = ["--sweep", "sparse_ratio=0.1,0.5", "--sweep", "num_assistant_tokens=2,3", "--verbose"]
-    result, calls = run(*sweeps)
-    points = {tuple(call["point"].items()) for call in calls if call["point"]}
-    assert points == {(("sparse_ratio", r), ("num_assistant_tokens", n)) for r in (0.1, 0.5) for n in (2, 3)}
+    """Of the settings that a draft has."""
+    sweeps = ["--sweep", "sparse_ratio=0.5", "--sweep", "num_assistant_tokens=2,3", "--verbose"]
+    result, calls = run("--draft", "specattn", "--draft", "ngram", *sweeps)
+    specattn = [{"sparse_ratio": 0.5, "num_assistant_tokens": number} for number in (2, 3)]
+    assert [call["point"] for call in calls if call["method"].startswith("specattn")] == specattn
     assert "| specattn, sparse_ratio=0.5, num_assistant_tokens=3 |" in result.stdout
+    names = {call["method"] for call in calls if call["method"].startswith("ngram")}
+    assert names == {"ngram, num_assistant_tokens=2", "ngram, num_assistant_tokens=3"}
     file = (here / "bench.md").read_text(encoding="utf-8")
     assert "share of floor |" in file and "share of floor |" not in result.stdout
     assert "## Not run" in file and "## Not run" in result.stdout
@@ -121,9 +123,10 @@ def test_an_interrupted_run_keeps_its_lines_and_is_gone_on_with(here, monkeypatc
     assert result.exit_code == 130
     before = of_kind(read_records(here / "bench.jsonl"), "run")
     assert len(before) == 2
-    assert "--resume goes on" in result.output
+    assert "--resume goes on" in result.output and "The run was not finished." in result.output
     monkeypatch.setattr(matrix, "run_call", real)
-    assert invoke("--draft", "ngram").exit_code == 2  # the file is there
+    again = invoke("--draft", "ngram")
+    assert again.exit_code == 2 and "pass --resume to go on with it" in again.output
     _, after = run("--draft", "ngram", "--resume")
     assert after[:2] == before and len(after) == 4
 
@@ -168,13 +171,11 @@ def model():
         (["--batch", "own"], "--batch 'own'"),
         (["--context", "99k"], "exceed the 16384 positions"),
         (["--dtype", "int8"], "--dtype int8: expected auto"),
-        (["--data", "absent.jsonl"], "no such file or folder"),
         (["--draft", "/absent"], "cannot load the draft"),
         (["--draft", "ngram", "--draft", "ngram"], "two are called 'ngram'"),
         (["--assistant", "/absent"], "cannot load the assistant"),
         (["--sweep", "sparse_rate=1"], "no draft has such a setting"),
         (["--sweep", "sparse_ratio=7"], "sparse_ratio=7.0: expected a number in (0, 1]"),
-        (["--sweep", "window=8"], "without a penalty"),
         (["--output", "x.txt"], "ends with .jsonl"),
     ],
 )
@@ -194,45 +195,29 @@ def test_a_missing_package_of_the_report_is_named_first(here, monkeypatch):
     assert not list(here.iterdir())
 
 
-@pytest.fixture
-def target():
-    return tiny_target("llama")
-
-
-def test_the_gate_is_off_where_there_is_one(target, monkeypatch):
+def test_the_gate_is_off_where_there_is_one(monkeypatch):
     monkeypatch.setattr(NgramDraftModel, "settings", NgramDraftModel.settings | {"gate": True})
-    assert bench.load_draft("ngram", target).setting("gate") is False
-
-
-def test_a_method_for_every_point_of_the_settings_that_a_draft_has(target):
-    drafts = bench.load_drafts(["specattn", "ngram"], target)
-    axes = {"sparse_ratio": ["0.5", "1"], "ngram_candidates": ["2"]}
-    methods = bench.points_of(drafts, axes, target)
-    assert [method.name for method in methods] == [
-        "specattn, sparse_ratio=0.5, ngram_candidates=2",
-        "specattn, sparse_ratio=1.0, ngram_candidates=2",
-        "ngram, ngram_candidates=2",
-    ]
-    assert [method.how for method in methods] == [drafts["specattn"], drafts["specattn"], drafts["ngram"]]
-
-
-def test_folders_of_one_name_cannot_be_told_apart(tmp_path, target):
-    folders = [tmp_path / part / "draft" for part in "ab"]
-    for folder in folders:
-        folder.mkdir(parents=True)
-    with pytest.raises(CommandError, match="two are called 'draft'"):
-        bench.load_drafts([*map(str, folders), "ngram"], target)
+    assert bench.load_draft("ngram", tiny_target("llama")).setting("gate") is False
 
 
 def test_the_preset_measures_every_draft_without_training_at_the_lengths_that_fit(here):
-    """1K is the only length of the preset that this text has; a length or a temperature that is given is kept."""
+    """1K is the only length of the preset that this text has."""
     (here / "short.txt").write_text("one two three four " * 80, encoding="utf-8")
     arguments = ["--target", TARGET, "--max-new-tokens", "4", "--repeats", "1", "--no-plots", "--data", "short.txt"]
-    result = CliRunner().invoke(app, ["bench", *arguments, "--preset", "all", "--draft", "quest"])
+    result = run_command("bench", *arguments, "--preset", "all", "--draft", "quest")
     assert result.exit_code == 0, result.output
     calls = of_kind(read_records(Path("bench.jsonl")), "run")
     assert {(call["context"], call["decoding"].get("temperature")) for call in calls} == {(1024, None), (1024, 1.0)}
     assert {call["method"] for call in calls} - {HF, PLAIN, "hf prompt lookup"} == set(bench.ALL_DRAFTS)
-    assert invoke("--preset", "all", "--temperature", "0.5", "--output", "given.jsonl").exit_code == 0
-    calls = of_kind(read_records(Path("given.jsonl")), "run")
-    assert {(call["context"], call["decoding"]["temperature"]) for call in calls} == {(64, 0.5)}
+
+
+def test_options_replace_the_lengths_and_temperatures_of_the_preset(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bench.Bench, "measure", lambda run, *_: seen.append(run) or (None, False))
+    monkeypatch.setattr(bench, "_show", lambda *_: sys.exit(0))
+    for temperature in (["--temperature", "0.5"], ["--sweep", "temperature=0,2"]):
+        invoke("--preset", "all", *temperature)
+    assert [(run.contexts, run.temperature, run.sweeps) for run in seen] == [
+        ([64], 0.5, []),
+        ([64], 0.0, ["temperature=0,2"]),
+    ]

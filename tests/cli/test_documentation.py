@@ -20,7 +20,7 @@ EXAMPLES = [line for block in blocks_of("docs/cli.md") if block.language == "bas
 # Sizes that are small enough for a test, on top of those of an example; the last of two values counts.
 SMALL = {
     "generate": ["--max-new-tokens", "8"],
-    "audit": ["--max-new-tokens", "8", "--context", "64"],
+    "audit": ["--max-new-tokens", "8", "--context", "24", "--sample-tokens", "2"],
     "tune": ["--max-new-tokens", "8", "--context", "64", "--repeats", "1", "--prompts", "1"],
     "env": [],
 }
@@ -61,7 +61,7 @@ def test_an_example_runs(command, folder, monkeypatch, decoded_once, line):
     (program, name, *words), text = shlex.split(line), None
     if "<" in words:
         words, text = words[: words.index("<")], Path(words[-1]).read_text()
-    sizes = [*SMALL.get(name, ()), *(("--samples", "256", "--batch", "256") if "--samples" in words else ())]
+    sizes = [*SMALL.get(name, ()), *(("--samples", "192", "--batch", "192") if "--samples" in words else ())]
     result = command(name, *words, *sizes, input=text)
     assert program == "hf-longspec" and result.exit_code == 0, f"{line}\n{result.output}"
     assert result.stdout.strip()

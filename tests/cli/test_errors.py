@@ -9,7 +9,7 @@ import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, T5Config, T5EncoderModel
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5EncoderModel
 
 import hf_longspec.cli
 from hf_longspec import LongSpecDraftModel, __version__
@@ -23,7 +23,6 @@ SMALL = {
     "audit": ["--max-new-tokens", 4],
     "tune": ["--context", 32, "--max-new-tokens", 4, "--repeats", 1, "--dry-run"],
 }
-every_command = pytest.mark.parametrize("name", MODULES)
 
 
 @pytest.fixture
@@ -64,10 +63,12 @@ def refuse(*_, **__):
     pytest.fail("too late")
 
 
-@every_command
-def test_a_missing_folder(fails, monkeypatch, name):
+@pytest.mark.parametrize("name", MODULES)
+def test_a_missing_folder(command, fails, tiny, monkeypatch, name):
     line = fails(name, target="./no/such/folder")
     assert line == "error: cannot load the tokenizer of './no/such/folder': there is no such folder. Check the path."
+    traced = command(name, tiny.notes, "--target", "./no/such/folder", *SMALL[name], "--debug")
+    assert traced.exit_code == 1 and "there is no such folder" in str(traced.exception)
     monkeypatch.setattr(session, "load_tokenizer", refuse)  # before the target is loaded
     line = fails(name, "--draft", "/no/such/draft")
     assert "cannot load the draft of '/no/such/draft': there is no such folder" in line
@@ -108,7 +109,7 @@ class TestMistypedNames:
 
 @pytest.mark.parametrize(
     ("name", "kind", "share"),
-    [("generate", "target", 0.5), ("audit", "target", 0.00001), ("tune", "longspec", 0.5), ("generate", "target", 0)],
+    [("audit", "target", 0.5), ("tune", "longspec", 0.5), ("generate", "target", 0)],
 )
 def test_truncated_weights(fails, copy_of, name, kind, share):
     folder = copy_of(kind, share)
@@ -125,7 +126,6 @@ def test_truncated_weights(fails, copy_of, name, kind, share):
         ("audit", "gpt2", "cannot load the model of"),
         ("tune", "gemma2", "model_type='gemma2', and of the weights of a Gemma2ForCausalLM"),
         ("generate", "t5", "cannot load the model of"),
-        ("generate", "bert", "cannot load the model of"),
     ],
 )
 def test_another_model_type_does_not_run_on_random_weights(fails, copy_of, name, other, complaint):
@@ -146,7 +146,7 @@ def test_drafts_that_do_not_fit(fails, copy_of, tiny, tmp_path):
 
 
 def test_weights_without_a_use_are_noted(command, tiny, copy_of):
-    """A tensor that the architecture has no place for: it runs, with a note. A correct folder has none."""
+    """A tensor that the architecture has no place for: it runs, with a note."""
     target = copy_of("target")
     tensors = load_file(target / "model.safetensors")
     extra = {"model.layers.0.self_attn.q_norm.weight": torch.ones(32)}
@@ -154,22 +154,19 @@ def test_weights_without_a_use_are_noted(command, tiny, copy_of):
     result = command("generate", tiny.notes, "--target", target, *SMALL["generate"])
     assert result.exit_code == 0
     assert "note: config.json says model_type='llama', which has no use for 1 weights" in result.stderr
-    _, info = AutoModelForCausalLM.from_pretrained(tiny.target, output_loading_info=True)
-    assert not any(info[f"{kind}_keys"] for kind in ("missing", "mismatched", "unexpected"))
-    assert AutoConfig.from_pretrained(tiny.target).model_type == "llama"
 
 
-@every_command
-def test_prompts_that_cannot_be_read(fails, tmp_path, name):
+def test_prompts_that_cannot_be_read(fails, tmp_path):
     empty, binary = tmp_path / "empty.txt", tmp_path / "binary"
     empty.write_text(" \n")
     binary.write_bytes(b"\xff\xfe\x00\x80")
-    assert fails(name, text=empty) == f"error: {empty} is empty: there is nothing to continue. Pass a text."
-    assert "- is empty" in fails(name, text="-", input="")
-    assert "cannot read" in fails(name, text=tmp_path / "missing.txt")
-    assert "cannot read" in fails(name, text=tmp_path)
-    assert f"{binary} is not UTF-8 text. Convert it" in fails(name, text=binary)
-    assert "pass one prompt" in fails(name, text=None)
+    assert fails("generate", text=empty) == f"error: {empty} is empty: there is nothing to continue. Pass a text."
+    assert "- is empty" in fails("audit", text="-", input="")
+    assert "cannot read" in fails("tune", text=tmp_path / "missing.txt")
+    assert "cannot read" in fails("generate", text=tmp_path)
+    assert f"{binary} is not UTF-8 text. Convert it" in fails("generate", text=binary)
+    for name in MODULES:
+        assert "pass one prompt" in fails(name, text=None)
 
 
 @pytest.mark.parametrize(
@@ -219,32 +216,27 @@ def test_outputs_are_checked_before_anything_is_loaded(command, tiny, tmp_path, 
     assert result.exit_code == 2 and complaint in result.stderr and len(result.stderr.splitlines()) == 1
 
 
-@every_command
-def test_debug_shows_where_it_came_from(command, tiny, name):
-    result = command(name, tiny.notes, "--target", "./no/such/folder", *SMALL[name], "--debug")
-    assert result.exit_code == 1 and "there is no such folder" in str(result.exception)
-
-
-@every_command
-def test_what_ends_a_command_while_it_works(command, tiny, monkeypatch, name):
-    """Ctrl-C, full memory, and an error whose message has several lines."""
-    several = ValueError("no backend supports this:\n  a: no GPU\n  b: no package\nTake another.\nDetails.")
-    for error, status, output in (
-        (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
-        (torch.OutOfMemoryError("CUDA"), 2, "error: out of memory: pass a shorter text"),
+@pytest.mark.parametrize(
+    ("name", "error", "status", "output"),
+    [
+        ("generate", torch.OutOfMemoryError("CUDA"), 2, "error: out of memory: pass a shorter text"),
+        ("audit", KeyboardInterrupt(), 130, "\nInterrupted.\n"),
         (
-            several,
+            "tune",
+            ValueError("no backend supports this:\n  a: no GPU\n  b: no package\nTake another.\nDetails."),
             2,
             "error: no backend supports this: a: no GPU; b: no package; Take another. (--debug shows the rest)",
         ),
-    ):
+    ],
+    ids=["memory", "Ctrl-C", "several lines"],
+)
+def test_what_ends_a_command_while_it_works(command, tiny, monkeypatch, name, error, status, output):
+    def stop(*_, **__):
+        raise error
 
-        def stop(*_, error=error, **__):
-            raise error
-
-        monkeypatch.setattr(MODULES[name], "set_seed" if name != "audit" else "compare", stop)
-        result = command(name, tiny.notes, "--target", tiny.target, *SMALL[name])
-        assert result.exit_code == status and result.stderr.startswith(output), result.stderr
+    monkeypatch.setattr(MODULES[name], "set_seed" if name != "audit" else "compare", stop)
+    result = command(name, tiny.notes, "--target", tiny.target, *SMALL[name])
+    assert result.exit_code == status and result.stderr.startswith(output), result.stderr
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich.console"])
@@ -286,6 +278,7 @@ def main(monkeypatch, capsys):
             "Invalid value for '--batch': 0 is not an integer of at least 1. Pass 1 or more. `",
         ),
         (["generate", "--top-k", "-1"], "Invalid value for '--top-k': -1 is not an integer of at least 0. Pass 0 or"),
+        (["demo", "--context", "0"], "'--context': 0 is not an integer of at least 1. Pass 1 or more."),
         (["bench", "--temperature", "nan"], "'--temperature': nan is not a number of at least 0. Pass 0 or more."),
         (["tune", "--dtype", "int3"], "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
     ],

@@ -1,12 +1,12 @@
 """`generate`: its text against plain `generate`, which tokens it calls drafted against a recount, its page as HTML."""
 
+import html
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +23,6 @@ from tests.cli.conftest import run_command
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 NEW = 20
-TIED = "lm_head.weight"
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +48,11 @@ def shown(tiny, tmp_path_factory):
     page = tmp_path_factory.mktemp("page") / "page.html"
     piped = run_command(*arguments, "--show-drafts", "--html", page)
     record = run_command(*arguments, "--show-drafts", "--json")
-    html = page.read_text(encoding="utf-8")
-    return SimpleNamespace(arguments=arguments, piped=piped, html=html, record=json.loads(record.stdout))
+    record = json.loads(record.stdout)
+    return SimpleNamespace(arguments=arguments, piped=piped, html=page.read_text(encoding="utf-8"), record=record)
 
 
-@pytest.mark.parametrize(
-    ("draft", "way"),
-    [("specattn", "file"), ("vegas", "stdin"), ("ngram", "prompt"), ("plain", "file"), ("tokenswift", "stdin")],
-)
+@pytest.mark.parametrize(("draft", "way"), [("specattn", "file"), ("ngram", "prompt"), ("tokenswift", "stdin")])
 def test_the_text_is_that_of_plain_generate(command, tiny, expected, draft, way):
     text = tiny.notes.read_text()
     arguments = {"file": [tiny.notes], "stdin": ["-"], "prompt": ["--prompt", text]}[way]
@@ -134,9 +130,6 @@ def test_an_eagle3_checkpoint_of_another_project_is_recognised(command, tiny, ta
     result = command("generate", tiny.notes, "--target", tiny.target, "--draft", tmp_path, "--max-new-tokens", NEW)
     assert result.exit_code == 0 and result.stdout == expected + "\n", result.output
     assert "longspec_eagle3: tau" in result.stderr
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    result = command("generate", tiny.notes, "--target", tiny.target, "--draft", tmp_path, "--max-new-tokens", NEW)
-    assert result.exit_code == 2 and "the file is truncated" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_json_is_one_object_with_text_statistics_and_steps(shown, expected):
@@ -155,7 +148,7 @@ def test_json_is_one_object_with_text_statistics_and_steps(shown, expected):
 
 def test_sampling_follows_its_seed_and_its_options(command, tiny, target):
     """The plain draft samples like stock `generate`; the seed decides the text, and the options reach the model."""
-    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", NEW, "--json"]
+    arguments = ["generate", tiny.notes, "--target", tiny.target, "--draft", "plain", "--max-new-tokens", 10, "--json"]
     runs = [json.loads(command(*arguments, "--temperature", 1.5, "--seed", seed).stdout) for seed in (1, 1, 2)]
     assert runs[0]["text"] == runs[1]["text"] != runs[2]["text"]
     assert runs[0]["seed"] == 1
@@ -167,7 +160,7 @@ def test_sampling_follows_its_seed_and_its_options(command, tiny, target):
     punished = json.loads(command(*arguments, "--repetition-penalty", 5).stdout)["text"]
     model, tokenizer = target
     inputs = tokenizer(tiny.notes.read_text(), return_tensors="pt")
-    out = model.generate(**inputs, max_new_tokens=NEW, do_sample=False, repetition_penalty=5.0)
+    out = model.generate(**inputs, max_new_tokens=10, do_sample=False, repetition_penalty=5.0)
     assert punished == tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True) != greedy
 
 
@@ -182,48 +175,27 @@ def test_a_terminal_gets_drafted_tokens_underlined(command, shown, expected):
     assert hint.endswith("--html FILE writes a page that shows them.") and "\x1b" not in hint + statistics
 
 
-class Page(HTMLParser):
-    """Texts by the innermost class they stand in, and everything that would be fetched."""
-
-    def __init__(self):
-        super().__init__(convert_charrefs=True)
-        self.classes, self.texts, self.fetched, self.bars = [], [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        attributes = dict(attrs)
-        self.fetched += [value for name, value in attrs if name in ("src", "href", "srcset", "data")]
-        if tag == "rect":
-            self.bars.append(attributes["class"])
-        if tag in ("span", "pre", "style"):
-            self.classes.append(attributes.get("class", tag))
-
-    def handle_endtag(self, tag):
-        if tag in ("span", "pre", "style"):
-            self.classes.pop()
-
-    def handle_data(self, data):
-        if "pre" in self.classes:
-            self.texts.append((self.classes[-1], data))
+def texts_of(page):
+    """The text on a page after the prompt, and the parts of it that are marked as drafted."""
+    text = re.search(r"<pre><span class=.prompt.>.*?</span>(.*?)</pre>", page, re.DOTALL)[1]
+    drafted = re.findall(r'<span class="d">(.*?)</span>', text, re.DOTALL)
+    return html.unescape(re.sub(r"<[^>]*>", "", text)), html.unescape("".join(drafted))
 
 
 def test_the_page_shows_the_text_and_needs_nothing_else(tiny, shown, expected):
-    steps, parsed = shown.record["steps"], Page()
-    parsed.feed(shown.html)
-    assert "".join(text for kind, text in parsed.texts if kind != "prompt") == expected
-    assert "".join(text for kind, text in parsed.texts if kind == "d") == "".join(step["drafted"] for step in steps)
-    assert not parsed.fetched and not re.search(r"http|@import|url\(", shown.html)
-    assert parsed.bars.count("accepted") == sum(step["num_drafted"] > 0 for step in steps)
+    steps = shown.record["steps"]
+    assert texts_of(shown.html) == (expected, "".join(step["drafted"] for step in steps))
+    assert not re.search(r"http|@import|url\(|\b(src|href|srcset|data)=", shown.html)
+    assert shown.html.count('<rect class="accepted"') == sum(step["num_drafted"] > 0 for step in steps)
     assert str(tiny.target.parent) not in shown.html  # a page is passed on; paths are nobody's business
 
 
 def test_a_page_escapes_text_and_bounds_its_chart():
     steps = [StepText("<b>&", '"</pre>', 1, 4)] * 1001
     content = html_page("<i>", "<script>", steps, {"a<b": "c&d"})
-    parsed = Page()
-    parsed.feed(content)
-    assert "".join(text for _, text in parsed.texts) == "<script>" + '<b>&"</pre>' * 1001
-    assert "<script>" not in content and "<i>" not in content and "a&lt;b" in content
-    assert 0 < parsed.bars.count("drafted") <= MAX_BARS
+    assert texts_of(content) == ('<b>&"</pre>' * 1001, "<b>&" * 1001)
+    assert "<script>" not in content and "&lt;script&gt;" in content and "<i>" not in content and "a&lt;b" in content
+    assert 0 < content.count('<rect class="drafted"') <= MAX_BARS
     assert "No verification" in html_page("t", "p", [StepText("", "x", 0, 0)], {})
 
 
@@ -294,8 +266,7 @@ def test_chat_applies_the_template(command, tiny, tmp_path):
     assert chat["text"] == same["text"] and chat["prompt_tokens"] == same["prompt_tokens"]
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_an_interrupted_text_stays(command, tiny, expected, monkeypatch, as_json):
+def test_an_interrupted_text_stays(command, tiny, expected, monkeypatch):
     """Ctrl-C at the sixth token: the text so far, one line, status 130."""
     put = TokenClock.put
 
@@ -305,9 +276,9 @@ def test_an_interrupted_text_stays(command, tiny, expected, monkeypatch, as_json
             raise KeyboardInterrupt
 
     monkeypatch.setattr(TokenClock, "put", put_six)
-    arguments = ["--draft", "plain", "--max-new-tokens", NEW, *["--json"] * as_json]
+    arguments = ["--draft", "plain", "--max-new-tokens", NEW, "--json"]
     result = command("generate", tiny.notes, "--target", tiny.target, *arguments)
-    text = json.loads(result.stdout)["text"] if as_json else result.stdout.removesuffix("\n")
+    text = json.loads(result.stdout)["text"]
     assert result.exit_code == 130 and text and expected.startswith(text)
     (line,) = result.stderr.splitlines()
     assert "nterrupted" in line and "speculation" not in line and "partial" not in line
