@@ -219,9 +219,8 @@ def test_forbidden_tokens_do_not_widen_the_tolerance(prompts, generated):
     """A head that bans a token by minus infinity leaves eps where it was."""
     model = tiny_target("llama")
     eps = audit(model, generated, PROMPT_LENGTH, prompts[1], eos_token_id=[]).eps
-    model.lm_head.register_forward_hook(
-        lambda module, args, logits: logits.index_fill(-1, torch.tensor([0]), -torch.inf)
-    )
+    token = torch.tensor([next(token for token in range(128) if token not in generated)])
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, token, -torch.inf))
     banned = audit(model, generated, PROMPT_LENGTH, prompts[1], eos_token_id=[])
     assert banned.verdict == "exact"
     assert banned.eps == pytest.approx(eps, rel=0.5)

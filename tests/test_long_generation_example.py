@@ -71,8 +71,8 @@ def test_the_file_holds_the_text_of_plain_generate(run, folder, tmp_path, draft)
 
 
 def test_the_penalty_is_that_of_the_options(run, folder):
-    _, text, _ = run("--greedy", "--penalty", 3, "--window", 5, "--endless", "--tokens", 30)
-    assert text == expected(folder, 30, penalty=(3.0, 5)) != expected(folder, 30)
+    _, text, _ = run("--greedy", "--penalty", 3, "--window", 12, "--endless", "--tokens", 30)
+    assert text == expected(folder, 30, penalty=(3.0, 12)) != expected(folder, 30)
 
 
 def test_the_seed_decides_a_sampled_text(run):

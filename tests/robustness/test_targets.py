@@ -77,7 +77,7 @@ def test_device_map(kind, parts, tmp_path):
     whole = tiny_target("llama")
     whole.save_pretrained(tmp_path / "target")
     text = generate(whole)
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     if parts == "disk":
         places = dict.fromkeys(places, "disk") | {"model.rotary_emb": "cpu", "model.norm": "cpu"}
