@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +10,9 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec.testing import tiny_prompts, tiny_target
+from tests import example_scripts
 from tests.tiny_tokenizers import save_byte_target
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONTEXT = 2048  # two buckets; contexts of 512 bytes and more are short for the bytes after 1,024
 
 
@@ -37,14 +35,7 @@ TRAINING = {
 
 @pytest.fixture(scope="module")
 def script():
-    """The example, imported as it imports its siblings: from its own folder."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import publish_tiny_target
-
-        yield publish_tiny_target
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    return example_scripts.script("publish_tiny_target")
 
 
 @pytest.fixture(scope="module")

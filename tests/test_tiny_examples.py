@@ -1,9 +1,6 @@
 """Texts of the tiny target, and training and publishing of its drafts, on a random target and random streams."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,23 +10,9 @@ from transformers import AutoModel
 from hf_longspec.bench.machine import git_commit
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.acceptance_lines import measured, write_lines
+from tests.example_scripts import EXAMPLES, run, script
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 LENGTH, PROMPT = 24, 7
-
-
-def script(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        return importlib.import_module(name)
-
-
-def run(name, *arguments):
-    """Call the main of a script with these arguments."""
-    main = script(name).main
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [name, *map(str, arguments)])
-        main()
 
 
 def write_stream(folder, name, length, low=3, high=128):

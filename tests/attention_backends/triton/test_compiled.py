@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hf_longspec.attention_backends.triton.tiles import Gpu, hybrid_config
 from tests.attention_backends.triton.machine import ROOT, python
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -116,10 +115,3 @@ def test_no_spills_in_any_configuration(capability, tmp_path):
     of_kernel = [report for report in reports["hybrid"] if report["kernel"] == "attention_kernel"]
     assert len(of_kernel) == (75 if capability >= 90 else 57)
     assert sum(report["kernel"] == "sparse_kernel" for report in reports["sparse"]) == 8
-
-
-def test_the_smallest_gpu_gets_smaller_tiles():
-    large = hybrid_config(64, 128, 128, 2, Gpu(SHARED_MEMORY[80], False))
-    small = hybrid_config(64, 128, 128, 2, Gpu(SHARED_MEMORY[89], False))
-    assert (large.block_keys, small.block_keys) == (64, 32)
-    assert small == large._replace(block_keys=32)
