@@ -1,6 +1,7 @@
 """SpecAttn on a backend that writes scores while it verifies: text and drafts are the same, in one pass over the keys.
 
-The kernels run interpreted, in float32, on ragged batches. test_scores.py compares the scores and what they select.
+The kernels run interpreted, in float32, on ragged batches. test_scores.py compares the scores and what they select, and
+tests/generation/test_on_simulated_cuda.py captures such steps.
 """
 
 import pytest
@@ -10,7 +11,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from hf_longspec import SpecAttnDraftModel
 from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.generation import compiled_steps as compiled
-from hf_longspec.generation import cuda_graphs as captured
 from hf_longspec.generation import decoding
 from hf_longspec.generation.selection import SelectedCache
 from hf_longspec.generation.target import TargetView
@@ -19,7 +19,6 @@ from hf_longspec.testing import tiny_prompts, tiny_target
 pytestmark = pytest.mark.usefixtures("kernel_device", "small_tiles", "every_step_speculates")
 
 LENGTHS, NEW, GAMMA = (29, 3), 5, 3
-SHALLOW = {"num_hidden_layers": 1}  # interpreted kernels take long
 
 
 class Watched:
@@ -102,7 +101,7 @@ def test_selections_and_text(name, settings):
     ["last_accepted", *(pytest.param(name, marks=pytest.mark.soak) for name in ("window", "all_rows", "pages"))],
 )
 def test_other_selections_take_the_way_they_had(selection):
-    model = tiny_target("llama", **SHALLOW)
+    model = tiny_target("llama", num_hidden_layers=1)
     expected = plain_text(model)
     text, stats, watched = generate(model, {"selection": selection})
     assert torch.equal(text, expected)
@@ -110,45 +109,19 @@ def test_other_selections_take_the_way_they_had(selection):
     assert not watched.written and len(watched.computed) == passes
 
 
-def assert_like_steps_as_they_are(monkeypatch, runner_of, lengths=LENGTHS):
-    model = tiny_target("llama", **SHALLOW)
-    expected, stats, loose = generate(model, {}, lengths)
-    monkeypatch.setattr(decoding, "runner_of", runner_of)
-    text, fixed_stats, fixed = generate(model, {}, lengths)
-    assert torch.equal(text, expected) and stats.num_forwards == fixed_stats.num_forwards
-    assert fixed.written == loose.written and not fixed.computed
-    return stats.num_forwards, loose.selected, fixed.selected
-
-
-def test_captured_steps(monkeypatch):
-    """Scores leave a graph, one per entry, and another one selects. A stand-in replays; lengths cross a bucket."""
-    replays = []
-
-    def capture(function, device, target):
-        outputs = function()
-
-        def replay():
-            replays.append(True)
-            for old, new in zip(captured._tensors(outputs), captured._tensors(function()), strict=True):
-                old.copy_(new)
-
-        return outputs, replay
-
-    monkeypatch.setattr(captured, "capture", capture)
-    monkeypatch.setattr(captured, "SMALLEST_BUCKET", 32)
-    runner_of = lambda _, *pair: captured.CapturedRunner(*pair[:2])  # noqa: E731
-    forwards, loose, fixed = assert_like_steps_as_they_are(monkeypatch, runner_of)
-    assert len(replays) >= forwards and len(fixed) < len(loose)
-
-
 @pytest.mark.parametrize("lengths", [LENGTHS, pytest.param((29,), marks=pytest.mark.soak)], ids=["ragged", "one"])
 def test_compiled_steps(lengths, monkeypatch):
     """Traced whole, the scores included; drafting and verifying are one graph each."""
+    model = tiny_target("llama", num_hidden_layers=1)
+    expected, stats, loose = generate(model, {}, lengths)
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("eager")
     monkeypatch.setattr(compiled, "BACKEND", graphs)
     runner = compiled.CompiledRunner()
-    _, loose, fixed = assert_like_steps_as_they_are(monkeypatch, lambda *_: runner, lengths)
-    assert_same_entries(loose, fixed)
+    monkeypatch.setattr(decoding, "runner_of", lambda *_: runner)
+    text, fixed_stats, fixed = generate(model, {}, lengths)
     torch._dynamo.reset()
+    assert torch.equal(text, expected) and stats.num_forwards == fixed_stats.num_forwards
+    assert fixed.written == loose.written and not fixed.computed
+    assert_same_entries(loose.selected, fixed.selected)
     assert graphs.frame_count >= 2
