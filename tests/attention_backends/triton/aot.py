@@ -123,10 +123,10 @@ def calls(everything, gpu):
                 yield "tree", tree, (size, rows, dtype)
     for case in SPARSE if everything else SPARSE[:2]:
         yield "sparse", sparse, case
-    words = ((torch.bfloat16, 128), (torch.int8, 7), (torch.float32, 3), (torch.float16, 5))  # of 8, 1, 4 and 2 bytes
-    for case in words if everything else words[:2]:
-        yield "move", move, case
-    yield "spilling", spilling, ()
+    for case in ((torch.bfloat16, 128), (torch.float32, 3), (torch.float16, 5), (torch.int8, 7)):
+        yield "move", move, case  # words of 8, 4, 2 and 1 bytes
+    if everything:
+        yield "spilling", spilling, ()
 
 
 def usage(compiled):

@@ -49,23 +49,14 @@ def assert_fits(reports, capability):
         assert report["BARRIER"], f"{report}: a slot may be written before another thread has read it"
 
 
-@pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    return compile_kernels(90, "short", tmp_path_factory.mktemp("kernels"))
-
-
-def test_no_spills(short):
+def test_no_spills(tmp_path):
+    short = compile_kernels(90, "short", tmp_path)
     assert_fits(short, 90)
     kernels = {call: sorted(report["kernel"] for report in reports) for call, reports in short.items()}
     assert kernels["hybrid"] == ["attention_kernel"] * 4 + ["combine_kernel"] * 2
     assert kernels["tree"] == ["attention_kernel", "combine_kernel"]
     assert kernels["sparse"].count("sparse_kernel") == 2
-    assert kernels["move"] == ["_move_kernel"] * 2
-
-
-def test_the_report_shows_a_spill(short):
-    (report,) = short["spilling"]
-    assert report["STACK"] > 0
+    assert kernels["move"] == ["_move_kernel"] * 4
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +102,7 @@ def test_the_table_in_the_docs_is_of_these_tiles(verifications):
 def test_no_spills_in_any_configuration(capability, tmp_path):
     reports = compile_kernels(capability, "all", tmp_path)
     assert_fits(reports, capability)
+    assert reports["spilling"][0]["STACK"] > 0  # a spill is seen
     # 16, 32, 64 and 128 rows of 16 bits, less on old GPUs and with vectors of 256, each with three sets of features
     of_kernel = [report for report in reports["hybrid"] if report["kernel"] == "attention_kernel"]
     assert len(of_kernel) == (75 if capability >= 90 else 57)
