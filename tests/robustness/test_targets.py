@@ -11,7 +11,7 @@ from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.robustness.drafts import make_draft
 
 NEVER, LENGTHS = 1, (33, 3, 13)
-# Those that the target drafts for with all of it or with less of its cache, and trained ones that use its modules.
+# A choice of entries of the target's cache, a trained layer with its embedding and head, and trained heads.
 SOME_KINDS = ("specattn", "longspec", "partial")
 # For logits with a standard deviation of 3. Measured: 3.1 with our loop and 7.9 with plain decoding, whose padding
 # widens the scale of activations; 11.0 and more for the same tokens in another order.
