@@ -173,14 +173,6 @@ def test_the_model_is_left_as_it_was(target, generated):
     assert all(parameter.grad is None for parameter in target.parameters())
 
 
-def test_the_report_is_one_line(target, prompts, generated):
-    texts = generated, tamper(generated, (1, PROMPT_LENGTH + 3))
-    good, bad = (str(audit(target, text, PROMPT_LENGTH, prompts[1], eos_token_id=[])) for text in texts)
-    assert good == "exact: 72 of 72 tokens are the argmax"
-    assert bad.startswith("NOT lossless: ") and bad.count("\n") == 0
-    assert f"first at row 1, position {PROMPT_LENGTH + 3}" in bad
-
-
 @pytest.mark.parametrize(
     ("dtype", "change", "verdict", "first"),
     [
@@ -219,9 +211,8 @@ def test_forbidden_tokens_do_not_widen_the_tolerance(prompts, generated):
     """A head that bans a token by minus infinity leaves eps where it was."""
     model = tiny_target("llama")
     eps = audit(model, generated, PROMPT_LENGTH, prompts[1], eos_token_id=[]).eps
-    model.lm_head.register_forward_hook(
-        lambda module, args, logits: logits.index_fill(-1, torch.tensor([0]), -torch.inf)
-    )
+    token = torch.tensor([next(token for token in range(128) if token not in generated)])
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, token, -torch.inf))
     banned = audit(model, generated, PROMPT_LENGTH, prompts[1], eos_token_id=[])
     assert banned.verdict == "exact"
     assert banned.eps == pytest.approx(eps, rel=0.5)

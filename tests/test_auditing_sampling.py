@@ -28,7 +28,7 @@ def draw(model, prompt, temperature=1.0, samples=SAMPLES, **options):
     return model.generate(prompt.expand(samples, -1), attention_mask=torch.ones(samples, 19), **options)[:, 19:]
 
 
-@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.6, 2.0])
 def test_stock_sampling_follows_the_distribution(target, prompt, temperature):
     report = audit_sampling(target, prompt, draw(target, prompt, temperature), temperature)
     assert report.verdict == FOLLOWS, str(report)
@@ -83,7 +83,7 @@ def test_expectations_against_a_forward_per_sample(target, prompt):
         assert ranks[1, place, 2].item() == pytest.approx(p.sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
 def test_windows_sinks_and_latent_caches_are_read_as_they_are(name):
     model = tiny_target(name)
     model.generation_config.eos_token_id = None

@@ -1,20 +1,21 @@
-"""The script that publishes the tiny target, on a random model of its shape and on short texts."""
+"""The script that publishes the tiny target, on a random model and on short texts; and the one that counts n-grams."""
 
 import argparse
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from examples.distinct_ngrams import ORDERS, distinct
 from hf_longspec.testing import tiny_prompts, tiny_target
+from tests import example_scripts
 from tests.tiny_tokenizers import save_byte_target
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CONTEXT = 2048  # two buckets; contexts of 512 bytes and more are short for the bytes after 1,024
 
 
@@ -37,14 +38,7 @@ TRAINING = {
 
 @pytest.fixture(scope="module")
 def script():
-    """The example, imported as it imports its siblings: from its own folder."""
-    sys.path.insert(0, str(EXAMPLES))
-    try:
-        import publish_tiny_target
-
-        yield publish_tiny_target
-    finally:
-        sys.path.remove(str(EXAMPLES))
+    return example_scripts.script("publish_tiny_target")
 
 
 @pytest.fixture(scope="module")
@@ -203,3 +197,35 @@ def test_texts_shorter_than_the_context_are_refused(script, trained, tmp_path):
     with pytest.raises(SystemExit, match="has 2,048 bytes"):
         publish(script, trained, tmp_path, tmp_path / "output")
     assert not (tmp_path / "output").exists()
+
+
+def share(tokens, n):
+    seen, count = set(), 0
+    for start in range(len(tokens)):
+        if start + n <= len(tokens):
+            gram = ""
+            for place in range(n):
+                gram += f"{tokens[start + place]},"
+            seen.add(gram)
+            count += 1
+    return len(seen) / count
+
+
+def by_hand(tokens, n, window):
+    windows = []
+    while len(tokens) >= (len(windows) + 1) * window:
+        windows.append(tokens[len(windows) * window : (len(windows) + 1) * window])
+    shares = [share(part, n) for part in windows or [tokens]]
+    return {"windowed": sum(shares) / len(shares), "corpus": share(tokens, n)}
+
+
+@given(st.lists(st.integers(0, 5), min_size=4, max_size=60), st.integers(4, 25))
+def test_distinct_ngrams_equal_a_double_loop(tokens, window):
+    for n in ORDERS:
+        assert distinct(tokens, n, window) == pytest.approx(by_hand(tokens, n, window))
+
+
+@pytest.mark.parametrize(("tokens", "n", "window"), [([1, 2], 3, 10), ([1, 2], 0, 10), ([1, 2, 3], 2, 1), ([], 1, 10)])
+def test_no_ngram_is_refused(tokens, n, window):
+    with pytest.raises(ValueError, match=rf"n={n}, window={window} and {len(tokens)} tokens.*at least n tokens"):
+        distinct(tokens, n, window)

@@ -186,49 +186,35 @@ def package_folders() -> frozenset[str]:
 
 
 def test_arrows():
+    """And the files were there to be read."""
     found = []
+    assert {file.relative_to(ROOT).parts[0] for file in package_files()} >= SHIPPED | {"__init__.py", "testing.py"}
     for file in package_files():
         path = file.relative_to(ROOT).as_posix()
         found += violations(file.read_text(encoding="utf-8"), path, package_folders())
     assert not found, "\n".join(found)
 
 
-def test_every_room_was_read():
-    rooms = {file.relative_to(ROOT).parts[0] for file in package_files()}
-    assert rooms >= SHIPPED | {"__init__.py", "testing.py"}
-
-
 @pytest.mark.parametrize(
     ("path", "source", "complaint"),
     [
         ("generation/route.py", "from ..modeling.base import DraftModel", "generation may not import"),
-        ("generation/route.py", "def f():\n    from ..modeling.base import DraftModel", "generation may not import"),
-        ("attention_backends/merge.py", "from ..generation.cache import x", "attention_backends may not import"),
-        ("modeling/base.py", "from ..training.losses import x", "modeling may not import"),
-        ("modeling/base.py", "from ..testing import tiny_target", "modeling may not import"),
         ("modeling/longspec/modeling_longspec.py", "from .training_longspec import x", "modeling may not import"),
-        ("modeling/longspec/modeling_longspec.py", "from ..register_draft import x", "modeling may not import"),
         ("modeling/longspec/__init__.py", "from .training_longspec import x", "may not import"),
         ("modeling/base.py", "from .convert import x", "modeling may not import"),
         ("modeling/longspec/training_longspec.py", "from ...bench.timing import x", "may not import"),
         ("training/method.py", "def f():\n    from ..modeling.longspec.training_longspec import x", "may not import"),
         ("training/method.py", "from ..modeling.longspec import training_longspec", "training may not import"),
-        ("training/trainer.py", "from ..bench.harness import x", "training may not import"),
-        ("auditing.py", "from .modeling.base import x", "auditing may not import"),
         ("auditing.py", "import hf_longspec", "auditing may not import"),
         ("bench/harness.py", "from hf_longspec import modeling", "bench may not import"),
-        ("hub.py", "from .generation.cache import SpeculativeCache", "hub may not import"),
         ("hub.py", "from . import modeling", "hub may not import"),
-        ("testing.py", "from .bench.harness import x", "testing may not import"),
         ("kitchen/sink.py", "", "no row in ARROWS"),
         ("generation/route.py", "from hf_longspec.generation.cache import x", "write a relative import"),
         ("generation/route.py", "from . import cache", "name a module"),
-        ("modeling/base.py", "from .longspec import LongSpecDraftModel", "name a module"),
         ("generation/route.py", "from ..attention_backends import registry", "name a module"),
         ("generation/route.py", "from .cache import *", "import names, not *"),
         ("generation/route.py", "def f():\n    from .cache import x", "below the top level"),
         ("generation/route.py", '"""Example:\n\n    from .cache import x\n"""', "a relative import in a text"),
-        ("attention_backends/triton/kernels.py", "import triton", "triton is optional"),
         ("attention_backends/triton/kernels.py", "def f():\n    import triton", "triton is optional"),
         ("attention_backends/flash.py", "try:\n    pass\nfinally:\n    import flash_attn", "flash_attn is optional"),
         ("attention_backends/flash.py", "if TYPE_CHECKING:\n    import flash_attn.x", "flash_attn is optional"),
@@ -266,10 +252,8 @@ def test_the_checker_sees(path, source, complaint):
             "modeling/longspec/training_longspec.py",
             "from ...training.method import TrainingMethod\nfrom ...generation.target_modules import TargetParts",
         ),
-        ("bench/harness.py", "from ..auditing import audit\nfrom ..testing import tiny_target"),
         ("cli/demo.py", "import hf_longspec\nfrom hf_longspec.modeling.base import x\nfrom ..bench.harness import y"),
         ("modeling/longspec/__init__.py", "from ..register_draft import x\nfrom .modeling_longspec import y"),
-        ("training/method.py", "from ..modeling.register_draft import DRAFTS"),
         ("hub/cards.py", "from ..modeling.register_draft import DRAFTS"),
         ("hub/repository.py", "import ast\nfrom huggingface_hub import HfApi\nfrom .flatten import flatten"),
         ("modeling/base.py", "try:\n    import_module('hf_longspec.hub')\nexcept ImportError:\n    pass"),

@@ -2,18 +2,17 @@
 
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
+from tests import example_scripts
 from tests.tiny_tokenizers import save_byte_target
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PROMPT = "Once upon a time"
 
 
@@ -26,19 +25,16 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch, folder, tmp_path, capsys):
     """`run(*arguments)`: exit status, text in the file, and what was printed."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import long_generation
-
-    monkeypatch.setattr(long_generation, "MARK", 20)
+    script = example_scripts.script("long_generation")
+    monkeypatch.setattr(script, "MARK", 20)
 
     def call(*arguments):
         path = tmp_path / "story.txt"
         arguments = ["--target", folder, "--output", path, "--prompt", PROMPT, "--tokens", 70, *arguments]
-        monkeypatch.setattr(sys, "argv", ["long_generation", *map(str, arguments)])
-        status = long_generation.main()
+        status = example_scripts.run("long_generation", *arguments)
         return status, path.read_text(encoding="utf-8"), capsys.readouterr()
 
-    call.script = long_generation
+    call.script = script
     return call
 
 
@@ -71,8 +67,8 @@ def test_the_file_holds_the_text_of_plain_generate(run, folder, tmp_path, draft)
 
 
 def test_the_penalty_is_that_of_the_options(run, folder):
-    _, text, _ = run("--greedy", "--penalty", 3, "--window", 5, "--endless", "--tokens", 30)
-    assert text == expected(folder, 30, penalty=(3.0, 5)) != expected(folder, 30)
+    _, text, _ = run("--greedy", "--penalty", 3, "--window", 12, "--endless", "--tokens", 30)
+    assert text == expected(folder, 30, penalty=(3.0, 12)) != expected(folder, 30)
 
 
 def test_the_seed_decides_a_sampled_text(run):

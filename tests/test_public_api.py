@@ -16,10 +16,11 @@ PACKAGE = Path(hf_longspec.__file__).parent
 PROJECT = PACKAGE.parent
 
 # Runs in a process of its own. Everything the package could touch is loaded first; then every attribute of every class
-# and every module of transformers, the entries of their containers, and torch's global settings are compared.
+# and every module of transformers, the entries of their containers, and torch's global settings are compared. Before, a
+# fork imports the package where its optional packages are missing, and decides what runs.
 OBSERVE = textwrap.dedent(
     """
-    import importlib, inspect, json, logging, sys, warnings
+    import importlib, inspect, json, logging, os, sys, warnings
     import torch, transformers
     for name in ("generation.utils", "generation.candidate_generator", "generation.stopping_criteria", "cache_utils",
                  "masking_utils", "modeling_utils", "models.auto.modeling_auto", "models.llama.modeling_llama",
@@ -29,6 +30,30 @@ OBSERVE = textwrap.dedent(
     sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=8)
     model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
     model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+    def without_optional_packages():
+        for name in ("triton", "flash_attn", "flash_attn_interface", "kernels"):
+            sys.modules[name] = None
+        import hf_longspec
+        from hf_longspec.attention_backends import flash
+        from hf_longspec.attention_backends.interface import register
+        from hf_longspec.attention_backends.registry import AttentionCall, select
+        from hf_longspec.attention_backends.triton.commit import can_move
+        register()
+        print(can_move(torch.device("cuda")), flash.flash_function(9), flash.flash_function(8))
+        call = AttentionCall(torch.device("cpu"), torch.float32, 64, 64)
+        print(select(call).name)
+        try:
+            select(call, "hf_longspec_triton")
+        except ValueError as error:
+            print(error, flush=True)
+
+    if not (child := os.fork()):
+        try:
+            without_optional_packages()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
 
     def holders():
         for name, module in list(sys.modules.items()):
@@ -81,7 +106,8 @@ OBSERVE = textwrap.dedent(
 def effects():
     result = subprocess.run([sys.executable, "-c", OBSERVE], capture_output=True, text=True, cwd=PROJECT, check=False)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    *told, last = result.stdout.splitlines()
+    return {**json.loads(last), "without optional packages": told}
 
 
 def test_import_wraps_two_functions_of_transformers_and_adds_names_to_registries(effects):
@@ -103,6 +129,12 @@ def test_import_changes_no_global_setting_and_loads_no_optional_package(effects)
     before, after = effects["settings"]
     assert after == before
     assert effects["packages"] == ["hf_longspec"]
+
+
+def test_without_optional_packages_torch_computes_and_a_refusal_says_what_is_missing(effects):
+    told = effects["without optional packages"]
+    assert told[:2] == ["False None None", "hf_longspec_torch"]
+    assert any("hf_longspec_triton: triton is not installed: pip install hf_longspec[triton]" in line for line in told)
 
 
 def test_every_public_name_resolves():
@@ -129,7 +161,3 @@ def test_version_is_stated_once():
     assert "version" not in project["project"] and project["project"]["dynamic"] == ["version"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "hf_longspec.__version__"}
     assert f"## {hf_longspec.__version__}" in (PROJECT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_types_are_shipped():
-    assert (PACKAGE / "py.typed").is_file()

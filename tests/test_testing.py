@@ -15,7 +15,7 @@ from hf_longspec.testing import (
     tiny_target,
 )
 
-NUM_NEW_TOKENS = 24
+NUM_NEW_TOKENS = 14
 LENGTHS = (9, 40, 23)  # below and above the window
 
 # A feature that is switched off moves the last logits by at least this share of their norm. The weakest one here,
@@ -86,13 +86,14 @@ def test_the_sinks_are_felt():
 
 def test_layers_without_rotary_embedding():
     model = tiny_target("smollm3")
-    assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 0, 1, 0]
+    assert [layer.self_attn.use_rope for layer in model.model.layers] == [1, 0]
 
 
 def test_same_seed_same_weights_and_the_global_random_state_is_left_alone():
     before = torch.get_rng_state()
     first, again, other = tiny_target("qwen3"), tiny_target("qwen3"), tiny_target("qwen3", seed=1)
     assert torch.equal(torch.get_rng_state(), before)
+    assert tiny_target("qwen3", dtype=torch.bfloat16).dtype == torch.bfloat16
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name])
         assert not torch.equal(weight, other.state_dict()[name])
@@ -102,13 +103,6 @@ def test_attention_implementation_does_not_change_the_weights():
     eager, sdpa = tiny_target("smollm3", attn_implementation="eager"), tiny_target("smollm3")
     assert (eager.config._attn_implementation, sdpa.config._attn_implementation) == ("eager", "sdpa")
     assert all(torch.equal(weight, sdpa.state_dict()[name]) for name, weight in eager.state_dict().items())
-
-
-def test_dtype_and_overrides():
-    model = tiny_target("llama", dtype=torch.bfloat16, num_hidden_layers=2, vocab_size=200)
-    assert model.dtype == torch.bfloat16
-    assert (len(model.model.layers), model.config.vocab_size) == (2, 200)
-    assert not model.training
 
 
 def test_prompts_are_left_padded_and_rows_do_not_depend_on_the_batch():

@@ -1,9 +1,6 @@
-"""Training and publishing the tiny drafts: the scripts in turn, on a random target and random streams."""
+"""Texts of the tiny target, and training and publishing of its drafts, on a random target and random streams."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,28 +10,15 @@ from transformers import AutoModel
 from hf_longspec.bench.machine import git_commit
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.acceptance_lines import measured, write_lines
+from tests.example_scripts import EXAMPLES, run, script
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-
-
-def script(name):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        return importlib.import_module(name)
+LENGTH, PROMPT = 24, 7
 
 
-def run(name, *arguments):
-    """Call the main of a script with these arguments."""
-    main = script(name).main
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [name, *map(str, arguments)])
-        main()
-
-
-def write_stream(folder, seed, length):
-    folder.mkdir()
-    np.save(folder / "text.npy", np.random.default_rng(seed).integers(3, 128, length).astype(np.uint16))
-    return folder
+def write_stream(folder, name, length, low=3, high=128):
+    folder.mkdir(exist_ok=True)
+    stream = np.random.default_rng(low).integers(low, high, length).astype(np.uint16)
+    np.save(folder / f"{name}.npy", stream)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +26,8 @@ def places(tmp_path_factory):
     """A folder with a target and two folders of streams."""
     folder = tmp_path_factory.mktemp("tiny")
     tiny_target("llama", max_position_embeddings=256).save_pretrained(folder / "target")
-    write_stream(folder / "streams", 0, 2000)
-    write_stream(folder / "own", 1, 900)
+    write_stream(folder / "streams", "text", 2000)
+    write_stream(folder / "own", "text", 900)
     return folder
 
 
@@ -139,26 +123,30 @@ def test_a_small_model_learns_the_divergence_from_the_target(places, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variant", "field", "value"),
+    ("kind", "variant", "fields"),
     [
-        ("no-noise", "noise_range", [1, 1]),
-        ("no-cross-attention", "cross_attention", False),
-        ("no-offsets", "window", 512),
+        ("longspec", "no-offsets", {}),  # a setting of the training
+        ("longspec", "no-noise", {"noise_range": [1, 1]}),
+        ("longspec", "no-cross-attention", {"cross_attention": False}),
+        ("tokenswift", "independent", {"chained": False}),
+        ("tokenswift", "sequential", {"sequential": True}),
     ],
 )
-def test_ablations_take_away_one_thing(train, variant, field, value):
-    folder = train(variant, "--variant", variant)
-    draft = AutoModel.from_pretrained(folder / "final")
-    assert getattr(draft.config, field) == value
-    assert (draft.config.trained_max_length <= 32) == (variant == "no-offsets")
-    assert (draft.config.noise_range == [1, 5]) == (variant != "no-noise")
+def test_a_variant_changes_one_thing(kind, variant, fields):
+    module, target = script("train_tiny_draft"), tiny_target("llama")
+    overrides = {}, module.VARIANTS[kind][variant][0]
+    plain, other = (module.new_draft(kind, target, some).config.to_dict() for some in overrides)
+    assert {name: value for name, value in other.items() if value != plain[name]} == fields
+
+
+@pytest.mark.parametrize(("kind", "variant"), [("longspec", "no-offsets"), ("tokenswift", "sequential")])
+def test_a_variant_is_trained(train, longspec, kind, variant):
+    """The first one changes the training, the other one the draft."""
+    folder = train(variant, "--kind", kind, "--variant", variant)
+    config = AutoModel.from_pretrained(folder / "final").config
+    assert config.sequential if variant == "sequential" else config.trained_max_length <= 32
+    assert AutoModel.from_pretrained(longspec / "final").config.trained_max_length > 32
     assert f"--variant {variant}" in (folder / "command.txt").read_text()
-
-
-@pytest.mark.parametrize(("variant", "chained"), [("independent", False), ("sequential", True)])
-def test_variants_of_heads(train, variant, chained):
-    config = AutoModel.from_pretrained(train(variant, "--kind", "tokenswift", "--variant", variant) / "final").config
-    assert config.chained == chained and config.sequential == (variant == "sequential")
 
 
 def test_wrong_options(tmp_path, capsys):
@@ -201,3 +189,43 @@ def test_the_learning_rate_follows_the_time_spent_and_a_pause_is_not_spent(monke
     assert rate(resumed) == pytest.approx(0.1 - 0.1 * 2**-0.5)
     now += 500
     assert rate(resumed) == 0.0
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """`written(seed)`: the rows that a random target writes after two streams, and the streams."""
+    folder = tmp_path_factory.mktemp("texts")
+    tiny_target("llama").save_pretrained(folder / "target")
+    for name, low in (("novels", 3), ("modules", 60)):
+        write_stream(folder / "streams", name, 300, low, low + 50)
+
+    def write(seed):
+        given = ("--target", folder / "target", "--streams", folder / "streams", "--output", folder / "out")
+        sizes = ("--rows", 5, "--batch", 3, "--length", LENGTH, "--prompt", PROMPT)
+        run("write_target_texts", *given, *sizes, "--seed", seed)
+        files = [np.load(folder / "out" / f"{mode}.npy") for mode in ("greedy", "sampled")]
+        assert all(file.dtype == np.uint16 for file in files)
+        return [file.reshape(5, LENGTH).astype(np.int64) for file in files]
+
+    write.first = write(0)
+    write.streams = [np.load(path).astype(np.int64) for path in (folder / "streams").glob("*.npy")]
+    return write
+
+
+def test_rows_are_the_streams_and_then_the_target(written):
+    greedy, sampled = written.first
+    places = [stream[i : i + PROMPT].tolist() for stream in written.streams for i in range(300 - PROMPT + 1)]
+    for row in (*greedy, *sampled):
+        assert row[:PROMPT].tolist() in places
+    model = tiny_target("llama", dtype=torch.bfloat16)
+    logits = model(torch.from_numpy(greedy)).logits[:, PROMPT - 1 : -1].float()
+    chosen = logits.gather(2, torch.from_numpy(greedy[:, PROMPT:])[..., None]).squeeze(2)
+    # bfloat16 rounds differently with and without a cache: near-ties may swap
+    assert (logits.max(-1).values - chosen).max() < 0.1
+    assert len({tuple(row) for row in sampled.tolist()}) == 5 and not np.array_equal(greedy, sampled)
+
+
+def test_a_seed_says_what_is_written(written):
+    again, other = written(0), written(2)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(written.first, again, strict=True))
+    assert not np.array_equal(written.first[1], other[1])

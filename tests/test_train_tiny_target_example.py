@@ -1,24 +1,20 @@
 """Training of the tiny target: its rows, its tokenizer, and a run on tiny stages."""
 
 import argparse
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+from tests import example_scripts
 
 
 @pytest.fixture(scope="module")
 def script():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))
-        yield importlib.import_module("train_tiny_target")
+    return example_scripts.script("train_tiny_target")
 
 
 @pytest.fixture

@@ -20,9 +20,12 @@ HUB_2, HUB_3 = "kernels-community/flash-attn2", "kernels-community/flash-attn3"
 CALL = AttentionCall(torch.device("cpu"), torch.float16, 64, 64)
 
 
-@pytest.mark.parametrize(("window", "told"), [(None, True), (9, True), (60, False), (70, True)])
+@pytest.mark.parametrize(("window", "told"), [(None, True), (9, True), (66, True), (67, True), (67, False)])
 def test_one_call_on_the_cache_itself(window, told, calls):
-    """One row per query head of a key head; in a window that hides something, one row per node."""
+    """One row per query head of a key head; in a window that hides something, one row per node.
+
+    The deepest node of 7 after 60 tokens is at position 66: a window of 67 holds slot 0, one of 66 does not.
+    """
     lengths, nodes, groups = (0, 5, 60), 7, 3
     query, key, value = tensors(3, 2, groups, nodes, 70, 16, torch.float16)
     key, value = layout(key, "buffer"), layout(value, "buffer")
@@ -33,23 +36,6 @@ def test_one_call_on_the_cache_itself(window, told, calls):
     hides = window is not None and not (told and max(lengths) + nodes <= window)
     assert shape == ((3 * nodes, groups, 2, 16) if hides else (3, groups * nodes, 2, 16))
     assert seen.data_ptr() == key.data_ptr()  # no copy
-
-
-def test_a_window_that_just_hides_nothing(calls):
-    """The deepest node of 4 after 6 tokens is at position 9: a window of 10 holds slot 0, one of 9 does not."""
-    query, key, value = tensors(1, 2, 2, 4, 7, 8, torch.float16)
-    options = {"scaling": 1.0, "positions": torch.tensor([[6, 7, 8, 9]])}
-    for window, rows in ((10, 1), (9, 4)):
-        FLASH_BACKEND.prefix_attention(query, key, value, SeqLens([6]), sliding_window=window, **options)
-        assert calls[-1][1][0] == rows
-
-
-def test_nothing_to_do_is_not_passed_on(calls):
-    query, key, value = tensors(2, 2, 2, 3, 7, 8, torch.float16)
-    for nodes, slots in ((0, 7), (3, 0)):
-        cut = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots]
-        FLASH_BACKEND.prefix_attention(*cut, SeqLens([0, 0]), scaling=1.0)
-    assert calls == []  # the real functions divide by these
 
 
 @pytest.mark.parametrize(
@@ -130,13 +116,6 @@ def test_it_runs_only_by_name(calls):
     assert registry.select(CALL, "hf_longspec_fa") is FLASH_BACKEND
 
 
-def test_by_name_on_this_machine():
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match="hf_longspec_fa: device is cpu, expected an NVIDIA GPU"):
-        registry.select(CALL, "hf_longspec_fa")
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_a_model_by_its_name(name, calls):
     """A tree over a cache, from transformers down to flash-attn: as close to float32 as sdpa in bfloat16, up to 2."""
@@ -155,20 +134,3 @@ def test_a_model_by_its_name(name, calls):
         actual = target.verify(chain_of_last_tokens(list(input_ids), nodes)[0], cache).logits
     assert relative_error(actual, exact) <= HALF_FACTOR * relative_error(plain, exact)
     assert len(calls) == model.config.num_hidden_layers
-
-
-def test_the_stand_ins_are_strict(calls):
-    """The checks of this file are able to fail."""
-    function = flash.flash_function(9 if "flash_attn_interface" in sys.modules else 8)
-    states = [x.transpose(1, 2) for x in tensors(1, 2, 2, 3, 7, 8, torch.float16)]
-    options = {"softmax_scale": 1.0, "window_size": (-1, -1), "softcap": 0.0}
-    good = {"cache_seqlens": torch.tensor([7], dtype=torch.int32), **options}
-    assert function(*states, **good).shape == (1, 3, 4, 8)
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        function(*states, **good, scaling=1.0)
-    with pytest.raises(AssertionError, match="int32"):
-        function(*states, **good | {"cache_seqlens": torch.tensor([7])})
-    with pytest.raises(AssertionError, match="fp16"):
-        function(*(x.float() for x in states), **good)
-    with pytest.raises(AssertionError, match="contiguous"):
-        function(states[0], *(x.transpose(2, 3).contiguous().transpose(2, 3) for x in states[1:]), **good)

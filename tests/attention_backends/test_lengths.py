@@ -29,6 +29,7 @@ def test_a_device_gets_them_once():
     made = SeqLens([0, 4])
     assert made.on(CPU) is made.on("cpu") and made.slots(4, CPU)[1] is made.slots(4, CPU)[1]
     assert made.on("meta").device.type == "meta" and made.slots(3, CPU)[1].shape == (2, 3)
+    assert SeqLens.equal(4, 2).on(CPU).tolist() == [4, 4] == list(SeqLens.equal(4, 2).host)
     given = torch.tensor([0, 4])
     assert SeqLens([0, 4], given).on(CPU) is given
 
@@ -37,6 +38,7 @@ def test_lengths_that_the_host_does_not_know():
     made = SeqLens(None, torch.tensor([3, 9]))
     assert (made.host, made.longest, made.shared) == ((), None, None)
     assert made.plus(1).on(CPU).tolist() == [4, 10] and made.plus(1).host == ()
+    assert not made.fit_window(100, 1)
 
 
 @pytest.mark.parametrize(
@@ -52,11 +54,6 @@ def test_in_a_graph_they_come_as_sizes(lengths, sizes, known, expected):
     assert (made.host, made.longest, made.shared) == expected and made.on(CPU).tolist() == lengths
 
 
-def test_rows_of_one_length():
-    made = SeqLens.equal(6, 3)
-    assert (made.host, made.longest, made.shared) == ((6, 6, 6), 6, 6) and made.on(CPU).tolist() == [6, 6, 6]
-
-
 @pytest.mark.parametrize("nodes", [1, 2, 7])
 @pytest.mark.parametrize("longest", [0, 1, 12])
 def test_a_window_holds_all_if_the_deepest_node_of_a_chain_sees_slot_0(longest, nodes):
@@ -64,9 +61,3 @@ def test_a_window_holds_all_if_the_deepest_node_of_a_chain_sees_slot_0(longest, 
         positions = range(longest, longest + nodes)  # of a chain, the deepest tree
         seen = [slot for slot in range(longest + nodes) if all(place - slot < window for place in positions)]
         assert SeqLens([0, longest]).fit_window(window, nodes) == (0 in seen), window
-
-
-def test_the_window_that_just_fits():
-    assert SeqLens([9]).fit_window(16, 7)
-    assert not SeqLens(None, torch.tensor([9])).fit_window(16, 7)  # not known on the host
-    assert not SeqLens([9]).fit_window(15, 7)

@@ -55,14 +55,6 @@ def test_merging_nothing_changes_nothing():
             assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "lse_dtype"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64,) * 2]
-)
-def test_dtypes(dtype, lse_dtype):
-    out, lse = merge_attention_states(parts_of(*setup(dtype), [4]))
-    assert (out.dtype, lse.dtype) == (dtype, lse_dtype)
-
-
 def test_bfloat16_parts_are_weighed_in_float32():
     """The merge adds nothing to the error of rounding its result once."""
     parts = parts_of(*setup(torch.bfloat16, keys=400), [150])

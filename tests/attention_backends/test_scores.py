@@ -126,14 +126,6 @@ def test_pages_bound_every_logit_of_its_page():
             assert float(found[b, kv, start]) >= best - 1e-4
 
 
-def test_skipped_layers_are_not_scored():
-    query, key = inputs()
-    capture = ScoreCapture(last_node=torch.tensor([4, 2]), skipped_layers=frozenset({3}))
-    lse = torch.zeros(query.shape[:3])
-    capture.collect(3, query, key, lse, lengths=SeqLens(LENGTHS), scaling=1.0)
-    assert not capture.scores
-
-
 def collected(capture, dtype=torch.float32):
     """A capture that has seen one layer, number 3; and what it has seen."""
     query, key = (values.to(dtype) for values in inputs())
@@ -157,21 +149,12 @@ def test_scores_are_sums_over_the_heads_of_a_group(dtype):
         torch.testing.assert_close(found, expected, **FEW_PRODUCTS)
 
 
-def test_scores_that_were_collected_for_all_nodes_are_the_same():
-    early = ScoreCapture(torch.tensor([4, 4]), rows="each_row", score="logits", granularity="kv_head")
-    late = QueryCapture()
-    collected(early)
-    collected(late)
-    for row, length in enumerate(LENGTHS):
-        for node in range(5):
-            where = 3, row, torch.tensor([node]), length
-            torch.testing.assert_close(early.of_node(*where), late.of_node(*where), **FEW_PRODUCTS)
-
-
 def test_nothing_is_copied_and_skipped_layers_are_not_kept():
     capture = QueryCapture()
     query, key = collected(capture)
     assert [kept.data_ptr() for kept in capture.seen[3]] == [query.data_ptr(), key.data_ptr()]
-    capture = QueryCapture(skipped_layers=frozenset({3}))
-    collected(capture)
-    assert not capture.seen
+    skipped = {"skipped_layers": frozenset({3})}
+    late, early = QueryCapture(**skipped), ScoreCapture(last_node=torch.tensor([4, 2]), **skipped)
+    for capture in (late, early):
+        collected(capture)
+    assert not late.seen and not early.scores

@@ -1,8 +1,5 @@
 """The traps of torch's fused attention op on CPU, each sprung once."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -30,20 +27,12 @@ def everything(query, key):
 
 @pytest.mark.parametrize(("nodes", "slots"), [(5, 0), (0, 9)])
 def test_nothing_to_compute(nodes, slots):
+    """The op would divide by zero, and the process would end."""
     query, key, value = tensors(nodes=nodes, slots=slots)
     out, lse = fused_attention(query, key, value, scaling=0.5)
     assert (out.shape, lse.shape) == ((2, 4, nodes, 8), (2, 4, nodes))
     assert not out.any()
     assert (lse == -torch.inf).all()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a signal is what is looked for")
-def test_why_nothing_to_compute_is_guarded():
-    code = (
-        "import torch; q = torch.ones(1, 1, 1, 8); k = q[:, :, :0];"
-        "torch._scaled_dot_product_flash_attention_for_cpu(q, k, k)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode != 0
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

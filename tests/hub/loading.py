@@ -33,6 +33,8 @@ CLASSES = {
 }
 KINDS = tuple(CLASSES)
 MODES = ("absent", "package-first", "remote-first")
+# Drafts whose copies run beside the package, by the one that was imported first.
+BESIDE = {"package": ("tokenswift", "specattn"), "remote": ("longspec", "longspec_ngram")}
 ENGINE_COMMIT = f"{99:040x}"
 
 
@@ -121,17 +123,14 @@ def without_the_route(target, draft, name):
 
 
 def load_everywhere(folder, target):
-    """Check every kind loaded from the Hub cache and from a folder, saved and loaded again, and without the route."""
+    """Check every kind loaded from the Hub cache and saved; two of them also loaded again, and without the route."""
     for kind in KINDS:
-        hub, local, saved = remote(f"org/{kind}"), remote(folder / "drafts" / kind), folder / "saved" / kind
+        hub, saved = remote(f"org/{kind}"), folder / "saved" / kind
         hub.save_pretrained(saved)
-        copies = [hub, local, remote(saved)]
-        settings = [{name: draft.setting(name) for name in draft.settings} | draft.config.target for draft in copies]
         code = named_code(saved)
         check(
             kind,
-            code_of_the_repository=[came_from(draft) for draft in copies] == ["transformers_modules"] * 3,
-            settings=settings[0] == settings[1] == settings[2],
+            code_of_the_repository=came_from(hub) == "transformers_modules",
             saved_with_code=set(code) == {"AutoConfig", "AutoModel"}
             and all((saved / f"{name.split('.')[0]}.py").is_file() for name in code.values()),
             text=target.agrees(hub),
@@ -140,13 +139,17 @@ def load_everywhere(folder, target):
             one_route=stock()[1] == 1,  # though every copy installs it
         )
         if kind in ("longspec", "specattn"):  # with weights, and without
+            copies = [hub, local := remote(folder / "drafts" / kind), again := remote(saved)]
+            settings = [{name: one.setting(name) for name in one.settings} | one.config.target for one in copies]
             name = f"org/{kind}-on-engine"
             pinned = AutoModel.from_pretrained(name, trust_remote_code=True, code_revision=ENGINE_COMMIT)
             check(
                 kind,
                 pinned_engine=is_on_engine(pinned) and target.agrees(pinned),
                 text_from_a_folder=target.agrees(local),
-                text_after_saving=target.agrees(copies[2]),
+                code_of_the_copies=[came_from(draft) for draft in copies] == ["transformers_modules"] * 3,
+                settings=settings[0] == settings[1] == settings[2],
+                text_after_saving=target.agrees(again),
                 streamed=target.streams(hub),
                 custom_generate=without_the_route(target, hub, f"org/{kind}"),
                 custom_generate_from_a_folder=without_the_route(target, local, folder / "drafts" / kind),
@@ -159,15 +162,15 @@ def is_on_engine(draft):
     return type(draft).__module__.split(".")[1:3][-1] == "engine"
 
 
-def copies_of_the_code():
-    """Return drafts of the published classes of every kind, loaded while the package is hidden."""
+def copies_of_the_code(kinds):
+    """Return drafts of the published classes of some kinds, loaded while the package is hidden."""
     # and what a copy found when it was loaded beside the package
     loaded = [name for name in sys.modules if name.split(".")[0] in (PACKAGE, "transformers_modules")]
     hidden = {name: sys.modules.pop(name) for name in loaded}
     sys.meta_path.insert(0, absent := Absent())
     copies = {}
-    for kind, cls in CLASSES.items():  # AutoModel would take an installed class that is registered
-        name = f"modeling_{kind.removeprefix('longspec_')}.{cls}"
+    for kind in kinds:  # AutoModel would take an installed class that is registered
+        name = f"modeling_{kind.removeprefix('longspec_')}.{CLASSES[kind]}"
         copies[kind] = get_class_from_dynamic_module(name, f"org/{kind}").from_pretrained(f"org/{kind}")
     sys.meta_path.remove(absent)
     sys.modules.update({name: module for name, module in hidden.items() if name.split(".")[0] == PACKAGE})
@@ -176,7 +179,7 @@ def copies_of_the_code():
 
 def both_copies(folder, target, first):
     """Check that the installed package and the published copies generate in one process."""
-    copies = copies_of_the_code()
+    copies = copies_of_the_code(BESIDE[first])
     check(first, package_was_hidden=(PACKAGE in sys.modules) == (first == "package"))
     package = importlib.import_module(PACKAGE)
     for kind, copied in copies.items():
@@ -188,17 +191,16 @@ def both_copies(folder, target, first):
             installed_wins=wins == ["hf_longspec"] * 2,  # with the flag and without
             copied=target.agrees(copied),
         )
-        if kind in {"remote": ("longspec", "longspec_ngram"), "package": ("tokenswift", "specattn")}[first]:
-            cache = package.SpeculativeCache(target.model.config, 2, 64)
-            check(
-                kind,
-                installed=target.agrees(installed),
-                copied_again=target.agrees(copied),
-                cache_of_the_other=target.agrees(copied, past_key_values=cache) and cache.get_seq_length() > 37,
-                custom_generate=without_the_route(target, copied, f"org/{kind}"),
-                published_again=published_again(copied, kind, folder),
-            )
-        check(kind, one_route=stock()[1] == 1)
+        cache = package.SpeculativeCache(target.model.config, 2, 64)
+        check(
+            kind,
+            installed=target.agrees(installed),
+            copied_again=target.agrees(copied),
+            cache_of_the_other=target.agrees(copied, past_key_values=cache) and cache.get_seq_length() > 37,
+            custom_generate=without_the_route(target, copied, f"org/{kind}"),
+            published_again=published_again(copied, kind, folder),
+            one_route=stock()[1] == 1,
+        )
 
 
 def the_package_instead(folder, target):

@@ -23,13 +23,12 @@ from tests.robustness.enumeration import (
     stock_of,
 )
 
-# Types on which a draft once wrote another text, or failed without a reason.
+# Types on which a draft once wrote another text, or failed without a reason; one of several that share their code.
 FAILED_ONCE = [
-    "bart", "beam", "bigbird_pegasus", "blenderbot", "blenderbot-small", "doge", "dots3_note_text", "fuyu", "gemma3",
-    "gemma3_text", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified_text", "git", "gpt_neox",
-    "gpt_neox_japanese", "granitemoehybrid", "hrm_text", "jetmoe", "kolibri1", "llama4", "llama4_text", "marian",
-    "mbart", "mimo_v2_flash", "mllama", "moshi", "nemotron", "pegasus", "persimmon", "phi", "phi3", "plbart",
-    "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp_text", "solar_open", "stablelm", "whisper", "zaya",
+    "bart", "beam", "bigbird_pegasus", "doge", "dots3_note_text", "fuyu", "gemma3", "gemma3n_text", "gemma4_text",
+    "git", "gpt_neox", "gpt_neox_japanese", "granitemoehybrid", "hrm_text", "jetmoe", "kolibri1", "llama4_text",
+    "mimo_v2_flash", "mllama", "moshi", "nemotron", "persimmon", "phi", "phi3", "qwen3_5_moe_text", "qwen4_exp_text",
+    "solar_open", "stablelm", "whisper", "zaya",
 ]  # fmt: skip
 SHARE = 10
 ROTATION = int(os.environ["ARCHITECTURE_ROTATION"])  # set by tests/conftest.py
@@ -85,22 +84,20 @@ def test_every_draft_on_every_variant(label):
 class TestTheComparisonIsSharp:
     """The effects of mistakes. Identical texts mean something only if these change the text."""
 
-    @pytest.mark.parametrize("model_type", ["gpt2", "bert"])
-    def test_without_the_tree_mask(self, model_type, monkeypatch):
+    def test_without_the_tree_mask(self, monkeypatch):
         attend = TreeContext.attend
 
         def all_see_all(self, *args, **options):
             self.mask = torch.ones_like(self.mask)
             return attend(self, *args, **options)
 
-        made = stock(model_type)
+        made = stock("gpt2")
         assert outcome_of(made, "tree", "ragged").kind == "identical"
         monkeypatch.setattr(TreeContext, "attend", all_see_all)
         assert outcome_of(made, "tree", "ragged").kind == "different"
 
-    @pytest.mark.parametrize("model_type", ["mistral", "exaone4"])
-    def test_without_the_window(self, model_type, monkeypatch):
-        made = stock(model_type)
+    def test_without_the_window(self, monkeypatch):
+        made = stock("exaone4")
         assert outcome_of(made, "tree", "ragged").kind == "identical"
         monkeypatch.setattr(TreeContext, "window_of", lambda *args: None)
         assert outcome_of(made, "tree", "ragged").kind == "different"

@@ -51,53 +51,41 @@ def refuses(folder, error, match):
     assert type(caught.value) in (ValueError, OSError)
 
 
-@pytest.mark.parametrize("kind", ["specattn", *TRAINED])
-class TestConfigurations:
-    def test_sound(self, broken, kind):
-        assert AutoModel.from_pretrained(broken(kind)).config.model_type == kind
+# Drafts share what reads a folder, so each mistake is made in a folder of one kind.
+@pytest.mark.parametrize(("kind", "name"), [("specattn", "config.json"), ("longspec", "generation_config.json")])
+def test_a_file_that_was_cut_short(broken, kind, name):
+    folder = broken(kind)
+    cut(folder / name)
+    refuses(folder, OSError, f"{name}' is not a valid JSON file")
 
-    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-    def test_cut_short(self, broken, kind, name):
-        folder = broken(kind)
-        cut(folder / name)
-        refuses(folder, OSError, f"{name}' is not a valid JSON file")
 
-    def test_no_settings_are_the_defaults(self, broken, kind):
-        folder = broken(kind)
-        (folder / "generation_config.json").unlink()
-        draft = AutoModel.from_pretrained(folder)
-        name, default = next(iter(type(draft).settings.items()))
-        assert getattr(draft.generation_config, name) == default
+@pytest.mark.parametrize("kind", ["specattn", "tokenswift"])
+def test_no_settings_are_the_defaults(broken, kind):
+    folder = broken(kind)
+    (folder / "generation_config.json").unlink()
+    draft = AutoModel.from_pretrained(folder)
+    name, default = next(iter(type(draft).settings.items()))
+    assert draft.config.model_type == kind and getattr(draft.generation_config, name) == default
 
-    def test_model_type(self, broken, kind):
-        """Worded by transformers: what it does not know may be newer than it is."""
-        folder = broken(kind)
-        edit(folder / "config.json", model_type="no_such_draft")
-        with pytest.raises(ValueError, match="model type `no_such_draft`"):
-            AutoModel.from_pretrained(folder)
-        edit(folder / "config.json", model_type=None)
-        refuses(folder, ValueError, "Should have a `model_type` key in its config.json")
 
-    @pytest.mark.parametrize(
-        ("changes", "match"),
-        [
-            ({"vocab_size": "many"}, "vocab_size='many' in the draft's config.json: expected int of at least 0"),
-            ({"vocab_size": True}, "vocab_size=True"),
-            ({"vocab_size": -1}, "vocab_size=-1"),
-            ({"vocab_size": None}, "vocab_size=0: expected the target's, at least 1"),
-            ({"target": "llama"}, "target='llama' in the draft's config.json: expected dict or null"),
-        ],
-        ids=str,
-    )
-    def test_values(self, broken, kind, changes, match):
-        folder = broken(kind)
-        edit(folder / "config.json", **changes)
-        refuses(folder, ValueError, match)
+def test_model_type(broken):
+    """Worded by transformers: what it does not know may be newer than it is."""
+    folder = broken("specattn")
+    edit(folder / "config.json", model_type="no_such_draft")
+    with pytest.raises(ValueError, match="model type `no_such_draft`"):
+        AutoModel.from_pretrained(folder)
+    edit(folder / "config.json", model_type=None)
+    refuses(folder, ValueError, "Should have a `model_type` key in its config.json")
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [
+        ("specattn", {"vocab_size": "x"}, "vocab_size='x' in the draft's config.json: expected int of at least 0"),
+        ("longspec", {"vocab_size": True}, "vocab_size=True"),
+        ("tokenswift", {"vocab_size": -1}, "vocab_size=-1"),
+        ("specattn", {"vocab_size": None}, "vocab_size=0: expected the target's, at least 1"),
+        ("longspec", {"target": "llama"}, "target='llama' in the draft's config.json: expected dict or null"),
         ("longspec", {"window": "eight"}, "window='eight'"),
         ("longspec", {"noise_range": 3}, "noise_range=3 in the draft's config.json: expected list"),
         ("longspec", {"rms_norm_eps": "small"}, "rms_norm_eps='small'.*expected float"),
@@ -115,34 +103,38 @@ class TestConfigurations:
     ],
     ids=str,
 )
-def test_values_of_trained_drafts(broken, kind, changes, match):
+def test_values(broken, kind, changes, match):
     folder = broken(kind)
     edit(folder / "config.json", **changes)
     refuses(folder, ValueError, match)
 
 
-@pytest.mark.parametrize("kind", TRAINED)
-class TestWeights:
-    @pytest.mark.parametrize(
-        "change",
-        [cut, lambda path: torch.save({"a": torch.ones(2)}, path), lambda path: path.write_bytes(b"")],
-        ids=["cut short", "a pickle", "empty"],
-    )
-    def test_unreadable(self, broken, kind, change):
-        folder = broken(kind)
-        change(folder / "model.safetensors")
-        refuses(folder, OSError, r"weights in .* cannot be read .*Download or save the draft again")
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("longspec", cut),
+        ("tokenswift", lambda path: torch.save({"a": torch.ones(2)}, path)),
+        ("longspec", lambda path: path.write_bytes(b"")),
+    ],
+    ids=["cut short", "a pickle", "empty"],
+)
+def test_unreadable_weights(broken, kind, change):
+    folder = broken(kind)
+    change(folder / "model.safetensors")
+    refuses(folder, OSError, r"weights in .* cannot be read .*Download or save the draft again")
 
-    def test_none(self, broken, kind):
-        folder = broken(kind)
-        (folder / "model.safetensors").unlink()
-        refuses(folder, OSError, "no file named model.safetensors")
 
-    def test_those_of_another_draft(self, broken, saved, kind):
-        folder = broken(kind)
-        other = next(name for name in TRAINED if name != kind)
-        shutil.copy(saved / other / "model.safetensors", folder)
-        refuses(folder, ValueError, r"lacks \d+ of this draft's weights")
+def test_no_weights(broken):
+    folder = broken("longspec")
+    (folder / "model.safetensors").unlink()
+    refuses(folder, OSError, "no file named model.safetensors")
+
+
+@pytest.mark.parametrize(("kind", "other"), [TRAINED, TRAINED[::-1]])
+def test_weights_of_another_draft(broken, saved, kind, other):
+    folder = broken(kind)
+    shutil.copy(saved / other / "model.safetensors", folder)
+    refuses(folder, ValueError, r"lacks \d+ of this draft's weights")
 
 
 @pytest.mark.parametrize(

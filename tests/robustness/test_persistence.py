@@ -39,29 +39,24 @@ def run():
     return generate
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"), list(zip(KINDS, cycle(WAYS.values()))), ids=lambda value: value if isinstance(value, str) else ""
-)
-class TestEveryKind:
-    def test_draft(self, run, kind, way):
-        draft = make_draft(kind, run.model)
-        used = copy.copy(run(draft).speculation)
-        twin = way(draft)
-        assert twin is not draft and type(twin) is type(draft)
-        assert twin.generation_config.to_dict() == draft.generation_config.to_dict()
-        assert twin.config.to_dict() == draft.config.to_dict() and twin.last_speculation == used
-        for name, weight in draft.state_dict().items():
-            copied = twin.state_dict()[name]
-            assert torch.equal(copied, weight) and copied.data_ptr() != weight.data_ptr()
-        out = run(twin)
-        assert out.sequences.tolist() == run.text
-        assert out.speculation.acceptance_histogram == used.acceptance_histogram  # it drafts the same
-        assert draft.last_speculation == used  # the twin has statistics of its own
-
-    def test_output(self, run, kind, way):
-        out = run(make_draft(kind, run.model))
-        twin = way(out)
-        assert twin.sequences.tolist() == run.text and twin.speculation == out.speculation
-        assert twin.speculation.to_dict() == out.speculation.to_dict() and str(twin.speculation) == str(out.speculation)
-        assert twin.past_key_values.get_seq_length() == out.past_key_values.get_seq_length()
-        assert all(torch.equal(*pair) for pair in zip(twin.scores, out.scores, strict=True))
+@pytest.mark.parametrize(("kind", "way"), list(zip(KINDS, cycle(WAYS))))
+def test_a_draft_and_the_output_of_its_call(run, kind, way):
+    draft, way = make_draft(kind, run.model), WAYS[way]
+    out = run(draft)
+    used = copy.copy(out.speculation)
+    again = way(out)
+    assert again.sequences.tolist() == run.text and again.speculation == used
+    assert again.speculation.to_dict() == used.to_dict() and str(again.speculation) == str(used)
+    assert again.past_key_values.get_seq_length() == out.past_key_values.get_seq_length()
+    assert all(torch.equal(*pair) for pair in zip(again.scores, out.scores, strict=True))
+    twin = way(draft)
+    assert twin is not draft and type(twin) is type(draft)
+    assert twin.generation_config.to_dict() == draft.generation_config.to_dict()
+    assert twin.config.to_dict() == draft.config.to_dict() and twin.last_speculation == used
+    for name, weight in draft.state_dict().items():
+        copied = twin.state_dict()[name]
+        assert torch.equal(copied, weight) and copied.data_ptr() != weight.data_ptr()
+    out = run(twin)
+    assert out.sequences.tolist() == run.text
+    assert out.speculation.acceptance_histogram == used.acceptance_histogram  # it drafts the same
+    assert draft.last_speculation == used  # the twin has statistics of its own

@@ -1,8 +1,8 @@
-"""Any call of `generate` gives the text that it gives without a draft, or is refused with a ValueError.
+"""Any call of `generate` gives the text that it gives without a draft and changes nothing else, or raises ValueError.
 
 Greedy texts are compared with the bare model's, token by token, in float32; sampled ones with those of the loop without
 drafting (`PlainDraftModel`) for the same seed, whose distribution tests/generation/test_sampling.py checks.
-    tests/robustness/cases.py draws the targets, the drafts and the options.
+tests/robustness/cases.py draws the targets, the drafts and the options.
 """
 
 import copy
@@ -31,8 +31,21 @@ def plain(case: Case):
 
 
 def with_draft(case: Case, draft, **more):
+    """The output of a call. Model, draft, prompts and the global random state of greedy calls are as before."""
+    model, arguments = case.model(), case.arguments() | WANTED | more
+    before = copy.deepcopy((arguments["input_ids"], arguments["attention_mask"], draft.state_dict()))
+    settings, own = copy.deepcopy(draft.generation_config.to_dict()), model.generation_config.to_dict()
+    implementation = model.config._attn_implementation
     torch.manual_seed(5)
-    return case.model().generate(**(case.arguments() | WANTED | more), assistant_model=draft)
+    random_state = torch.get_rng_state()
+    out = model.generate(**arguments, assistant_model=draft)
+    after = arguments["input_ids"], arguments["attention_mask"], draft.state_dict()
+    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+    assert all(torch.equal(after[2][name], value) for name, value in before[2].items())
+    assert draft.generation_config.to_dict() == settings and model.generation_config.to_dict() == own
+    assert model.config._attn_implementation == implementation
+    assert case.do_sample or torch.equal(torch.get_rng_state(), random_state)
+    return out
 
 
 def tied(expected, out, prompt_length: int) -> bool:
@@ -122,21 +135,3 @@ def test_a_second_turn(case: Case, other, extra: int, more: int):
         assume(not tied(expected, again, text.shape[1]))
     assert again.sequences.tolist() == expected.sequences.tolist()
     assert cache.get_seq_length() == again.sequences.shape[1] - 1
-
-
-@given(case=cases())
-def test_a_call_changes_nothing_but_its_output(case: Case):
-    """Model, draft, prompts and the global random state of greedy calls are as before."""
-    assume(case.refusal is None)
-    model, draft = case.model(), case.draft([[] for _ in case.lengths])
-    arguments = case.arguments()
-    before = copy.deepcopy((arguments["input_ids"], arguments["attention_mask"], draft.state_dict()))
-    settings, own = copy.deepcopy(draft.generation_config.to_dict()), model.generation_config.to_dict()
-    implementation, random_state = model.config._attn_implementation, torch.get_rng_state()
-    model.generate(**arguments, assistant_model=draft)
-    after = arguments["input_ids"], arguments["attention_mask"], draft.state_dict()
-    assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
-    assert all(torch.equal(after[2][name], value) for name, value in before[2].items())
-    assert draft.generation_config.to_dict() == settings and model.generation_config.to_dict() == own
-    assert model.config._attn_implementation == implementation
-    assert case.do_sample or torch.equal(torch.get_rng_state(), random_state)

@@ -8,13 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM, pipeline
 
 from hf_longspec.testing import tiny_prompts, tiny_target
-from tests.robustness.drafts import KINDS, make_draft
+from tests.robustness.drafts import make_draft
 
 NEVER, LENGTHS = 1, (33, 3, 13)
+# A choice of entries of the target's cache, a trained layer with its embedding and head, and trained heads.
+SOME_KINDS = ("specattn", "longspec", "partial")
 # For logits with a standard deviation of 3. Measured: 3.1 with our loop and 7.9 with plain decoding, whose padding
 # widens the scale of activations; 11.0 and more for the same tokens in another order.
 INT8_GAP = 4.0
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def generate(model, draft=None, **options):
@@ -41,7 +42,7 @@ def adapted(model, modules):
     return peft.get_peft_model(model, config).eval()
 
 
-@EVERY_KIND
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_lora_target(kind):
     bare = tiny_target("llama")
     plain = generate(bare)
@@ -71,13 +72,13 @@ def test_lora_draft(kind, modules):
     assert moved  # the adapter is no copy of nothing
 
 
-@pytest.mark.parametrize(("kind", "parts"), zip(KINDS, cycle(["cpu and disk", "disk"])))
+@pytest.mark.parametrize(("kind", "parts"), list(zip(("tokenswift", *SOME_KINDS), cycle(["cpu and disk", "disk"]))))
 def test_device_map(kind, parts, tmp_path):
     """Weights that wait on a disk are read in for every forward, also by drafts that use the target's own modules."""
     whole = tiny_target("llama")
     whole.save_pretrained(tmp_path / "target")
     text = generate(whole)
-    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     if parts == "disk":
         places = dict.fromkeys(places, "disk") | {"model.rotary_emb": "cpu", "model.norm": "cpu"}
@@ -89,7 +90,7 @@ def test_device_map(kind, parts, tmp_path):
     assert check(model, make_draft(kind, model)) == text
 
 
-@EVERY_KIND
+@pytest.mark.parametrize("kind", SOME_KINDS[:2])
 def test_dynamic_int8(kind):
     """Linear layers in int8, activations quantised per call.
 
@@ -121,13 +122,12 @@ def gaps_of(model, row, length):
 
 
 @pytest.mark.parametrize(
-    ("kind", "texts"), zip(KINDS, cycle([["a text of one row"], ["a longer text, padded", "short"]])), ids=str
+    ("kind", "texts"), [("tokenswift", ["a text of one row"]), ("longspec", ["a longer text, padded", "short"])]
 )
 def test_pipeline(kind, texts, tokenizer):
     model = tiny_target("llama", vocab_size=len(tokenizer))
     options = {"tokenizer": tokenizer, "batch_size": len(texts), "device": "cpu"}
-    settings = {"tree_branching": [1, 12, 3]} if kind == "tokenswift" else {}
-    settings |= {"tree_widths": [20, 20]} if kind == "longspec" else {}
+    settings = {"tree_branching": [1, 12, 3]} if kind == "tokenswift" else {"tree_widths": [20, 20]}
     draft = make_draft(kind, model, **settings)
     drafted = pipeline("text-generation", model=model, assistant_model=draft, **options)
     call = {"do_sample": False, "max_new_tokens": 9}

@@ -13,7 +13,7 @@ from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.attention_backends.oracle import SCALING, tree_case
-from tests.attention_backends.triton.machine import on, python
+from tests.attention_backends.triton.machine import on
 
 CPU = torch.device("cpu")
 
@@ -39,21 +39,18 @@ def test_opcheck_tree(kernel_device, small_tiles):
     torch.library.opcheck(tree_op, (query, *nodes, context.mask, 0.3, None))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
-def test_compiles_whole(kernel_device, small_tiles, compiler):
+def test_compiles_whole(kernel_device, small_tiles):
     """One graph for every length: lengths are data."""
     graphs = []
 
     def attend(query, key, value, lengths, mask, positions):
         lengths, options = SeqLens(None, lengths), {"scaling": SCALING, "sliding_window": 60}
-        if compiler == "inductor":  # the operator alone: nothing that a C++ compiler would take 20 s for
-            return hybrid_attention(query, key, value, lengths, mask, positions, **options)
-        out, lse = hybrid_attention(query * 2.0, key, value, lengths, mask, positions, **options)
-        return out + 1.0, lse
+        # the operator alone: nothing that a C++ compiler would take 20 s for
+        return hybrid_attention(query, key, value, lengths, mask, positions, **options)
 
     def counting(graph, inputs):
         graphs.append(graph)
-        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
+        return torch._dynamo.lookup_backend("inductor")(graph, inputs)
 
     compiled = torch.compile(attend, fullgraph=True, backend=counting)
     for lengths in ((40, 70), (3, 66)):
@@ -107,28 +104,6 @@ def test_who_is_chosen():
     assert registry._priorities["hf_longspec_triton"] == (None if config.INTERPRETED else 20)
 
 
-def test_without_optional_packages():
-    """The package imports, decodes on the torch backend, moves by torch, and says what is missing."""
-    told = python(
-        "-c",
-        "import sys, torch\n"
-        "for name in ('triton', 'flash_attn', 'flash_attn_interface', 'kernels'): sys.modules[name] = None\n"
-        "import hf_longspec\n"
-        "from hf_longspec.attention_backends import flash\n"
-        "from hf_longspec.attention_backends.interface import register; register()\n"
-        "from hf_longspec.attention_backends.registry import AttentionCall, select\n"
-        "from hf_longspec.attention_backends.triton.commit import can_move\n"
-        "print(can_move(torch.device('cuda')))\n"
-        "print(flash.flash_function(9), flash.flash_function(8))\n"
-        "call = AttentionCall(torch.device('cpu'), torch.float32, 64, 64)\n"
-        "print(select(call).name)\n"
-        "try: select(call, 'hf_longspec_triton')\n"
-        "except ValueError as error: print(error)\n",
-    )
-    assert told.splitlines()[:3] == ["False", "None None", "hf_longspec_torch"]
-    assert "hf_longspec_triton: triton is not installed: pip install hf_longspec[triton]" in told
-
-
 def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
     """A copy from the Hub beside the installed package: both keep working."""
     copy = kernel_copy("hub_copy", "launch").hybrid_op
@@ -142,7 +117,7 @@ def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
 
 def test_a_model_generates(kernel_device, small_tiles, monkeypatch):
     """Greedy text on the kernels, drafts included, is that of the stock `generate`."""
-    target = tiny_target("llama", num_hidden_layers=2).to(kernel_device)
+    target = tiny_target("llama", num_hidden_layers=1).to(kernel_device)
     names = ("input_ids", "attention_mask")
     inputs = dict(zip(names, on(kernel_device, *tiny_prompts(128, (37, 13))), strict=True))
     expected = target.generate(**inputs, max_new_tokens=4, do_sample=False)

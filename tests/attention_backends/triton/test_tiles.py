@@ -61,9 +61,12 @@ def test_a_batch_needs_fewer_splits():
     assert wanted_splits(2, 64 * 8, True) == 1
 
 
-def test_small_gpus_get_no_tile_of_warpgroups():
+def test_small_gpus_get_no_tile_of_warpgroups_and_smaller_blocks():
     assert hybrid_config(500, 128, 128, 2, HOPPER).block_rows == 128
     assert hybrid_config(500, 128, 128, 2, SMALLEST).block_rows == 64
+    large = hybrid_config(64, 128, 128, 2, Gpu(163 * 1024, False))
+    small = hybrid_config(64, 128, 128, 2, SMALLEST)
+    assert (large.block_keys, small) == (64, large._replace(block_keys=32))
 
 
 def test_every_tile_fits():
