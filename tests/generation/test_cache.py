@@ -375,7 +375,7 @@ class TestCachesOfTransformers:
         assert pairs
         for found, wanted in pairs:
             for own, other in zip(found, wanted, strict=True):
-                # keys and values of 4 random layers in float32, computed in chunks of other sizes
+                # keys and values of random layers in float32, computed in chunks of other sizes
                 torch.testing.assert_close(own, other, atol=2e-5, rtol=1e-4)
 
     @pytest.mark.parametrize(

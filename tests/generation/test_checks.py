@@ -333,7 +333,7 @@ class TestDrafts:
         ("changes", "field"),
         [
             ({"hidden_size": 32, "head_dim": 16}, "hidden_size=32.*hidden_size=64"),
-            ({"num_hidden_layers": 2}, "num_hidden_layers=2.*num_hidden_layers=3"),
+            ({"num_hidden_layers": 3}, "num_hidden_layers=3.*num_hidden_layers=2"),
             ({"num_attention_heads": 8}, "num_attention_heads=8.*num_attention_heads=4"),
             ({"num_key_value_heads": 4}, "num_key_value_heads=4.*num_key_value_heads=2"),
         ],

@@ -75,6 +75,6 @@ def test_rotary_frequencies_that_change_within_the_text_are_refused(monkeypatch)
 def test_a_target_that_cannot_be_drafted_for_is_refused():
     model = tiny_target("llama")
     draft = PlainDraftModel.from_target(model)
-    other = tiny_target("llama", num_hidden_layers=2)
-    with pytest.raises(ValueError, match=r"num_hidden_layers=3.*num_hidden_layers=2"):
+    other = tiny_target("llama", num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"num_hidden_layers=2.*num_hidden_layers=3"):
         draft.candidate_generator(other, max_length=20)

@@ -75,7 +75,7 @@ def simulated(index=0):
 def make_draft(name, model):
     """The draft of one of the [`DRAFTERS`] with random weights, which is a model of its own where one drafts."""
     kind, settings = DRAFTERS[name]
-    models = [tiny_target("qwen3", 5, vocab_size=24, num_hidden_layers=2)] if kind == "longspec_assistant" else []
+    models = [tiny_target("qwen3", 5, vocab_size=24)] if kind == "longspec_assistant" else []
     draft = DRAFTS[kind].model.from_target(model, *models, **settings)
     randomize(draft)
     return draft
@@ -119,8 +119,7 @@ def watch(cuda, monkeypatch):
 @pytest.mark.parametrize(("name", "steps", "sampled", "lengths"), CASES, ids=str)
 def test_drafters(name, steps, sampled, lengths, monkeypatch):
     """The same text as on the CPU, twice. Iterations read once and never write; steady ones capture nothing."""
-    # without graphs each operation goes through the simulator, one by one
-    model = tiny_target("llama", vocab_size=24, num_hidden_layers=3 if steps == "graph" else 2)
+    model = tiny_target("llama", vocab_size=24)
     draft, prompts = make_draft(name, model), tiny_prompts(24, lengths)
     other = make_draft(name, model)  # so that the first call on the device is the first of its draft
     expected = generate(model, other, *prompts, sampled)

@@ -140,7 +140,7 @@ class TestDistribution:
 
     @pytest.fixture
     def model(self, target):
-        return target("llama", seed=1, vocab_size=self.VOCAB, num_hidden_layers=2)
+        return target("llama", seed=1, vocab_size=self.VOCAB)
 
     def prompt(self):
         return tiny_prompts(self.VOCAB, (self.PROMPT,))[0]

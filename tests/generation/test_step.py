@@ -41,7 +41,7 @@ HEADS = {
 # Types that torch.compile cannot put into one graph, or only with the number of tokens of each expert compiled in.
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 # Compiled by `make test`, with a layer of each kind: softcaps and windows. `make soak` compiles all.
-TELLING = {"gemma2": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}}
+TELLING = "gemma2"
 
 
 def generate(model, draft, mode, rows=3, new=24, **options):
@@ -55,8 +55,8 @@ def generate(model, draft, mode, rows=3, new=24, **options):
 
 @pytest.fixture(scope="module")
 def llama():
-    """Two layers: a graph of one would not show that layers are mixed up."""
-    return tiny_target("llama", num_hidden_layers=2)
+    """A graph of one layer would not show that layers are mixed up."""
+    return tiny_target("llama")
 
 
 @pytest.mark.parametrize("kind", ["plain", "specattn", "longspec"])
@@ -87,14 +87,14 @@ def test_the_text_is_that_of_the_steps_as_they_are(kind, llama, graphs):
 @pytest.mark.parametrize(
     "architecture",
     [
-        name if name in TELLING else pytest.param(name, marks=pytest.mark.soak)
+        name if name == TELLING else pytest.param(name, marks=pytest.mark.soak)
         for name in TINY_TARGETS
         if name not in MIXTURES
     ],
 )
 def test_every_architecture_without_experts_is_one_graph(architecture, graphs):
     """Windows, softcaps, partial rotation: a random tree over ragged rows, then a chain in one."""
-    model = tiny_target(architecture, **TELLING.get(architecture, {}))
+    model = tiny_target(architecture)
     draft = RandomTreeDraftModel.from_target(model)
     expected = generate(model, draft, "off", new=14)
     assert torch.equal(generate(model, draft, "compile", new=14), expected)
@@ -113,7 +113,7 @@ def test_a_graph_serves_another_draft_of_the_same_target(graphs, caplog):
 
 
 def test_what_cannot_be_compiled_runs_as_it_is(graphs, monkeypatch, caplog):
-    model = tiny_target("llama", num_hidden_layers=2)
+    model = tiny_target("llama")
     draft = PlainDraftModel.from_target(model)
     expected = generate(model, draft, "off", new=9)
     forward = model.model.layers[1].mlp.forward
