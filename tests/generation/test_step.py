@@ -21,7 +21,7 @@ from hf_longspec.testing import (
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-LENGTHS = (33, 5, 19)
+LENGTHS = (33, 5)
 # Never emitted by itself, so that every call runs as many steps as it says.
 OPTIONS = {"pad_token_id": PAD_TOKEN_ID, "eos_token_id": None}
 DRAFTS = {
@@ -44,7 +44,7 @@ MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 TELLING = "gemma2"
 
 
-def generate(model, draft, mode, rows=3, new=24, **options):
+def generate(model, draft, mode, rows=2, new=24, **options):
     draft.generation_config.compile = mode
     input_ids, mask = tiny_prompts(model.config.vocab_size, LENGTHS[:rows])
     torch.manual_seed(0)
@@ -60,9 +60,9 @@ def llama():
 
 
 @pytest.mark.parametrize("kind", ["plain", "specattn", "longspec"])
-def test_the_text_is_that_of_the_steps_as_they_are(kind, llama, graphs):
+def test_the_text_is_that_of_the_steps_as_they_are(kind, graphs):
     """Ragged rows, greedy and sampled; then longer rows in a larger cache, which build no further graph."""
-    llama = llama if kind in ("plain", "specattn") else tiny_target("llama", num_hidden_layers=1)
+    llama = tiny_target("llama", num_hidden_layers=1)  # the next test compiles two layers
     draft = DRAFTS[kind](llama)
     # SpecAttn's steps take seconds to trace, and draw their tokens outside of the graphs
     for count, options in enumerate(({},) if kind == "specattn" else ({}, {"do_sample": True})):
@@ -72,8 +72,8 @@ def test_the_text_is_that_of_the_steps_as_they_are(kind, llama, graphs):
     if kind in ("plain", "longspec"):
         built = graphs.frame_count
         with torch._dynamo.config.patch(error_on_recompile=True):
-            generate(llama, draft, "compile", new=60)
-        assert draft.last_speculation.num_forwards >= 30
+            generate(llama, draft, "compile", new=40)
+        assert draft.last_speculation.num_forwards >= 20
         # rows that are equally long for the first time in this call are another kind of step
         assert graphs.frame_count <= built + 2
     if kind == "longspec":  # a graph of the whole tree; of each level, where a processor looks at what leads to it
@@ -194,7 +194,7 @@ PROCESSORS = (
     ("kind", "options"),
     [
         *zip([*DRAFTS, *HEADS], cycle(PROCESSORS)),
-        *((kind, PROCESSORS[1]) for kind in ("longspec", "verify_hidden")),
+        ("longspec", PROCESSORS[1]),
     ],
     ids=str,
 )

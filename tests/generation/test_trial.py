@@ -75,16 +75,13 @@ class TestWindows:
         # all layers are dense, so that the draft is the target itself
         assert draft.last_speculation.num_accepted_draft_tokens == draft.last_speculation.num_draft_tokens > 0
 
-    def test_longer_than_the_longest_text(self):
-        assert TargetView(tiny_target("mistral", sliding_window=5000)).windows == (5000,) * 2
+    @pytest.mark.parametrize("length", [1, 5000])
+    def test_of_one_token_and_longer_than_the_longest_text(self, length):
+        assert TargetView(tiny_target("mistral", sliding_window=length)).windows == (length,) * 2
 
-    def test_no_longer_than_one_token(self):
-        assert TargetView(tiny_target("mistral", sliding_window=1)).windows == (1,) * 2
-
-    @pytest.mark.parametrize("name", ["llama", "glm4"])
-    def test_left_over_in_the_config(self, name):
+    def test_left_over_in_the_config(self):
         """transformers' cache applies it and the model does not: the text without a cache is another one."""
-        model = tiny_target(name, sliding_window=WINDOW)
+        model = tiny_target("llama", sliding_window=WINDOW)
         view = TargetView(model)
         assert view.windows == (None,) * 2 and not view.sliding_layers
         assert view.why_not() == []  # no text is known yet
@@ -115,18 +112,18 @@ class TestPositions:
         assert reasons[-1].startswith("it takes positions from the length of its cache")
         assert len(reasons) == 1 or name == "bigbird_pegasus"  # whose attention is marked as not causal as well
 
-    @pytest.mark.parametrize("name", ["opt", "gpt_neox", "smollm3"])
-    def test_tables_and_layers_without_positions(self, name):
-        check_text(build(name, ffn_dim=96, word_embed_proj_dim=64, n_layer=3, n_head=4, n_embd=64))
-
-    def test_no_positions_at_all(self):
-        """Nothing depends on position_ids, and nothing has to."""
-        model = tiny_target("smollm3", no_rope_layers=[0, 0])
-        check_text(model)
-
-    def test_a_decoder_whose_own_count_begins_elsewhere(self):
-        """The positions of RoBERTa begin after its padding index, but `generate` hands it positions from 0."""
-        check_text(build("roberta", is_decoder=True, num_key_value_heads=4))
+    @pytest.mark.parametrize(
+        ("name", "settings"),
+        [
+            ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+            ("gpt_neox", {}),
+            ("smollm3", {"no_rope_layers": [0, 0, 0]}),  # nothing depends on position_ids, and nothing has to
+            # its positions begin after its padding index, but `generate` hands it positions from 0
+            ("roberta", {"is_decoder": True, "num_key_value_heads": 4}),
+        ],
+    )
+    def test_of_other_kinds(self, name, settings):
+        check_text(build(name, **settings))
 
 
 class TestCausality:
