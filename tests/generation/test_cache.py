@@ -183,8 +183,6 @@ def test_commit_works_in_place_with_temporaries_of_the_path_only():
 
 
 class Watch(StoppingCriteria):
-    """Looks at the cache after every token."""
-
     def __init__(self, cache):
         self.cache, self.seen = cache, []
 
@@ -350,7 +348,8 @@ class TestCachesOfTransformers:
 
     def check(self, model, cache, text):
         """It holds what a forward of the model over the text writes."""
-        expected = DynamicCache(config=model.config) if has_config(cache) else DynamicCache()
+        has_config = cache.layer_class_to_replicate is None
+        expected = DynamicCache(config=model.config) if has_config else DynamicCache()
         with torch.no_grad():
             model(text[:, :-1], past_key_values=expected)
         assert cache.get_seq_length() == text.shape[1] - 1
@@ -418,10 +417,6 @@ class TestCachesOfTransformers:
         assert all(torch.equal(a, b) for x, y in zip(before, after, strict=True) for a, b in zip(x, y, strict=True))
         assert cache.get_seq_length() == 11
         assert run.again(run.draft("tree"), past_key_values=cache).tolist() == run.sequences.tolist()
-
-
-def has_config(cache):
-    return cache.layer_class_to_replicate is None
 
 
 def filled(run, cache, tokens, rows=None):

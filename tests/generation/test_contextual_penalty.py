@@ -130,37 +130,14 @@ def test_the_loop_shows_it_no_more_than_its_window(plain_run):
     assert spy.longest > 40
 
 
-class TestLeftPadding:
-    """Prompts of 33, 3 and 13 tokens, padded with the token that the short row emits first."""
-
-    @pytest.fixture
-    def padded(self, plain_run):
-        run = plain_run("llama", RAGGED, max_new_tokens=8, eos_token_id=NEVER)
-        self.pad = run.generated[1][0]
-        run.inputs["input_ids"] = run.inputs["input_ids"].masked_fill(run.inputs["attention_mask"] == 0, self.pad)
-        return run
-
-    def texts(self, run, processor, draft=None):
-        run.inputs["logits_processor"] = [processor]
-        return run.again(draft)[:, run.prompt_length :].tolist()
-
-    def alone(self, run, processor):
-        run.inputs["logits_processor"] = [processor]
-        rows = []
-        for row, length in enumerate(RAGGED):
-            own = {name: run.inputs[name][row : row + 1, -length:] for name in ("input_ids", "attention_mask")}
-            rows.append(run.again(None, **own)[0, length:].tolist())
-        return rows
-
-    def test_padding_in_the_window_is_penalised_as_in_plain_generate(self, padded):
-        processor = ContextualPenaltyLogitsProcessor(4.0, 12)
-        texts = self.texts(padded, processor)
-        assert self.texts(padded, processor, padded.draft("tree")) == texts
-        alone = self.alone(padded, processor)
-        assert texts[0] == alone[0] and texts[1] != alone[1]
-
-    def test_unless_it_is_named(self, padded):
-        processor = ContextualPenaltyLogitsProcessor(4.0, 12, pad_token_id=self.pad)
-        texts = self.texts(padded, processor)
-        assert texts == self.alone(padded, processor)
-        assert self.texts(padded, processor, padded.draft("tree")) == texts
+def test_padding_in_the_window_is_penalised_unless_it_is_named(plain_run):
+    """As in plain `generate`. The padding is the token that the shortest row emits first."""
+    run = plain_run("llama", RAGGED, max_new_tokens=8, eos_token_id=NEVER)
+    pad = run.generated[1][0]
+    ids, texts = run.inputs["input_ids"].masked_fill(run.inputs["attention_mask"] == 0, pad), []
+    for named in (None, pad):
+        processor = ContextualPenaltyLogitsProcessor(4.0, 12, pad_token_id=named)
+        call = {"input_ids": ids, "logits_processor": [processor]}
+        texts.append(run.again(None, **call).tolist())
+        assert run.again(run.draft("tree"), **call).tolist() == texts[-1]
+    assert texts[0][1] != texts[1][1]

@@ -113,25 +113,6 @@ class TestCostsThatChange:
         assert share(machine, SMALL, 300) > 0.9
 
 
-def test_batches_and_contexts_decide():
-    """Nodes cost arithmetic and plain steps cost reads, so that large batches at short context favour few nodes."""
-    taken = {}
-    for rows, context in ((1, 1000), (32, 1000), (32, 60_000)):
-        reading = 10.0 + rows * context / 16_000
-
-        def cost(_, nodes, rows=rows, reading=reading):
-            return max(reading, 0.12 * nodes * rows)
-
-        tree = [
-            (lambda emitted, nodes=nodes, cost=cost: cost(emitted, nodes), geometric(rate, depth), depth, nodes, name)
-            for nodes, depth, rate, name in ((16, 4, 0.7, BIG), (3, 2, 0.5, SMALL))
-        ]
-        plain = lambda emitted, cost=cost: cost(emitted, 1)  # noqa: E731
-        machine = Machine(trees=trees(*tree), plain=plain, rows=rows, prompt=context).run(3000)
-        taken[rows, context] = machine.decisions[-1].choice
-    assert taken == {(1, 1000): BIG, (32, 1000): SMALL, (32, 60_000): BIG}
-
-
 def test_equal_trees_do_not_alternate():
     for noise in (0.0, 0.3):
         same = trees((1.5, geometric(0.6), 4, 16, BIG), (1.5, geometric(0.6), 4, 16, WIDE))
