@@ -88,7 +88,7 @@ def test_a_call_of_another_kind_has_a_gate_of_its_own(gates):
     model = tiny_target("llama")
     draft = useless(model)
     generate(model, draft)
-    others = ({"lengths": (21, 9)}, {"do_sample": True}, {"max_new_tokens": 300})
+    others = ({"lengths": (21, 9)}, {"do_sample": True}, {"max_new_tokens": 50})
     for options in others:
         generate(model, draft, **options)
     draft.num_nodes = 6

@@ -64,15 +64,16 @@ def test_the_text_is_that_of_the_steps_as_they_are(kind, graphs):
     """Ragged rows, greedy and sampled; then longer rows in a larger cache, which build no further graph."""
     llama = tiny_target("llama", num_hidden_layers=1)  # the next test compiles two layers
     draft = DRAFTS[kind](llama)
-    # SpecAttn's steps take seconds to trace, and draw their tokens outside of the graphs
-    for count, options in enumerate(({},) if kind == "specattn" else ({}, {"do_sample": True})):
+    # SpecAttn draws its tokens outside of the graphs, and test_compiled.py compiles LongSpec's greedy drafts
+    calls = {"plain": ({}, {"do_sample": True}), "specattn": ({},), "longspec": ({"do_sample": True},)}
+    for count, options in enumerate(calls[kind]):
         expected = generate(llama, draft, "off", new=11, **options)
         assert (graphs.frame_count > 0) is (count > 0)
         assert torch.equal(generate(llama, draft, "compile", new=11, **options), expected)
     if kind in ("plain", "longspec"):
         built = graphs.frame_count
         with torch._dynamo.config.patch(error_on_recompile=True):
-            generate(llama, draft, "compile", new=40)
+            generate(llama, draft, "compile", new=40, **options)
         assert draft.last_speculation.num_forwards >= 20
         # rows that are equally long for the first time in this call are another kind of step
         assert graphs.frame_count <= built + 2
