@@ -1,4 +1,4 @@
-"""Every drafter on a simulated CUDA device, eager and captured: its text, transfers, launches and graphs."""
+"""Every drafter on a simulated CUDA device, captured and in part eager: its text, transfers, launches and graphs."""
 
 import logging
 from contextlib import contextmanager
