@@ -1,4 +1,4 @@
-"""A simulated machine with given costs and a simulated clock, for tests of the gate."""
+"""Simulated time for tests of the gate: a machine with given costs, and a clock for real calls."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import TreeShape
-from hf_longspec.generation.gate import DRAFT, PLAIN, ShadowDraft, SpeculationGate
+from hf_longspec.generation.gate import DRAFT, PLAIN, ShadowDraft, SpeculationGate, gate_of
 
 PROMPT = 1024
 
@@ -126,3 +126,34 @@ def geometric(rate, depth=4):
         return tokens
 
     return draw
+
+
+class StepClock:
+    """A clock that a gate reads before and after each step, which takes `seconds(gate, number of the step)`."""
+
+    def __init__(self, gate, seconds):
+        self.gate, self.seconds, self.now, self.calls = gate, seconds, 0.0, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            self.now += self.seconds(self.gate, self.calls // 2)
+        return self.now
+
+
+def gates_on_a_clock(monkeypatch, seconds, keep=False):
+    """Give the gates of all calls a [`StepClock`] and no shadow drafts, and return a list of `(gate, known)`.
+
+    `known` is the gate of an earlier call of the same kind, which the gate continues if `keep` is set.
+    """
+    made = []
+
+    def make(wanted, drafter, ranks, known=None):
+        gate = gate_of(wanted, drafter, ranks, known if keep else None)
+        if isinstance(gate, SpeculationGate):
+            gate.clock, gate.shadow = StepClock(gate, seconds), None
+        made.append((gate, known))
+        return gate
+
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", make)
+    return made

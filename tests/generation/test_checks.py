@@ -69,11 +69,9 @@ class TestTargets:
     @pytest.mark.parametrize(
         ("name", "reason"),
         [
-            # in these two, transformers itself refuses: its stateful models know no assisted generation
+            # here transformers itself refuses: its stateful models know no assisted generation
             ("qwen3_5_text", "not supported with stateful models"),
-            ("mamba", "not supported with stateful models"),
             ("minimax", "linear_attention layers, whose state cannot"),
-            ("lfm2_moe", "it has conv layers, whose state cannot branch"),
             ("llama4_text", "it has chunked attention"),
             ("deepseek_v32", r"it has (indexed|deepseek_sparse)_attention layers, whose choice of keys"),
             ("gptj", "does not go through transformers' Att"),
@@ -85,10 +83,9 @@ class TestTargets:
         if "stateful models" not in message:
             assert type(model).__name__ in message and "Call generate() without assistant_model" in message
 
-    @pytest.mark.parametrize("name", ["qwen3_5_text", "mamba"])
-    def test_stateful_models_by_the_route_without_the_patch(self, name):
+    def test_stateful_models_by_the_route_without_the_patch(self):
         """`custom_generate` passes transformers' own check by. Every reason is named."""
-        model = build(name)
+        model = build("qwen3_5_text")
         draft = PlainDraftModel.from_target(model)
         with pytest.raises(ValueError, match=r"linear_attention layers, whose state.*; it is stateful") as caught:
             model.generate(tiny_prompts(128, (9,))[0], max_new_tokens=3, custom_generate=draft.custom_generate)
@@ -102,10 +99,8 @@ class TestTargets:
     def test_a_model_that_never_calls_the_backend(self):
         """It would swallow the tree and return plausible logits."""
         model = OldModel(OldConfig(**SIZES)).eval()
-        message = refused(
-            model, PlainDraftModel.from_target(model), "OldModel cannot.*never called the attention backe"
-        )
-        assert "AttentionInterface" in message
+        draft = PlainDraftModel.from_target(model)
+        refused(model, draft, "OldModel cannot.*never called the attention backe.*AttentionInterface")
 
     def test_latent_cache_selected_per_head(self, target):
         model = target("deepseek_v3")
@@ -165,19 +160,10 @@ class OldModel(PreTrainedModel, GenerationMixin):
             )
             for name in ("output_attentions", "output_hidden_states")
         ),
-        *(
-            ({"position_ids": torch.tensor([list(positions)])}, r"position_ids of shape \(1, 9\)")
-            for positions in (range(0, 27, 3), range(5, 14))
-        ),
+        ({"position_ids": torch.tensor([list(range(5, 14))])}, r"position_ids of shape \(1, 9\)"),
         *(
             ({name: value}, f"{name}={value!r} would have no effect.*draft.generation_config")
-            for name, value in {
-                "num_assistant_tokens": 2,
-                "num_assistant_tokens_schedule": "heuristic",
-                "assistant_confidence_threshold": 0.2,
-                "prompt_lookup_num_tokens": 3,
-                "assistant_early_exit": 1,
-            }.items()
+            for name, value in {"num_assistant_tokens": 2, "assistant_confidence_threshold": 0.2}.items()
         ),
         # these never reach our code; a change in transformers shall be noticed
         (
@@ -217,13 +203,7 @@ class TestInputs:
 
     def test_a_mask_for_every_layer(self, llama):
         draft = PlainDraftModel.from_target(llama)
-        with pytest.raises(ValueError, match=r"attention_mask"):
-            llama.generate(
-                tiny_prompts(128, (9,))[0],
-                attention_mask=torch.ones(1, 1, 9, 9),
-                max_new_tokens=3,
-                assistant_model=draft,
-            )
+        refused(llama, draft, "attention_mask", attention_mask=torch.ones(1, 1, 9, 9))
 
     def test_ordinary_positions_are_taken(self, plain_run):
         run = plain_run("llama", (9, 4), max_new_tokens=5)
@@ -238,18 +218,11 @@ class TestInputs:
         draft.last_speculation = None
         more, _ = tiny_prompts(128, (9,))
         mask = torch.ones(1, cache.get_seq_length() + 9, dtype=torch.long)
-        refused(
-            llama,
-            draft,
-            "pass the whole text|attention_mask has shape",
-            input_ids=more,
-            attention_mask=mask,
-            past_key_values=cache,
-        )
+        inputs = {"input_ids": more, "attention_mask": mask, "past_key_values": cache}
+        refused(llama, draft, "pass the whole text|attention_mask has shape", **inputs)
 
-    @pytest.mark.parametrize("name", ["output_attentions", "output_hidden_states"])
-    def test_without_a_dictionary_plain_generate_ignores_them_and_so_do_we(self, plain_run, name):
-        run = plain_run("llama", (9,), max_new_tokens=4, **{name: True})
+    def test_without_a_dictionary_plain_generate_ignores_them_and_so_do_we(self, plain_run):
+        run = plain_run("llama", (9,), max_new_tokens=4, output_attentions=True, output_hidden_states=True)
         assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
 
     def test_arguments_that_would_not_reach_the_model(self, target):
@@ -303,12 +276,8 @@ class TestProcessorsWithState:
     def test_one_that_cannot_be_copied(self, plain_run):
         locked = Locked()
         run = plain_run("llama", (9,), max_new_tokens=6, logits_processor=[locked])
-        refused(
-            run.model,
-            run.draft("plain"),
-            r"Locked cannot be copied \(TypeError.*stateless=True",
-            logits_processor=[locked],
-        )
+        message = r"Locked cannot be copied \(TypeError.*stateless=True"
+        refused(run.model, run.draft("plain"), message, logits_processor=[locked])
         locked.stateless = True
         assert run.again(run.draft("tree")).tolist() == run.sequences.tolist()
 
@@ -330,23 +299,18 @@ class TestDrafts:
         refused(llama, draft, "made for a target with vocab_size=100, and this target has vocab_size=128")
 
     @pytest.mark.parametrize(
-        ("changes", "field"),
+        ("name", "changes", "field"),
         [
-            ({"hidden_size": 32, "head_dim": 16}, "hidden_size=32.*hidden_size=64"),
-            ({"num_hidden_layers": 2}, "num_hidden_layers=2.*num_hidden_layers=3"),
-            ({"num_attention_heads": 8}, "num_attention_heads=8.*num_attention_heads=4"),
-            ({"num_key_value_heads": 4}, "num_key_value_heads=4.*num_key_value_heads=2"),
+            ("llama", {"hidden_size": 32, "head_dim": 16}, "hidden_size=32.*hidden_size=64"),
+            ("llama", {"num_key_value_heads": 4}, "num_key_value_heads=4.*num_key_value_heads=2"),
+            ("qwen2", {}, "model_type=qwen2, and this target has model_type=llama"),
         ],
-        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+        ids=str,
     )
-    def test_other_shapes(self, llama, changes, field):
-        draft = SpecAttnDraftModel.from_target(tiny_target("llama", **changes))
+    def test_other_targets(self, llama, name, changes, field):
+        draft = SpecAttnDraftModel.from_target(tiny_target(name, **changes))
         message = refused(llama, draft, f"made for a target with {field}")
         assert "make one with from_target(target)" in message
-
-    def test_another_architecture(self, llama, target):
-        draft = PlainDraftModel.from_target(target("qwen2"))
-        refused(llama, draft, "made for a target with model_type=qwen2, and this target has model_type=llama")
 
 
 class TestWhatWouldHaveNoEffect:
@@ -368,19 +332,19 @@ class TestWhatWouldHaveNoEffect:
             model.generate(inputs, **options).tolist()
         )
 
-    @pytest.mark.parametrize("whole", [True, False], ids=["forward", "model"])
-    def test_a_compiled_forward_gives_out_no_hidden_state(self, whole):
+    def test_a_compiled_forward_gives_out_no_hidden_state(self):
         """Drafts that read it are refused; others work."""
         model = tiny_target("llama", num_hidden_layers=1)
         inputs, mask = tiny_prompts(128, (9,))
         options = {"attention_mask": mask, "max_new_tokens": 2, "do_sample": False}
         expected = model.generate(inputs, **options).tolist()
         heads, plain = random_tokenswift_draft(model), PlainDraftModel.from_target(model)
-        if whole:
-            model.forward = torch.compile(model.forward, backend="eager")
-        else:
-            model.compile(backend="eager")
-        refused(model, heads, "the forward of LlamaForCausalLM is compiled.*del model.forward")
+        message = "the forward of LlamaForCausalLM is compiled.*del model.forward"
+        model.forward = torch.compile(model.forward, backend="eager")
+        refused(model, heads, message)
+        del model.forward
+        model.compile(backend="eager")
+        refused(model, heads, message)
         assert model.generate(inputs, assistant_model=plain, **options).tolist() == expected
 
 

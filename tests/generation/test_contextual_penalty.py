@@ -5,7 +5,7 @@ import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel
-from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, tiny_prompts
+from hf_longspec.testing import random_longspec_draft, tiny_prompts
 from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -57,14 +57,12 @@ def test_an_id_that_cannot_be_emitted_penalises_nothing():
     ("arguments", "message"),
     [
         ((0.0, 8), r"penalty=0\.0: expected a number above 0\. 1\.0 means no penalty"),
-        ((-1.2, 8), r"penalty=-1\.2"),
         ((float("nan"), 8), r"penalty=nan"),
         ((float("inf"), 8), r"penalty=inf"),
         (("1.2", 8), r"penalty='1\.2'"),
         ((True, 8), r"penalty=True"),
         ((1.2, 0), r"window=0: expected a number of tokens of at least 1\. To penalise the whole text, use generate"),
         ((1.2, 8.0), r"window=8\.0"),
-        ((1.2, None), r"window=None"),
         ((1.2, True), r"window=True"),
         ((1.2, 8, -1), r"pad_token_id=-1: expected a token id, or None"),
         ((1.2, 8, "<pad>"), r"pad_token_id='<pad>'"),
@@ -75,34 +73,21 @@ def test_bad_values_are_refused(arguments, message):
         ContextualPenaltyLogitsProcessor(*arguments)
 
 
-def drafted(run, kind):
-    if kind == "longspec":
-        return random_longspec_draft(run.model, window=8, tree_widths=[40, 40])
-    return run.draft(kind, **({"sparse_ratio": 0.8} if kind == "specattn" else {"num_nodes": 9, "luck": 0.6}))
-
-
 @pytest.mark.parametrize(
     ("kind", "lengths", "window", "penalty"),
-    [
-        ("tree", RAGGED, 1, 0.4),
-        ("chain", ONE, 5, 1.5),
-        ("specattn", RAGGED, 1000, 1.2),
-        ("longspec", RAGGED, 5, 1.5),
-        ("tree", ONE, 1000, 1.2),
-    ],
+    [("tree", RAGGED, 1, 0.4), ("chain", ONE, 5, 1.5), ("specattn", RAGGED, 1000, 1.2)],
 )
 def test_greedy_text_is_that_of_plain_generate(plain_run, kind, lengths, window, penalty):
     options = {"max_new_tokens": 18, "eos_token_id": NEVER}
     free = plain_run("llama", lengths, **options)
     run = plain_run("llama", lengths, logits_processor=[ContextualPenaltyLogitsProcessor(penalty, window)], **options)
     assert run.sequences.tolist() != free.sequences.tolist()
-    draft = drafted(run, kind)
+    draft = run.draft(kind, **({"sparse_ratio": 0.8} if kind == "specattn" else {"num_nodes": 9, "luck": 0.6}))
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", ["tree", "chain", "longspec"])
-def test_same_seed_same_text_as_the_plain_loop(target, kind):
+def test_same_seed_same_text_as_the_plain_loop(target):
     model = target("llama")
     ids, mask = tiny_prompts(128, RAGGED)
     processors = [ContextualPenaltyLogitsProcessor(1.5, 6)]
@@ -118,9 +103,6 @@ def test_same_seed_same_text_as_the_plain_loop(target, kind):
     text = sample(PlainDraftModel.from_target(model))
     assert sample(PlainDraftModel.from_target(model), logits_processor=[]) != text
     draft = random_longspec_draft(model, window=8, tree_widths=[40, 40])
-    if kind != "longspec":
-        draft = RandomTreeDraftModel.from_target(model)
-        draft.hints, draft.num_nodes, draft.luck, draft.chain = text, 9, 0.6, kind == "chain"
     assert sample(draft) == text
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
@@ -148,37 +130,14 @@ def test_the_loop_shows_it_no_more_than_its_window(plain_run):
     assert spy.longest > 40
 
 
-class TestLeftPadding:
-    """Prompts of 33, 3 and 13 tokens, padded with the token that the short row emits first."""
-
-    @pytest.fixture
-    def padded(self, plain_run):
-        run = plain_run("llama", RAGGED, max_new_tokens=8, eos_token_id=NEVER)
-        self.pad = run.generated[1][0]
-        run.inputs["input_ids"] = run.inputs["input_ids"].masked_fill(run.inputs["attention_mask"] == 0, self.pad)
-        return run
-
-    def texts(self, run, processor, draft=None):
-        run.inputs["logits_processor"] = [processor]
-        return run.again(draft)[:, run.prompt_length :].tolist()
-
-    def alone(self, run, processor):
-        run.inputs["logits_processor"] = [processor]
-        rows = []
-        for row, length in enumerate(RAGGED):
-            own = {name: run.inputs[name][row : row + 1, -length:] for name in ("input_ids", "attention_mask")}
-            rows.append(run.again(None, **own)[0, length:].tolist())
-        return rows
-
-    def test_padding_in_the_window_is_penalised_as_in_plain_generate(self, padded):
-        processor = ContextualPenaltyLogitsProcessor(4.0, 12)
-        texts = self.texts(padded, processor)
-        assert self.texts(padded, processor, padded.draft("tree")) == texts
-        alone = self.alone(padded, processor)
-        assert texts[0] == alone[0] and texts[1] != alone[1]
-
-    def test_unless_it_is_named(self, padded):
-        processor = ContextualPenaltyLogitsProcessor(4.0, 12, pad_token_id=self.pad)
-        texts = self.texts(padded, processor)
-        assert texts == self.alone(padded, processor)
-        assert self.texts(padded, processor, padded.draft("tree")) == texts
+def test_padding_in_the_window_is_penalised_unless_it_is_named(plain_run):
+    """As in plain `generate`. The padding is the token that the shortest row emits first."""
+    run = plain_run("llama", RAGGED, max_new_tokens=8, eos_token_id=NEVER)
+    pad = run.generated[1][0]
+    ids, texts = run.inputs["input_ids"].masked_fill(run.inputs["attention_mask"] == 0, pad), []
+    for named in (None, pad):
+        processor = ContextualPenaltyLogitsProcessor(4.0, 12, pad_token_id=named)
+        call = {"input_ids": ids, "logits_processor": [processor]}
+        texts.append(run.again(None, **call).tolist())
+        assert run.again(run.draft("tree"), **call).tolist() == texts[-1]
+    assert texts[0][1] != texts[1][1]

@@ -13,7 +13,6 @@ from hf_longspec.generation.beam import Beam
 from hf_longspec.generation.noise import NoiseRows
 from hf_longspec.generation.sampling import SHARPNESS, Coupling, TokenRule
 from hf_longspec.generation.sequences import Sequences
-from hf_longspec.generation.verification import draw_noise, exponential_race
 from hf_longspec.testing import random_longspec_draft, random_tokenswift_draft, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -56,10 +55,9 @@ def looped(rule, logits, depth, paths):
         WARPERS,
         [RepetitionPenaltyLogitsProcessor(1.7), *WARPERS],
         [ContextualPenaltyLogitsProcessor(3.0, 2)],  # shorter than the path
-        [*WARPERS, ContextualPenaltyLogitsProcessor(3.0, 5)],
         [ContextualPenaltyLogitsProcessor(3.0, 9)],  # longer than the text of one row
     ],
-    ids=["warped", "penalised", "windowed", "wide", "short"],
+    ids=["warped", "penalised", "windowed", "short"],
 )
 def test_scores_match_the_loop(processors, do_sample):
     rule = make_rule(processors, do_sample)
@@ -110,25 +108,7 @@ def test_which_rules_fit_graphs():
     assert Coupling(make_rule([MinPLogitsWarper(0.1)], True)).key == keys[0]
 
 
-def test_different_distributions_agree_as_often_as_the_bound():
-    """Draws agree with probability at least (1 - TV) / (1 + TV), see https://huggingface.co/papers/2408.07978."""
-    random = torch.Generator().manual_seed(0)
-    draft, target = torch.randn(2, 40, generator=random).unbind()
-    target = draft + 0.5 * target
-    noise = draw_noise(4000, 40, generator=random)
-    agreed = (
-        (exponential_race(draft.expand(4000, -1), noise) == exponential_race(target.expand(4000, -1), noise))
-        .float()
-        .mean()
-    )
-    distance = (draft.softmax(0) - target.softmax(0)).abs().sum() / 2
-    # 0.02 is more than 2.5 standard errors of 4000 draws
-    assert agreed >= (1 - distance) / (1 + distance) - 0.02
-    assert agreed > 2 * target.softmax(0).max()
-
-
 SAMPLED = [
-    {"temperature": 1.0, "top_k": 0},
     {"temperature": 0.8, "top_k": 30, "top_p": 0.95},
     {"temperature": 1.0, "top_k": 0, "min_p": 0.02, "logits_processor": [ContextualPenaltyLogitsProcessor(1.5, 8)]},
     {"repetition_penalty": 1.3, "top_k": 0},

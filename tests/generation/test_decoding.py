@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from hf_longspec import PlainDraftModel
-from hf_longspec.generation.target_modules import TargetEnds, final_norm_of
-from hf_longspec.testing import WINDOW, RandomTreeDrafter, tiny_target
+from hf_longspec.testing import WINDOW
 from tests.generation.tiny_models import ATTENTION
-from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -21,25 +18,6 @@ NEVER = 1
 
 # float32 sums in another order. Logits have a standard deviation of 3; differences of 2e-5 were seen.
 LOGIT_TOLERANCE = 1e-4
-
-
-def test_a_drafter_is_told_what_was_emitted_and_what_the_final_norm_was_given(plain_run, monkeypatch):
-    monkeypatch.setattr(RandomTreeDrafter, "wants_hidden", True)
-    run = plain_run("qwen3", RAGGED, max_new_tokens=17, eos_token_id=NEVER)
-    draft = run.draft("tree", num_nodes=9, luck=0.5)
-    run.again(draft)
-    norm, ends = final_norm_of(run.model), TargetEnds(run.model)
-    told = [[], [], []]
-    for number, step in enumerate(draft.verifications):
-        best = ends.head(norm(step.hidden)).argmax(-1)
-        for row, tokens in enumerate(step.tokens):
-            kept = (
-                step.path[row, : len(tokens)] if number else [step.num_nodes.host[row] - 1]
-            )  # the seed emits one token
-            assert [int(best[row, node]) for node in kept] == tokens
-            told[row] += tokens
-    # the last step is told to nobody
-    assert all(text[: len(row)] == row and len(row) > 9 for text, row in zip(run.generated, told, strict=True))
 
 
 @pytest.mark.parametrize("name", ATTENTION)
@@ -62,35 +40,28 @@ def test_every_kind_of_attention(plain_run, name):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("llama", {"selection": "all_rows"}),
-        ("gpt_oss", {"selection": "last_accepted"}),
-        ("gemma2", {"selection": "window"}),
         ("llama", {"selection": "pages"}),
-        ("gpt_oss", {"score": "logits"}),
         ("gemma2", {"score": "weights", "selection": "all_rows", "granularity": "kv_head"}),
-        ("gpt_oss", {"granularity": "kv_head"}),
-        ("llama", {"selection": "last_accepted", "granularity": "kv_head"}),
+        ("gpt_oss", {"score": "logits", "selection": "last_accepted", "granularity": "kv_head"}),
         ("llama", {"selection": "accepted_rows", "granularity": "kv_head"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
 )
-def test_every_way_to_select(plain_run, name, settings):
+def test_ways_to_select(plain_run, name, settings):
     run = plain_run(name, RAGGED, max_new_tokens=9)
     draft = run.draft("specattn", **settings)
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert draft.last_speculation.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize(
-    ("name", "length"), [("mistral", WINDOW - 1), ("gemma3", WINDOW), ("gpt_oss", 3 * WINDOW + 1), ("mistral", WINDOW)]
-)
+@pytest.mark.parametrize(("name", "length"), [("mistral", WINDOW - 1), ("gemma3", WINDOW), ("gpt_oss", 3 * WINDOW + 1)])
 def test_around_a_full_window(plain_run, name, length):
     run = plain_run(name, (length,), max_new_tokens=2 * WINDOW)
     for kind in ("tree", "chain"):
         assert run.again(run.draft(kind, num_nodes=11)).tolist() == run.sequences.tolist()
 
 
-@pytest.mark.parametrize(("lengths", "new"), [(ONE, 1), (ONE, 4), (RAGGED, 2), (RAGGED, 5), (RAGGED, 9)], ids=str)
+@pytest.mark.parametrize(("lengths", "new"), [(ONE, 1), (ONE, 4), (RAGGED, 5)], ids=str)
 def test_the_length_limit_is_exact(plain_run, lengths, new):
     run = plain_run("llama", lengths, max_new_tokens=new)
     hints = plain_run("llama", lengths, max_new_tokens=20).generated  # the draft knows what would come after the end
@@ -102,13 +73,13 @@ def test_the_length_limit_is_exact(plain_run, lengths, new):
             assert out.tolist() == run.sequences.tolist()
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [("tree", ONE), ("tree", RAGGED), ("chain", ONE), ("specattn", RAGGED)])
+@pytest.mark.parametrize(("kind", "lengths"), [("chain", ONE), ("tree", RAGGED)])
 def test_list_of_end_tokens(plain_run, kind, lengths):
     free = plain_run("llama", lengths, max_new_tokens=18)
     # end tokens that the rows really emit, in the middle
     ends = sorted({row[5 + 2 * index] for index, row in enumerate(free.generated)})
     run = plain_run("llama", lengths, max_new_tokens=18, eos_token_id=[126, *ends])
-    draft = run.draft(kind, **({} if kind == "specattn" else {"hints": free.generated, "luck": 0.9}))
+    draft = run.draft(kind, hints=free.generated, luck=0.9)
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert (run.sequences[:, run.prompt_length :] == 0).any() or len(lengths) == 1  # some row ended before the others
     assert run.sequences.shape[1] < run.prompt_length + 18
@@ -121,7 +92,9 @@ def test_max_time_stops_after_the_first_token(plain_run):
     assert out.tolist() == run.sequences.tolist()
 
 
-@pytest.mark.parametrize(("name", "kind", "lengths"), pairwise(("llama", "gemma3"), KINDS, (ONE, RAGGED)))
+@pytest.mark.parametrize(
+    ("name", "kind", "lengths"), [("llama", "tree", ONE), ("gemma3", "chain", RAGGED), ("llama", "specattn", RAGGED)]
+)
 def test_scores_and_logits_are_those_of_plain_generate(plain_run, name, kind, lengths):
     free = plain_run(name, lengths, max_new_tokens=10)
     end = free.generated[0][5]
@@ -152,9 +125,7 @@ def test_scores_and_logits_only_where_asked(plain_run, penalty):
     assert isinstance(run.again(run.draft("tree")), torch.Tensor)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "chunk"), [("gemma3", "tree", 7), ("gemma3", "specattn", 64), ("deepseek_v3", "specattn", 1)]
-)
+@pytest.mark.parametrize(("name", "kind", "chunk"), [("gemma3", "tree", 7), ("deepseek_v3", "specattn", 1)])
 def test_chunked_prefill(plain_run, monkeypatch, name, kind, chunk):
     run = plain_run(name, (43, 3, 20), max_new_tokens=4)
     widths = []
@@ -182,15 +153,15 @@ def test_without_attention_mask_and_with_ones(plain_run, mask):
 
 @pytest.mark.parametrize(
     ("attention", "name", "kind"),
-    pairwise(
-        ("eager", "sdpa", "hf_longspec", "hf_longspec_reference", "hf_longspec_torch"),
-        ("gemma3", "gpt_oss"),
-        ("tree", "specattn"),
-    ),
+    [
+        ("eager", "gemma3", "tree"),
+        ("sdpa", "gemma3", "specattn"),
+        ("hf_longspec", "gpt_oss", "tree"),
+        ("hf_longspec_reference", "gemma3", "tree"),
+        ("hf_longspec_torch", "gpt_oss", "specattn"),
+    ],
 )
 def test_every_attention_implementation_of_the_target(plain_run, target, name, kind, attention):
-    if (name, attention) == ("gpt_oss", "sdpa"):
-        pytest.skip("transformers has no sdpa for gpt_oss")
     expected = plain_run(name, RAGGED, max_new_tokens=8).sequences
     run = plain_run(target(name, attn_implementation=attention), RAGGED, max_new_tokens=8)
     assert run.sequences.tolist() == expected.tolist()  # our attention serves plain generate too
@@ -198,18 +169,7 @@ def test_every_attention_implementation_of_the_target(plain_run, target, name, k
     assert run.model.config._attn_implementation == attention
 
 
-def test_a_nested_config_gets_its_attention_back(target):
-    """Setting an implementation touches the sub-configs too; so must restoring it."""
-    model = tiny_target("llama")
-    model.config._attn_implementation = "sdpa"
-    draft = PlainDraftModel.from_target(model)
-    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False, assistant_model=draft)
-    assert model.config._attn_implementation == "sdpa" and model.model.config._attn_implementation == "sdpa"
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("llama", "chain"), ("gpt_oss", "tree"), ("gemma2", "specattn"), ("deepseek_v3", "specattn")]
-)
+@pytest.mark.parametrize(("name", "kind"), [("gpt_oss", "tree"), ("deepseek_v3", "specattn")])
 def test_bfloat16_runs_and_stays_finite(plain_run, target, name, kind):
     run = plain_run(target(name, dtype=torch.bfloat16), RAGGED, max_new_tokens=10, min_new_tokens=10)
     out = run.again(

@@ -63,15 +63,11 @@ def test_mask_and_depths_match_a_double_loop(tree):
             assert tree.mask[row, query].nonzero().flatten().tolist() == sorted(seen)
             assert tree.depths[row, query] == len(seen) - 1
     tree.validate()
+    # a bound on the depth that is the true depth hides nothing
+    assert torch.equal(tree_mask(tree.parents, tree.valid, max_depth=int(tree.depths.max())), tree.mask)
 
 
-@given(tree=trees)
-def test_mask_needs_no_more_than_the_true_depth(tree):
-    depth = int(tree.depths.max())
-    assert torch.equal(tree_mask(tree.parents, tree.valid, max_depth=depth), tree.mask)
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2, 5, 64])
+@pytest.mark.parametrize("num_nodes", [1, 5, 64])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_chain_matches_a_tree_with_the_same_parents(num_nodes, ragged):
     tokens = torch.randint(9, (3, num_nodes))
@@ -83,19 +79,6 @@ def test_chain_matches_a_tree_with_the_same_parents(num_nodes, ragged):
     assert chain.is_chain and chain.max_depth == num_nodes - 1
     assert torch.equal(chain.mask, tree.mask) and torch.equal(chain.depths, tree.depths)
     assert torch.equal(chain.parents, tree.parents) and torch.equal(chain.valid, tree.valid)
-
-
-def test_chain_structure_survives_inference_mode():
-    draft_tree._chain_structure.cache_clear()
-    with torch.inference_mode():
-        DraftTree.chain(torch.zeros(1, 3, dtype=torch.long))
-    assert not DraftTree.chain(torch.zeros(1, 3, dtype=torch.long)).mask.is_inference()
-
-
-def test_root_only_proposes_nothing():
-    tree = DraftTree.root_only(torch.tensor([4, 7]))
-    tree.validate()
-    assert tree.tokens.tolist() == [[4], [7]] and tree.max_depth == 0 and tree.best_chain(1).tolist() == []
 
 
 @given(tree=trees)
@@ -117,14 +100,6 @@ def test_a_trie_is_the_set_of_prefixes(rows, num_nodes, max_depth):
         # earlier paths come first, so the kept nodes are the first ones in the order of first appearance
         order = dict.fromkeys(p for path in paths for p in sorted(prefixes([path], tree.max_depth), key=len))
         assert spelled == list(order)[: num_nodes - 1]
-
-
-@given(tree=trees)
-def test_merge_trees_removes_duplicates_within_a_tree(tree):
-    merged = merge_trees(tree, DraftTree.root_only(tree.tokens[:, 0]))
-    merged.validate()
-    for row in range(tree.tokens.shape[0]):
-        assert spelled_paths(merged, row) == list(dict.fromkeys(spelled_paths(tree, row)))
 
 
 @given(first=trees, second=trees)
@@ -155,17 +130,13 @@ UNIFORM = torch.full((1, 5, 4), 0.25)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": torch.zeros(5).long()}, r"tokens has shape \(5,\)"),
         ({"parents": GOOD.parents[:, :3]}, r"parents has shape \(1, 3\), expected \(1, 5\)"),
-        ({"valid": GOOD.valid.long()}, "torch.int64, expected torch.bool"),
         ({"valid": torch.zeros(1, 5).bool()}, r"valid\[0, 0\] is False"),
         ({"valid": torch.tensor([[True, False, True, True, False]])}, r"parents\[0, 2\] is 1, expected a valid node"),
         ({"parents": torch.tensor([[0, 0, 1, 0, 0]])}, r"parents\[0, 0\] is 0, expected -1"),
         ({"parents": torch.tensor([[-1, 0, 3, 0, 0]])}, r"parents\[0, 2\] is 3, expected an earlier node"),
-        ({"parents": torch.tensor([[-1, 0, 1, -1, 0]])}, r"parents\[0, 3\] is -1, expected an earlier node"),
         ({"max_depth": 1}, r"depths\[0, 2\] is 2, expected at most 1"),
         ({"is_chain": True}, r"parents\[0, 3\] is 0, expected the previous node"),
-        ({"q": UNIFORM[:, :3]}, r"q has shape \(1, 3, 4\)"),
         ({"q": 2 * UNIFORM}, r"the sum of q\[0, 1\] is 2.0, expected 1"),
         ({"q": torch.tensor([1.5, -0.5]).expand(1, 5, 2)}, r"the sum of q\[0, 1\] is 1.0, expected 1, of terms >= 0"),
     ],
@@ -187,7 +158,7 @@ def test_merging_refuses_bad_input():
         merge_trees(replace(GOOD, q=UNIFORM), GOOD)
 
 
-WIDTHS = [(1, 3, 3, 3), (3, 3, 3), (2, 1, 4), (5,), (1, 1, 1), (1,), (7, 2)]
+WIDTHS = [(1, 3, 3, 3), (2, 1, 4), (5,), (1, 1, 1), (1,)]
 
 
 def levels_of(widths, batch=2):
@@ -232,19 +203,16 @@ def test_sibling_tree_gives_each_node_its_own_children(widths):
         assert [-1 if parent < 0 else nodes[parent] for parent in tree.parents[row]] == list(parents.values())
 
 
-def test_static_structure_is_built_once_and_survives_inference_mode():
-    with torch.inference_mode():
-        first = static_tree(torch.tensor([5, 6]), levels_of((3, 1, 2)))
-    second = static_tree(torch.tensor([7, 8]), levels_of((3, 1, 2)))
-    assert first.parents.data_ptr() == second.parents.data_ptr()
-    assert first.mask.data_ptr() == second.mask.data_ptr()
-    assert not second.mask.is_inference()
-
-
-def test_equal_candidates_at_two_levels_are_no_duplicate_path():
-    """Merging with a chain that is one of the paths adds and removes no node."""
-    tree = static_tree(torch.tensor([5]), [torch.tensor([[7, 8]]), torch.tensor([[7, 8]])])
-    chain = static_tree(torch.tensor([5]), [torch.tensor([[8]]), torch.tensor([[7]])])
-    merged = merge_trees(tree, chain)
-    assert merged.valid.sum() == 7
-    assert torch.equal(merged.tokens[:, :7], tree.tokens)
+def test_static_structures_are_built_once_and_survive_inference_mode():
+    draft_tree._chain_structure.cache_clear()
+    makers = (
+        lambda: static_tree(torch.tensor([5, 6]), levels_of((3, 1, 2))),
+        lambda: DraftTree.chain(torch.zeros(1, 3, dtype=torch.long)),
+    )
+    for make in makers:
+        with torch.inference_mode():
+            first = make()
+        second = make()
+        assert first.parents.data_ptr() == second.parents.data_ptr()
+        assert first.mask.data_ptr() == second.mask.data_ptr()
+        assert not second.mask.is_inference()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec import SpecAttnDraftModel
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 NEW_TOKENS = 21
@@ -16,14 +16,6 @@ def test_candidates_stop_at_the_length_limit():
     candidates, logits = drafter.get_candidates(input_ids)
     assert logits is None
     assert candidates.shape == (1, 21)  # position 22 is the bonus token's
-
-
-def test_a_drafter_without_candidates_offers_none():
-    model = tiny_target("llama")
-    input_ids, _ = tiny_prompts(128, [7])
-    generator = PlainDraftModel.from_target(model).candidate_generator(model, max_length=30)
-    candidates, _ = generator.get_candidates(input_ids)
-    assert torch.equal(candidates, input_ids)
 
 
 def test_following_a_longer_sequence_runs_only_what_is_missing():
@@ -42,9 +34,12 @@ def test_following_a_longer_sequence_runs_only_what_is_missing():
     assert sum(seen) == 5 + 2  # the missing tokens, then two drafting steps
 
 
-def test_several_rows_and_too_long_texts_are_refused():
+def test_refusals():
     model = tiny_target("llama")
-    generator = SpecAttnDraftModel.from_target(model).candidate_generator(model, max_length=20)
+    draft = SpecAttnDraftModel.from_target(model)
+    with pytest.raises(ValueError, match=r"num_hidden_layers=2.*num_hidden_layers=3"):
+        draft.candidate_generator(tiny_target("llama", num_hidden_layers=3), max_length=20)
+    generator = draft.candidate_generator(model, max_length=20)
     with pytest.raises(ValueError, match=r"shape \(2, 5\): a candidate generator proposes for one row of at most 20"):
         generator.get_candidates(torch.full((2, 5), 7))
     with pytest.raises(ValueError, match=r"shape \(1, 21\): .*Pass a larger max_length to candidate_generator"):
@@ -70,11 +65,3 @@ def test_rotary_frequencies_that_change_within_the_text_are_refused(monkeypatch)
     # any assisted mode leads to the stock loop, which then asks for its candidate generator
     assert torch.equal(model.generate(input_ids, prompt_lookup_num_tokens=3, **options), expected)
     assert len(forwards) < NEW_TOKENS
-
-
-def test_a_target_that_cannot_be_drafted_for_is_refused():
-    model = tiny_target("llama")
-    draft = PlainDraftModel.from_target(model)
-    other = tiny_target("llama", num_hidden_layers=2)
-    with pytest.raises(ValueError, match=r"num_hidden_layers=3.*num_hidden_layers=2"):
-        draft.candidate_generator(other, max_length=20)

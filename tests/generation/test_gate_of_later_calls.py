@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hf_longspec.generation import gate as module
-from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate, gate_of
+from hf_longspec.generation.gate import DRAFT, PLAIN, SpeculationGate
 from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts, tiny_target
-from tests.generation.made_up_machine import Machine, always, geometric
+from tests.generation.made_up_machine import Machine, always, gates_on_a_clock, geometric
 
 CALLS, TOKENS, COST = 50, 100, 1.6
 
@@ -50,32 +50,10 @@ def test_a_draft_that_gets_worse_is_paused_and_one_that_gets_better_is_tried():
         assert machine.choices.count(best) >= 0.9 * len(machine.choices)
 
 
-class Clock:
-    """Plain steps take a second and drafting ones ten."""
-
-    def __init__(self):
-        self.gate, self.now, self.calls = None, 0.0, 0
-
-    def __call__(self):
-        self.calls += 1
-        self.now += (1.0 if self.gate.choice == PLAIN else 10.0) if self.calls % 2 == 0 else 0.0
-        return self.now
-
-
 @pytest.fixture
 def gates(monkeypatch):
-    """The gates of all calls, on a simulated clock."""
-    made = []
-
-    def make(wanted, drafter, ranks, known=None):
-        gate = gate_of(wanted, drafter, ranks, known)
-        clock = Clock()
-        clock.gate, gate.clock = gate, clock
-        made.append((gate, known))
-        return gate
-
-    monkeypatch.setattr(module, "gate_of", make)
-    return made
+    """The gates of all calls, on a clock on which plain steps take a second and drafting ones ten."""
+    return gates_on_a_clock(monkeypatch, lambda gate, step: 1.0 if gate.choice == PLAIN else 10.0, keep=True)
 
 
 def useless(model):
@@ -88,7 +66,7 @@ def useless(model):
 def generate(model, draft, lengths=(21,), **options):
     input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
     torch.manual_seed(1)
-    how = {"max_new_tokens": 60, "eos_token_id": None, "pad_token_id": 0, "do_sample": False} | options
+    how = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0, "do_sample": False} | options
     return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **how)
 
 
@@ -101,7 +79,7 @@ def test_the_second_call_begins_with_the_better_choice(gates):
     assert first.num_spec_steps > 0 and first.gate_decisions[-1].choice == PLAIN
     assert torch.equal(generate(model, draft), expected)
     second = draft.last_speculation
-    assert second.num_spec_steps == 0 and second.num_plain_steps == 59
+    assert second.num_spec_steps == 0 and second.num_plain_steps == 39
     assert [decision.choice for decision in second.gate_decisions] == [PLAIN]
     assert gates[1][1] is gates[0][0]
 
@@ -110,7 +88,7 @@ def test_a_call_of_another_kind_has_a_gate_of_its_own(gates):
     model = tiny_target("llama")
     draft = useless(model)
     generate(model, draft)
-    others = ({"lengths": (21, 9)}, {"do_sample": True}, {"max_new_tokens": 300})
+    others = ({"lengths": (21, 9)}, {"do_sample": True}, {"max_new_tokens": 50})
     for options in others:
         generate(model, draft, **options)
     draft.num_nodes = 6

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationMixin
+from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import hf_longspec
@@ -55,12 +55,6 @@ def test_a_second_copy_of_this_module_replaces_the_patch_instead_of_stacking():
     assert GenerationMixin._assisted_decoding is stock
 
 
-def test_signature_and_name_stay_those_of_the_stock_function():
-    patched = GenerationMixin._assisted_decoding
-    assert patched.__wrapped__ is route.stock_assisted_decoding()
-    assert patched.__doc__ == patched.__wrapped__.__doc__
-
-
 @contextlib.contextmanager
 def spied_stock(calls):
     """The stock function is replaced by a spy, and the patch put over it anew."""
@@ -79,57 +73,35 @@ def spied_stock(calls):
         route.install()
 
 
-class TestWhoGoesWhere:
-    def test_another_language_model_takes_the_stock_function(self, plain_run):
-        run = plain_run("llama", (21,), max_new_tokens=8)
-        assistant = tiny_target("llama", seed=1)
-        calls = []
-        with spied_stock(calls):
-            out = run.model.generate(**run.inputs, assistant_model=assistant)
-        assert len(calls) == 1 and out.tolist() == run.sequences.tolist()
-
-    def test_prompt_lookup_takes_the_stock_function(self, plain_run):
-        run = plain_run("llama", (21,), max_new_tokens=8)
-        calls = []
-        with spied_stock(calls):
-            out = run.model.generate(**run.inputs, prompt_lookup_num_tokens=3)
-        assert calls == [None] and out.tolist() == run.sequences.tolist()
-
-    def test_drafts_do_not(self, plain_run):
-        run = plain_run("llama", (21,), max_new_tokens=8)
-        calls, draft = [], run.draft("specattn")
-        with spied_stock(calls):
-            out = run.again(draft)
-        assert calls == [] and out.tolist() == run.sequences.tolist()
-        assert draft.last_speculation.num_forwards > 0
-
-    def test_without_assistant_nothing_of_it_runs(self, plain_run, monkeypatch):
-        run = plain_run("llama", (21,), max_new_tokens=4)
-        monkeypatch.setattr(hf_longspec.DraftModel, "longspec_decoding", None)
-        assert run.model.generate(**run.inputs).tolist() == run.sequences.tolist()
+def test_other_assistants_take_the_stock_function(plain_run):
+    run, calls = plain_run("llama", (21,), max_new_tokens=8), []
+    assistant = tiny_target("llama", seed=1)
+    with spied_stock(calls):
+        for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+            assert run.model.generate(**run.inputs, **options).tolist() == run.sequences.tolist()
+    assert calls == [assistant, None]
 
 
-def test_uninstalled_the_loop_is_not_entered(plain_run):
-    run = plain_run("llama", (21,), max_new_tokens=6)
-    draft = run.draft("plain")
-    route.uninstall()
-    with contextlib.suppress(Exception):  # stock decoding cannot use a draft; how it fails is its own business
-        run.again(draft)
-    assert draft.last_speculation is None
-    route.install()  # the same draft again
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.last_speculation.num_forwards > 0
+def test_drafts_do_not(plain_run):
+    run, calls = plain_run("llama", (21,), max_new_tokens=8), []
+    draft = run.draft("specattn")
+    with spied_stock(calls):
+        assert run.again(draft).tolist() == run.sequences.tolist()
+    assert calls == [] and draft.last_speculation.num_forwards > 0
+
+
+def test_without_assistant_nothing_of_it_runs(plain_run, monkeypatch):
+    run = plain_run("llama", (21,), max_new_tokens=4)
+    monkeypatch.setattr(hf_longspec.DraftModel, "longspec_decoding", None)
+    assert run.model.generate(**run.inputs).tolist() == run.sequences.tolist()
 
 
 class TestCustomGenerate:
     """The documented way for people who forbid patching."""
 
-    @pytest.mark.parametrize(
-        ("name", "kind", "lengths"), [("llama", "tree", (33, 3, 13)), ("gpt_oss", "specattn", (21,))]
-    )
-    def test_the_text_is_the_same_without_the_patch(self, plain_run, name, kind, lengths):
-        run = plain_run(name, lengths, max_new_tokens=8, repetition_penalty=1.2)
-        draft = run.draft(kind)
+    def test_the_text_is_the_same_without_the_patch(self, plain_run):
+        run = plain_run("gpt_oss", (33, 3, 13), max_new_tokens=8, repetition_penalty=1.2)
+        draft = run.draft("specattn")
         route.uninstall()
         out = run.model.generate(**run.inputs, custom_generate=draft.custom_generate, return_dict_in_generate=True)
         assert out.sequences.tolist() == run.sequences.tolist()
@@ -149,39 +121,26 @@ class TestCustomGenerate:
         assert cache.get_seq_length() == 25
 
 
-def test_without_the_route_a_draft_is_refused(target):
+def test_without_the_route_a_draft_is_refused(plain_run):
     """Transformers' own assisted decoding would take it for a small language model."""
-    model = target("llama")
-    draft = hf_longspec.NgramDraftModel.from_target(model)
+    run = plain_run("llama", (21,), max_new_tokens=6)
+    draft = run.draft("tree")
     route.uninstall()
-    try:
-        with pytest.raises(
-            ValueError, match=r"the route to the loop of hf_longspec is not installed. Call hf_longspec.gen"
-        ):
-            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, assistant_model=draft)
-        with pytest.raises(ValueError, match="is not installed"):
-            draft.generate(input_ids=torch.tensor([[5, 6, 7]]))
-    finally:
-        route.install()
+    with pytest.raises(
+        ValueError, match=r"the route to the loop of hf_longspec is not installed. Call hf_longspec.gen"
+    ):
+        run.again(draft)
+    with pytest.raises(ValueError, match="is not installed"):
+        draft.generate(input_ids=torch.tensor([[5, 6, 7]]))
+    assert draft.last_speculation is None
+    other = tiny_target("llama")  # made without the route
+    route.install()
+    for model in (run.model, other):
+        assert model.generate(**run.inputs, assistant_model=draft).tolist() == run.sequences.tolist()
+        assert draft.last_speculation.num_forwards > 0
 
 
 def test_no_architecture_overrides_what_is_patched(target):
     for name in TINY_TARGETS:
         classes = set(type(target(name)).__mro__) - {GenerationMixin}
         assert not any("_assisted_decoding" in vars(cls) for cls in classes)
-
-
-def test_models_made_before_and_after_are_reached(tmp_path):
-    route.uninstall()
-    before = tiny_target("llama")
-    before.save_pretrained(tmp_path)
-    route.install()
-    after = AutoModelForCausalLM.from_pretrained(tmp_path)
-    input_ids = torch.tensor([[5, 6, 7, 8]])
-    texts = []
-    for model in (before, after):
-        draft = hf_longspec.PlainDraftModel.from_target(model)
-        out = model.generate(input_ids, max_new_tokens=5, do_sample=False, assistant_model=draft)
-        assert draft.last_speculation.num_forwards > 0
-        texts.append(out.tolist())
-    assert texts[0] == texts[1]

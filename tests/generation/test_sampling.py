@@ -12,7 +12,6 @@ import torch
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation.logits_process import (
     EtaLogitsWarper,
-    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -22,7 +21,7 @@ from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, Quest
 from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.generation import decoding
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
-from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
+from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts
 from tests.distributions import max_z_score
 from tests.generation.tiny_models import ATTENTION
 
@@ -132,15 +131,15 @@ def test_temperature_near_zero_is_greedy(plain_run):
 class TestDistribution:
     """Frequencies of the first three tokens of many equal prompts, against the distribution of the bare model.
 
-    The first token comes from the prompt alone, the second and the third come from speculation. With these rows the
-    right rules stay below 3.3 sigma, and the wrong ones are at 18 and 20.
+    The first token comes from the prompt alone, the second and the third come from speculation. Only rejection sampling
+    needs this: with the coupled rule the text is that of the plain loop, which the tests above replay token by token.
     """
 
     ROWS, RUNS, VOCAB, PROMPT = 768, 2, 7, 40
 
     @pytest.fixture
     def model(self, target):
-        return target("llama", seed=1, vocab_size=self.VOCAB, num_hidden_layers=2)
+        return target("llama", seed=1, vocab_size=self.VOCAB)
 
     def prompt(self):
         return tiny_prompts(self.VOCAB, (self.PROMPT,))[0]
@@ -156,8 +155,6 @@ class TestDistribution:
             processors.append(TopKLogitsWarper(options["top_k"]))
         if "top_p" in options:
             processors.append(TopPLogitsWarper(options["top_p"]))
-        if "min_p" in options:
-            processors.append(MinPLogitsWarper(options["min_p"]))
         if "eta_cutoff" in options:
             processors.append(EtaLogitsWarper(options["eta_cutoff"]))
 
@@ -188,46 +185,27 @@ class TestDistribution:
         assert (histogram / histogram.sum()).min() > 0.05
         return torch.cat(samples)
 
-    def specattn(self, model, acceptance="rejection"):
+    def specattn(self, model):
         settings = {"num_assistant_tokens": 2, "sparse_ratio": 0.3, "sparse_min_tokens": 5}
-        return SpecAttnDraftModel.from_target(model, acceptance=acceptance, **settings)
+        return SpecAttnDraftModel.from_target(model, acceptance="rejection", **settings)
 
     @pytest.mark.parametrize(
-        ("acceptance", "options"),
+        "options",
         [
-            ("rejection", FREE),
-            ("rejection", {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2}),
-            ("coupled", FREE),
-            ("rejection", {"temperature": 1.3, "top_k": 0, "eta_cutoff": 0.05} | PENALISED),
+            {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2},
+            {"temperature": 1.3, "top_k": 0, "eta_cutoff": 0.05} | PENALISED,
         ],
-        ids=["rejection", "rejection-warped", "coupled", "rejection-eta-penalised"],
+        ids=["warped", "eta-penalised"],
     )
-    def test_specattn_follows_the_target_distribution(self, model, acceptance, options):
-        samples = self.draws(model, self.specattn(model, acceptance), options)
+    def test_specattn_follows_the_target_distribution(self, model, options):
+        samples = self.draws(model, self.specattn(model), options)
         assert max_z_score(samples, self.exact(model, options)) < MAX_SIGMA
 
-    @pytest.mark.parametrize("acceptance", ["rejection", "coupled"])
-    def test_quest_follows_the_target_distribution(self, model, acceptance):
+    def test_quest_follows_the_target_distribution(self, model):
         settings = {"num_assistant_tokens": 2, "sparse_ratio": 0.3, "sparse_min_tokens": 5, "page_size": 3}
-        draft = QuestDraftModel.from_target(model, num_dense_layers=0, acceptance=acceptance, **settings)
+        draft = QuestDraftModel.from_target(model, num_dense_layers=0, acceptance="rejection", **settings)
         options = {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.2}
         assert max_z_score(self.draws(model, draft, options), self.exact(model, options)) < MAX_SIGMA
-
-    @pytest.mark.parametrize("kind", ["longspec", "tokenswift"])
-    def test_drafts_that_use_the_noise_follow_the_target_distribution(self, model, kind):
-        """LongSpec and TokenSwift rank their candidates by the noise of the target's draws."""
-        options = {"temperature": 1.0, "top_k": 0, "min_p": 0.1} | PENALISED
-        if kind == "longspec":
-            draft = random_longspec_draft(model, window=8, tree_widths=[2, 2])
-        else:
-            draft, options = random_tokenswift_draft(model, tree_branching=[1, 2]), FREE
-        assert max_z_score(self.draws(model, draft, options), self.exact(model, options)) < MAX_SIGMA
-
-    def test_random_trees_follow_the_target_distribution(self, model):
-        expected = self.exact(model, FREE)
-        likely = torch.cartesian_prod(*[torch.arange(self.VOCAB)] * 3)[expected.argmax()]
-        draft = random_draft(model, [likely.tolist()] * self.ROWS, num_nodes=6, luck=1.0)
-        assert max_z_score(self.draws(model, draft, FREE), expected) < MAX_SIGMA
 
     def test_a_wrong_draft_distribution_is_detected(self, model, monkeypatch):
         propose = SpecAttnDrafter.propose
@@ -237,7 +215,7 @@ class TestDistribution:
             return replace(tree, q=torch.full_like(tree.q, 1 / tree.q.shape[-1]))
 
         monkeypatch.setattr(SpecAttnDrafter, "propose", uniform)
-        samples = self.draws(model, self.specattn(model), FREE)
+        samples = self.draws(model, self.specattn(model), FREE, runs=1)
         assert max_z_score(samples, self.exact(model, FREE)) > 2 * MAX_SIGMA
 
 

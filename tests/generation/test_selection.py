@@ -68,39 +68,43 @@ def filled_cache(lengths, num_layers=3, max_length=60, tree_slots=6):
     return cache
 
 
-@pytest.mark.parametrize(("lengths", "heads"), [((50,), 1), ((50, 9, 31), 2), ((20, 20), 1)], ids=str)
-def test_compact_copies_slot_by_slot(lengths, heads):
-    """Selected entries, then the tail, then room for the drafts, for every row, head and layer."""
-    cache, room = filled_cache(lengths), 3
-    selected = SelectedCache(cache, dense_layers=frozenset({1}), room=room)
-    tails = [1 + row for row in range(len(lengths))]
-    counts = [budget(length - tail, 0.3, 4) for length, tail in zip(lengths, tails, strict=True)]
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.zeros(len(lengths), heads, max(counts), dtype=torch.long)
-    for row, (length, tail) in enumerate(zip(lengths, tails, strict=True)):
-        for head in range(heads):
-            slots = torch.randperm(length - tail, generator=generator)[: max(counts)]
-            chosen[row, head, : len(slots)] = slots
-    selected.begin(counts, tails)
+PHASES = [
+    # committed tokens, selected entries and tail of every row
+    ((50, 30), (6, 6), (2, 2)),
+    ((54, 31), (6, 6), (4, 1)),
+    ((55, 36), (9, 5), (1, 5)),
+    ((59, 37), (4, 8), (4, 1)),
+    ((60, 40), (7, 7), (1, 3)),
+]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_compact_copies_slot_by_slot(heads):
+    """Selected entries, then the tail, then room for the drafts, for every row, head and layer of every phase."""
+    cache, room = filled_cache((1, 1)), 3
+    selected = SelectedCache(cache, frozenset({1}), room)
     assert selected.sparse_layers == [0, 2]
-    for layer in selected.sparse_layers:
-        selected.fill(layer, chosen)
-        for row, (count, tail) in enumerate(zip(counts, tails, strict=True)):
-            for head in range(2):
-                slots = chosen[row, head % heads, :count].tolist()
-                slots += range(lengths[row] - tail, lengths[row])
-                for name in ("keys", "values"):
-                    full = getattr(cache.layers[layer], name)[row, head, slots]
-                    compact = getattr(selected.layers[layer], name)[row, head, : count + tail]
-                    assert torch.equal(compact, full)
-        assert selected.layers[layer].keys.shape[2] >= max(selected.used.lengths.host) + room
-    assert selected.used.lengths.host == tuple(count + tail for count, tail in zip(counts, tails, strict=True))
-    # dense layers are the target's own buffers
-    assert selected.layers[1].keys.data_ptr() == cache.layers[1].keys.data_ptr()
-    assert selected.dense_used.lengths.host == tuple(lengths)
-    selected.advance()
-    assert selected.used.lengths.host[0] == counts[0] + tails[0] + 1
-    assert selected.dense_used.lengths.host[0] == lengths[0] + 1
+    for lengths, counts, tails in PHASES:
+        cache.set_lengths(lengths)
+        chosen = torch.stack([torch.arange(max(counts)) * (3 + head) for head in range(heads)]).expand(2, -1, -1)
+        selected.begin(counts, tails)
+        for layer in selected.sparse_layers:
+            selected.fill(layer, chosen)
+            for row, (length, count, tail) in enumerate(zip(lengths, counts, tails, strict=True)):
+                for head in range(2):
+                    slots = [*chosen[row, head % heads, :count].tolist(), *range(length - tail, length)]
+                    for name in ("keys", "values"):
+                        full = getattr(cache.layers[layer], name)[row, head, slots]
+                        compact = getattr(selected.layers[layer], name)[row, head, : count + tail]
+                        assert torch.equal(compact, full)
+            assert selected.layers[layer].keys.shape[2] >= max(selected.used.lengths.host) + room
+        assert selected.used.lengths.host == tuple(count + tail for count, tail in zip(counts, tails, strict=True))
+        # dense layers are the target's own buffers
+        assert selected.layers[1].keys.data_ptr() == cache.layers[1].keys.data_ptr()
+        assert selected.dense_used.lengths.host == lengths
+        selected.advance()
+        assert selected.used.lengths.host[0] == counts[0] + tails[0] + 1
+        assert selected.dense_used.lengths.host[0] == lengths[0] + 1
 
 
 def test_buffers_stay_while_the_number_of_entries_hardly_changes():
@@ -114,35 +118,6 @@ def test_buffers_stay_while_the_number_of_entries_hardly_changes():
         assert torch.equal(selected.layers[0].keys[0, :, :count], cache.layers[0].keys[0, :, :count])
         addresses.append(selected.layers[0].keys.data_ptr())
     assert len(set(addresses[:4])) == 1 and addresses[4] != addresses[3]
-
-
-PHASES = [
-    # committed tokens, selected entries and tail of every row
-    ((50, 30), (6, 6), (2, 2)),
-    ((54, 31), (6, 6), (4, 1)),
-    ((55, 36), (9, 5), (1, 5)),
-    ((59, 37), (4, 8), (4, 1)),
-    ((60, 40), (7, 7), (1, 3)),
-]
-
-
-def test_every_phase_has_slots_of_its_own():
-    """State that layers share within a phase is not carried into the next, whatever rows have in common."""
-    cache, room = filled_cache((1, 1)), 3
-    selected = SelectedCache(cache, frozenset(), room)
-    for lengths, counts, tails in PHASES:
-        cache.set_lengths(lengths)
-        chosen = torch.arange(max(counts)).mul(3).expand(2, 1, -1)
-        selected.begin(counts, tails)
-        for layer, source in enumerate(cache.layers):
-            selected.fill(layer, chosen)
-            compact = selected.layers[layer]
-            assert compact.keys.shape[2] >= max(selected.used.lengths.host) + room
-            for row, (length, count, tail) in enumerate(zip(lengths, counts, tails, strict=True)):
-                slots = [*range(0, 3 * count, 3), *range(length - tail, length)]
-                assert torch.equal(compact.keys[row, :, : count + tail], source.keys[row][:, slots])
-                assert torch.equal(compact.values[row, :, : count + tail], source.values[row][:, slots])
-        selected.advance()
 
 
 def test_drafted_tokens_go_after_the_tail_and_never_into_the_prefix():
@@ -176,10 +151,10 @@ def nbytes(selected):
     )
 
 
-@pytest.mark.parametrize(("lengths", "ratio"), [((200,), 0.5), ((200, 37, 120), 0.1)], ids=["one", "ragged"])
 @pytest.mark.usefixtures("every_step_speculates")
-def test_memory_is_the_share_and_the_floor_and_the_tail(plain_run, monkeypatch, lengths, ratio):
+def test_memory_is_the_share_and_the_floor_and_the_tail(plain_run, monkeypatch):
     """Through `generate`: at most `ratio` of the cache, the floor, and as many entries as one phase adds."""
+    lengths, ratio = (200, 37, 120), 0.1
     run = plain_run("llama", lengths, max_new_tokens=8, eos_token_id=1)
     draft = run.draft("specattn", num_assistant_tokens=3, sparse_ratio=ratio, sparse_min_tokens=16)
     made, sizes = [], []

@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 import torch
 
-from benchmarks.floors import Machine, Roofline, shape_of
 from hf_longspec import QuestDraftModel, SpecAttnDraftModel
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE, gate_of
@@ -30,15 +29,6 @@ def test_no_machine_exceeds_the_bound():
         for factor in (0.0, 0.1, 1.0, 7.0, KV_FACTOR):
             assert seconds_added_up(gamma, share, weights, kv, factor) <= bound + 1e-12
         assert bound == pytest.approx(seconds_added_up(gamma, share, weights, kv, KV_FACTOR), rel=1e-12)
-
-
-def test_the_roofline_is_below_the_bound():
-    """The roofline also counts arithmetic, so its speed-up is smaller."""
-    shape = shape_of("Llama-3.1-8B")
-    for batch, context in product((1, 8, 64), (1, 64, 512, 4096, 131_072, 2**20)):
-        roofline = Roofline(shape, Machine("made up", 3.0, 800.0), batch, context)
-        kv, weights = batch * context * roofline.kv_bytes_per_token, shape.weights_read(batch) * 2
-        assert roofline.specattn(4, 0.07).max_speedup <= speedup_bound(4, 0.07, weights, kv)
 
 
 def test_the_bound_without_a_cache_and_without_weights():

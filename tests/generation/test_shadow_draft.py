@@ -136,7 +136,7 @@ class TestGate:
         assert machine.now <= 1.03 * machine.emitted
         assert machine.proposals > 50
 
-    @pytest.mark.parametrize(("period", "cost"), [(30, 2.0), (60, 3.3), (100, 2.0), (200, 3.3)])
+    @pytest.mark.parametrize(("period", "cost"), [(30, 2.0), (60, 3.3), (200, 3.3)])
     def test_a_draft_that_alternates_between_good_and_bad_costs_little(self, cost, period):
         """Suggestions fail again and again. The worst of these cases loses seven per cent."""
         accepted = lambda machine: 5 if machine.emitted // period % 2 else 1  # noqa: E731
@@ -187,13 +187,6 @@ class TestCalls:
             assert begin >= at and text[begin - 1] == tree.tokens[0, 0]
             assert accepted_by_hand(paths, text[begin:]) == found
             at = begin + found
-
-    def test_rows_of_a_batch(self, plain_run, shadows):
-        run = plain_run("llama", (9, 31, 4), max_new_tokens=120, eos_token_id=None)
-        draft = NgramDraftModel.from_target(run.model)
-        assert run.again(draft).tolist() == run.sequences.tolist()
-        (shadow,) = shadows
-        assert len(shadow.recorded) > 3
 
     def test_only_drafts_without_a_forward_are_followed(self, plain_run, shadows):
         run = plain_run("llama", (23,), max_new_tokens=20, eos_token_id=None)

@@ -30,38 +30,34 @@ def test_nothing_recorded_is_zero_not_an_error():
     assert "tau 0.00" in str(stats)
 
 
-@pytest.mark.parametrize(
-    ("kind", "lengths"), [("tree", (33, 3, 13)), ("chain", (21,)), ("specattn", (33, 3, 13)), ("plain", (21,))]
-)
-def test_counts_agree_with_the_text(plain_run, kind, lengths):
-    """Rows end at different places: an end token that one row emits early."""
+@pytest.mark.parametrize("kind", ["tree", "specattn", "plain"])
+def test_counts_agree_with_the_text(plain_run, kind):
+    """Three rows, of which one ends at its first token and another early."""
+    lengths = (33, 3, 13)
     free = plain_run("llama", lengths, max_new_tokens=14)
-    end = free.generated[0][6]
-    run = plain_run("llama", lengths, max_new_tokens=14, eos_token_id=end)
+    ends = [free.generated[0][0], free.generated[1][5]]
+    run = plain_run("llama", lengths, max_new_tokens=14, eos_token_id=ends)
     draft = run.draft(kind)
-    out = run.again(draft, return_dict_in_generate=True)
-    stats = out.speculation
-    assert draft.last_speculation is stats
-    texts = [row[: row.index(end) + 1] if end in row else row for row in run.generated]
+    stats = run.again(draft, return_dict_in_generate=True).speculation
+    assert draft.last_speculation is stats and stats.method == draft.config.model_type
+    texts = [row[: next((i for i, t in enumerate(row) if t in ends), len(row) - 1) + 1] for row in run.generated]
+    assert len(texts[0]) == 1 < len(texts[1])
     # the first token of a row comes from its prompt
-    assert stats.num_emitted_tokens == sum(len(text) - 1 for text in texts)
-    histogram = stats.acceptance_histogram
-    assert sum(histogram) == stats.num_spec_steps
-    assert sum(count * accepted for accepted, count in enumerate(histogram)) == stats.num_accepted_draft_tokens
+    assert [1 + sum(row) for row in stats.emitted_per_step] == [len(text) for text in texts]
+    emitted = [count for row in stats.emitted_per_step for count in row]
+    drafted = [count for row in stats.drafted_per_step for count in row]
+    assert len(emitted) == len(drafted) == stats.num_spec_steps <= len(lengths) * stats.num_forwards
+    assert (sum(emitted), sum(drafted)) == (stats.num_emitted_tokens, stats.num_draft_tokens)
+    assert stats.acceptance_histogram == [emitted.count(n + 1) for n in range(max(emitted))]
+    assert max(emitted) > 1 or kind == "plain"
     assert stats.num_emitted_tokens == stats.num_accepted_draft_tokens + stats.num_spec_steps
     assert stats.mean_acceptance_length == stats.num_emitted_tokens / stats.num_spec_steps
-    assert stats.num_spec_steps <= len(lengths) * stats.num_forwards
-    if len(lengths) == 1:
-        assert stats.num_forwards == stats.num_spec_steps
-    proposed = {"tree": 6, "chain": 6, "specattn": 3, "plain": 0}[kind]
+    proposed = {"tree": 6, "specattn": 3, "plain": 0}[kind]
     assert stats.num_accepted_draft_tokens <= stats.num_draft_tokens <= proposed * stats.num_spec_steps
-    assert stats.method == draft.config.model_type
     assert 0 < stats.draft_seconds + stats.verify_seconds <= stats.decode_seconds
     assert stats.prefill_seconds > 0
-    if hasattr(draft, "verifications"):  # what the drafter was told, without the seeding chain and the last step
-        steps = draft.verifications[1:]
-        assert stats.num_forwards == len(steps) + 1
-        assert all(1 <= n <= 7 or n == 0 for verification in steps for n in verification.num_nodes.host)
+    if kind == "tree":  # what the drafter was told, without the seeding chain and the last step
+        assert stats.num_forwards == len(draft.verifications)
 
 
 def test_last_speculation_is_that_of_the_last_call(plain_run):
@@ -80,25 +76,6 @@ def test_one_token_needs_no_verification(plain_run):
     stats = run.again(run.draft("tree"), return_dict_in_generate=True).speculation
     assert stats.num_spec_steps == stats.num_forwards == 0 and stats.acceptance_histogram == []
     assert stats.mean_acceptance_length == 0.0
-
-
-@pytest.mark.parametrize("kind", ["tree", "specattn", "plain"])
-def test_single_steps_make_up_each_row_and_the_sums(plain_run, kind):
-    """Three rows, of which one ends at its first token and another early; the sums of the steps are the statistics."""
-    lengths = (33, 3, 13)
-    free = plain_run("llama", lengths, max_new_tokens=14)
-    ends = [free.generated[0][0], free.generated[1][5]]
-    run = plain_run("llama", lengths, max_new_tokens=14, eos_token_id=ends)
-    stats = run.again(run.draft(kind), return_dict_in_generate=True).speculation
-    texts = [row[: next((i for i, t in enumerate(row) if t in ends), len(row) - 1) + 1] for row in run.generated]
-    assert len(texts[0]) == 1 < len(texts[1])
-    assert [1 + sum(row) for row in stats.emitted_per_step] == [len(text) for text in texts]
-    emitted = [count for row in stats.emitted_per_step for count in row]
-    drafted = [count for row in stats.drafted_per_step for count in row]
-    assert len(emitted) == len(drafted) == stats.num_spec_steps
-    assert sum(drafted) == stats.num_draft_tokens
-    assert [emitted.count(n + 1) for n in range(max(emitted))] == stats.acceptance_histogram
-    assert max(emitted) > 1 or kind == "plain"
 
 
 def test_steps_are_small_and_stay_out_of_json_and_print():

@@ -1,16 +1,26 @@
-"""The modules that a draft borrows, against the target's own hidden states, queries, keys and logits."""
+"""The modules and hidden states that a draft borrows, against the target's own states, queries, keys and logits."""
 
 import importlib
 import inspect
+import threading
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AttentionInterface, AttentionMaskInterface, GPT2Config, GPT2LMHeadModel
 
 from hf_longspec import LongSpecDraftModel
+from hf_longspec.generation import target_modules
 from hf_longspec.generation.cache import SpeculativeCache
-from hf_longspec.generation.target_modules import TargetParts, last_full_layer, rotates
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts
+from hf_longspec.generation.target_modules import (
+    LayerInputs,
+    TargetEnds,
+    TargetParts,
+    final_norm_of,
+    last_full_layer,
+    rotates,
+    with_final_norm_input,
+)
+from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
 from tests.robustness.enumeration import build
 
 ROTARY_TARGETS = [name for name in TINY_TARGETS if name != "deepseek_v3"]
@@ -121,7 +131,7 @@ def test_some_layers_do_not_rotate(target, relative, name):
     model = target(name) if isinstance(name, str) else relative(*name)
     config = model.config
     turning = [rotates(config, layer) for layer in range(config.num_hidden_layers)]
-    assert turning == [True, False, True, False]
+    assert turning == [True, False]
     parts = TargetParts(model, 1)
     states = torch.randn(1, 2, 5, 16, generator=torch.Generator().manual_seed(0))
     rotary = parts.rotary(torch.arange(5)[None], states)
@@ -130,19 +140,18 @@ def test_some_layers_do_not_rotate(target, relative, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "layer"), [("llama", 2), ("mistral", 2), ("gemma3", 2), ("gpt_oss", 3), ("cohere2", 3), ("gemma2", 3)]
+    ("name", "num_layers", "layer"),
+    [("llama", 2, 1), ("mistral", 2, 1), ("gemma3", 3, 1), ("gpt_oss", 4, 3), ("gemma2", 3, 1)],
 )
-def test_the_last_full_layer(target, name, layer):
-    config = target(name).config
-    assert last_full_layer(config) == layer
-    kinds = getattr(config, "layer_types", None)
-    assert kinds is None or set(kinds) == {"sliding_attention"} or kinds[layer] == "full_attention"
+def test_the_last_full_layer(target, name, num_layers, layer):
+    """In gemma3 and gemma2 a layer with a window follows it, and in mistral all layers have one."""
+    assert last_full_layer(target(name, num_hidden_layers=num_layers).config) == layer
 
 
 def test_local_and_global_layers_turn_at_their_own_speed(target):
     model = target("gemma3")
     positions, like = torch.arange(7)[None], torch.zeros(1)
-    local, whole = (TargetParts(model, layer).rotary(positions, like)[0] for layer in (1, 2))
+    local, whole = (TargetParts(model, layer).rotary(positions, like)[0] for layer in (0, 1))
     assert not torch.allclose(local, whole)
 
 
@@ -157,5 +166,75 @@ def test_the_place_of_the_keys(target):
     cache = SpeculativeCache(model.config, 1, 9)
     with torch.no_grad():
         model(torch.tensor([[5, 6]]), past_key_values=cache)
-    keys = cache.layers[2].keys
-    assert TargetParts(model, 2).place == (keys.device, keys.dtype)
+    keys = cache.layers[1].keys
+    assert TargetParts(model, 1).place == (keys.device, keys.dtype)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite", "cohere2"])
+def test_norm_and_head_of_what_was_caught_are_the_logits(architecture):
+    model = tiny_target(architecture)
+    tokens, _ = tiny_prompts(model.config.vocab_size, [7, 7])
+    with torch.no_grad(), LayerInputs(model, True) as caught:
+        logits = model(tokens).logits
+        again = TargetEnds(model).head(final_norm_of(model)(caught.hidden))
+    assert caught.hidden.shape == (2, 7, model.config.hidden_size)
+    torch.testing.assert_close(again, logits, **EQUAL)
+    assert not final_norm_of(model)._forward_pre_hooks
+
+
+def test_a_forward_of_another_thread_is_not_caught():
+    model = tiny_target("llama")
+    mine, other = (tiny_prompts(model.config.vocab_size, [length])[0] for length in (5, 9))
+    with torch.no_grad(), LayerInputs(model, True) as caught:
+        model(mine)
+        thread = threading.Thread(target=lambda: model(other))
+        thread.start()
+        thread.join()
+    assert caught.hidden.shape[1] == 5
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_is_caught_can_leave_a_graph(compiles, graphs):
+    """The graph is made while one context is open, and serves when that is closed and another one open."""
+    model = tiny_target("gemma3", num_hidden_layers=1, layer_types=["sliding_attention"])
+
+    def step(tokens):
+        return with_final_norm_input(model, lambda: model(tokens, use_cache=False).logits)
+
+    run = torch.compile(step, fullgraph=True, backend=graphs) if compiles else step
+    for seed in range(3):
+        tokens = torch.randint(3, 128, (2, 7), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad(), LayerInputs(model, True) as caught:
+            expected = model(tokens, use_cache=False).logits
+        with torch.no_grad(), LayerInputs(model, True):
+            logits, hidden = run(tokens)
+        torch.testing.assert_close(logits, expected, **EQUAL)
+        torch.testing.assert_close(hidden, caught.hidden, **EQUAL)
+    assert graphs.frame_count == compiles
+    assert not final_norm_of(model)._forward_pre_hooks
+    assert not target_modules._traced.caught and not target_modules._traced.wanted
+
+
+def test_a_graph_that_has_not_asked_catches_nothing(graphs):
+    """Another thread may be compiling a forward while the hook is there."""
+    model = tiny_target("llama", num_hidden_layers=1)
+    with torch.no_grad(), LayerInputs(model, True) as caught:
+        torch.compile(model, fullgraph=True, backend=graphs)(torch.ones(1, 4, dtype=torch.long), use_cache=False)
+    assert graphs.frame_count == 1
+    assert not caught._caught
+    assert not target_modules._traced.caught
+
+
+def test_the_hook_goes_when_the_forward_fails():
+    model = tiny_target("llama")
+    with pytest.raises(IndexError), LayerInputs(model, True):
+        model(torch.tensor([[10**6]]))
+    assert not final_norm_of(model)._forward_pre_hooks
+
+
+def test_a_model_without_a_known_final_norm_is_refused_by_name():
+    model = tiny_target("llama")
+    model.model.closing = model.model.norm
+    del model.model.norm
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no final norm"):
+        final_norm_of(model)

@@ -5,7 +5,6 @@ import pytest
 from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE
 from hf_longspec.generation.tree_tuner import GROWTH
 from tests.generation.made_up_machine import Machine, Tree, always, geometric
-from tests.pairwise import pairwise
 
 BIG, SMALL, WIDE = "[4, 4, 4, 3]", "[1, 1]", "[8, 8]"
 
@@ -25,7 +24,9 @@ def share(machine, name, last):
 
 
 class TestUselessDraft:
-    @pytest.mark.parametrize(("cost", "others", "depth"), pairwise((1.02, 1.5, 3.0, 10.0), (0.5, 1.0, 2.0), (4, 8)))
+    @pytest.mark.parametrize(
+        ("cost", "others", "depth"), [(1.02, 2.0, 8), (1.5, 0.5, 4), (3.0, 1.0, 8), (10.0, 0.5, 4)]
+    )
     def test_a_thousand_tokens_take_at_most_three_percent_longer_than_plain(self, cost, others, depth):
         """Over a plain step, the other trees cost half as much more, as much more, or twice as much more."""
         over = 1 + (cost - 1) * others
@@ -44,8 +45,10 @@ class TestUselessDraft:
 
 
 class TestGoodDraft:
-    @pytest.mark.parametrize(("cost", "tokens"), [(1.2, 2), (1.5, 5)])
-    @pytest.mark.parametrize(("others", "accepted"), [(2.0, 1), (1.0, 1), (1.0, 0.5), (1.1, 1.0), (4.0, 1.2)])
+    @pytest.mark.parametrize(
+        ("cost", "tokens", "others", "accepted"),
+        [(1.2, 2, 2.0, 1), (1.5, 5, 1.0, 1), (1.5, 5, 1.0, 0.5), (1.2, 2, 1.1, 1.0), (1.5, 5, 4.0, 1.2)],
+    )
     def test_a_thousand_tokens_lose_at_most_two_percent(self, cost, tokens, others, accepted):
         """Other trees cost `others` times as much and emit `accepted` times as many tokens, but at least 1."""
         much = max(1, round(tokens * accepted))
@@ -108,31 +111,6 @@ class TestCostsThatChange:
         machine = Machine(trees=trees((9.0, 2, 4, 16, BIG), (2.0, 1.5, 2, 3, SMALL)), plain=plain).run(8000)
         assert [decision.choice for decision in machine.decisions] == [PLAIN, SMALL]
         assert share(machine, SMALL, 300) > 0.9
-
-    def test_plain_steps_replace_two_trees_that_stop_paying(self):
-        accepted = lambda machine: 4 if machine.emitted < 2000 else 1  # noqa: E731
-        machine = Machine(trees=trees((2.0, accepted, 4, 16, BIG), (2.0, accepted, 4, 16, WIDE))).run(6000)
-        assert [decision.choice for decision in machine.decisions][-1] == PLAIN
-        assert share(machine, PLAIN, 500) > 0.9
-
-
-def test_batches_and_contexts_decide():
-    """Nodes cost arithmetic and plain steps cost reads, so that large batches at short context favour few nodes."""
-    taken = {}
-    for rows, context in ((1, 1000), (32, 1000), (32, 60_000)):
-        reading = 10.0 + rows * context / 16_000
-
-        def cost(_, nodes, rows=rows, reading=reading):
-            return max(reading, 0.12 * nodes * rows)
-
-        tree = [
-            (lambda emitted, nodes=nodes, cost=cost: cost(emitted, nodes), geometric(rate, depth), depth, nodes, name)
-            for nodes, depth, rate, name in ((16, 4, 0.7, BIG), (3, 2, 0.5, SMALL))
-        ]
-        plain = lambda emitted, cost=cost: cost(emitted, 1)  # noqa: E731
-        machine = Machine(trees=trees(*tree), plain=plain, rows=rows, prompt=context).run(3000)
-        taken[rows, context] = machine.decisions[-1].choice
-    assert taken == {(1, 1000): BIG, (32, 1000): SMALL, (32, 60_000): BIG}
 
 
 def test_equal_trees_do_not_alternate():

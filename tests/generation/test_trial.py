@@ -54,9 +54,9 @@ class TestWindows:
         found = {name: TargetView(target(name)).windows for name in TINY_TARGETS}
         none = {name for name, windows in found.items() if set(windows) == {None}}
         assert none == set(TINY_TARGETS) - {"mistral", "gemma2", "gemma3", "gpt_oss", "cohere2"}
-        assert found["mistral"] == (WINDOW,) * 3
-        assert found["gemma2"] == found["gpt_oss"] == found["cohere2"] == (WINDOW, None, WINDOW, None)
-        assert found["gemma3"] == (WINDOW, WINDOW, None, WINDOW)
+        assert found["mistral"] == (WINDOW,) * 2
+        assert found["gemma2"] == found["gpt_oss"] == found["cohere2"] == (WINDOW, None)
+        assert found["gemma3"] == (WINDOW, None, WINDOW)
 
     @pytest.mark.parametrize(("name", "windows"), [("qwen2_moe", (16, None, None)), ("phimoe", (16, 16, 16))])
     def test_that_only_the_mask_contains(self, name, windows):
@@ -75,18 +75,15 @@ class TestWindows:
         # all layers are dense, so that the draft is the target itself
         assert draft.last_speculation.num_accepted_draft_tokens == draft.last_speculation.num_draft_tokens > 0
 
-    def test_longer_than_the_longest_text(self):
-        assert TargetView(tiny_target("mistral", sliding_window=5000)).windows == (5000,) * 3
+    @pytest.mark.parametrize("length", [1, 5000])
+    def test_of_one_token_and_longer_than_the_longest_text(self, length):
+        assert TargetView(tiny_target("mistral", sliding_window=length)).windows == (length,) * 2
 
-    def test_no_longer_than_one_token(self):
-        assert TargetView(tiny_target("mistral", sliding_window=1)).windows == (1,) * 3
-
-    @pytest.mark.parametrize("name", ["llama", "glm4"])
-    def test_left_over_in_the_config(self, name):
+    def test_left_over_in_the_config(self):
         """transformers' cache applies it and the model does not: the text without a cache is another one."""
-        model = tiny_target(name, sliding_window=WINDOW)
+        model = tiny_target("llama", sliding_window=WINDOW)
         view = TargetView(model)
-        assert view.windows == (None,) * 3 and not view.sliding_layers
+        assert view.windows == (None,) * 2 and not view.sliding_layers
         assert view.why_not() == []  # no text is known yet
         (reason,) = view.why_not(WINDOW + 1)
         assert f"contains sliding_window={WINDOW}, which its attention does not apply" in reason
@@ -115,30 +112,28 @@ class TestPositions:
         assert reasons[-1].startswith("it takes positions from the length of its cache")
         assert len(reasons) == 1 or name == "bigbird_pegasus"  # whose attention is marked as not causal as well
 
-    @pytest.mark.parametrize("name", ["opt", "gpt_neox", "smollm3"])
-    def test_tables_and_layers_without_positions(self, name):
-        check_text(build(name, ffn_dim=96, word_embed_proj_dim=64, n_layer=3, n_head=4, n_embd=64))
-
-    def test_no_positions_at_all(self):
-        """Nothing depends on position_ids, and nothing has to."""
-        model = tiny_target("smollm3", no_rope_layers=[0, 0, 0, 0])
-        check_text(model)
-
-    def test_a_decoder_whose_own_count_begins_elsewhere(self):
-        """The positions of RoBERTa begin after its padding index, but `generate` hands it positions from 0."""
-        check_text(build("roberta", is_decoder=True, num_key_value_heads=4))
+    @pytest.mark.parametrize(
+        ("name", "settings"),
+        [
+            ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+            ("gpt_neox", {}),
+            ("smollm3", {"no_rope_layers": [0, 0, 0]}),  # nothing depends on position_ids, and nothing has to
+            # its positions begin after its padding index, but `generate` hands it positions from 0
+            ("roberta", {"is_decoder": True, "num_key_value_heads": 4}),
+        ],
+    )
+    def test_of_other_kinds(self, name, settings):
+        check_text(build(name, **settings))
 
 
 class TestCausality:
     def test_attention_in_both_directions(self):
         model = tiny_target("gemma3", use_bidirectional_attention=True)
         reasons = TargetView(model).why_not()
-        assert any("0, 1, 2, 3 attend to later tokens" in reason for reason in reasons)
+        assert any("0, 1, 2 attend to later tokens" in reason for reason in reasons)
         assert any("have a mask that is neither causal nor a sliding window" in reason for reason in reasons)
         draft = PlainDraftModel.from_target(model)
-        with pytest.raises(
-            ValueError, match=r"its layers 0, 1, 2, 3 attend to later tokens.*Call generate\(\) without"
-        ):
+        with pytest.raises(ValueError, match=r"its layers 0, 1, 2 attend to later tokens.*Call generate\(\) without"):
             model.generate(tiny_prompts(128, (9,))[0], max_new_tokens=3, assistant_model=draft)
 
     def test_an_encoder(self):
@@ -203,4 +198,4 @@ class TestTheTrial:
     def test_models_without_a_longest_text(self):
         model = tiny_target("mistral")
         del model.config.max_position_embeddings
-        assert TargetView(model).windows == (WINDOW,) * 3
+        assert TargetView(model).windows == (WINDOW,) * 2

@@ -21,7 +21,6 @@ from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.generation import verification
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.verification import (
-    Acceptance,
     accept_rejection,
     accept_sampled,
     draw_noise,
@@ -127,12 +126,10 @@ class Speculation:
 @pytest.mark.parametrize(
     ("processors", "scheme", "depth"),
     [
-        *((processors, scheme, 3) for processors in PROCESSORS for scheme in ("tree", "rejection")),
-        *(
-            (processors, scheme, depth)
-            for processors in ("plain", "all")
-            for scheme, depth in (("rejection", 1), ("coupled", 3))
-        ),
+        *((processors, scheme, 3) for processors, scheme in zip(PROCESSORS, cycle(("tree", "rejection")))),
+        ("all", "rejection", 3),
+        ("all", "coupled", 3),
+        ("plain", "rejection", 1),
     ],
 )
 def test_sampled_text_follows_the_target_distribution(scheme, depth, processors, rows):
@@ -159,24 +156,6 @@ def resample_from_p_minus_q_after_a_whole_chain(run, monkeypatch):
     return run.rejection
 
 
-def draft_greedily_and_declare_softmax(run, monkeypatch):
-    draft_chain = run.draft_chain
-    monkeypatch.setattr(run, "draft_chain", lambda ids, noise: draft_chain(ids, torch.ones_like(noise)))
-    return run.rejection
-
-
-def declare_the_distribution_before_processing(run, monkeypatch):
-    draft_chain, table = run.draft_chain, run.draft.table
-
-    def misdeclare(ids, noise):
-        tree = draft_chain(ids, noise)
-        q = torch.cat([tree.q[:, :1], table[tree.tokens[:, :-1]].softmax(-1)], dim=1)
-        return DraftTree.chain(tree.tokens, q=q)
-
-    monkeypatch.setattr(run, "draft_chain", misdeclare)
-    return run.rejection
-
-
 def draw_again_for_every_sibling(run, monkeypatch):
     def accept(tree, scores, noise):
         def choose(depth, node):
@@ -194,85 +173,27 @@ def draw_again_for_every_sibling(run, monkeypatch):
     return run.tree
 
 
-def draw_again_after_a_mismatch(run, monkeypatch):
-    def accept(tree, scores, noise):
-        right = accept_sampled_(tree, scores, noise)
-        last = right.num_nodes - 1
-        again = exponential_race(verification._row(scores, right.path[:, -1]), run.fresh(len(scores), V))
-        tokens = right.tokens.scatter(1, last[:, None], again[:, None])
-        return Acceptance(right.path, right.num_nodes, tokens)
-
-    accept_sampled_ = accept_sampled
-    monkeypatch.setitem(globals(), "accept_sampled", accept)
-    return run.coupled
-
-
 def use_one_noise_row_at_every_depth(run, monkeypatch):
     return lambda ids, noise: run.coupled(ids, noise[:, :1].expand_as(noise))
 
 
 WRONG_RULES = [
-    resample_from_p,
-    resample_from_p_minus_q_after_a_whole_chain,
-    draft_greedily_and_declare_softmax,
-    declare_the_distribution_before_processing,
-    draw_again_for_every_sibling,
-    draw_again_after_a_mismatch,
-    use_one_noise_row_at_every_depth,
+    (resample_from_p, "temperature"),
+    (resample_from_p_minus_q_after_a_whole_chain, "top_p"),
+    (draw_again_for_every_sibling, "contextual"),
+    (use_one_noise_row_at_every_depth, "min_p"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("break_rule", "processors"),
-    list(zip(WRONG_RULES, cycle(["temperature", "top_p", "min_p", "eta", "contextual"]))),
-    ids=lambda value: getattr(value, "__name__", value),
-)
+@pytest.mark.parametrize(("break_rule", "processors"), WRONG_RULES, ids=lambda value: getattr(value, "__name__", value))
 def test_a_broken_rule_is_detected(break_rule, processors, monkeypatch):
     run = Speculation(processors)
     assert run.z_score(break_rule(run, monkeypatch)) > CLEARLY_WRONG
 
 
-def penalise_by_the_window_of_the_root(run, monkeypatch):
-    """Compute all penalties of a step from the window of the root, without the accepted tokens of the step."""
-
-    def node_scores(prefix, tree):
-        scores = run.target.table[tree.tokens]
-        for processor in run.target.processors:
-            scores = torch.stack([processor(prefix, node) for node in scores.unbind(1)], dim=1)
-        return scores
-
-    monkeypatch.setattr(run.target, "node_scores", node_scores)
-    return run.tree
-
-
-def penalise_the_root_alone(run, monkeypatch):
-    node_scores, (_, *others) = run.target.node_scores, run.target.processors
-
-    def unpenalised(prefix, tree):
-        scores = node_scores(prefix, tree)
-        for processor in others:
-            scores[:, 1:] = torch.stack(
-                [processor(prefix, run.target.table[node]) for node in tree.tokens[:, 1:].unbind(1)], dim=1
-            )
-        return scores
-
-    monkeypatch.setattr(run.target, "node_scores", unpenalised)
-    return run.tree
-
-
-@pytest.mark.parametrize(
-    "break_rule", [penalise_by_the_window_of_the_root, penalise_the_root_alone], ids=lambda rule: rule.__name__
-)
-def test_a_wrong_penalty_window_is_detected(break_rule, monkeypatch):
-    """Penalties that are not computed for each node change the distribution."""
-    run = Speculation("contextual")
-    assert run.z_score(break_rule(run, monkeypatch)) > CLEARLY_WRONG
-
-
-@pytest.mark.parametrize("processors", ["plain", "top_p", "all"])
-def test_rejection_accepts_with_the_theoretical_rate(processors):
+def test_rejection_accepts_with_the_theoretical_rate():
     """The first drafted token is accepted with probability sum(min(p, q)), the maximum for drawn tokens."""
-    run = Speculation(processors)
+    run = Speculation("all")
     ids = PREFIX.expand(len(run.noise), -1)
     accepted = run.rejection(ids, run.noise).num_nodes > 1
     p, q = (model.scores(PREFIX[None])[0].double().softmax(-1) for model in (run.target, run.draft))

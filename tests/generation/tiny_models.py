@@ -108,6 +108,3 @@ def vision_language_model(name: str) -> PreTrainedModel:
     else:
         config = AutoConfig.for_model(name, text_config=text, vision_config=vision, **row)
     return peaked(lambda: AutoModelForImageTextToText.from_config(config))
-
-
-VISION_LANGUAGE_MODELS = tuple(_ROWS)
