@@ -61,8 +61,8 @@ def test_overrides(target):
 
 def test_another_target_is_refused(target):
     draft = SpecAttnDraftModel.from_target(target)
-    other = tiny_target("llama", num_hidden_layers=2)
-    with pytest.raises(ValueError, match=r"num_hidden_layers=3.*num_hidden_layers=2.*from_target"):
+    other = tiny_target("llama", num_hidden_layers=3)
+    with pytest.raises(ValueError, match=r"num_hidden_layers=2.*num_hidden_layers=3.*from_target"):
         other.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=2)
 
 

@@ -32,7 +32,7 @@ SETTINGS = {
         "num_dense_layers": 0,
         "acceptance": "coupled",
     },
-    "tokenswift": {"num_heads": 2, "tree_branching": [1, 3, 2]},
+    "tokenswift": {"num_heads": 2, "tree_branching": [1, 5, 2]},
     "longspec_ngram": {"num_assistant_tokens": 4},
     # the target drafts for itself, on few tokens, so that every architecture is a draft as well
     "longspec_token_recycling": {"num_nodes": 8, "max_depth": 3},

@@ -38,7 +38,7 @@ REFUSED = [
     (E, "sinks", -1, "sinks=-1: expected an integer of at least 0"),
     (E, "rope_theta", 0, "rope_theta=0: expected None for the draft's own, or a number above 0"),
     (E, "target_layer_ids", [1, 2], r"target_layer_ids=\[1, 2\]: expected a list of 3 integers, as many as fc"),
-    (E, "target_layer_ids", [1, 2, 4], "layer 4: LlamaForCausalLM has 3 layers. Pass indices from 0 to 3"),
+    (E, "target_layer_ids", [1, 2, 3], "layer 3: LlamaForCausalLM has 2 layers. Pass indices from 0 to 2"),
     (E, "norm_output", "yes", "norm_output='yes': expected None, True or False"),
     (L, "tree_widths", [], r"tree_widths=\[\]: expected a list of positive integers"),
     (L, "tree_widths", [4, 0], r"tree_widths=\[4, 0\]: expected a list of positive integers"),
@@ -119,7 +119,7 @@ def test_refused_settings(model, cls, setting, value, message):
     ("cls", "facts", "message"),
     [
         (L, {"tree_widths": [2, 2, 2], "window": 4}, "tree_widths has 3 levels, and window=4 allows at most 2"),
-        (L, {"kv_layer": 3}, "kv_layer=3: the target has layers 0 to 2"),
+        (L, {"kv_layer": 2}, "kv_layer=2: the target has layers 0 to 1"),
         (L, {"windows": 8}, "unknown settings"),
         (T, {"num_heads": 0}, "num_heads=0: expected at least 1"),
         (T, {"heads": 3}, r"unknown settings \['heads'\]"),

@@ -93,7 +93,7 @@ def test_padding_on_the_right_changes_nothing_before_it(chunk_size):
     target = tiny_target("llama")
     tokens, _ = tiny_prompts(target.config.vocab_size, [LENGTH])
     positions = anchor_offset_positions(LENGTH, [9], anchors=4)
-    run, hidden = TargetPass(TargetParts(target, 2), chunk_size, hidden=True), HiddenPass(target, chunk_size)
+    run, hidden = TargetPass(TargetParts(target, 1), chunk_size, hidden=True), HiddenPass(target, chunk_size)
     whole, short = run(tokens, positions), run(tokens[:, :20], positions[:, :20])
     close(whole.keys[:, :, :20], short.keys)
     close(whole.hidden[:, :20], short.hidden)

@@ -14,6 +14,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter, PromptTaps
 from hf_longspec.testing import TINY_TARGETS, random_eagle3_draft, tiny_prompts, tiny_target
+from tests.modeling.eagle3.taps import residual_stream
 from tests.modeling.host_reads import HostReads
 
 FIXTURES = Path(__file__).with_name("fixtures")
@@ -98,8 +99,7 @@ def check_levels(levels, draft, model, texts, window=None, sinks=0, shown=lambda
     """Every level is that of a forward over the text up to the root and one path of the tree, with hidden_states."""
     compared, deepest = 0, 0
     for row, text in enumerate(texts):
-        with torch.no_grad():
-            states = model(text[None], output_hidden_states=True).hidden_states
+        states, _ = residual_stream(model, text[None])
         taps = torch.cat([states[layer] for layer in draft.layers_of(model.config)], -1)
         before = None
         for steps in levels:
@@ -159,10 +159,10 @@ def test_taps_are_hidden_states(target, chunk):
     """Taps of one forward agree to the bit, and over chunks within rounding. Only first and last positions are kept."""
     model = target("llama")
     ids, _ = tiny_prompts(128, (23,))
-    layers = (0, 2, 3)
-    with torch.no_grad(), LayerInputs(model, layers) as caught, FinalInputs(model) as final:
-        states = model(ids, output_hidden_states=True).hidden_states
-    assert torch.equal(caught.hidden, torch.cat([states[0], states[2], final.hidden], -1))
+    layers = (0, 1, 2)
+    with LayerInputs(model, layers) as caught:
+        states, _ = residual_stream(model, ids)
+    assert torch.equal(caught.hidden, torch.cat(states, -1))
     cache = SpeculativeCache(model.config, 1, 40)
     view = TargetView(model)
     with torch.no_grad(), PromptTaps(model, layers, [23], 0, sinks=3, window=6) as taps:
@@ -173,11 +173,6 @@ def test_taps_are_hidden_states(target, chunk):
     torch.testing.assert_close(kept, caught.hidden[0, positions], rtol=0, atol=1e-5 * largest)
     held = sum(piece.untyped_storage().nbytes() for rows in taps._pieces for row in rows for _, piece in row)
     assert held == 3 * len(positions) * 64 * 4  # nothing of the other positions is in memory
-
-
-class FinalInputs(LayerInputs):
-    def __init__(self, model):
-        super().__init__(model, [model.config.num_hidden_layers])
 
 
 @pytest.mark.parametrize("name", TINY_TARGETS)

@@ -58,7 +58,7 @@ def test_names_with_and_without_the_trainers_prefix(layout, target_config, tmp_p
     found = draft.block.state_dict()
     assert len(found) == 16 and draft.dtype == torch.float16
     assert all(torch.equal(value, tensors[name]) for name, value in found.items())
-    assert (draft.config.window, draft.config.kv_layer, draft.setting("tree_widths")) == (513, 2, [4, 16, 16, 16, 11])
+    assert (draft.config.window, draft.config.kv_layer, draft.setting("tree_widths")) == (513, 1, [4, 16, 16, 16, 11])
 
 
 def test_the_tree_matches_the_restated_block(target_config, tmp_path, llama):

@@ -246,7 +246,7 @@ def test_a_second_turn_on_the_same_cache(plain_run):
     draft = draft_for(run.model, "dynamic")
     cache = SpeculativeCache(run.model.config, 1, 100, tree_slots=draft.max_nodes(None))
     first = run.again(draft, past_key_values=cache, max_new_tokens=6)
-    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6}
+    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6, "attention_mask": torch.ones_like(first)}
     second = run.model.generate(first, assistant_model=draft, past_key_values=cache, **options)
     assert second.tolist() == run.sequences.tolist()
 
