@@ -62,19 +62,12 @@ def test_the_model_of_a_saved_draft_keeps_its_own_settings(named, tmp_path):
     assert found.keys() - {"_from_model_config"} == own.keys() - {"_from_model_config"}
 
 
-def test_a_model_is_loaded_as_a_draft(named):
-    target, folder = named
-    draft = AssistantDraftModel.from_pretrained(folder, target=target, window=8, tree_widths=[3, 2])
-    assert draft.setting("window") == 8 and draft.assistant.dtype == target.dtype
-    assert torch.equal(generate(target, draft), generate(target, None))
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
-@pytest.mark.parametrize("weights", [None, True, False])
+@pytest.mark.parametrize("weights", [None, False])
 def test_a_saved_draft_loads_with_its_model(named, tmp_path, weights):
     """By default the weights are written if the model's name is that of a folder."""
     target, folder = named
     draft = AssistantDraftModel.from_pretrained(folder, target=target, num_assistant_tokens=2)
+    assert draft.assistant.dtype == target.dtype
     generate(target, draft)
     draft.save_pretrained(tmp_path / "saved", assistant_weights=weights)
     assert (tmp_path / "saved" / "assistant" / "model.safetensors").is_file() == (weights is not False)
@@ -128,9 +121,10 @@ def test_one_draft_serves_targets_of_other_shapes(model, small):
     assert torch.equal(generate(other, draft), generate(other, None))
 
 
-@pytest.mark.parametrize(("of_target", "of_draft"), [(15, 12), (12, 17)])
 @pytest.mark.parametrize(
-    "settings", [{}, {"tree_widths": [4, 2]}, {"acceptance": "rejection"}], ids=["chain", "tree", "rejection"]
+    ("of_target", "of_draft", "settings"),
+    [(15, 12, {"tree_widths": [4, 2]}), (15, 12, {"acceptance": "rejection"}), (12, 17, {"acceptance": "rejection"})],
+    ids=str,
 )
 def test_vocabularies_may_differ_by_padding(tmp_path, of_target, of_draft, settings):
     """The tokenizer has 12 tokens; the target may emit padding, which the draft cannot read."""
@@ -142,9 +136,8 @@ def test_vocabularies_may_differ_by_padding(tmp_path, of_target, of_draft, setti
     target = type(tiny_target("qwen3")).from_pretrained(folders[0])
     draft = AssistantDraftModel.from_pretrained(folders[1], target=target, num_assistant_tokens=2, **settings)
     assert torch.equal(generate(target, draft, vocab_size=12), generate(target, None, vocab_size=12))
-    if settings:
-        generate(target, draft, vocab_size=12, do_sample=True)
-        assert draft.last_speculation.num_accepted_draft_tokens > 0
+    generate(target, draft, vocab_size=12, do_sample=True)
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
 def test_other_tokenizers_are_refused_by_name(named, tmp_path, model):
@@ -214,12 +207,9 @@ def test_a_draft_whose_model_is_missing_is_refused(model, small):
         generate(model, bare)
 
 
-PARD = {"chain": {}, "window": {"window": 8}, "n-grams": {"ngram_candidates": 1, "ngram_num_tokens": 3}}
-
-
-@pytest.mark.parametrize("kind", PARD)
-def test_pard_drafts_in_one_forward(model, small, kind):
-    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=4, pard_token=11, **PARD[kind])
+@pytest.mark.parametrize("settings", [{"window": 8}, {"ngram_candidates": 1, "ngram_num_tokens": 3}], ids=str)
+def test_pard_drafts_in_one_forward(model, small, settings):
+    draft = AssistantDraftModel.from_model(small, model, num_assistant_tokens=4, pard_token=11, **settings)
     expected, drafter = generate(model, None), draft.make_drafter
     forwards, before = [], []
     handle = small.register_forward_hook(lambda *_: forwards.append(1))
@@ -282,27 +272,13 @@ def test_the_mask_token_of_a_model_is_found(model):
     assert AssistantDraftModel.from_model(small, model).config.pard_token == 7
 
 
-def test_a_model_in_training_drafts_in_eval_mode(model):
-    small = tiny_target("llama", 5, vocab_size=12, attention_dropout=0.9).train()
-    draft = AssistantDraftModel.from_model(small, model)
-    texts = generate(model, draft), generate(model, draft)
-    assert small.training and torch.equal(*texts)
-
-
-def test_a_draft_in_another_dtype(model):
-    small = tiny_target("llama", 5, vocab_size=12).to(torch.bfloat16)
-    draft = AssistantDraftModel.from_model(small, model, tree_widths=[3, 3])
-    assert torch.equal(generate(model, draft), generate(model, None))
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
-def test_two_calls_draft_alike(model, small):
-    draft = AssistantDraftModel.from_model(small, model)
-    histograms = []
+def test_a_model_in_training_and_in_another_dtype_drafts_in_eval_mode(model):
+    small = tiny_target("llama", 5, vocab_size=12, attention_dropout=0.9).to(torch.bfloat16).train()
+    draft, histograms = AssistantDraftModel.from_model(small, model, tree_widths=[3, 3]), []
     for _ in range(2):
-        generate(model, draft)
+        assert torch.equal(generate(model, draft), generate(model, None))
         histograms.append(draft.last_speculation.acceptance_histogram)
-    assert histograms[0] == histograms[1]
+    assert small.training and histograms[0] == histograms[1] and histograms[0][1] > 0
 
 
 def test_the_candidate_generator_runs_only_what_is_missing(small):

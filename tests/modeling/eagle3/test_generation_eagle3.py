@@ -1,6 +1,5 @@
 """EAGLE-3's drafter: the trees of the authors' code, the logits of a forward over the whole text, taps and windows."""
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter, PromptTaps
-from hf_longspec.testing import TINY_TARGETS, random_eagle3_draft, tiny_prompts, tiny_target
+from hf_longspec.testing import random_eagle3_draft, tiny_prompts, tiny_target
 from tests.modeling.eagle3.taps import residual_stream
 from tests.modeling.host_reads import HostReads
 
@@ -133,7 +132,6 @@ def generate(model, draft, lengths=LENGTHS, **options):
 @pytest.mark.parametrize(
     ("name", "settings", "chunk"),
     [
-        ("llama", {"window": None}, None),
         ("gemma3", {"window": None, "norm_output": True, "fc_norm": True}, 7),
         ("deepseek_v3", {"window": None, "norm_before_residual": True, "num_hidden_layers": 2}, 5),
         ("qwen3", {"window": 5, "sinks": 0}, 4),
@@ -175,18 +173,22 @@ def test_taps_are_hidden_states(target, chunk):
     assert held == 3 * len(positions) * 64 * 4  # nothing of the other positions is in memory
 
 
-@pytest.mark.parametrize("name", TINY_TARGETS)
-def test_greedy_text_as_tree_and_as_chain(target, name):
+@pytest.mark.parametrize(("name", "widths"), [("gemma3", [1, 1, 1]), ("gpt_oss", [5, 5, 5])])
+def test_greedy_text_as_tree_and_as_chain(target, name, widths):
     model = target(name, vocab_size=12)
-    expected = generate(model, None)
-    for widths, sampled in product(([5, 5, 5], [1, 1, 1]), (False,)):
-        draft = draft_for(model, tree_widths=widths, draft_vocab_size=7, window=6)
-        assert torch.equal(generate(model, draft, do_sample=sampled), expected)
-        assert draft.last_speculation.num_draft_tokens > 0
+    draft = draft_for(model, tree_widths=widths, draft_vocab_size=7, window=6)
+    assert torch.equal(generate(model, draft), generate(model, None))
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
-@pytest.mark.parametrize("settings", [{}, {"ngram_candidates": 3, "ngram_num_tokens": 6}], ids=str)
-@pytest.mark.parametrize("options", [{"temperature": 0.8}, {"top_p": 0.9, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({}, {"temperature": 0.8}),
+        ({"ngram_candidates": 3, "ngram_num_tokens": 6}, {"top_p": 0.9, "repetition_penalty": 1.2}),
+    ],
+    ids=str,
+)
 def test_same_seed_same_text(target, settings, options):
     model = target("llama", vocab_size=12)
     texts = []
@@ -195,38 +197,6 @@ def test_same_seed_same_text(target, settings, options):
         texts.append(generate(model, draft, do_sample=True, **options))
     assert torch.equal(*texts)
     assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
-def test_sampled_tokens_have_the_distribution_of_the_target(target):
-    """Second and third token after one prompt, against the exact probabilities."""
-    model, rows = target("llama", vocab_size=12), 3000
-    ids = tiny_prompts(12, (9,))[0]
-    draft = draft_for(model, tree_widths=[3, 3], draft_vocab_size=8)
-    torch.manual_seed(0)
-    out = model.generate(
-        ids.repeat(rows, 1),
-        attention_mask=torch.ones(rows, 9, dtype=torch.long),
-        assistant_model=draft,
-        max_new_tokens=3,
-        do_sample=True,
-        top_k=0,
-        temperature=0.7,
-        eos_token_id=NEVER,
-        pad_token_id=0,
-    )[:, 9:]
-    assert draft.last_speculation.num_accepted_draft_tokens > rows / 4
-    exact = torch.zeros(12, 12)
-    with torch.no_grad():
-        first = (model(ids).logits[0, -1] / 0.7).softmax(-1)
-        for token in range(12):
-            following = model(torch.cat([ids, torch.tensor([[token]])], 1)).logits[0, -1]
-            exact[token] = first[token] * (following / 0.7).softmax(-1)
-    counts = torch.zeros(12, 12).index_put_((out[:, 0], out[:, 1]), torch.ones(rows), accumulate=True)
-    # chi-squared over the pairs that are expected at least 5 times; 5 standard deviations
-    common = exact * rows >= 5
-    chi = ((counts - exact * rows) ** 2 / (exact * rows))[common].sum()
-    freedom = int(common.sum())
-    assert abs(float(chi) - freedom) < 5 * (2 * freedom) ** 0.5
 
 
 def test_memory_does_not_grow_with_the_context(target):
@@ -271,7 +241,7 @@ def places():
 
 def test_compiled_steps(target, graphs, monkeypatch):
     """The same text, with every drafting step in a graph that later calls use again."""
-    model = target("llama", vocab_size=12, num_hidden_layers=2)
+    model = target("llama", vocab_size=12, num_hidden_layers=1)
     draft, failed = draft_for(model, tree_widths=[7, 5], draft_vocab_size=11), []
     call = compiled.CompiledRunner.__call__
 
@@ -281,21 +251,20 @@ def test_compiled_steps(target, graphs, monkeypatch):
         return result
 
     monkeypatch.setattr(compiled.CompiledRunner, "__call__", watching)
-    for options in ({}, {"do_sample": True, "temperature": 0.9}):
-        texts, counts = [], []
-        for mode in ("off", "compile", "compile"):
-            draft.generation_config.compile = mode
-            torch.manual_seed(0)
-            texts.append(generate(model, draft, LENGTHS, **options))
-            counts.append(graphs.frame_count)
-        assert torch.equal(texts[0], texts[1]) and torch.equal(texts[1], texts[2]) and not failed
-        assert draft.last_speculation.num_accepted_draft_tokens > 0
-        assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_grow"}
-        assert counts[0] < counts[1] == counts[2]
+    texts, counts = [], []
+    for mode in ("off", "compile", "compile"):
+        draft.generation_config.compile = mode
+        torch.manual_seed(0)
+        texts.append(generate(model, draft, do_sample=True, temperature=0.9))
+        counts.append(graphs.frame_count)
+    assert torch.equal(texts[0], texts[1]) and torch.equal(texts[1], texts[2]) and not failed
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+    assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_grow"}
+    assert counts[0] == 0 < counts[1] == counts[2]
 
 
 def test_steps_are_compiled_level_by_level_if_processors_read_the_text(target, graphs):
-    model = target("llama", vocab_size=12, num_hidden_layers=2)
+    model = target("llama", vocab_size=12, num_hidden_layers=1)
     draft, texts = draft_for(model, tree_widths=[3, 2]), []
     for mode in ("off", "compile"):
         draft.generation_config.compile = mode

@@ -20,15 +20,11 @@ pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
 RAGGED = (33, 3, 13)
 CASES = [
-    ("llama", "longspec"),
     ("gemma3", "longspec"),
-    ("gemma3", "specattn"),
     ("deepseek_v3", "specattn"),
     ("deepseek_v3", "verify_hidden"),
     ("llama", "partial_kv"),
-    ("deepseek_v3", "partial_kv"),
     ("gemma3", "tree"),
-    ("llama", "tree"),
 ]
 # so few tokens that a random model repeats itself, and an end token that is none of them
 SMALL, NEVER = {"vocab_size": 12}, 99
@@ -100,11 +96,17 @@ def test_greedy_text_is_the_targets(target, plain_run, joined, name, kind):
     assert 0 < len(accepted) <= stats.num_accepted_ngram_tokens <= len(accepted) + 5 * len(RAGGED)
 
 
+WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "options"),
     [
-        (*case, ({}, {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1})[number % 2])
-        for number, case in enumerate(case for case in CASES if case[0] != "gemma3")
+        ("llama", "longspec", {}),
+        ("deepseek_v3", "specattn", WARPED),
+        ("deepseek_v3", "verify_hidden", {}),
+        ("llama", "partial_kv", WARPED),
+        ("llama", "tree", {}),
     ],
     ids=str,
 )
@@ -143,9 +145,8 @@ def assert_same_ring(ring, expected, rows):
             )
 
 
-@pytest.mark.parametrize("lengths", [(21,), RAGGED], ids=["one", "ragged"])
 @torch.no_grad()
-def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined, lengths, monkeypatch):
+def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined, monkeypatch):
     """After every iteration it is that of a drafter which begins after the committed text."""
     model = target("llama", **SMALL)
     draft = joined_draft("longspec", model)
@@ -156,9 +157,9 @@ def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined,
         observe(self, verification)
         sequences = self.binding.rule.sequences
         texts = [
-            [*input_ids[row][mask[row].bool()].tolist(), *sequences.generated[row][:-1]] for row in range(len(lengths))
+            [*input_ids[row][mask[row].bool()].tolist(), *sequences.generated[row][:-1]] for row in range(len(RAGGED))
         ]
-        growing = [row for row in range(len(lengths)) if not sequences.done[row]]
+        growing = [row for row in range(len(RAGGED)) if not sequences.done[row]]
         assert_same_ring(self.ring, ring_of(draft, model, texts), growing)
         assert [int(self.last_token[row]) for row in growing] == [texts[row][-1] for row in growing]
         foreign = [verification.path[row, 1:count].ge(self.num_nodes).any() for row, count in
@@ -166,7 +167,7 @@ def test_longspecs_ring_does_not_care_whose_tokens_were_accepted(target, joined,
         checked.extend(bool(foreign[row]) for row in growing)
 
     monkeypatch.setattr(LongSpecDrafter, "observe", checking)
-    input_ids, mask = tiny_prompts(12, lengths)
+    input_ids, mask = tiny_prompts(12, RAGGED)
     options = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": NEVER}
     model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
     assert checked.count(True) > 1 and checked.count(False) > 1

@@ -7,16 +7,14 @@ from math import ceil
 import pytest
 import torch
 
-from hf_longspec import QuestDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec import QuestDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.pages import KeyPages, PageContext
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.quest.generation_quest import QuestDrafter
 from hf_longspec.testing import tiny_prompts, tiny_target
-from tests.generation.tiny_models import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-PREFIXED = [name for name in ATTENTION if name != "deepseek_v3"]  # refused: MLA
 LENGTHS = (57, 3, 39)
 NEW_TOKENS, GAMMA, SINKS = 22, 4, 4
 SPARSE = {"sparse_ratio": 0.3, "sparse_min_tokens": 7, "page_size": 3, "num_dense_layers": 0}
@@ -30,7 +28,7 @@ def generate(model, draft, lengths=LENGTHS, **options):
     return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **(fixed | options))
 
 
-@pytest.mark.parametrize("name", PREFIXED)
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "cohere2"])
 def test_reading_everything_drafts_like_the_target(name):
     """With every page chosen the draft is the target: all drafts are accepted, up to the last, cut iteration."""
     model = tiny_target(name)
@@ -108,7 +106,7 @@ def by_loops(query, key, length, prefix, settings):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_every_step_reads_the_pages_that_fit_its_own_query(name, monkeypatch):
     """In every step and layer, loops over the cache choose the same entries, which change with the query."""
     model = tiny_target(name)
@@ -160,7 +158,7 @@ def assert_bounds(paged, page_size):
                 assert torch.equal(highest[row, :, page], entries.amax(1))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("page_size", [1, 3])
 def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
     """A commit computes those of the pages that it filled, not all of them again."""
     model, computed, counts, observe, update = tiny_target("llama"), [], [], QuestDrafter.observe, KeyPages.update
@@ -209,9 +207,10 @@ def test_first_layers_and_windows_read_everything():
     model = tiny_target("gemma3")
     sliding = TargetView(model).sliding_layers
     assert sliding == {0, 2}
-    for dense, paged in ((0, True), (1, True), (2, False)):
+    text = generate(model, None)
+    for dense, paged in ((1, True), (2, False)):
         draft = QuestDraftModel.from_target(model, **(SPARSE | {"num_dense_layers": dense}))
-        assert torch.equal(generate(model, draft), generate(model, None))
+        assert torch.equal(generate(model, draft), text)
         stats = draft.last_speculation
         assert (stats.draft_state_bytes > 0) == paged
         assert (stats.num_accepted_draft_tokens < stats.num_draft_tokens - 3 * GAMMA) == paged
@@ -240,17 +239,6 @@ def test_drafting_leaves_the_committed_cache_alone(monkeypatch):
     assert len(checks) > 3
 
 
-def test_pages_of_the_verification_are_another_selection():
-    """SpecAttn's `pages` are chosen once per verification; the same budget accepts another number of tokens."""
-    model = tiny_target("llama")
-    shared = {"sparse_ratio": 0.3, "sparse_min_tokens": 16, "num_assistant_tokens": GAMMA}
-    quest = QuestDraftModel.from_target(model, page_size=16, num_dense_layers=0, **shared)
-    once = SpecAttnDraftModel.from_target(model, selection="pages", granularity="kv_head", **shared)
-    for draft in (quest, once):
-        generate(model, draft, (97,), max_new_tokens=60, min_new_tokens=60)
-    assert quest.last_speculation.acceptance_histogram != once.last_speculation.acceptance_histogram
-
-
 def test_ngrams_and_other_lengths_of_the_chain():
     model = tiny_target("llama", vocab_size=12)
     settings = SPARSE | {"tree_choices": [2, 6], "acceptance": "coupled", "ngram_candidates": 2, "ngram_num_tokens": 5}
@@ -262,6 +250,3 @@ def test_ngrams_and_other_lengths_of_the_chain():
         torch.manual_seed(3)
         assert options or torch.equal(text, generate(model, None))
         assert draft.last_speculation.num_accepted_draft_tokens > 0
-    draft.generation_config.acceptance = "rejection"
-    with pytest.raises(ValueError, match="acceptance='rejection' with ngram_candidates=2"):
-        generate(model, draft, do_sample=True)

@@ -130,7 +130,7 @@ def test_accepted_rows_ignores_the_scores_of_rejected_tokens():
         assert set(match.int().argmax(1).tolist()) == {*range(SINK_TOKENS), *order[: 12 - SINK_TOKENS]}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
 @torch.no_grad()
 def test_drafting_leaves_the_committed_cache_alone(name):
     """Sliding layers read the buffers of the target themselves; only full-attention layers get compact copies."""
