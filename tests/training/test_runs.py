@@ -40,12 +40,7 @@ def history(trainer):
 
 @pytest.mark.parametrize(
     ("kind", "overrides", "settings"),
-    [
-        ("longspec", {}, {"loss": "kl"}),
-        ("longspec", {}, {"loss": "ce", "target_chunk_size": 20}),
-        ("heads", {"sequential": True}, {"loss": "kl"}),
-        ("heads", {}, {"loss": "ce", "target_chunk_size": 20}),
-    ],
+    [("longspec", {}, {"loss": "ce", "target_chunk_size": 20}), ("heads", {"sequential": True}, {"loss": "kl"})],
     ids=str,
 )
 def test_every_weight_of_the_draft_changes_and_none_of_the_target(
@@ -143,11 +138,8 @@ def test_the_loss_falls_and_accuracy_rises(make_trainer, make, tokens, tmp_path,
     assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in loaded.state_dict().items())
 
 
-# interleaved rotation; layers without rotation, layer norms and a logit factor; sinks; a softcap and windows; factors
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("longspec", "glm4"), ("longspec", "cohere2"), ("longspec", "gpt_oss"), ("heads", "gemma2"), ("heads", "granite")],
-)
+# interleaved rotation; a softcap, windows and a final norm of its own
+@pytest.mark.parametrize(("kind", "name"), [("longspec", "glm4"), ("heads", "gemma2")])
 def test_other_architectures_learn(kind, name, tmp_path):
     """Of heads accuracy is compared: with a large scale in the target's final norm, the logits of new heads stay flat
     for longer than this run.
