@@ -174,6 +174,7 @@ NGRAMS = {"ngram_candidates": 3, "ngram_num_tokens": 5}
     [
         *((kind, "llama", {}) for kind in DRAFTS),
         ("longspec", "gemma3", NGRAMS),
+        ("longspec_quest", "gpt_oss", NGRAMS),
     ],
     ids=str,
 )

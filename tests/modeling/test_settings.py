@@ -13,6 +13,7 @@ from hf_longspec import (
     PlainDraftModel,
     QuestDraftModel,
     SpecAttnDraftModel,
+    TokenRecyclingDraftModel,
     TokenSwiftDraftModel,
 )
 from hf_longspec.generation.cache import SpeculativeCache
@@ -21,7 +22,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_target
 
 E, L, N = Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
-Q, S, T = QuestDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
+Q, R, S, T = QuestDraftModel, TokenRecyclingDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,10 @@ REFUSED = [
     (T, "tree_branching", [1], r"has 1 entries, expected 2 to 4: one for.*num_heads=3 heads.*train more heads"),
     (T, "tree_branching", [1, 2, 2, 2, 2], "has 5 entries, expected 2 to 4"),
     (T, "tree_choices", [[1, -1]], r"tree_choices: tree_branching=\[1, -1\]: expected a list"),
+    (R, "num_nodes", 1, "num_nodes=1: expected an integer from 2 to 512"),
+    (R, "max_depth", 0, "max_depth=0: expected an integer from 1 to 32"),
+    (R, "num_candidates", 17, "num_candidates=17: expected an integer from 1 to 16"),
+    (R, "tree_choices", [0], "num_nodes=0: expected an integer from 2 to 512"),
     (PlainDraftModel, "tree_choices", [[1]], "unknown settings"),
 ]
 
@@ -136,6 +141,8 @@ def test_latent_caches():
         (S, {"num_assistant_tokens": 2, "ngram_candidates": 3, "ngram_num_tokens": 5}, 3 + 15),
         (S, {"num_assistant_tokens": 2, "selection": "window"}, 3),
         (N, {"tree_choices": [[3, 7], [1, 1]]}, 22),
+        (Q, {"tree_choices": [2, 6], "ngram_candidates": 2, "ngram_num_tokens": 5}, 7 + 10),
+        (R, {"num_nodes": 9, "tree_choices": [4, 17]}, 17),
         (T, {}, 40),
         (T, {"self_draft": "partial_kv"}, 41),
         (T, {"num_heads": 1}, 4),

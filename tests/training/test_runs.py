@@ -12,19 +12,12 @@ from hf_longspec.training.target_states import HiddenPass, TargetPass
 KINDS = pytest.mark.parametrize("kind", ["longspec", "heads"])
 # float32 sums in another order, in two steps of SGD with gradients of size 1
 SGD_TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
-ROWS = [(0, 33), (40, 21), (70, 6)]
 
 
 @pytest.fixture
 def make(make_draft, make_heads):
     """`make[kind](**settings)`: a new draft, with the same weights every time."""
     return {"longspec": make_draft, "heads": make_heads}
-
-
-@pytest.fixture
-def rows(tokens):
-    """Ragged rows, the last too short for most gaps and heads."""
-    return [{"input_ids": tokens[start : start + length]} for start, length in ROWS]
 
 
 def trained(make_trainer, model, **settings):
@@ -107,7 +100,7 @@ def test_ligers_loss_replaces_ours(make_trainer, make, rows, ligers_loss, kind):
     calls = ligers_loss()
     theirs = trained(make_trainer, make[kind](), **settings)[0].state.log_history[0]
     if kind == "heads":
-        assert calls == [sum(max(0, length - first) for _, length in ROWS) for first in (2, 3, 4)]
+        assert calls == [sum(max(0, len(row["input_ids"]) - first) for row in rows) for first in (2, 3, 4)]
         assert 0 <= theirs["head_1_top1"] <= theirs["head_1_top3"] <= 1
     else:
         assert len(calls) == 1 and any(name.startswith("acceptance_gap") for name in theirs)

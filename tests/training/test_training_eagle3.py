@@ -15,18 +15,6 @@ NEVER = 999
 
 
 @pytest.fixture
-def make_eagle3(target):
-    """`make_eagle3(fc_norm=True)`: a draft with the same weights every time."""
-
-    def make(**overrides):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            return Eagle3DraftModel.from_target(target, **overrides)
-
-    return make
-
-
-@pytest.fixture
 def rows(tokens):
     """Ragged rows, the last too short for any step. Some labels of the second are ignored."""
     rows = [{"input_ids": tokens[start : start + length]} for start, length in ROWS]

@@ -13,12 +13,6 @@ from hf_longspec.modeling.longspec.training_longspec import RowNoise, anchor_off
 LIMIT = 64
 
 
-@pytest.fixture
-def rows(tokens):
-    """Ragged rows, the last too short for most gaps."""
-    return [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (40, 21), (70, 6))]
-
-
 class TestPositions:
     def test_anchors_keep_their_positions_and_the_rest_is_shifted(self):
         assert anchor_offset_positions(7, [0, 10, 500], anchors=4).tolist() == [

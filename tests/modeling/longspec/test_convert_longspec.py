@@ -6,7 +6,6 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 from hf_longspec.modeling.convert import convert
-from hf_longspec.modeling.longspec.convert_longspec import LONGSPEC_TARGETS
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.modeling.longspec.restated_longspec import Restated
 
@@ -122,7 +121,3 @@ def test_tensors_of_no_known_method_are_refused(target_config, tmp_path):
 def test_an_unknown_source_needs_a_target(tmp_path):
     with pytest.raises(ValueError, match=r"no target is known for .*sail/longspec-vicuna-7b-v1\.5-16k"):
         convert(str(tmp_path))
-
-
-def test_six_drafts_are_published():
-    assert len(LONGSPEC_TARGETS) == 6 and all(name.startswith("sail/longspec-") for name in LONGSPEC_TARGETS)

@@ -1,13 +1,11 @@
 """The LongSpec draft as a Hugging Face model: shapes from its target, saving, refusals, and its training forward."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, DynamicCache
 
-from hf_longspec import LongSpecConfig, LongSpecDraftModel
+from hf_longspec import LongSpecDraftModel
 from hf_longspec.generation.target_modules import TargetParts
 from hf_longspec.testing import tiny_target
 from tests.modeling.longspec.restated_longspec import Restated
@@ -77,11 +75,3 @@ def test_another_target_is_refused_with_both_values(llama, other, message):
     draft = LongSpecDraftModel.from_target(llama)
     with pytest.raises(ValueError, match=message):
         tiny_target("llama", **other).generate(torch.tensor([[5]]), assistant_model=draft, max_new_tokens=2)
-
-
-def test_the_record_of_the_target_survives_json(llama, tmp_path):
-    config = LongSpecConfig.from_target(tiny_target("gemma3"))
-    config.save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())
-    assert stored["target"] == config.target and stored["kv_layer"] == 1
-    assert LongSpecConfig.from_pretrained(tmp_path).target == config.target

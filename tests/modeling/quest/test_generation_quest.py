@@ -214,39 +214,3 @@ def test_first_layers_and_windows_read_everything():
         stats = draft.last_speculation
         assert (stats.draft_state_bytes > 0) == paged
         assert (stats.num_accepted_draft_tokens < stats.num_draft_tokens - 3 * GAMMA) == paged
-
-
-@torch.no_grad()
-def test_drafting_leaves_the_committed_cache_alone(monkeypatch):
-    model, propose, checks = tiny_target("gpt_oss"), QuestDrafter.propose, []
-
-    def checked(self, root):
-        cache = self.binding.cache
-        lengths = cache.lengths
-
-        def committed():
-            return [t[row, :, :length].clone() for layer in cache.layers for t in (layer.keys, layer.values)
-                    for row, length in enumerate(lengths.host)]  # fmt: skip
-
-        before = committed()
-        tree = propose(self, root)
-        assert cache.lengths is lengths and all(map(torch.equal, committed(), before))
-        checks.append(len(before))
-        return tree
-
-    monkeypatch.setattr(QuestDrafter, "propose", checked)
-    generate(model, QuestDraftModel.from_target(model, **SPARSE))
-    assert len(checks) > 3
-
-
-def test_ngrams_and_other_lengths_of_the_chain():
-    model = tiny_target("llama", vocab_size=12)
-    settings = SPARSE | {"tree_choices": [2, 6], "acceptance": "coupled", "ngram_candidates": 2, "ngram_num_tokens": 5}
-    draft = QuestDraftModel.from_target(model, **settings)
-    assert draft.num_tree_nodes(TargetView(model)) == 7 + 2 * 5
-    for options in ({}, {"do_sample": True}):
-        torch.manual_seed(3)
-        text = generate(model, draft, **options)
-        torch.manual_seed(3)
-        assert options or torch.equal(text, generate(model, None))
-        assert draft.last_speculation.num_accepted_draft_tokens > 0
