@@ -16,6 +16,7 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts, tiny_target
 from tests.generation.tiny_models import ATTENTION
+from tests.modeling.calls import LENGTHS, NEVER, generate
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -41,9 +42,7 @@ SETTINGS = {
 REFUSED = {("longspec", "deepseek_v3"): "MLA", ("longspec_quest", "deepseek_v3"): "MLA"}
 FEW_TOKENS = {"vocab_size": 12}
 WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
-LENGTHS = (33, 3, 13)
 NEW = 16
-NEVER = 999  # no token of these targets
 KINDS = pytest.mark.parametrize("kind", DRAFTS)
 
 # float32 sums in another order: keys have a standard deviation near 1, and differences of 2e-6 were seen
@@ -54,12 +53,6 @@ def draft_of(kind, model, **settings):
     draft = DRAFTS[kind].model.from_target(model, **(SETTINGS.get(kind, {}) | settings))
     randomize(draft)
     return draft
-
-
-def generate(model, draft, lengths=LENGTHS, **options):
-    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
-    options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "do_sample": False, "pad_token_id": 0} | options
-    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
 
 
 @cache

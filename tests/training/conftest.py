@@ -1,7 +1,4 @@
-"""A tiny target, drafts for it, and a trainer whose runs take milliseconds.
-
-The tests of the methods, in tests/modeling, import these fixtures.
-"""
+"""A tiny target, drafts for it, and a trainer whose runs take milliseconds."""
 
 import copy
 

@@ -13,22 +13,15 @@ from tests.distributions import max_z_score
 from tests.generation.test_on_simulated_cuda import generate as generate_until
 from tests.generation.test_on_simulated_cuda import make_draft
 from tests.generation.tiny_models import ATTENTION
+from tests.modeling.calls import LENGTHS, generate
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-LENGTHS = (33, 1, 13, 20)
-NEW = 18
 FEW = {"vocab_size": 12}
 WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
 OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False}
 # Neither of them has the shapes of the other.
 PAIR = {"num_hidden_layers": 2, "num_key_value_heads": 4, "hidden_size": 48}
-
-
-def generate(model, draft, lengths=LENGTHS, new=NEW, **options):
-    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
-    options = {"max_new_tokens": new} | OPTIONS | options
-    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +67,7 @@ def test_a_target_that_drafts_for_itself_is_always_right(name):
     model = tiny_target(name)
     draft = AssistantDraftModel.from_target(model, window=None, num_assistant_tokens=4)
     new = 1 + 3 * 5  # the first token, and three verifications
-    generate(model, draft, (41, 3, 29), new=new)
+    generate(model, draft, (41, 3, 29), max_new_tokens=new)
     assert draft.last_speculation.acceptance_histogram == [0, 0, 0, 0, 3 * 3]
 
 
@@ -143,7 +136,7 @@ def test_memory_does_not_grow_with_the_context():
     model, small, sizes, window = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), [], 16
     draft = AssistantDraftModel.from_model(small, model, window=window)
     for length in (100, 400):
-        generate(model, draft, (length,), new=40)
+        generate(model, draft, (length,), max_new_tokens=40)
         sizes.append(draft.last_speculation.draft_state_bytes)
     entry = 2 * 4 * 2 * small.config.num_key_value_heads * small.config.head_dim  # float32 keys and values, two layers
     assert sizes[0] == sizes[1] == entry * (4 + window + window // 4 + 64)
@@ -153,7 +146,7 @@ def test_only_sinks_and_window_are_prefilled():
     model, small, seen = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), []
     draft = AssistantDraftModel.from_model(small, model, window=24, num_assistant_tokens=2, prefill_chunk_size=10)
     small.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
-    generate(model, draft, (300,), new=9)
+    generate(model, draft, (300,), max_new_tokens=9)
     prefill = seen[: seen.index(2)]
     assert prefill[-3:] == [10, 10, 8]  # the trial forwards of the check before them
     assert set(seen[len(prefill) :]) <= {1, 2}
@@ -162,7 +155,7 @@ def test_only_sinks_and_window_are_prefilled():
 def test_rows_drop_tokens_by_their_own_length(model, small):
     """The tokens that a row accepts do not depend on the rows beside it, also after many tokens were dropped."""
     draft = AssistantDraftModel.from_model(small, model, window=8, num_assistant_tokens=3)
-    generate(model, draft, LENGTHS[:2], new=60)
+    generate(model, draft, LENGTHS[:2], max_new_tokens=60)
     together, alone = draft.last_speculation.acceptance_histogram, torch.zeros(4, dtype=torch.long)
     input_ids, mask = tiny_prompts(12, LENGTHS[:2])
     for row, keep in zip(input_ids, mask.bool(), strict=True):

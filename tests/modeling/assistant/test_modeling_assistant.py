@@ -11,17 +11,10 @@ from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.hub import Card, write_repository
 from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.modeling.calls import generate
 from tests.tiny_tokenizers import SPECIAL, byte_tokenizer, character_tokenizer
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
-OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False, "max_new_tokens": 20}
-LENGTHS = (21, 5, 13, 1)
-
-
-def generate(model, draft, lengths=LENGTHS, vocab_size=None, **options):
-    input_ids, mask = tiny_prompts(vocab_size or model.config.vocab_size, lengths)
-    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **(OPTIONS | options))
 
 
 @pytest.fixture(scope="module")
@@ -253,12 +246,13 @@ def test_pard_proposes_what_follows_root_and_masks():
         return drafter
 
     draft.make_drafter = watched
-    texts = generate(model, draft)
+    prompts = (21, 5, 13, 1)
+    texts = generate(model, draft, prompts, max_new_tokens=20)
     assert draft.last_speculation.num_accepted_draft_tokens > 3
-    width = max(LENGTHS)
+    width = max(prompts)
     for lengths, tokens in proposed:
         for row, committed in enumerate(lengths):
-            start = width - LENGTHS[row]
+            start = width - prompts[row]
             end = start + committed + 1
             if end + length - 1 > texts.shape[1]:  # positions stay below that of the longest text
                 continue

@@ -13,12 +13,11 @@ from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import LayerInputs
 from hf_longspec.modeling.eagle3.generation_eagle3 import Eagle3Drafter, PromptTaps
 from hf_longspec.testing import random_eagle3_draft, tiny_prompts, tiny_target
+from tests.modeling.calls import LENGTHS, generate
 from tests.modeling.eagle3.taps import residual_stream
 from tests.modeling.host_reads import HostReads
 
 FIXTURES = Path(__file__).with_name("fixtures")
-LENGTHS = (33, 3, 13)
-NEVER = 999
 # float32 sums in another order
 TOLERANCE = 1e-4
 CYCLES = ((0, 9), (9, 13))
@@ -123,12 +122,6 @@ def check_levels(levels, draft, model, texts, window=None, sinks=0, shown=lambda
     assert compared > 50 and deepest == 2
 
 
-def generate(model, draft, lengths=LENGTHS, **options):
-    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
-    options = {"max_new_tokens": 12, "eos_token_id": NEVER, "do_sample": False, "pad_token_id": 0} | options
-    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "chunk"),
     [
@@ -144,7 +137,7 @@ def test_drafting_is_a_forward_over_the_text(target, levels, name, settings, chu
     """Ragged rows; windows that hide tokens; accepted and refused nodes; prompts in chunks."""
     model = target(name, vocab_size=12)
     draft = draft_for(model, **settings)
-    sequences = generate(model, draft, prefill_chunk_size=chunk)
+    sequences = generate(model, draft, prefill_chunk_size=chunk, max_new_tokens=12)
     assert 0 < draft.last_speculation.num_accepted_draft_tokens < draft.last_speculation.num_draft_tokens
     mask = tiny_prompts(12, LENGTHS)[1]
     width = mask.shape[1]

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 import pytest
@@ -11,7 +12,8 @@ from hf_longspec import QuestDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.pages import KeyPages, PageContext
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.quest.generation_quest import QuestDrafter
-from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing import tiny_target
+from tests.modeling import calls
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -22,10 +24,7 @@ SPARSE = {"sparse_ratio": 0.3, "sparse_min_tokens": 7, "page_size": 3, "num_dens
 LOGIT_TOLERANCE = 1e-5
 
 
-def generate(model, draft, lengths=LENGTHS, **options):
-    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
-    fixed = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **(fixed | options))
+generate = partial(calls.generate, lengths=LENGTHS, max_new_tokens=NEW_TOKENS)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "cohere2"])
@@ -35,12 +34,12 @@ def test_reading_everything_drafts_like_the_target(name):
     draft = QuestDraftModel.from_target(
         model, sparse_ratio=1.0, sparse_min_tokens=1, page_size=5, num_dense_layers=0, num_assistant_tokens=GAMMA
     )
-    out = generate(model, draft, return_dict_in_generate=True)
+    generate(model, draft)
     whole, cut = divmod(NEW_TOKENS - 1, GAMMA + 1)
     expected = [0] * (GAMMA + 1)
     expected[GAMMA] = whole * len(LENGTHS)
     expected[cut - 1] += len(LENGTHS)
-    assert out.speculation.acceptance_histogram == expected
+    assert draft.last_speculation.acceptance_histogram == expected
 
 
 @contextmanager
@@ -65,7 +64,7 @@ def test_logits_of_a_step_that_reads_everything(name, monkeypatch):
     model = tiny_target(name, num_hidden_layers=3)
     draft = QuestDraftModel.from_target(model, sparse_ratio=1.0, page_size=5, num_dense_layers=0)
     with drafting(monkeypatch) as steps:
-        text = generate(model, draft, (33,))
+        text = generate(model, draft, lengths=(33,))
     place, seen = 33, 0  # root of the first phase
     for token, logits in steps:
         assert token.tolist() == [text[0, place]]  # everything is accepted, so the text is what was drafted
@@ -190,7 +189,7 @@ def test_a_second_turn_and_a_cut_cache_have_their_own_bounds(monkeypatch):
     monkeypatch.setattr(QuestDrafter, "observe", lambda self, v: (observe(self, v), assert_bounds(self.paged, 3))[0])
     draft = QuestDraftModel.from_target(model, **SPARSE)
     cache = SpeculativeCache(model.config, 1, 40, tree_slots=draft.num_tree_nodes(TargetView(model)))
-    first = generate(model, draft, (21,), past_key_values=cache)
+    first = generate(model, draft, lengths=(21,), past_key_values=cache)
     cache.crop(-9)
     again = torch.cat([first[:, : cache.lengths.host[0] + 1], torch.tensor([[5, 9, 7, 7]])], 1)
     options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(again)}

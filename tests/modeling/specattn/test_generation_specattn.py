@@ -14,6 +14,7 @@ from hf_longspec.generation.selection import SINK_TOKENS
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.generation.tiny_models import ATTENTION
+from tests.modeling.calls import generate
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -29,22 +30,13 @@ def test_selecting_everything_drafts_like_the_target(name):
     This fails if a selected entry, the tail, a position or a window of the compact cache is off by one.
     """
     model = tiny_target(name)
-    input_ids, mask = tiny_prompts(128, LENGTHS)
     draft = SpecAttnDraftModel.from_target(model, sparse_ratio=1.0, num_assistant_tokens=GAMMA)
-    out = model.generate(
-        input_ids,
-        attention_mask=mask,
-        assistant_model=draft,
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
+    generate(model, draft, LENGTHS, max_new_tokens=NEW_TOKENS)
     whole, cut = divmod(NEW_TOKENS - 1, GAMMA + 1)
     expected = [0] * (GAMMA + 1)
     expected[GAMMA] = whole * len(LENGTHS)
     expected[cut - 1] += len(LENGTHS)
-    assert out.speculation.acceptance_histogram == expected
+    assert draft.last_speculation.acceptance_histogram == expected
 
 
 def seeded_drafter(model, lengths=LENGTHS, **settings):

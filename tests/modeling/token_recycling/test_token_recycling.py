@@ -8,12 +8,10 @@ import torch
 
 from hf_longspec import TokenRecyclingDraftModel
 from hf_longspec.modeling.token_recycling.generation_token_recycling import CHANCES, likely_tree, successors
-from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing import tiny_target
+from tests.modeling.calls import generate
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
-LENGTHS = (33, 2, 13)
-OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False, "max_new_tokens": 40}
 
 
 @pytest.mark.parametrize(("nodes", "depth", "candidates"), [(2, 1, 1), (9, 3, 3), (23, 4, 2), (300, 3, 4)])
@@ -102,8 +100,6 @@ def test_trees_are_read_from_what_the_target_ranked(vocab_size):
         return drafter
 
     draft.make_drafter = watched
-    input_ids, mask = tiny_prompts(vocab_size, LENGTHS)
-    text = model.generate(input_ids, attention_mask=mask, assistant_model=draft, **OPTIONS)
-    assert torch.equal(text, model.generate(input_ids, attention_mask=mask, **OPTIONS))
+    assert torch.equal(generate(model, draft, max_new_tokens=40), generate(model, None, max_new_tokens=40))
     assert len(compared) > 20 and max(compared) > 10
     assert draft.last_speculation.num_accepted_draft_tokens > 0
