@@ -105,7 +105,7 @@ def test_sampled_text_is_that_of_the_plain_loop(target, kind, name, options):
 
 @KINDS
 def test_rejected_drafts_are_rolled_back(target, kind):
-    """The cache holds the keys of a plain forward over the text, and a second turn goes on with it."""
+    """The cache holds the keys and values of a plain forward over the text, and a second turn goes on with it."""
     model = target("gpt_oss", **FEW_TOKENS)
     draft = draft_of(kind, model)
     cache = SpeculativeCache(model.config, 1, 64, tree_slots=draft.num_tree_nodes(TargetView(model)))
@@ -117,7 +117,8 @@ def test_rejected_drafts_are_rolled_back(target, kind):
     with torch.no_grad():
         model(first[:, :length], past_key_values=plain)
     for ours, stock in zip(cache.layers, plain.layers, strict=True):
-        torch.testing.assert_close(ours.keys[:, :, :length], stock.keys, rtol=0, atol=KEY_TOLERANCE)
+        for part, expected in ((ours.keys, stock.keys), (ours.values, stock.values)):
+            torch.testing.assert_close(part[:, :, :length], expected, rtol=0, atol=KEY_TOLERANCE)
     options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "do_sample": False, "pad_token_id": 0}
     second = model.generate(first, assistant_model=draft, past_key_values=cache, **options)
     assert torch.equal(second, model.generate(first, **options))
