@@ -1,14 +1,11 @@
-"""A tiny target, drafts for it, and a trainer whose runs take milliseconds.
-
-The tests of the methods, in tests/modeling, import these fixtures.
-"""
+"""A tiny target, drafts for it, and a trainer whose runs take milliseconds."""
 
 import copy
 
 import pytest
 import torch
 
-from hf_longspec import LongSpecDraftModel, TokenSwiftDraftModel
+from hf_longspec import Eagle3DraftModel, LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.testing import tiny_target
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows, losses
 from tests.tiny_tokenizers import byte_tokenizer
@@ -25,16 +22,20 @@ def target(pristine_target):
     return copy.deepcopy(pristine_target)
 
 
-@pytest.fixture
-def make_draft(target):
-    """`make_draft(window=8)`: a LongSpec draft with the same weights every time."""
+def maker(cls, target, **defaults):
+    """Return `make(**overrides)`: a draft of a class with the same weights every time."""
 
     def make(**overrides):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            return LongSpecDraftModel.from_target(target, **{"window": 16, **overrides})
+            return cls.from_target(target, **(defaults | overrides))
 
     return make
+
+
+@pytest.fixture
+def make_draft(target):
+    return maker(LongSpecDraftModel, target, window=16)
 
 
 @pytest.fixture
@@ -44,19 +45,23 @@ def draft(make_draft):
 
 @pytest.fixture
 def make_heads(target):
-    """`make_heads(num_heads=2)`: heads with the same weights every time."""
-
-    def make(**overrides):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            return TokenSwiftDraftModel.from_target(target, **overrides)
-
-    return make
+    return maker(TokenSwiftDraftModel, target)
 
 
 @pytest.fixture
 def heads(make_heads):
     return make_heads()
+
+
+@pytest.fixture
+def make_eagle3(target):
+    return maker(Eagle3DraftModel, target)
+
+
+@pytest.fixture
+def rows(tokens):
+    """Ragged rows, the last too short for most gaps and heads."""
+    return [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (40, 21), (70, 6))]
 
 
 @pytest.fixture(scope="session")

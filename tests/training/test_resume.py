@@ -1,29 +1,60 @@
-"""A run that is killed and resumed, against an uninterrupted one."""
+"""Runs that end in the middle and are resumed, against uninterrupted ones."""
 
-import signal
-import subprocess
-import sys
-from pathlib import Path
+import shutil
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
+from hf_longspec import LongSpecDraftModel
+from hf_longspec.testing import tiny_target
+from hf_longspec.training import DraftTrainer, DraftTrainingArguments, TokenWindows
 from hf_longspec.training.trainer import last_complete_checkpoint
-from tests.training.resumable import SAVED, STEPS, Watch, make_trainer
 
-SCRIPT = Path(__file__).with_name("resumable.py")
+SAVED, KILLED, STEPS = 3, 5, 8
+
+
+class Watch(TrainerCallback):
+    """Records the steps, and copies the folder of a run as it is when a killed process would leave it."""
+
+    def __init__(self, killed=None):
+        self.killed = killed
+        self.steps = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.append(state.global_step)
+        if state.global_step == KILLED and self.killed is not None:
+            shutil.copytree(args.output_dir, self.killed)
+
+
+def make_trainer(folder, watch):
+    """Seven rows, two per step: the checkpoint is in the middle of an epoch with an odd number of batches."""
+    target = tiny_target("llama", max_position_embeddings=512)
+    torch.manual_seed(1)
+    draft = LongSpecDraftModel.from_target(target, window=16)
+    tokens = torch.randint(3, 128, (7 * 33,), generator=torch.Generator().manual_seed(0))
+    args = DraftTrainingArguments(
+        str(folder),
+        seed=12,
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        save_steps=SAVED,
+        logging_steps=1,
+        learning_rate=1e-2,
+        warmup_steps=2,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return DraftTrainer(draft, target, args, train_dataset=TokenWindows(tokens, 33), callbacks=[watch])
 
 
 def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(tmp_path):
     """Bit for bit: weights, optimizer, and the largest position."""
     killed = tmp_path / "killed"
-    command = [sys.executable, str(SCRIPT), str(killed)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=SCRIPT.parents[2])
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    assert last_complete_checkpoint(killed) == str(killed / f"checkpoint-{SAVED}")
-
-    whole = make_trainer(tmp_path / "whole", Watch())
+    whole = make_trainer(tmp_path / "whole", Watch(killed))
     whole.train()
+    assert last_complete_checkpoint(killed) == str(killed / f"checkpoint-{SAVED}")
     watch = Watch()
     resumed = make_trainer(killed, watch)
     resumed.train(resume_from_checkpoint=True)

@@ -12,19 +12,12 @@ from hf_longspec.training.target_states import HiddenPass, TargetPass
 KINDS = pytest.mark.parametrize("kind", ["longspec", "heads"])
 # float32 sums in another order, in two steps of SGD with gradients of size 1
 SGD_TOLERANCE = {"rtol": 2e-5, "atol": 2e-5}
-ROWS = [(0, 33), (40, 21), (70, 6)]
 
 
 @pytest.fixture
 def make(make_draft, make_heads):
     """`make[kind](**settings)`: a new draft, with the same weights every time."""
     return {"longspec": make_draft, "heads": make_heads}
-
-
-@pytest.fixture
-def rows(tokens):
-    """Ragged rows, the last too short for most gaps and heads."""
-    return [{"input_ids": tokens[start : start + length]} for start, length in ROWS]
 
 
 def trained(make_trainer, model, **settings):
@@ -40,12 +33,7 @@ def history(trainer):
 
 @pytest.mark.parametrize(
     ("kind", "overrides", "settings"),
-    [
-        ("longspec", {}, {"loss": "kl"}),
-        ("longspec", {}, {"loss": "ce", "target_chunk_size": 20}),
-        ("heads", {"sequential": True}, {"loss": "kl"}),
-        ("heads", {}, {"loss": "ce", "target_chunk_size": 20}),
-    ],
+    [("longspec", {}, {"loss": "ce", "target_chunk_size": 20}), ("heads", {"sequential": True}, {"loss": "kl"})],
     ids=str,
 )
 def test_every_weight_of_the_draft_changes_and_none_of_the_target(
@@ -112,7 +100,7 @@ def test_ligers_loss_replaces_ours(make_trainer, make, rows, ligers_loss, kind):
     calls = ligers_loss()
     theirs = trained(make_trainer, make[kind](), **settings)[0].state.log_history[0]
     if kind == "heads":
-        assert calls == [sum(max(0, length - first) for _, length in ROWS) for first in (2, 3, 4)]
+        assert calls == [sum(max(0, len(row["input_ids"]) - first) for row in rows) for first in (2, 3, 4)]
         assert 0 <= theirs["head_1_top1"] <= theirs["head_1_top3"] <= 1
     else:
         assert len(calls) == 1 and any(name.startswith("acceptance_gap") for name in theirs)
@@ -143,11 +131,8 @@ def test_the_loss_falls_and_accuracy_rises(make_trainer, make, tokens, tmp_path,
     assert all(torch.equal(tensor, draft.state_dict()[name]) for name, tensor in loaded.state_dict().items())
 
 
-# interleaved rotation; layers without rotation, layer norms and a logit factor; sinks; a softcap and windows; factors
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("longspec", "glm4"), ("longspec", "cohere2"), ("longspec", "gpt_oss"), ("heads", "gemma2"), ("heads", "granite")],
-)
+# interleaved rotation; a softcap, windows and a final norm of its own
+@pytest.mark.parametrize(("kind", "name"), [("longspec", "glm4"), ("heads", "gemma2")])
 def test_other_architectures_learn(kind, name, tmp_path):
     """Of heads accuracy is compared: with a large scale in the target's final norm, the logits of new heads stay flat
     for longer than this run.

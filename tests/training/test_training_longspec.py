@@ -13,12 +13,6 @@ from hf_longspec.modeling.longspec.training_longspec import RowNoise, anchor_off
 LIMIT = 64
 
 
-@pytest.fixture
-def rows(tokens):
-    """Ragged rows, the last too short for most gaps."""
-    return [{"input_ids": tokens[start : start + length]} for start, length in ((0, 33), (40, 21), (70, 6))]
-
-
 class TestPositions:
     def test_anchors_keep_their_positions_and_the_rest_is_shifted(self):
         assert anchor_offset_positions(7, [0, 10, 500], anchors=4).tolist() == [
@@ -152,16 +146,15 @@ class TestLoss:
         assert metrics["eval_loss"] == pytest.approx(float(sum(losses)) / len(losses), rel=1e-4)
 
 
-@pytest.mark.parametrize("max_offset", [0, 100])
-def test_the_largest_position_is_recorded(make_trainer, draft, tmp_path, max_offset):
-    trainer = make_trainer(max_steps=3, max_offset=max_offset)
+def test_the_largest_position_is_recorded(make_trainer, draft, tmp_path):
+    trainer = make_trainer(max_steps=3, max_offset=100)
     trainer.train()
     trainer.save_model(tmp_path / "draft")
     recorded = LongSpecDraftModel.from_pretrained(tmp_path / "draft").config.trained_max_length
     # drawn again, from the definition
     offsets = [offset for step in range(3) for offset in trainer.method.noise.draw(step, 2, range(2), [33, 33])[1]]
     assert recorded == 32 + max(offsets)
-    assert max(offsets) <= max_offset and (max_offset == 0 or max(offsets) > 0)
+    assert 0 < max(offsets) <= 100
 
 
 def test_keys_are_stored_with_the_positions_of_their_rotation(make_trainer, rows, tmp_path):

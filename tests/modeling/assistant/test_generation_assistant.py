@@ -4,26 +4,24 @@ import pytest
 import torch
 
 from hf_longspec import AssistantDraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.generation.beam import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import TINY_TARGETS, tiny_prompts, tiny_target
+from hf_longspec.testing import tiny_prompts, tiny_target
+from tests.distributions import max_z_score
+from tests.generation.test_on_simulated_cuda import generate as generate_until
+from tests.generation.test_on_simulated_cuda import make_draft
+from tests.generation.tiny_models import ATTENTION
+from tests.modeling.calls import LENGTHS, generate
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-LENGTHS = (33, 1, 13, 20)
-NEW = 18
 FEW = {"vocab_size": 12}
 WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
 OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False}
 # Neither of them has the shapes of the other.
 PAIR = {"num_hidden_layers": 2, "num_key_value_heads": 4, "hidden_size": 48}
-
-
-def generate(model, draft, lengths=LENGTHS, new=NEW, **options):
-    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
-    options = {"max_new_tokens": new} | OPTIONS | options
-    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +34,16 @@ def small():
     return tiny_target("llama", 5, **FEW, **PAIR)
 
 
+# The contract of all drafts has chains with a window.
 DRAFTS = {
-    "chain": {"num_assistant_tokens": 3},
     "tree": {"tree_widths": [6, 5, 3]},
-    "window": {"num_assistant_tokens": 4, "window": 6, "sinks": 2},
     "window, tree": {"tree_widths": [7, 4], "window": 7},
     "n-grams": {"num_assistant_tokens": 2, "ngram_candidates": 2, "ngram_num_tokens": 4},
     "n-grams, window": {"tree_widths": [4, 3], "ngram_candidates": 1, "ngram_num_tokens": 6, "window": 5},
 }
-KINDS = pytest.mark.parametrize("kind", DRAFTS)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", DRAFTS)
 def test_ragged_text_is_that_of_stock_generate(model, small, kind):
     draft = AssistantDraftModel.from_model(small, model, **DRAFTS[kind])
     assert torch.equal(generate(model, draft), generate(model, None))
@@ -55,8 +51,7 @@ def test_ragged_text_is_that_of_stock_generate(model, small, kind):
     assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
 
 
-@KINDS
-@pytest.mark.parametrize("options", [{}, WARPED], ids=str)
+@pytest.mark.parametrize(("kind", "options"), [*zip(DRAFTS, ({}, WARPED, WARPED, {}), strict=True)], ids=str)
 def test_a_seed_gives_the_text_of_the_plain_loop(model, small, kind, options):
     texts = []
     for draft in (PlainDraftModel.from_target(model), AssistantDraftModel.from_model(small, model, **DRAFTS[kind])):
@@ -66,13 +61,13 @@ def test_a_seed_gives_the_text_of_the_plain_loop(model, small, kind, options):
     assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", TINY_TARGETS)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_a_target_that_drafts_for_itself_is_always_right(name):
     """Every draft is accepted whole. It is not if a key, a position or a window of the draft is off by one."""
     model = tiny_target(name)
     draft = AssistantDraftModel.from_target(model, window=None, num_assistant_tokens=4)
     new = 1 + 3 * 5  # the first token, and three verifications
-    generate(model, draft, (41, 3, 29), new=new)
+    generate(model, draft, (41, 3, 29), max_new_tokens=new)
     assert draft.last_speculation.acceptance_histogram == [0, 0, 0, 0, 3 * 3]
 
 
@@ -137,12 +132,11 @@ def test_a_sliding_window_of_the_draft_reaches_into_its_tree():
         assert torch.equal(tree.tokens[row], beam.fields()[0][0])
 
 
-@pytest.mark.parametrize("window", [16, 40])
-def test_memory_does_not_grow_with_the_context(window):
-    model, small, sizes = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), []
+def test_memory_does_not_grow_with_the_context():
+    model, small, sizes, window = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), [], 16
     draft = AssistantDraftModel.from_model(small, model, window=window)
-    for length in (100, 700):
-        generate(model, draft, (length,), new=40)
+    for length in (100, 400):
+        generate(model, draft, (length,), max_new_tokens=40)
         sizes.append(draft.last_speculation.draft_state_bytes)
     entry = 2 * 4 * 2 * small.config.num_key_value_heads * small.config.head_dim  # float32 keys and values, two layers
     assert sizes[0] == sizes[1] == entry * (4 + window + window // 4 + 64)
@@ -152,7 +146,7 @@ def test_only_sinks_and_window_are_prefilled():
     model, small, seen = tiny_target("qwen3"), tiny_target("llama", 5, **PAIR), []
     draft = AssistantDraftModel.from_model(small, model, window=24, num_assistant_tokens=2, prefill_chunk_size=10)
     small.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape[1]), with_kwargs=True)
-    generate(model, draft, (300,), new=9)
+    generate(model, draft, (300,), max_new_tokens=9)
     prefill = seen[: seen.index(2)]
     assert prefill[-3:] == [10, 10, 8]  # the trial forwards of the check before them
     assert set(seen[len(prefill) :]) <= {1, 2}
@@ -161,9 +155,9 @@ def test_only_sinks_and_window_are_prefilled():
 def test_rows_drop_tokens_by_their_own_length(model, small):
     """The tokens that a row accepts do not depend on the rows beside it, also after many tokens were dropped."""
     draft = AssistantDraftModel.from_model(small, model, window=8, num_assistant_tokens=3)
-    generate(model, draft, new=60)
+    generate(model, draft, LENGTHS[:2], max_new_tokens=60)
     together, alone = draft.last_speculation.acceptance_histogram, torch.zeros(4, dtype=torch.long)
-    input_ids, mask = tiny_prompts(12, LENGTHS)
+    input_ids, mask = tiny_prompts(12, LENGTHS[:2])
     for row, keep in zip(input_ids, mask.bool(), strict=True):
         model.generate(row[keep][None], assistant_model=draft, max_new_tokens=60, **OPTIONS)
         counts = draft.last_speculation.acceptance_histogram
@@ -171,10 +165,10 @@ def test_rows_drop_tokens_by_their_own_length(model, small):
     assert together == alone[: len(together)].tolist()
 
 
-@pytest.mark.parametrize("kind", ["chain", "window, tree"])
-def test_a_draft_catches_up_after_plain_steps(model, small, kind):
+@pytest.mark.parametrize("settings", [{"num_assistant_tokens": 3}, DRAFTS["window, tree"]], ids=str)
+def test_a_draft_catches_up_after_plain_steps(model, small, settings):
     """Texts grow without the draft for a while; it then proposes what a new drafter would propose, if it keeps all."""
-    draft = AssistantDraftModel.from_model(small, model, **DRAFTS[kind])
+    draft = AssistantDraftModel.from_model(small, model, **settings)
     view, lengths = TargetView(model), (20, 3)
     cache = SpeculativeCache(model.config, 2, 256, tree_slots=16)
     drafter = draft.make_drafter(Binding(view, cache, None, 256))
@@ -211,7 +205,7 @@ def transformers_rounds(model, small, ids, new, length):
     return text, len(forwards)
 
 
-@pytest.mark.parametrize("length", [1, 3, 5])
+@pytest.mark.parametrize("length", [1, 4])
 def test_tau_is_that_of_transformers_assisted_generation(length):
     """Greedy, one row, chains of a constant length: the same text in the same number of verifications."""
     model = tiny_target("qwen3", vocab_size=24)
@@ -229,3 +223,47 @@ def test_tau_is_that_of_transformers_assisted_generation(length):
     assert torch.equal(ours, stock)
     assert stats.num_forwards == rounds
     assert 60 / (length + 1) < rounds < 60
+
+
+ROWS, TOKENS, FEWEST, TEMPERATURE = 2000, 3, 6, 1.5
+
+
+@torch.no_grad()
+def joint(model, prompt):
+    """The exact distribution of the next tokens, by one plain forward for each text."""
+    texts = torch.cartesian_prod(*[torch.arange(FEWEST)] * TOKENS)
+    whole = torch.cat([prompt.expand(len(texts), -1), texts], 1)
+    logits = model(whole).logits[:, prompt.shape[1] - 1 : -1].double() / TEMPERATURE
+    return logits.log_softmax(-1).gather(2, texts[..., None]).sum((1, 2)).exp().view([FEWEST] * TOKENS)
+
+
+@pytest.mark.parametrize("settings", [{"window": 3, "sinks": 1}, {"pard_token": 5}], ids=str)
+def test_rejection_sampling_gives_the_distribution_of_the_target(settings):
+    """Coupled drafts need no such test: their text is that of the plain loop."""
+    model = tiny_target("qwen3", vocab_size=FEWEST)
+    small = tiny_target("llama", 5, vocab_size=FEWEST, num_hidden_layers=1)
+    prompt, _ = tiny_prompts(FEWEST, (5,))
+    settings = {"num_assistant_tokens": 2, "acceptance": "rejection"} | settings
+    draft = AssistantDraftModel.from_model(small, model, **settings)
+    torch.manual_seed(11)
+    options = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "eos_token_id": 999, "pad_token_id": 999}
+    text = model.generate(prompt.repeat(ROWS, 1), assistant_model=draft, max_new_tokens=TOKENS, **options)
+    stats = draft.last_speculation
+    assert ROWS / 10 < stats.num_accepted_draft_tokens < stats.num_draft_tokens - ROWS / 10
+    assert max_z_score(text[:, prompt.shape[1] :], joint(model, prompt)) < MAX_SIGMA
+
+
+# Captured steps are tested on a simulated device, with those of all drafters.
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["draft model, tree", "draft model, PARD"])
+def test_compiled_steps_give_the_same_text(name, graphs):
+    model = tiny_target("llama", vocab_size=24, num_hidden_layers=1)
+    draft, prompts = make_draft(name, model), tiny_prompts(24, (23, 9, 40))
+    expected = generate_until(model, draft, *prompts, False)
+    draft.generation_config.compile = "compile"
+    assert torch.equal(generate_until(model, draft, *prompts, False), expected)
+    built = graphs.frame_count
+    assert built >= 2  # of both models
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        generate_until(model, draft, *prompts, False)
+    assert graphs.frame_count <= built + 2  # rows of equal lengths, in places of their own

@@ -6,7 +6,6 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 from hf_longspec.modeling.convert import convert
-from hf_longspec.modeling.longspec.convert_longspec import LONGSPEC_TARGETS
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.modeling.longspec.restated_longspec import Restated
 
@@ -58,7 +57,7 @@ def test_names_with_and_without_the_trainers_prefix(layout, target_config, tmp_p
     found = draft.block.state_dict()
     assert len(found) == 16 and draft.dtype == torch.float16
     assert all(torch.equal(value, tensors[name]) for name, value in found.items())
-    assert (draft.config.window, draft.config.kv_layer, draft.setting("tree_widths")) == (513, 2, [4, 16, 16, 16, 11])
+    assert (draft.config.window, draft.config.kv_layer, draft.setting("tree_widths")) == (513, 1, [4, 16, 16, 16, 11])
 
 
 def test_the_tree_matches_the_restated_block(target_config, tmp_path, llama):
@@ -122,7 +121,3 @@ def test_tensors_of_no_known_method_are_refused(target_config, tmp_path):
 def test_an_unknown_source_needs_a_target(tmp_path):
     with pytest.raises(ValueError, match=r"no target is known for .*sail/longspec-vicuna-7b-v1\.5-16k"):
         convert(str(tmp_path))
-
-
-def test_six_drafts_are_published():
-    assert len(LONGSPEC_TARGETS) == 6 and all(name.startswith("sail/longspec-") for name in LONGSPEC_TARGETS)

@@ -9,7 +9,7 @@ from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.drafter import Verification
 from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
 from hf_longspec.modeling.ngram.settings_ngram import NgramSettings
-from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing import tiny_prompts
 
 RAGGED = (33, 3, 13)
 # so few tokens that a random model repeats itself now and then
@@ -70,21 +70,6 @@ class TestProposals:
         # the root's own continuation, which was generated; (9, 2) and (9, 9, 2) were not seen before
         assert paths(drafter.propose(torch.tensor([2]))) == [[4, 8, 9]]
 
-    def test_a_row_of_a_batch_is_what_it_is_alone(self):
-        texts = [self.TEXT, [3, 4], [5, 6, 5, 6, 5]]
-        drafter = drafter_of(3)
-        together = begin(drafter, texts)
-        together.validate()
-        assert paths(together, 1) == []
-        for row, text in enumerate(texts):
-            alone = begin(drafter_of(1), [text])
-            for name in ("tokens", "parents", "valid"):
-                assert torch.equal(getattr(together, name)[row], getattr(alone, name)[0])
-        drafter.observe(
-            Verification(torch.zeros(3, 1), SeqLens([2, 0, 1]), SeqLens((20, 1, 4)), tokens=[[9, 4], [], [6]])
-        )
-        assert [len(index.text) for index in drafter.indexes] == [23, 2, 6]
-
     def test_starting_again_reads_only_what_is_new(self):
         drafter = drafter_of(1)
         begin(drafter, [self.TEXT])
@@ -115,11 +100,3 @@ def test_keys_are_the_confirmed_text(target, monkeypatch):
     options = {"assistant_model": draft, "max_new_tokens": 20, "do_sample": False, "eos_token_id": 7}
     model.generate(input_ids, attention_mask=mask, **options)
     assert len(seen) > 3 and {tree.tokens.shape for tree in seen} == {(3, 17)}
-
-
-def test_state_is_reported(target):
-    model = tiny_target("llama")
-    draft = NgramDraftModel.from_target(model, ngram_size=2)
-    model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=60, do_sample=False)
-    # 2 lengths of keys, heads and links of 64 places each, and the text
-    assert 4 * 4 * 64 < draft.last_speculation.draft_state_bytes <= 4 * (4 * 64 + 63)

@@ -1,9 +1,16 @@
-"""Hash chains over a text against a search through all positions."""
+"""Text indexes against searches through all positions: occurrences, the pool's ranking, suffix lookup."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longspec.modeling.ngram.generation_ngram import TextIndex
+from hf_longspec.modeling.ngram.generation_ngram import MAX_OCCURRENCES, MAX_SUFFIX, TextIndex
+
+
+def index_of(text, longest=3, capacity=2**12):
+    index = TextIndex(longest, capacity)
+    index.extend(text)
+    return index
+
 
 TEXTS = st.lists(st.integers(3, 6), max_size=90)
 
@@ -47,8 +54,89 @@ def test_tables_keep_their_size_and_drop_the_oldest():
     assert index.occurrences(2, limit=9) == []
 
 
-def test_memory_of_100_thousand_tokens():
-    index = TextIndex(longest_key=3, capacity=2**17)
-    index.extend((token * token) % 4093 for token in range(100_000))
-    assert index.nbytes < 2**22
-    assert index.occurrences(3, limit=32)
+def ranked(text, longest, length):
+    """Return every continuation, sorted by key length, count and last place."""
+    best = {}
+    end = len(text)
+    for size in range(1, longest + 1):  # longer keys overwrite the entries of shorter ones
+        seen = {}
+        for place in range(size, end):
+            if text[place - size : place] == text[end - size :]:
+                path = tuple((text[place:] * length)[:length])
+                count, _ = seen.get(path, (0, 0))
+                seen[path] = count + 1, place
+        for path, (count, place) in seen.items():
+            best[path] = (size, count, place)
+    return sorted(best, key=best.get, reverse=True)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=MAX_OCCURRENCES), st.integers(1, 4), st.integers(1, 5))
+def test_longest_key_then_count_then_recency(text, longest, length):
+    """In texts this short all occurrences of a key are counted."""
+    assert index_of(text, longest).pool(length, count=1000) == ranked(text, longest, length)
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=60), st.integers(1, 6))
+def test_fewer_paths_are_the_first_of_all(text, count):
+    pool = index_of(text)
+    some, everything = pool.pool(2, count), pool.pool(2, 1000)
+    assert some == everything[: len(some)]
+    assert len(some) >= min(count, len(everything))
+
+
+def test_only_recent_occurrences_are_counted():
+    """A continuation that was frequent long ago is dropped."""
+    old, new = [5, 1] * 100, [5, 2] * MAX_OCCURRENCES
+    assert index_of([*old, 9, *new, 5], longest=1).pool(1, count=9) == [(2,)]
+    assert index_of([*old, 9, *new[2:], 5], longest=1).pool(1, count=9) == [(2,), (1,)]
+
+
+def suffix_lengths(text):
+    """Return for each earlier position how many tokens before it match the end of the text, by a double loop."""
+    found = {}
+    for place in range(1, len(text)):
+        length = 0
+        while length < place and text[place - 1 - length] == text[len(text) - 1 - length]:
+            length += 1
+        found[place] = length
+    return found
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=MAX_SUFFIX), st.integers(1, 4), st.integers(1, 6))
+def test_the_best_path_follows_the_longest_suffix(text, longest, length):
+    """Texts are too short for the bounds of a query. The most recent of equally long suffixes comes first."""
+    lengths = suffix_lengths(text)
+    best = max(lengths, key=lambda place: (lengths[place], place), default=None)
+    paths = index_of(text, longest).lookup(length)
+    if best is None or not lengths[best]:
+        assert paths == []
+    else:
+        assert paths[0] == tuple((text[best:] * length)[:length])
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=MAX_SUFFIX), st.integers(1, 5))
+def test_the_other_paths_follow_shorter_suffixes(text, length):
+    lengths = {place: found for place, found in suffix_lengths(text).items() if found}
+    order = sorted(lengths, key=lambda place: (lengths[place], place), reverse=True)
+    expected = list(dict.fromkeys(tuple((text[place:] * length)[:length]) for place in order))
+    assert index_of(text, longest=1).lookup(length) == expected
+
+
+def test_the_longest_match_comes_before_the_first_and_the_last():
+    text = [1, 2, 50, 7, 8, 9, 1, 2, 60, 4, 9, 1, 2, 70, 6, 8, 9, 1, 2]
+    assert index_of(text).lookup(1) == [(60,), (70,)]
+
+
+def test_the_time_of_a_query_is_bounded():
+    """The number of compared occurrences and the length of a match are bounded."""
+    looks = []
+
+    class Counting(TextIndex):
+        def _suffix_length(self, position, end):
+            looks.append(len(end))
+            return super()._suffix_length(position, end)
+
+    index = Counting(3, 2**12)
+    index.extend([4] * 3000)
+    assert index.lookup(5) == [(4,) * 5]
+    assert len(looks) == MAX_OCCURRENCES and set(looks) == {MAX_SUFFIX}

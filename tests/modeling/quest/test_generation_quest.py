@@ -2,21 +2,21 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from math import ceil
 
 import pytest
 import torch
 
-from hf_longspec import QuestDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec import QuestDraftModel, SpeculativeCache
 from hf_longspec.attention_backends.pages import KeyPages, PageContext
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.quest.generation_quest import QuestDrafter
-from hf_longspec.testing import tiny_prompts, tiny_target
-from tests.generation.tiny_models import ATTENTION
+from hf_longspec.testing import tiny_target
+from tests.modeling import calls
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
-PREFIXED = [name for name in ATTENTION if name != "deepseek_v3"]  # refused: MLA
 LENGTHS = (57, 3, 39)
 NEW_TOKENS, GAMMA, SINKS = 22, 4, 4
 SPARSE = {"sparse_ratio": 0.3, "sparse_min_tokens": 7, "page_size": 3, "num_dense_layers": 0}
@@ -24,25 +24,22 @@ SPARSE = {"sparse_ratio": 0.3, "sparse_min_tokens": 7, "page_size": 3, "num_dens
 LOGIT_TOLERANCE = 1e-5
 
 
-def generate(model, draft, lengths=LENGTHS, **options):
-    input_ids, mask = tiny_prompts(model.config.vocab_size, lengths)
-    fixed = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **(fixed | options))
+generate = partial(calls.generate, lengths=LENGTHS, max_new_tokens=NEW_TOKENS)
 
 
-@pytest.mark.parametrize("name", PREFIXED)
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "cohere2"])
 def test_reading_everything_drafts_like_the_target(name):
     """With every page chosen the draft is the target: all drafts are accepted, up to the last, cut iteration."""
     model = tiny_target(name)
     draft = QuestDraftModel.from_target(
         model, sparse_ratio=1.0, sparse_min_tokens=1, page_size=5, num_dense_layers=0, num_assistant_tokens=GAMMA
     )
-    out = generate(model, draft, return_dict_in_generate=True)
+    generate(model, draft)
     whole, cut = divmod(NEW_TOKENS - 1, GAMMA + 1)
     expected = [0] * (GAMMA + 1)
     expected[GAMMA] = whole * len(LENGTHS)
     expected[cut - 1] += len(LENGTHS)
-    assert out.speculation.acceptance_histogram == expected
+    assert draft.last_speculation.acceptance_histogram == expected
 
 
 @contextmanager
@@ -64,10 +61,10 @@ def drafting(patch):
 @torch.no_grad()
 def test_logits_of_a_step_that_reads_everything(name, monkeypatch):
     """They are those of a plain forward over text and drafted tokens."""
-    model = tiny_target(name)
+    model = tiny_target(name, num_hidden_layers=3)
     draft = QuestDraftModel.from_target(model, sparse_ratio=1.0, page_size=5, num_dense_layers=0)
     with drafting(monkeypatch) as steps:
-        text = generate(model, draft, (33,))
+        text = generate(model, draft, lengths=(33,))
     place, seen = 33, 0  # root of the first phase
     for token, logits in steps:
         assert token.tolist() == [text[0, place]]  # everything is accepted, so the text is what was drafted
@@ -108,7 +105,7 @@ def by_loops(query, key, length, prefix, settings):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_every_step_reads_the_pages_that_fit_its_own_query(name, monkeypatch):
     """In every step and layer, loops over the cache choose the same entries, which change with the query."""
     model = tiny_target(name)
@@ -160,7 +157,7 @@ def assert_bounds(paged, page_size):
                 assert torch.equal(highest[row, :, page], entries.amax(1))
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("page_size", [1, 3])
 def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
     """A commit computes those of the pages that it filled, not all of them again."""
     model, computed, counts, observe, update = tiny_target("llama"), [], [], QuestDrafter.observe, KeyPages.update
@@ -170,7 +167,7 @@ def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
         assert_bounds(self.paged, page_size)
         (buffer,) = {layer.keys.shape for layer in self.binding.cache.layers}
         pages = buffer[2] // page_size + 1
-        assert self.state_bytes == 3 * 2 * 4 * buffer[0] * buffer[1] * pages * buffer[3]
+        assert self.state_bytes == model.config.num_hidden_layers * 2 * 4 * buffer[0] * buffer[1] * pages * buffer[3]
         computed.append(max(counts, default=0))
         counts.clear()
 
@@ -192,10 +189,10 @@ def test_a_second_turn_and_a_cut_cache_have_their_own_bounds(monkeypatch):
     monkeypatch.setattr(QuestDrafter, "observe", lambda self, v: (observe(self, v), assert_bounds(self.paged, 3))[0])
     draft = QuestDraftModel.from_target(model, **SPARSE)
     cache = SpeculativeCache(model.config, 1, 40, tree_slots=draft.num_tree_nodes(TargetView(model)))
-    first = generate(model, draft, (21,), past_key_values=cache)
+    first = generate(model, draft, lengths=(21,), past_key_values=cache)
     cache.crop(-9)
     again = torch.cat([first[:, : cache.lengths.host[0] + 1], torch.tensor([[5, 9, 7, 7]])], 1)
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(again)}
     # longer than the cache was made for, so its buffers are replaced
     second = model.generate(again, assistant_model=draft, past_key_values=cache, **options)
     assert torch.equal(second, model.generate(again, **options))
@@ -208,60 +205,11 @@ def test_a_second_turn_and_a_cut_cache_have_their_own_bounds(monkeypatch):
 def test_first_layers_and_windows_read_everything():
     model = tiny_target("gemma3")
     sliding = TargetView(model).sliding_layers
-    assert sliding == {0, 1, 3}
-    for dense, paged in ((0, True), (2, True), (3, False)):
+    assert sliding == {0, 2}
+    text = generate(model, None)
+    for dense, paged in ((1, True), (2, False)):
         draft = QuestDraftModel.from_target(model, **(SPARSE | {"num_dense_layers": dense}))
-        assert torch.equal(generate(model, draft), generate(model, None))
+        assert torch.equal(generate(model, draft), text)
         stats = draft.last_speculation
         assert (stats.draft_state_bytes > 0) == paged
         assert (stats.num_accepted_draft_tokens < stats.num_draft_tokens - 3 * GAMMA) == paged
-
-
-@torch.no_grad()
-def test_drafting_leaves_the_committed_cache_alone(monkeypatch):
-    model, propose, checks = tiny_target("gpt_oss"), QuestDrafter.propose, []
-
-    def checked(self, root):
-        cache = self.binding.cache
-        lengths = cache.lengths
-
-        def committed():
-            return [t[row, :, :length].clone() for layer in cache.layers for t in (layer.keys, layer.values)
-                    for row, length in enumerate(lengths.host)]  # fmt: skip
-
-        before = committed()
-        tree = propose(self, root)
-        assert cache.lengths is lengths and all(map(torch.equal, committed(), before))
-        checks.append(len(before))
-        return tree
-
-    monkeypatch.setattr(QuestDrafter, "propose", checked)
-    generate(model, QuestDraftModel.from_target(model, **SPARSE))
-    assert len(checks) > 3
-
-
-def test_pages_of_the_verification_are_another_selection():
-    """SpecAttn's `pages` are chosen once per verification; the same budget accepts another number of tokens."""
-    model = tiny_target("llama")
-    shared = {"sparse_ratio": 0.3, "sparse_min_tokens": 16, "num_assistant_tokens": GAMMA}
-    quest = QuestDraftModel.from_target(model, page_size=16, num_dense_layers=0, **shared)
-    once = SpecAttnDraftModel.from_target(model, selection="pages", granularity="kv_head", **shared)
-    for draft in (quest, once):
-        generate(model, draft, (97,), max_new_tokens=60, min_new_tokens=60)
-    assert quest.last_speculation.acceptance_histogram != once.last_speculation.acceptance_histogram
-
-
-def test_ngrams_and_other_lengths_of_the_chain():
-    model = tiny_target("llama", vocab_size=12)
-    settings = SPARSE | {"tree_choices": [2, 6], "acceptance": "coupled", "ngram_candidates": 2, "ngram_num_tokens": 5}
-    draft = QuestDraftModel.from_target(model, **settings)
-    assert draft.num_tree_nodes(TargetView(model)) == 7 + 2 * 5
-    for options in ({}, {"do_sample": True}):
-        torch.manual_seed(3)
-        text = generate(model, draft, **options)
-        torch.manual_seed(3)
-        assert options or torch.equal(text, generate(model, None))
-        assert draft.last_speculation.num_accepted_draft_tokens > 0
-    draft.generation_config.acceptance = "rejection"
-    with pytest.raises(ValueError, match="acceptance='rejection' with ngram_candidates=2"):
-        generate(model, draft, do_sample=True)

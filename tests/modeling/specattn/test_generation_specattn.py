@@ -14,6 +14,7 @@ from hf_longspec.generation.selection import SINK_TOKENS
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.generation.tiny_models import ATTENTION
+from tests.modeling.calls import generate
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -29,22 +30,13 @@ def test_selecting_everything_drafts_like_the_target(name):
     This fails if a selected entry, the tail, a position or a window of the compact cache is off by one.
     """
     model = tiny_target(name)
-    input_ids, mask = tiny_prompts(128, LENGTHS)
     draft = SpecAttnDraftModel.from_target(model, sparse_ratio=1.0, num_assistant_tokens=GAMMA)
-    out = model.generate(
-        input_ids,
-        attention_mask=mask,
-        assistant_model=draft,
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
+    generate(model, draft, LENGTHS, max_new_tokens=NEW_TOKENS)
     whole, cut = divmod(NEW_TOKENS - 1, GAMMA + 1)
     expected = [0] * (GAMMA + 1)
     expected[GAMMA] = whole * len(LENGTHS)
     expected[cut - 1] += len(LENGTHS)
-    assert out.speculation.acceptance_histogram == expected
+    assert draft.last_speculation.acceptance_histogram == expected
 
 
 def seeded_drafter(model, lengths=LENGTHS, **settings):
@@ -93,35 +85,22 @@ def test_compact_buffers_hold_budget_and_tail(selection):
                 assert sorted(slots[:count].tolist()) == [*range(SINK_TOKENS), *recent]
 
 
+@pytest.mark.parametrize("selection", ["two_rows", "accepted_rows"])
 @torch.no_grad()
-def test_selection_takes_the_entries_with_the_highest_scores(monkeypatch):
-    """With invented scores per layer, exactly the best ones are copied."""
-    model = tiny_target("qwen2")
-    drafter, _ = seeded_drafter(model, lengths=[57], sparse_min_tokens=12, sparse_ratio=0.01)
-    cache = drafter.binding.cache
-    generator = torch.Generator().manual_seed(5)
-    invented = torch.randn(1, 1, 57, generator=generator)
-    capture = drafter.capture(chain_of_last_tokens([torch.arange(5)], 5)[0])
-    capture.scores = {index: invented.clone() for index in range(len(cache.layers))}
-    drafter.observe(Verification(torch.zeros(1, 1, dtype=torch.long), SeqLens([0]), SeqLens((57,)), capture))
-    best = set(invented[0, 0, SINK_TOKENS:].argsort(descending=True)[: 12 - SINK_TOKENS].add(SINK_TOKENS).tolist())
-    expected = best | set(range(SINK_TOKENS))
-    for source, compact in zip(cache.layers, drafter.selected.layers, strict=True):
-        match = (compact.keys[0, 0, :12, None] == source.keys[0, 0, None, :57]).all(-1)
-        assert set(match.int().argmax(1).tolist()) == expected
+def test_selection_takes_the_entries_with_the_highest_scores(selection):
+    """With invented scores, exactly the best ones are copied.
 
-
-@torch.no_grad()
-def test_accepted_rows_ignores_the_scores_of_rejected_tokens():
-    """Two of three nodes are accepted, and the third, whose scores are by far the largest, chooses nothing."""
-    drafter, _ = seeded_drafter(
-        tiny_target("qwen2"), lengths=[57], selection="accepted_rows", sparse_min_tokens=12, sparse_ratio=0.01
-    )
+    Of the three nodes that `accepted_rows` scores, two are accepted. The third, whose scores are by far the largest,
+    chooses nothing.
+    """
+    small = {"sparse_min_tokens": 12, "sparse_ratio": 0.01}
+    drafter, _ = seeded_drafter(tiny_target("qwen2"), lengths=[57], selection=selection, **small)
     cache = drafter.binding.cache
     invented = torch.randn(1, 1, 3, 57, generator=torch.Generator().manual_seed(5))
     invented[:, :, 2] *= 100
+    scores = invented if selection == "accepted_rows" else invented[:, :, :2].sum(2)
     capture = drafter.capture(chain_of_last_tokens([torch.arange(5)], 5)[0])
-    capture.scores = {index: invented.clone() for index in range(len(cache.layers))}
+    capture.scores = {index: scores.clone() for index in range(len(cache.layers))}
     drafter.observe(Verification(torch.tensor([[0, 1, 0]]), SeqLens([2]), SeqLens((57,)), capture))
     total = invented[0, 0, 0] + invented[0, 0, 1]
     order = [slot for slot in total.argsort(descending=True).tolist() if slot >= SINK_TOKENS]
@@ -130,7 +109,7 @@ def test_accepted_rows_ignores_the_scores_of_rejected_tokens():
         assert set(match.int().argmax(1).tolist()) == {*range(SINK_TOKENS), *order[: 12 - SINK_TOKENS]}
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3"])
 @torch.no_grad()
 def test_drafting_leaves_the_committed_cache_alone(name):
     """Sliding layers read the buffers of the target themselves; only full-attention layers get compact copies."""
@@ -148,7 +127,7 @@ def test_drafting_leaves_the_committed_cache_alone(name):
     assert cache.lengths.host == lengths and all(map(torch.equal, committed(), before))
     for index, (own, target) in enumerate(zip(drafter.selected.layers, cache.layers, strict=True)):
         assert (own.keys.data_ptr() == target.keys.data_ptr()) == (index not in drafter.selected.sparse_layers)
-    assert name != "gemma3" or drafter.selected.sparse_layers == [2]
+    assert name != "gemma3" or drafter.selected.sparse_layers == [1]
 
 
 @pytest.mark.parametrize(

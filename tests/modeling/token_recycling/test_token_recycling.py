@@ -8,12 +8,10 @@ import torch
 
 from hf_longspec import TokenRecyclingDraftModel
 from hf_longspec.modeling.token_recycling.generation_token_recycling import CHANCES, likely_tree, successors
-from hf_longspec.testing import tiny_prompts, tiny_target
+from hf_longspec.testing import tiny_target
+from tests.modeling.calls import generate
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
-
-LENGTHS = (33, 2, 13)
-OPTIONS = {"eos_token_id": 999, "pad_token_id": 0, "do_sample": False, "max_new_tokens": 40}
 
 
 @pytest.mark.parametrize(("nodes", "depth", "candidates"), [(2, 1, 1), (9, 3, 3), (23, 4, 2), (300, 3, 4)])
@@ -102,41 +100,6 @@ def test_trees_are_read_from_what_the_target_ranked(vocab_size):
         return drafter
 
     draft.make_drafter = watched
-    input_ids, mask = tiny_prompts(vocab_size, LENGTHS)
-    text = model.generate(input_ids, attention_mask=mask, assistant_model=draft, **OPTIONS)
-    assert torch.equal(text, model.generate(input_ids, attention_mask=mask, **OPTIONS))
+    assert torch.equal(generate(model, draft, max_new_tokens=40), generate(model, None, max_new_tokens=40))
     assert len(compared) > 20 and max(compared) > 10
     assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
-def test_text_that_repeats_itself_is_drafted_in_long_steps():
-    """Once the greedy text of this model has gone round its loop, trees hold the whole way."""
-    model = tiny_target("llama", vocab_size=12)
-    draft = TokenRecyclingDraftModel.from_target(model, num_nodes=24)
-    input_ids, _ = tiny_prompts(12, (20,))
-    model.generate(input_ids, assistant_model=draft, **(OPTIONS | {"max_new_tokens": 120}))
-    assert draft.last_speculation.mean_acceptance_length > 2
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("num_nodes", 1, "num_nodes=1: expected an integer from 2 to 512"),
-        ("num_nodes", 2.0, r"num_nodes=2\.0: expected an integer"),
-        ("max_depth", 0, "max_depth=0: expected an integer from 1 to 32"),
-        ("num_candidates", 17, "num_candidates=17: expected an integer from 1 to 16"),
-        ("tree_choices", [0], "num_nodes=0: expected an integer from 2 to 512"),
-    ],
-)
-def test_refused_settings(name, value, message):
-    with pytest.raises(ValueError, match=message):
-        TokenRecyclingDraftModel.from_target(tiny_target("llama"), **{name: value})
-
-
-def test_the_gate_chooses_among_sizes():
-    model = tiny_target("llama", vocab_size=12)
-    draft = TokenRecyclingDraftModel.from_target(model, num_nodes=9, tree_choices=[4, 17])
-    assert draft.max_nodes(None) == 17
-    input_ids, mask = tiny_prompts(12, LENGTHS)
-    text = model.generate(input_ids, attention_mask=mask, assistant_model=draft, **OPTIONS)
-    assert torch.equal(text, model.generate(input_ids, attention_mask=mask, **OPTIONS))

@@ -51,21 +51,6 @@ def text(model, draft, mode, rows=3, new=24, **options):
     return model.generate(input_ids, assistant_model=draft, **inputs, **options)
 
 
-@pytest.fixture
-def run_as_they_are(monkeypatch):
-    """Names of functions that could not be compiled."""
-    failed, call = [], compiled.CompiledRunner.__call__
-
-    def watching(self, function, *args):
-        result = call(self, function, *args)
-        if result is None:
-            failed.append(function.__name__)
-        return result
-
-    monkeypatch.setattr(compiled.CompiledRunner, "__call__", watching)
-    return failed
-
-
 def compiled_steps(*modules):
     """Names of compiled functions; in place of the model's step the contexts that it was compiled for."""
     made = [key for module in modules for key in compiled._compiled.get(module, {})]

@@ -8,8 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 from hf_longspec import TokenSwiftDraftModel
-from hf_longspec.modeling.convert import convert, published_targets
-from hf_longspec.modeling.tokenswift.convert_tokenswift import TOKENSWIFT_TARGETS
+from hf_longspec.modeling.convert import convert
 from hf_longspec.testing import tiny_target
 from tests.modeling.tokenswift.restated_heads import restated_heads
 
@@ -97,9 +96,3 @@ def test_missing_and_unknown_tensors_are_listed(merged, config):
 def test_shapes_of_another_target_are_refused(merged, config):
     with pytest.raises(ValueError, match=r"has shape \(32, 32\) in .* and this target needs \(64, 64\).*Pass the tar"):
         convert(merged(published_heads(width=32)), config)
-
-
-def test_seven_checkpoints_are_published():
-    assert len(TOKENSWIFT_TARGETS) == 7 and TOKENSWIFT_TARGETS.items() <= published_targets().items()
-    for source, target in TOKENSWIFT_TARGETS.items():
-        assert source == f"TokenSwift/TokenSwift-{target.partition('/')[2]}"

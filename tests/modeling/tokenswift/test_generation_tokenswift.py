@@ -16,7 +16,6 @@ from hf_longspec.testing import random_tokenswift_draft, tiny_prompts, tiny_targ
 from tests.modeling.host_reads import HostReads
 from tests.modeling.tokenswift.oracle_heads import with_oracle
 from tests.modeling.tokenswift.restated_heads import restated_heads
-from tests.pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -40,7 +39,14 @@ def lucky(iteration, row, level):
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "lengths"), pairwise(("llama", "gemma3", "gpt_oss", "deepseek_v3"), [*MODES], ((21,), LENGTHS))
+    ("name", "mode", "lengths"),
+    [
+        ("gemma3", "verify_hidden", LENGTHS),
+        ("deepseek_v3", "verify_hidden", (21,)),
+        ("gpt_oss", "dynamic", LENGTHS),
+        ("gemma3", "static", (21,)),
+        ("deepseek_v3", "full", LENGTHS),
+    ],
 )
 def test_the_text_with_an_oracle(plain_run, name, mode, lengths):
     run = plain_run(name, lengths, max_new_tokens=14, eos_token_id=NEVER)
@@ -58,7 +64,10 @@ SEQUENTIAL = {"sequential": True, "tree_branching": [1, 12, 3]}
 @pytest.mark.parametrize(
     ("name", "mode", "options"),
     [
-        *pairwise(("llama", "gemma3"), [*MODES], SAMPLED),
+        ("gemma3", "verify_hidden", SAMPLED[1]),
+        ("gemma3", "dynamic", SAMPLED[0]),
+        ("llama", "static", SAMPLED[1]),
+        ("llama", "full", SAMPLED[0]),
         ("gpt_oss", "sequential", {}),
         ("llama", "sequential", SAMPLED[1]),
     ],
@@ -226,9 +235,7 @@ def test_proposing_reads_nothing_back_and_leaves_the_cache_alone(plain_run, monk
     ("branching", "mode"),
     [
         ([1], "dynamic"),  # the target's own prediction alone
-        ([2], "dynamic"),
         ([1, 1, 1, 1], "verify_hidden"),
-        ([1, 2], "verify_hidden"),
         ([3, 1, 4], "dynamic"),
         ([3, 1, 4], "verify_hidden"),
     ],
@@ -246,12 +253,12 @@ def test_a_second_turn_on_the_same_cache(plain_run):
     draft = draft_for(run.model, "dynamic")
     cache = SpeculativeCache(run.model.config, 1, 100, tree_slots=draft.max_nodes(None))
     first = run.again(draft, past_key_values=cache, max_new_tokens=6)
-    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6}
+    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6, "attention_mask": torch.ones_like(first)}
     second = run.model.generate(first, assistant_model=draft, past_key_values=cache, **options)
     assert second.tolist() == run.sequences.tolist()
 
 
-@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic", "full"])
+@pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
 def test_inside_transformers_own_assisted_decoding(mode):
     """`get_candidates` follows a text that grows by any number of tokens, whatever was accepted of the last chain.
 

@@ -1,0 +1,13 @@
+"""One call of `generate` with a draft, as most tests of drafts make it."""
+
+from hf_longspec.testing import tiny_prompts
+
+LENGTHS = (33, 3, 13)
+NEVER = 999  # no token of the tiny targets
+
+
+def generate(model, draft, lengths=LENGTHS, vocab_size=None, **options):
+    """Continue random prompts, greedily and to the full length unless the options say otherwise."""
+    input_ids, mask = tiny_prompts(vocab_size or model.config.vocab_size, lengths)
+    options = {"max_new_tokens": 16, "eos_token_id": NEVER, "pad_token_id": 0, "do_sample": False} | options
+    return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
