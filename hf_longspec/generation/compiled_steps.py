@@ -221,6 +221,9 @@ class FixedSteps:
         if layout is None:
             return None
         more, settings = context.of_step()
+        # The context's positions are the same tensor until the last steps of a call, in which the model's are clamped.
+        # torch.compile makes another graph when inputs are no longer one tensor.
+        positions = positions.view_as(positions)
         step = layout.members, type(context), settings, with_hidden
         result = self._call(_step, (tokens, positions, mask, *more), (self.model, *step), step, cache, nodes)
         if result is None:
