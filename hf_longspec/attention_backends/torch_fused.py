@@ -68,7 +68,8 @@ def hybrid_attention(
     """Attend N staged nodes to the prefix and to each other, in as few calls as possible; see also reference.py.
 
     On a small model the number of calls is what a step costs. Up to `DENSE_KEYS` keys, prefix and tree are one call
-    with a mask. Beyond, the prefix is a call of its own without a mask. A mask is built once per step.
+    with a mask. Beyond, and in compiled steps, the prefix is a call of its own without a mask. A mask is built once per
+    step.
 
     Args:
         key (`torch.Tensor` of shape `(B, K, S, D)`): Prefix in the slots below `lengths[b]`, nodes from there on.
@@ -87,7 +88,9 @@ def hybrid_attention(
     if softcap is not None or length is None or not query.is_cpu:
         return None
     start = 0 if sliding_window is None else max(0, length - sliding_window + 1)
-    dense = length + nodes - start <= DENSE_KEYS
+    # one graph serves all lengths, so only windows, which need a mask, depend on the length inside of one
+    always_apart = sliding_window is None and torch.compiler.is_compiling()
+    dense = not always_apart and length + nodes - start <= DENSE_KEYS
     unmasked = sliding_window is None or lengths.fit_window(sliding_window, nodes)
     if not dense and not unmasked:
         return None

@@ -165,7 +165,7 @@ def test_commands_in_the_text_name_what_exists(page):
 def examples_of(name):
     """The examples in the help of a command."""
     lines = (typer.main.get_command(app).commands[name].help or "").splitlines()
-    return [line.strip() for line in lines if line.strip().startswith("hf-longspec ")]
+    return [line.strip().removeprefix("- ") for line in lines if line.strip().startswith("- hf-longspec ")]
 
 
 @pytest.mark.parametrize("name", typer.main.get_command(app).commands)

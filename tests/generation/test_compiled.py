@@ -6,15 +6,15 @@ from itertools import cycle
 import pytest
 import torch
 
-from hf_longspec import SpeculativeCache
-from hf_longspec.attention_backends import torch_backend
+from hf_longspec import NgramDraftModel, SpeculativeCache
+from hf_longspec.attention_backends import torch_backend, torch_fused
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.compiled_steps import MOST_ROWS, CompiledRunner
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.drafter import Binding, Verification
 from hf_longspec.generation.target import TargetView
-from hf_longspec.testing import random_longspec_draft, tiny_target
+from hf_longspec.testing import random_longspec_draft, tiny_prompts, tiny_target
 
 CAPACITY = 80
 # Rounding of float32 sums in another order; logits have a standard deviation of 3.
@@ -96,6 +96,22 @@ def test_rows_of_equal_and_different_lengths_in_turn(graphs, no_masks):
     with torch._dynamo.config.patch(error_on_recompile=True):
         compare_verifications(model, sequence, 1)
     assert graphs.frame_count == 2
+
+
+@pytest.mark.parametrize("kind", ["longspec", "ngram"])
+def test_texts_of_one_row_build_each_graph_once(kind, graphs, monkeypatch):
+    """Lengths are on both sides of `DENSE_KEYS`, up to which steps that run as they are attend in one call."""
+    monkeypatch.setattr(torch_fused, "DENSE_KEYS", 24)
+    model = small("llama")
+    draft = random_longspec_draft(model, window=8, tree_widths=[3, 2]) if kind == "longspec" else None
+    draft = draft or NgramDraftModel.from_target(model, num_assistant_tokens=3)
+    draft.generation_config.update(compile="compile", gate=False)
+    for length in (9, 40, 17):
+        prompt, mask = tiny_prompts(model.config.vocab_size, (length,))
+        model.generate(prompt, attention_mask=mask, assistant_model=draft, max_new_tokens=12, eos_token_id=None)
+        assert draft.last_speculation.num_spec_steps >= 2
+    made = [*compiled._compiled[model].values(), *compiled._compiled.get(draft, {}).values()]
+    assert compiled._FAILED not in made and graphs.frame_count == len(made)
 
 
 @pytest.mark.parametrize("name", ["mistral", pytest.param("gemma3", marks=pytest.mark.soak)])

@@ -86,7 +86,8 @@ class LongSpecDrafter(BeamDrafter):
         ends = torch.tensor([len(text) for text in texts], device=self.device)
         positions = ends[:, None] - width + torch.arange(width, device=self.device)
         self._remember(tokens, positions, positions >= 0)
-        self.last_token = tokens[:, -1].clone()  # contiguous, as in observe; other strides would need another graph
+        # with the stride that observe gives it, also for one row; another stride would need another graph
+        self.last_token = tokens[:, -1].clone(memory_format=torch.contiguous_format)
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a beam of the chosen widths after `root` `(batch,)`."""
