@@ -1,6 +1,7 @@
 """Build wheel and sdist, and use the wheel in an empty environment: `make package`.
 
-Every block of Python in the documentation runs there too, in empty folders and without the sources of the package. The
+Every block of Python in the documentation runs there too, in empty folders and without the sources of the package, and so
+do the commands of the pages on the command line and on training, and the recipes. The
 new environment has the wheel alone. Its dependencies are those of the environment that runs this file, put after
 it on the path, so that nothing is downloaded.
 """
@@ -93,9 +94,8 @@ def use(wheel: Path, folder: Path) -> Path:
 def run_documentation(python: Path, source: Path) -> None:
     """Run the blocks of all pages, and the notebook, in a checkout from which the package was taken away."""
     shutil.rmtree(source / "hf_longspec")
-    tests = [
-        f"tests/{name}.py" for name in ("docs/test_python_blocks", "docs/test_notebook", "training/test_documentation")
-    ]
+    names = ("docs/test_python_blocks", "docs/test_notebook", "training/test_documentation", "cli/test_documentation")
+    tests = [f"tests/{name}.py" for name in (*names, "cli/test_recipes_as_written")]
     clean = {"PATH": os.environ["PATH"], "HOME": str(source), "HF_HUB_OFFLINE": "1"}
     subprocess.run([python, "-m", "pytest", "-q", "-n", "auto", *tests], cwd=source, env=clean, check=True)
 
