@@ -310,7 +310,8 @@ class Demo:
         """The draft that the user named; otherwise those without training, and for the tiny target its own."""
         if self.draft_name is not None:
             return [self.draft_name]
-        own = session.TINY_DRAFTS if self.target == str(session.TINY_TARGET) else []
+        is_tiny = self.target == str(session.tiny_model(session.TINY_TARGET))
+        own = [session.tiny_model(name) for name in session.TINY_DRAFTS] if is_tiny else []
         return ["ngram", "specattn", *(str(folder) for folder in own if folder.is_dir())]
 
     def _measure(self, name: str, model: PreTrainedModel, method: Any, ids: torch.Tensor, stream: bool) -> Call:

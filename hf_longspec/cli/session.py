@@ -32,11 +32,17 @@ from ..modeling.loading import refuse_missing_weights
 from ..modeling.register_draft import reader_of, weightless_drafts
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TINY_TARGET = Path(__file__).resolve().parents[2] / "hub_cards" / "tiny-target"
-# Trained for the tiny target.
-TINY_DRAFTS = [TINY_TARGET.with_name(name) for name in ("tiny-tokenswift", "tiny-longspec")]
+# The folder that holds the package, which in a checkout holds the tiny models too.
+HOME = Path(__file__).resolve().parents[2]
+TINY_TARGET, TINY_DRAFTS = "tiny-target", ("tiny-tokenswift", "tiny-longspec")
 # Raised by the client of huggingface_hub, httpx in version 1 and httpx2 in version 2, without a connection.
 NetworkError: type[Exception] = HfHubHTTPError.__bases__[0]
+
+
+def tiny_model(name: str) -> Path:
+    """The folder of a tiny model in the checkout that the package lies in, or in the current folder."""
+    folders = [folder / "hub_cards" / name for folder in (HOME, Path.cwd())]
+    return next((folder for folder in folders if (folder / CONFIG_NAME).is_file()), folders[-1])
 
 
 def find_target(name: str | None) -> str:
@@ -47,12 +53,13 @@ def find_target(name: str | None) -> str:
     """
     if name is not None:
         return name
-    if not (TINY_TARGET / CONFIG_NAME).is_file():
+    found = tiny_model(TINY_TARGET)
+    if not (found / CONFIG_NAME).is_file():
         raise CommandError(
-            f"the tiny target is not at {TINY_TARGET}: run this in a checkout of the repository, or pass --target with "
-            "a Hub id or a folder."
+            f"the tiny target is not at {found}: run this in a checkout of the repository, or pass --target with a Hub "
+            "id or a folder."
         )
-    return str(TINY_TARGET)
+    return str(found)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from hf_longspec.bench import calls, prompts
 from hf_longspec.bench.calls import PLAIN, Call
 from hf_longspec.cli import CommandError, demo, session
 from hf_longspec.testing import tiny_target
-from tests.cli.conftest import run_command
+from tests.cli.conftest import HUB_CARDS, run_command
 from tests.tiny_tokenizers import save_byte_target
 
 MAX_POSITIONS = 512
@@ -280,3 +280,12 @@ def test_the_sentences_follow_from_the_numbers(groups, native, last, said):
 
 def test_too_short_to_be_timed():
     assert demo.remarks([group(FASTER, tokens=(1,))], True) == []
+
+
+def test_an_installed_package_finds_the_tiny_target_in_the_current_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(session, "HOME", tmp_path)
+    monkeypatch.chdir(HUB_CARDS.parent)
+    assert session.find_target(None) == str(HUB_CARDS / "tiny-target")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandError, match="run this in a checkout"):
+        session.find_target(None)
