@@ -270,7 +270,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
             if line == 0:
                 panel.set_title(MODES[mode])
             else:
-                panel.axhline(1.0, color="black", linewidth=0.8)
+                panel.hlines(1.0, *panel.get_xticks()[[0, -1]], color="black", linewidth=0.8)  # not through the labels
                 panel.set_xlabel("tokens of context")
     figure.savefig(path)
 
@@ -295,7 +295,7 @@ def _panel(panel: Any, found: Sequence[Record], key: str) -> None:
     panel.grid(axis="y", alpha=0.25)
     for place, (value, system, colour) in zip(_apart([end[0] for end in ends], panel), ends, strict=True):
         start, text = (contexts[-1], value), (contexts[-1] * 1.18, place)
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6}
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5)}  # from the left of a label
         panel.annotate(system, start, text, color=colour, fontsize=10, va="center", arrowprops=line)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)

@@ -1,8 +1,8 @@
 """Build wheel and sdist, and use the wheel in an empty environment: `make package`.
 
-Every block of Python in the documentation runs there too, in empty folders and without the sources of the package. So do
-the commands of the pages on the command line and on training, and the recipes. The new environment has the wheel alone.
-Its dependencies are those of the environment that runs this file, put after it on the path, so that nothing is
+Every block of Python in the documentation runs there too, in empty folders and without the sources of the package.
+So do the commands of the pages on the command line and on training, and the recipes. The new environment has the wheel
+alone. Its dependencies are those of the environment that runs this file, put after it on the path, so that nothing is
 downloaded.
 """
 
