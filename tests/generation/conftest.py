@@ -6,6 +6,7 @@ Targets are made once per session. A test that changes one makes its own.
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -80,5 +81,6 @@ def graphs(monkeypatch):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(compiled, "BACKEND", counter)
+    monkeypatch.setattr(compiled, "_compiled", WeakKeyDictionary())  # targets are shared by tests
     yield counter
     torch._dynamo.reset()

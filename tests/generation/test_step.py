@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel, SpeculativeCache
+from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation import cuda_graphs as captured
-from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, _compiled, runner_of
+from hf_longspec.generation.compiled_steps import CompiledRunner, FixedSteps, runner_of
 from hf_longspec.testing import (
     PAD_TOKEN_ID,
     TINY_TARGETS,
@@ -78,11 +79,11 @@ def test_the_text_is_that_of_the_steps_as_they_are(kind, graphs):
         # rows that are equally long for the first time in this call are another kind of step
         assert graphs.frame_count <= built + 2
     if kind == "longspec":  # a graph of the whole tree; of each level, where a processor looks at what leads to it
-        assert {function.__name__ for function, _ in _compiled[draft]} == {"_grow"}
+        assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_grow"}
         penalised = {"do_sample": True, "repetition_penalty": 1.2, "new": 9}
         expected = generate(llama, draft, "off", **penalised)
         assert torch.equal(generate(llama, draft, "compile", **penalised), expected)
-        assert {function.__name__ for function, _ in _compiled[draft]} == {"_grow", "_level"}
+        assert {function.__name__ for function, _ in compiled._compiled[draft]} == {"_grow", "_level"}
 
 
 @pytest.mark.parametrize(
