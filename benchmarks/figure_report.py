@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.markdown import plus_minus, table
+from hf_longspec.bench.markdown import pivot, plus_minus, table
 from hf_longspec.bench.results import Record, of_kind, read_records
 from hf_longspec.bench.summaries import FEWEST, mean_interval
 
@@ -25,11 +25,7 @@ NOTE = (
 )
 MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
 SPEEDS = (("cost", "cost"), ("to_plain", "x plain loop"), ("to_generate", "x `generate`"))
-BY_CONTEXT = {
-    "cost": "Time of an iteration in plain steps",
-    "to_plain": "Speed-up over the plain loop",
-    "to_generate": "Speed-up over `generate`",
-}
+TITLES = ("Time of an iteration in plain steps", "Speed-up over the plain loop", "Speed-up over `generate`")
 Cell = tuple[str, int, int, str]
 
 
@@ -208,11 +204,12 @@ def tables(records: Sequence[Record]) -> list[str]:
     """Return the report: tau, cost and speed by context, throughput of batches, and the claims."""
     found = [row for row in rows(records) if row["system"] not in (HF, PLAIN)]
     parts = [headline(records)] if any(row["batch"] == 1 for row in found) else []
-    for key in BY_CONTEXT:
-        for mode, title in MODES.items():
+    for (key, _), title in zip(SPEEDS, TITLES, strict=True):
+        for mode, mode_title in MODES.items():
             single = [row for row in found if row["batch"] == 1 and row["mode"] == mode]
             if single:
-                parts.append(f"## {BY_CONTEXT[key]}. {title}\n\n{_by_context(single, key)}")
+                shown = pivot(single, {"draft": "system"}, "context", "{:,}", lambda row, key=key: _shown(row, key))
+                parts.append(f"## {title}. {mode_title}\n\n{shown}")
     large = [row for row in found if row["batch"] > 1]
     columns: dict[str, Any] = {"mode": "mode", "batch": "batch", "context": "context", "draft": "system"}
     for key, label in (("tau", "tau"), *SPEEDS[1:]):
@@ -222,15 +219,6 @@ def tables(records: Sequence[Record]) -> list[str]:
     if judged := claims(records):
         parts.append(f"## Claims of the papers\n\n{judged}")
     return parts
-
-
-def _by_context(found: Sequence[Record], key: str) -> str:
-    """Return one row per system and one column per context."""
-    lines: dict[str, Record] = {}
-    for row in found:
-        lines.setdefault(row["system"], {"draft": row["system"]})[f"{row['context']:,}"] = _shown(row, key)
-    names = ["draft", *(f"{context:,}" for context in sorted({row["context"] for row in found}))]
-    return table(list(lines.values()), {name: name for name in names})
 
 
 # Systems that the picture shows, the table shows all. Colour and dashes are those of the family, for readers who see no

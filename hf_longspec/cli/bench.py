@@ -34,12 +34,13 @@ from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
 from ..cli import CommandError, options, session
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
+from ..modeling.register_draft import DRAFTS
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 OWN = "own"
-# The drafts, contexts and ways to choose tokens of `--preset all`. These drafts need nothing but the target.
+# The drafts, contexts and ways to choose tokens of `--preset all`. The loop without a draft is measured in any case.
 Preset = StrEnum("Preset", ["all"])
-ALL_DRAFTS = ["ngram", "specattn", "quest", "token_recycling"]
+ALL_DRAFTS = [one.names[0] for one in DRAFTS.values() if one.model.weightless and one.model is not PlainDraftModel]
 ALL_CONTEXTS, USUAL_CONTEXT = "1k,2k,4k,8k,16k", "2k"
 ALL_WAYS = "temperature=0,1"
 PACKAGES = ("pandas", "scipy")
