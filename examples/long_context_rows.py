@@ -55,6 +55,18 @@ class Rows:
                 made.append(self.text(length))
         return np.stack(made)
 
+    def positions(self, rows: int, length: int, limit: int, jumps: float) -> np.ndarray:
+        """Return positions `(rows, length)`: 0, 1, 2, ..., and in a share of the rows a jump at a random place.
+
+        Args:
+            limit (`int`): Number of positions; the last byte of a row with a jump stands below it.
+            jumps (`float`): Share of rows with a jump.
+        """
+        positions = np.tile(np.arange(length), (rows, 1))
+        for row in np.flatnonzero(self._rng.random(rows) < jumps):
+            positions[row, self._choose.randrange(length // 4, length) :] += self._choose.randrange(limit - length + 1)
+        return positions
+
     def text(self, length: int) -> np.ndarray:
         """Return one piece of `length` bytes of one stream that is long enough."""
         names = list(self.shares)

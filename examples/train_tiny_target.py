@@ -1,16 +1,22 @@
-"""Train a 6M-parameter Llama on bytes that uses 16K tokens of context: the model of `make demo` and of the benchmarks.
+"""Train a 12M-parameter Llama on bytes that uses 16K tokens of context: the model of `make demo` and of the benchmarks.
 
     python examples/train_tiny_target.py --novels novels/train --output runs/tiny-target
+    python examples/train_tiny_target.py --novels novels/train --output runs/deep-target --parent hub_cards/tiny-target
 
 The target learns to look back first, on short rows in which passages return (induction forms suddenly, after one to
 three million bytes), and the rows then grow: 128, 512, 2K, 8K, 16K. A stage that demands recall goes on until passages
 are recalled at the given distance, and no longer than twice its tokens. Text is the Python standard library and the
 pure-Python packages of the interpreter, package by package, and novels; `HELD_OUT` is never trained on.
 
+The first stages train six layers. Then each layer is followed by a copy of itself that adds nothing yet, because its
+two output projections are zero, and twelve layers are trained. `--parent` begins there, with the weights of a model of
+six layers. In these stages some rows jump over positions at a random place, so that rows of 2K bytes also train
+distances of up to 16K (PoSE, https://huggingface.co/papers/2309.10400).
+
 The run saves itself every three minutes and continues from there when the command is given again. Matrices are trained
 with Muon (https://huggingface.co/papers/2502.16982), embeddings and norms with AdamW. The learning rate is halved from
-rows of 2K bytes on, and falls to zero in the last stage. The folder of the output then holds the `model` with its
-tokenizer, and the bytes of the training texts, `source.npy` and `novels.npy`, for the training of drafts.
+rows of 2K bytes on, and falls to zero over the last `COOLDOWN` bytes. The folder of the output then holds the `model`
+with its tokenizer, and the bytes of the training texts, `source.npy` and `novels.npy`, for the training of drafts.
 """
 
 import argparse
@@ -42,7 +48,11 @@ END_ID, PAD_ID = 256, 257
 
 @dataclass
 class Stage:
-    """Rows of one length, and how they are made; see `Rows.batch`. `recall` is the distance that must be mastered."""
+    """Rows of one length, and how they are made; see `Rows.batch`.
+
+    `recall` is the distance that must be mastered, `jumps` the share of rows that jump over positions, and `layers` the
+    depth of the model: it is doubled before the first stage that has twice as many.
+    """
 
     length: int
     tokens: float
@@ -51,6 +61,8 @@ class Stage:
     tasks: float
     noise: float
     recall: int | None = None
+    jumps: float = 0.0
+    layers: int = 6
 
 
 STAGES = (
@@ -59,8 +71,14 @@ STAGES = (
     Stage(2048, 12e6, 6, 0.20, 0.20, 0.3, recall=1024),
     Stage(8192, 3e6, 2, 0.12, 0.20, 0.2),
     Stage(16384, 1.3e6, 1, 0.10, 0.15, 0.1),
+    Stage(2048, 0.8e6, 4, 0.25, 0.15, 0.2, jumps=0.5, layers=12),
+    Stage(4096, 1.2e6, 2, 0.25, 0.15, 0.1, jumps=0.5, layers=12),
+    Stage(8192, 0.8e6, 1, 0.25, 0.15, 0.1, jumps=0.3, layers=12),
+    Stage(16384, 0.4e6, 1, 0.25, 0.10, 0.1, layers=12),
 )
+SHARES = {6: {"source": 0.65, "novels": 0.35}, 12: {"source": 0.5, "novels": 0.5}}  # of rows, by number of layers
 MATRIX_LR, OTHER_LR, WARMUP_STEPS = 0.02, 2e-3, 60
+COOLDOWN = 1.3e6  # bytes at the end over which the learning rate falls to zero
 RECALLED = 0.8  # share of bytes that the model has to name right before longer rows begin
 
 
@@ -72,9 +90,13 @@ def main() -> None:
     for name, streams in groups.items():
         print(f"{name}: {len(streams)} streams, {sum(map(len, streams)) / 1e6:.1f} MB", flush=True)
         save_stream(args.output / f"{name}.npy", streams)
-    model = LlamaForCausalLM(model_config())
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
-    history = train(model, groups, args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.parent:
+        model = LlamaForCausalLM.from_pretrained(args.parent, dtype=torch.float32)
+    else:
+        model = LlamaForCausalLM(model_config())
+    model, history = train(model, groups, args)
     model.to(torch.bfloat16).save_pretrained(args.output / "model")
     byte_tokenizer().save_pretrained(args.output / "model")
     record = {
@@ -91,6 +113,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--novels", type=Path, required=True, help="folder of text files")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--parent", type=Path, help="folder of a model of six layers, to begin with")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
     parser.add_argument("--hours", type=float, help="stop after this much time of this run; continue later")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -170,40 +194,46 @@ def read_novels(folder: Path) -> list[np.ndarray]:
     return [stream for stream in streams if len(stream) > STAGES[-1].length]
 
 
-def train(model: LlamaForCausalLM, groups: dict[str, list[np.ndarray]], args: argparse.Namespace) -> list[dict]:
-    """Train in the stages of `STAGES`, and return what was measured on the way."""
-    layers = model.model.layers
-    matrices = [parameter for parameter in layers.parameters() if parameter.ndim == 2]
-    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
-    optimizers = (
-        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=0.01),
-        torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.95), weight_decay=0.0),
-    )
-    state = {"stage": 0, "stage_tokens": 0, "steps": 0, "tokens": 0, "seconds": 0.0}
+def train(
+    model: LlamaForCausalLM, groups: dict[str, list[np.ndarray]], args: argparse.Namespace
+) -> tuple[LlamaForCausalLM, list[dict]]:
+    """Train in the stages of `STAGES`, and return the model and what was measured on the way."""
+    state = {"stage": 0, "stage_tokens": 0, "steps": 0, "stage_steps": 0, "tokens": 0, "seconds": 0.0}
+    if args.parent:
+        state["stage"] = next(i for i, stage in enumerate(STAGES) if stage.layers > model.config.num_hidden_layers)
     history: list[dict] = []
     checkpoint = args.output / "checkpoint.pt"
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
+    saved = torch.load(checkpoint, weights_only=True) if checkpoint.exists() else None
+    if saved is not None:
+        state, history = saved["state"], saved["history"]
+    model = with_layers(model, STAGES[min(state["stage"], len(STAGES) - 1)].layers)
+    optimizers = make_optimizers(model)
+    if saved is not None:
         model.load_state_dict(saved["model"])
         for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(values)
-        state, history = saved["state"], saved["history"]
         print(f"continuing after {state['tokens'] / 1e6:.2f}M bytes", flush=True)
-    rows = Rows(groups, {"source": 0.65, "novels": 0.35}, args.seed + state["steps"])
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
+    rows = Rows(groups, SHARES[model.config.num_hidden_layers], args.seed + state["steps"])
     began = last_saved = last_logged = time.monotonic()
     losses: list[float] = []
     while state["stage"] < len(STAGES):
         stage, started = STAGES[state["stage"]], time.process_time()
-        batch = rows.batch(stage.rows, stage.length, stage.repeats, stage.tasks, stage.noise)
-        set_learning_rates(optimizers, state, stage)
-        losses.append(training_step(model, optimizers, torch.from_numpy(batch.astype(np.int64))))
+        if stage.layers > model.config.num_hidden_layers:
+            model = with_layers(model, stage.layers)
+            optimizers, rows.shares = make_optimizers(model), SHARES[stage.layers]
+        batch = torch.from_numpy(rows.batch(stage.rows, stage.length, stage.repeats, stage.tasks, stage.noise))
+        set_learning_rates(optimizers, state)
+        positions = rows.positions(stage.rows, stage.length, STAGES[-1].length, stage.jumps)
+        losses.append(training_step(model, optimizers, batch.long(), torch.from_numpy(positions)))
         state["seconds"] += (time.process_time() - started) / torch.get_num_threads()
         state["steps"] += 1
-        state["tokens"] += batch.size
-        state["stage_tokens"] += batch.size
+        state["stage_steps"] += 1
+        state["tokens"] += batch.numel()
+        state["stage_tokens"] += batch.numel()
         now = time.monotonic()
         ended = state["stage_tokens"] >= stage.tokens
-        if now - last_logged > 90 or ended:
+        if now - last_logged > (90 if stage.recall else 600) or ended:
             found = {**state, "length": stage.length, "loss": sum(losses) / len(losses)}
             distance = stage.recall or stage.length // 2
             with in_bfloat16():
@@ -215,7 +245,7 @@ def train(model: LlamaForCausalLM, groups: dict[str, list[np.ndarray]], args: ar
             mastered = stage.recall is None or found["recalled"] >= RECALLED
             early = stage.recall is not None and mastered and state["stage_tokens"] >= stage.tokens / 4
             if early or (ended and (mastered or state["stage_tokens"] >= 2 * stage.tokens)):
-                state["stage"], state["stage_tokens"] = state["stage"] + 1, 0
+                state |= {"stage": state["stage"] + 1, "stage_tokens": 0, "stage_steps": 0}
         timed_out = args.hours is not None and now - began > args.hours * 3600
         if now - last_saved > 180 or state["stage"] == len(STAGES) or timed_out:
             saved = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
@@ -224,15 +254,50 @@ def train(model: LlamaForCausalLM, groups: dict[str, list[np.ndarray]], args: ar
             last_saved = now
         if timed_out:
             raise SystemExit("out of time; give the command again to continue")
-    return history
+    return model, history
 
 
-def set_learning_rates(optimizers: tuple, state: dict, stage: Stage) -> None:
-    factor = min(1.0, (state["steps"] + 1) / WARMUP_STEPS)
+def with_layers(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
+    """Return the model with twice its layers, if so many are asked for, and with the same outputs.
+
+    Layer i becomes the layers 2i and 2i + 1. The second is a copy whose output projections are zero, so that it passes
+    the residual stream on until it is trained.
+    """
+    if model.config.num_hidden_layers == layers:
+        return model
+    if layers != 2 * model.config.num_hidden_layers:
+        raise SystemExit(f"a model of {model.config.num_hidden_layers} layers cannot become one of {layers}: double it")
+    config = LlamaConfig(**(model.config.to_dict() | {"num_hidden_layers": layers}))
+    deep = LlamaForCausalLM(config).to(model.dtype)
+    deep.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
+    deep.model.norm.load_state_dict(model.model.norm.state_dict())
+    for number, layer in enumerate(deep.model.layers):
+        layer.load_state_dict(model.model.layers[number // 2].state_dict())
+        if number % 2:
+            torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+            torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return deep
+
+
+def make_optimizers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    """Return Muon for the matrices of the layers, and AdamW for all other parameters."""
+    matrices = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is m for m in matrices)]
+    return (
+        torch.optim.Muon(matrices, lr=MATRIX_LR, weight_decay=0.01),
+        torch.optim.AdamW(others, lr=OTHER_LR, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+
+
+def set_learning_rates(optimizers: tuple, state: dict) -> None:
+    stage, later = STAGES[state["stage"]], STAGES[state["stage"] + 1 :]
+    deepened = stage.layers > STAGES[state["stage"] - 1].layers  # new optimizers
+    warm = state["stage_steps"] if deepened else state["steps"]
+    factor = min(1.0, (warm + 1) / WARMUP_STEPS)
     if stage.length > 512:  # rows of few and long texts: steps are noisier
         factor *= 0.5
-    if stage is STAGES[-1]:
-        factor *= max(0.0, 1 - state["stage_tokens"] / stage.tokens)
+    left = stage.tokens - state["stage_tokens"] + sum(after.tokens for after in later)
+    factor *= min(1.0, max(0.0, left / COOLDOWN))
     for optimizer, rate in zip(optimizers, (MATRIX_LR, OTHER_LR), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = rate * factor
@@ -243,9 +308,11 @@ def in_bfloat16() -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(native_bfloat16()))
 
 
-def training_step(model: LlamaForCausalLM, optimizers: tuple, batch: torch.Tensor) -> float:
+def training_step(model: LlamaForCausalLM, optimizers: tuple, batch: torch.Tensor, positions: torch.Tensor) -> float:
     with in_bfloat16():
-        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        # without a mask, transformers would read a jump as the beginning of another text
+        mask = torch.ones_like(batch)
+        loss = model(batch, attention_mask=mask, position_ids=positions, labels=batch, use_cache=False).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
