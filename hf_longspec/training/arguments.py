@@ -9,6 +9,7 @@ from transformers.utils import is_torch_xla_available
 from ..modeling.setting_checks import check_choice
 
 LOSSES = ("kl", "ce")
+NOISE_DISTRIBUTIONS = ("uniform", "reached")
 
 
 @dataclass
@@ -29,6 +30,9 @@ class DraftTrainingArguments(TrainingArguments):
         max_offset (`int`, *optional*):
             LongSpec only: largest offset of the positions after the anchors; 0 switches offsets off. The default and
             the upper limit is `max_position_embeddings` of the target minus the row's length.
+        noise_distribution (`str`, *optional*, defaults to `"uniform"`):
+            LongSpec only: how a row's gap is drawn from `noise_range`. `"uniform"` is the paper's. `"reached"` draws
+            a gap by the chance that drafting comes to its level, if six of ten drafted tokens are accepted.
         max_length (`int`, *optional*):
             Number of tokens at which a text or a conversation is cut. The default is `max_position_embeddings` of the
             target.
@@ -56,6 +60,7 @@ class DraftTrainingArguments(TrainingArguments):
     loss: str = field(default="kl", metadata={"help": "kl: divergence from the target; ce: cross-entropy of the text."})
     anchors: int = field(default=4, metadata={"help": "First positions of a row, which are not shifted."})
     max_offset: int | None = field(default=None, metadata={"help": "Largest offset; default: the target's limit."})
+    noise_distribution: str = field(default="uniform", metadata={"help": "How gaps are drawn: uniform or reached."})
     max_length: int | None = field(default=None, metadata={"help": "Tokens at which a text is cut."})
     text_column: str = field(default="text", metadata={"help": "Column with texts."})
     messages_column: str = field(default="messages", metadata={"help": "Column with conversations."})
@@ -82,6 +87,7 @@ class DraftTrainingArguments(TrainingArguments):
             self.use_cpu = True
         super().__post_init__()
         check_choice("loss", self.loss, LOSSES)
+        check_choice("noise_distribution", self.noise_distribution, NOISE_DISTRIBUTIONS)
         for name, least in {"anchors": 0, "max_offset": 0, "loss_chunk_size": 1, "target_chunk_size": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:

@@ -43,6 +43,7 @@ REFUSED = [
     (L, "tree_widths", [], r"tree_widths=\[\]: expected a list of positive integers"),
     (L, "tree_widths", 5, r"tree_widths=5: expected a list of positive integers"),
     (L, "tree_widths", [1] * 511, "tree_widths has 511 levels, and window=512 allows at most 510"),
+    (L, "cross_attention_window", 0, "cross_attention_window=0: expected an integer of at least 1"),
     (L, "tree_choices", 3, r"tree_choices=3: expected None, or a list of at most 3 other values of"),
     (L, "tree_choices", [[1], [2], [3], [4]], "expected None, or a list of at most 3"),
     (L, "ngram_candidates", -1, "ngram_candidates=-1: expected an integer of at least 0"),

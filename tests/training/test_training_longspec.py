@@ -48,6 +48,12 @@ class TestRowNoise:
         assert set(cells) == {(gap, offset) for gap in (2, 3, 4) for offset in range(LIMIT - 60 + 1)}
         assert all(abs(count - 800) < 5 * 27.3 for count in cells.values())
 
+    def test_gaps_are_drawn_by_the_chance_that_their_level_is_reached(self):
+        pairs = draws(RowNoise(0, (1, 3), LIMIT, None, "reached"), range(1000))
+        counts = Counter(gap for gap, _ in pairs)
+        expected = [8000 * weight / 1.96 for weight in (1, 0.6, 0.36)]  # 0.6 accepted at each level
+        assert all(abs(counts[gap] - expected[gap - 1]) < 5 * expected[gap - 1] ** 0.5 for gap in (1, 2, 3))
+
     @pytest.mark.parametrize(
         ("length", "max_offset", "largest"),
         [(1, None, 63), (37, None, 27), (64, None, 0), (60, 0, 0), (60, 3, 3), (60, 1000, 4)],

@@ -6,7 +6,7 @@ not depend on the context length. The target has no keys for drafted tokens yet;
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from ...generation.drafter import Binding, Verification, last_of
 from ...generation.target_modules import TargetParts
 from ...generation.window_ring import WindowRing
 
+# The first entries of a text, which keep their positions in training and attract attention (section 3.2).
+ANCHORS = 4
+
 
 @dataclass
 class Prefix:
@@ -31,16 +34,34 @@ class Prefix:
         keys (`torch.Tensor` of shape `(B, K, capacity, D)`): Keys of the target's cache.
         values (`torch.Tensor` of shape `(B, K, capacity, D)`): Values of the target's cache.
         lengths ([`SeqLens`]): Number of committed tokens per row.
+        window (`int`, *optional*): Read only the first `ANCHORS` entries and so many of the newest. Default: all.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     lengths: SeqLens
+    window: int | None = None
+    _chosen: tuple[torch.Tensor, ...] | None = field(default=None, init=False, repr=False)
 
     def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the whole prefix."""
-        used = (states[:, :, : self.lengths.longest] for states in (self.keys, self.values))
-        return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling)[0]
+        """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the entries of the prefix."""
+        if self.window is None:
+            used = (states[:, :, : self.lengths.longest] for states in (self.keys, self.values))
+            return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling)[0]
+        if self._chosen is None:
+            self._chosen = self._choose(self.window)
+        keys, values, seen = self._chosen
+        return kernels.tree_attention(query, keys, values, seen.expand(-1, query.shape[2], -1), scaling=scaling)[0]
+
+    def _choose(self, window: int) -> tuple[torch.Tensor, ...]:
+        """Copy the first `ANCHORS` entries and the last `window`, in shapes that do not depend on the lengths."""
+        lengths = self.lengths.on(self.keys.device)[:, None]
+        first = (lengths - window).clamp_min(ANCHORS)
+        places = torch.arange(window, device=first.device)
+        slots = torch.cat([places.new_tensor(range(ANCHORS)).expand(len(first), -1), first + places], 1)
+        index = slots.clamp_max(self.keys.shape[2] - 1)[:, None, :, None].expand(-1, self.keys.shape[1], -1, -1)
+        copies = (states.gather(2, index.expand(-1, -1, -1, states.shape[3])) for states in (self.keys, self.values))
+        return *copies, (slots < lengths)[:, None]
 
 
 logger = logging.get_logger(__name__)
@@ -60,6 +81,7 @@ class LongSpecDrafter(BeamDrafter):
         self._owner = draft
         self.block = here.block
         self.config = config
+        self.cross_attention_window: int | None = draft.setting("cross_attention_window")
         self.parts = TargetParts(binding.target.model, config.kv_layer)
         sizes = (config.num_key_value_heads, config.head_dim)
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)
@@ -93,7 +115,7 @@ class LongSpecDrafter(BeamDrafter):
         """Return a beam of the chosen widths after `root` `(batch,)`."""
         cache = self.binding.cache
         layer = cache.layers[self.parts.kv_layer]
-        target = Prefix(layer.keys, layer.values, cache.lengths)
+        target = Prefix(layer.keys, layer.values, cache.lengths, self.cross_attention_window)
         runner = self.runner()
         inputs, known = (root, self.last_token), self.coupling.known(len(self.widths))
         if runner is None or not self.coupling.fits_graphs:
@@ -143,7 +165,7 @@ class LongSpecDrafter(BeamDrafter):
         sizes = runner.sizes(target.lengths, 0, target.keys.shape[2])
         fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *depth
         graph = runner.key_of(sizes, *self.binding.cache.layout)
-        shape = len(changing[0]), tuple(self.widths), known, self.coupling.key, *depth, graph
+        shape = len(changing[0]), tuple(self.widths), target.window, known, self.coupling.key, *depth, graph
         return runner(function, shape, changing, fixed, self._owner, self._holder)
 
     def observe(self, verification: Verification) -> None:
@@ -225,14 +247,15 @@ class LongSpecDrafter(BeamDrafter):
 def _grow(changing, drafter, known, sizes, keys, values):
     """Run [`LongSpecDrafter.grow`] inside a graph."""
     root, last_token, lengths, *decides = changing
-    target = Prefix(keys, values, SeqLens.in_graph(lengths, sizes, known))
+    target = Prefix(keys, values, SeqLens.in_graph(lengths, sizes, known), drafter.cross_attention_window)
     return drafter.grow(root, last_token, target, decides)
 
 
 def _level(changing, drafter, known, sizes, keys, values, depth):
     """Run [`LongSpecDrafter.level`] inside a graph."""
     *inputs, lengths = changing
-    return drafter.level(tuple(inputs), depth, Prefix(keys, values, SeqLens.in_graph(lengths, sizes, known)))
+    target = Prefix(keys, values, SeqLens.in_graph(lengths, sizes, known), drafter.cross_attention_window)
+    return drafter.level(tuple(inputs), depth, target)
 
 
 def _keep(changing, drafter):

@@ -14,7 +14,7 @@ from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, attention_of, decoder_of
 from ..base import DraftModel
-from ..setting_checks import check_widths
+from ..setting_checks import check_integer, check_widths
 from .configuration_longspec import LongSpecConfig
 from .generation_longspec import LongSpecDrafter
 
@@ -38,7 +38,11 @@ class LongSpecDraftModel(DraftModel):
     config_class = LongSpecConfig
     supports_gradient_checkpointing = True
     _no_split_modules = ["LongSpecBlock"]
-    settings: ClassVar[dict[str, Any]] = {"tree_widths": [4, 4, 4, 3], "tree_choices": None}
+    settings: ClassVar[dict[str, Any]] = {
+        "tree_widths": [4, 4, 4, 3],
+        "tree_choices": None,
+        "cross_attention_window": None,
+    }
 
     def __init__(self, config: LongSpecConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
@@ -110,6 +114,8 @@ class LongSpecDraftModel(DraftModel):
             raise ValueError(f"kv_layer={self.config.kv_layer}: the target has layers 0 to {target.num_layers - 1}.")
         attention_of(decoder, self.config.kv_layer)
         self._check_heads(target)
+        if (window := self.setting("cross_attention_window")) is not None:
+            check_integer("cross_attention_window", window, 1)
         self.check_trees(self._check_widths)
 
     def _check_widths(self, name: str, widths: Any) -> None:

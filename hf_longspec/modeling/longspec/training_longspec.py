@@ -4,7 +4,9 @@ Source: LongSpec (https://huggingface.co/papers/2502.17421), section 3.2.
 """
 
 import hashlib
+from bisect import bisect
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from ...training.losses import DraftObjective
 from ...training.method import TrainingMethod, acceptance, check_length, counted
 from ...training.target_states import TargetPass, TargetStates
 
+# Assumed share of drafted tokens that are accepted, for gaps drawn by the chance that their level is reached.
+ACCEPTED = 0.6
+
 
 class LongSpecMethod(TrainingMethod):
     """Trains every row at its own gap and offset. The counts have one level per gap.
@@ -28,7 +33,8 @@ class LongSpecMethod(TrainingMethod):
     def __init__(self, draft: Any, target: PreTrainedModel, args: DraftTrainingArguments):
         super().__init__(draft, target, args)
         self.parts = TargetParts(target, draft.config.kv_layer)
-        self.noise = RowNoise(args.seed, draft.config.noise_range, self.position_limit, args.max_offset)
+        noise_range, distribution = draft.config.noise_range, args.noise_distribution
+        self.noise = RowNoise(args.seed, noise_range, self.position_limit, args.max_offset, distribution)
         self.target_pass = TargetPass(self.parts, args.target_chunk_size, hidden=args.loss == "kl")
         self.objective = DraftObjective(self.parts, args.loss_chunk_size)
         self.count_shape = self.noise.gaps[1] - self.noise.gaps[0] + 1, 2
@@ -127,15 +133,24 @@ class RowNoise:
 
     Args:
         seed (`int`): Seed of the run.
-        gaps (`Sequence[int]`): Smallest and largest gap. Gaps are drawn uniformly.
+        gaps (`Sequence[int]`): Smallest and largest gap.
         position_limit (`int`, *optional*): Number of positions of the target.
         max_offset (`int`, *optional*): Largest offset. Offsets are drawn uniformly from 0 on, within `position_limit`.
+        distribution (`str`, *optional*, defaults to `"uniform"`): Distribution of the gaps, see
+            [`DraftTrainingArguments`].
 
     Raises:
         ValueError: If the gaps or the offsets have no valid range.
     """
 
-    def __init__(self, seed: int, gaps: Sequence[int], position_limit: int | None, max_offset: int | None):
+    def __init__(
+        self,
+        seed: int,
+        gaps: Sequence[int],
+        position_limit: int | None,
+        max_offset: int | None,
+        distribution: str = "uniform",
+    ):
         if len(gaps) != 2 or not 1 <= gaps[0] <= gaps[1]:
             raise ValueError(
                 f"noise_range={list(gaps)}: expected the smallest and the largest gap, the smallest at least 1, such "
@@ -147,6 +162,8 @@ class RowNoise:
             )
         self.seed = seed
         self.gaps = int(gaps[0]), int(gaps[1])
+        share = ACCEPTED if distribution == "reached" else 1.0
+        self._cumulative = list(accumulate(share**level for level in range(self.gaps[1] - self.gaps[0] + 1)))
         self.position_limit = position_limit
         self.max_offset = max_offset
 
@@ -161,8 +178,8 @@ class RowNoise:
         """
         generator = torch.Generator().manual_seed(mixed(self.seed, step))
         table = torch.rand(total, 2, generator=generator, dtype=torch.float64)[list(rows)].tolist()
-        low, high = self.gaps
-        gaps = [low + int(share * (high - low + 1)) for share, _ in table]
+        total_weight = self._cumulative[-1]
+        gaps = [self.gaps[0] + bisect(self._cumulative, share * total_weight) for share, _ in table]
         offsets = [int(share * (self.room(length) + 1)) for (_, share), length in zip(table, lengths, strict=True)]
         return gaps, offsets
 

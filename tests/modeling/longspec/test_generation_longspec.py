@@ -79,14 +79,16 @@ def generate(model, draft, lengths=LENGTHS, new=17, **options):
     return model.generate(input_ids, attention_mask=mask, assistant_model=draft, **options)
 
 
-def test_every_node_of_every_iteration_is_the_restated_block(plain_run, recorded):
+@pytest.mark.parametrize("window", [None, 9])
+def test_every_node_of_every_iteration_is_the_restated_block(window, plain_run, recorded):
     """Prefill, ring, kept nodes, window edges, tree attention and the gap to the target's keys at once.
 
-    Paths of full depth are accepted on the way, whose deepest node has no keys when the next draft begins.
+    Paths of full depth are accepted on the way, whose deepest node has no keys when the next draft begins. With a
+    window of the cross-attention, texts are shorter and longer than the window and the four anchors.
     """
     model = tiny_target("llama")
     run = plain_run(model, LENGTHS, max_new_tokens=24, eos_token_id=NEVER)
-    draft = noisy_draft(model, qkv_bias=True, tree_widths=[5, 6, 4])
+    draft = noisy_draft(model, qkv_bias=True, tree_widths=[5, 6, 4], cross_attention_window=window)
     recorded.hints = run.generated
     assert run.again(draft).tolist() == run.sequences.tolist()
     histogram = draft.last_speculation.acceptance_histogram
@@ -98,6 +100,8 @@ def test_every_node_of_every_iteration_is_the_restated_block(plain_run, recorded
             if not step["coming"][row]:
                 continue  # a finished row drafts nothing that matters
             keys = restated.target_keys(text)
+            if window is not None and len(text) > 4 + window:
+                keys = tuple(torch.cat([states[:, :4], states[:, -window:]], 1) for states in keys)
             first = 0
             for logits in step["levels"]:
                 for place in range(0, logits.shape[1], 2):
