@@ -9,7 +9,9 @@ earlier stages in order: the published draft that the run continued, other runs,
 """
 
 import argparse
+import itertools
 import json
+import operator
 import re
 import shutil
 import tempfile
@@ -49,12 +51,17 @@ The tree is a chain: one candidate of each head. If verifying nodes is cheap on 
 }
 
 TRAINED = """\
-{minutes} minutes of {threads}: {steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. {loss} It is
-{first:.3f} in the first {every} steps and {last:.3f} in the last."""
+{minutes:.0f} minutes of processor time: {steps:,} steps of {batch} rows, {tokens:.1f}M tokens, on {streams}. {loss}
+It is {first:.3f} in the first {every} steps and {last:.3f} in the last.
+
+{curve}"""
+CURVE = "Tokens per verification to expect of a chain, from the shares of right tokens in training:"
+CURVE_POINTS = 8
 LOSS = {
     "longspec": """\
 The loss is the KL divergence to the target's distribution, with Anchor-Offset Indices over {positions:,} positions.
-Each row has a gap of {low} to {high} places between a query and the newest target key that it sees.""",
+Each row has a gap of {low} to {high} places between a query and the newest target key that it sees, drawn by the
+chance that drafting reaches its level.""",
     "eagle3": "The loss is the KL divergence to the target's distribution, summed over {chained} chained steps.",
     "assistant": "The loss is the KL divergence to the target's distribution.",
     "tokenswift": """\
@@ -139,10 +146,9 @@ def training_facts(run: Path) -> dict[str, Any]:
     state = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))
     command = (run / "command.txt").read_text(encoding="utf-8").strip()
     losses = [entry for entry in state["log_history"] if "loss" in entry]
-    threads = re.search(r"--threads (\d+)", command)
     return {
-        "minutes": re.findall(r"--minutes (\S+)", command)[0],
-        "threads": f"{threads[1]} CPU thread" + "s" * (threads[1] != "1") if threads else "all CPU cores",
+        "minutes": losses[-1]["cpu_minutes"],
+        "curve": learning_curve(losses),
         "steps": state["global_step"],
         "batch": state["train_batch_size"],
         "tokens": state["num_input_tokens_seen"] / 1e6,
@@ -153,6 +159,27 @@ def training_facts(run: Path) -> dict[str, Any]:
         "last_log": losses[-1],
         "command": command,
     }
+
+
+def learning_curve(log: list[dict[str, float]]) -> str:
+    """Return a table of tokens, minutes and expected tau, of at most `CURVE_POINTS` entries of the log."""
+    log = [entry for entry in log if expected_tau(entry) is not None]
+    if not log:
+        return ""
+    chosen = sorted({place * (len(log) - 1) // (CURVE_POINTS - 1) for place in range(CURVE_POINTS)})
+    points = [(log[i]["num_input_tokens_seen"] / 1e6, log[i]["cpu_minutes"], expected_tau(log[i])) for i in chosen]
+    rows = [f"| {tokens:.2f}M | {minutes:.1f} | {tau:.2f} |" for tokens, minutes, tau in points]
+    return "\n".join([CURVE, "", "| tokens | minutes | tau |", "|---|---|---|", *rows])
+
+
+def expected_tau(entry: dict[str, float]) -> float | None:
+    """Return tau as logged, or of a chain with the logged shares of right tokens; `None` without any."""
+    if "estimated_tau" in entry:
+        return entry["estimated_tau"]
+    shares = [share for name, share in entry.items() if re.fullmatch(r"head_\d+_top1", name)]
+    if "acceptance" in entry:
+        shares = [entry["acceptance"]] * CHAIN
+    return sum(itertools.accumulate([1.0, *shares], operator.mul)) if shares else None
 
 
 def all_stages(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[str, str]:

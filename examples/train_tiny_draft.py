@@ -1,26 +1,26 @@
-"""Train a draft of the tiny target on a CPU in a given time: LongSpec, EAGLE-3, TokenSwift's heads, or a small model.
+"""Train a draft of the tiny target on a CPU: LongSpec, EAGLE-3, TokenSwift's heads, or a small model.
 
-    python examples/train_tiny_draft.py --streams runs/tiny-target --output runs/tiny-longspec
-    python examples/train_tiny_draft.py --streams runs/tiny-target --output runs/no-noise --variant no-noise
-    python examples/train_tiny_draft.py --kind eagle3 --streams runs/tiny-target --streams runs/tiny-target-texts \
-        --output runs/own-texts --draft runs/tiny-eagle3/final --minutes 5
+    python examples/train_tiny_draft.py --streams runs/tiny-target --output runs/longspec-short --tokens 2.4e6
+    python examples/train_tiny_draft.py --streams runs/tiny-target --output runs/longspec-long --tokens 0.6e6 \\
+        --draft runs/longspec-short/final --length 8192 --batch 1 --max-offset 0
+    python examples/train_tiny_draft.py --streams runs/tiny-target-texts --output runs/longspec-texts --tokens 0.6e6 \\
+        --draft runs/longspec-long/final --learning-rate 5e-4
 
-The third command continues the training of a draft, also on texts that the target wrote itself. `--streams` is a folder
-of tokens written by `train_tiny_target.py` or `write_target_texts.py`. A stream that is much shorter than the longest
-is repeated until it has half its length. All kinds learn the target's distribution. The learning rate follows the
-minutes instead of the steps, so that all kinds get the same time and end at a rate of zero on any machine. Run the same
-command again to continue an interrupted run.
+These are the three stages of LongSpec's paper (https://huggingface.co/papers/2502.17421, section 4.1): short rows with
+Anchor-Offset Indices, long rows at their own positions, and text of the target's own. `--streams` is a folder of tokens
+written by `train_tiny_target.py` or `write_target_texts.py`. A stream that is much shorter than the longest is repeated
+until it has half its length. All kinds learn the target's distribution. Every draft is trained on the same number of
+tokens, `--tokens`, with a cosine schedule to a learning rate of zero. Run the same command again to continue an
+interrupted run.
 """
 
 import argparse
-import math
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from token_streams import add_streams, cut_rows, folder_name, load_streams, streams_command
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -28,100 +28,85 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     Trainer,
-    TrainerCallback,
 )
 
 from hf_longspec import AssistantDraftModel, DraftModel, Eagle3DraftModel, LongSpecDraftModel, TokenSwiftDraftModel
 from hf_longspec.bench.machine import git_commit, native_bfloat16
 from hf_longspec.training import DraftTrainer, DraftTrainingArguments
+from hf_longspec.training.arguments import NOISE_DISTRIBUTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 WARMUP_STEPS = 20
+DEPTH = 4  # of the trees that drafts are published with; deeper gaps are not trained
 LEARNING_RATES = {"longspec": 2e-3, "eagle3": 2e-3, "assistant": 2e-3, "tokenswift": 2e-2}
 # Overrides of the draft and of the training arguments for each variant of a kind.
 VARIANTS: dict[str, dict[str, tuple[dict, dict]]] = {
     "longspec": {
         "no-offsets": ({}, {"max_offset": 0}),
         "no-noise": ({"noise_range": [1, 1]}, {}),
+        "uniform-noise": ({}, {"noise_distribution": "uniform"}),
         "no-cross-attention": ({"cross_attention": False}, {}),
     },
     "tokenswift": {"independent": ({"chained": False}, {}), "sequential": ({"sequential": True}, {})},
 }
 
 
-class TimedCosine(LRScheduler):
-    """Cosine schedule from the learning rate to zero over seconds of training; checkpoints hold the elapsed time.
+class Minutes:
+    """A trainer whose log has the minutes of processor time, those before an interruption included."""
 
-    Args:
-        optimizer (`torch.optim.Optimizer`): Optimizer with the initial learning rate.
-        seconds (`float`): Training time until the learning rate is zero.
+    state: Any
+    _before: float | None = None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add `cpu_minutes` to the log."""
+        if self._before is None:
+            self._before = max((entry.get("cpu_minutes", 0.0) for entry in self.state.log_history), default=0.0)
+        logs = {**logs, "cpu_minutes": self._before + time.process_time() / 60}
+        super().log(logs, start_time)  # type: ignore[misc]
+
+
+class TinyDraftTrainer(Minutes, DraftTrainer):
+    """Train a draft, and log the minutes."""
+
+
+class DistillationTrainer(Minutes, Trainer):
+    """Train a small language model with the KL divergence from a target of the same vocabulary.
+
+    The log has the `acceptance`: the share of tokens for which the model's most likely token is the target's.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, seconds: float):
-        self.seconds = seconds
-        self.spent = 0.0
-        self.seen = time.monotonic()
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rates for the elapsed time."""
-        now = time.monotonic()
-        self.spent += now - self.seen
-        self.seen = now
-        share = 0.5 + 0.5 * math.cos(math.pi * min(1.0, self.spent / self.seconds))
-        return [base * share * min(1.0, (self.last_epoch + 1) / WARMUP_STEPS) for base in self.base_lrs]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the elapsed seconds; the total comes from the new command."""
-        super().load_state_dict(state_dict | {"seconds": self.seconds, "seen": time.monotonic()})
-
-
-class Timed:
-    """A trainer whose learning rate and end are given in `minutes`, which is set after construction."""
-
-    minutes: float
-
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        """Create a schedule over minutes instead of steps."""
-        if self.lr_scheduler is None:
-            self.lr_scheduler = TimedCosine(optimizer or self.optimizer, 60 * self.minutes)
-        return self.lr_scheduler
-
-
-class TimedDraftTrainer(Timed, DraftTrainer):
-    """Train a draft for some minutes."""
-
-
-class DistillationTrainer(Timed, Trainer):
-    """Train a small language model for some minutes, with the KL divergence from a target of the same vocabulary."""
 
     def __init__(self, model: PreTrainedModel, target: PreTrainedModel, *args: Any, **kwargs: Any):
         super().__init__(model, *args, **kwargs)
         self.target = target.eval()
+        self._hits: list[torch.Tensor] = []
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean over all tokens of the batch."""
         with torch.no_grad():
             wanted = self.target(inputs["input_ids"]).logits.log_softmax(-1)
         own = model(inputs["input_ids"]).logits.log_softmax(-1)
+        self._hits.append((own.argmax(-1) == wanted.argmax(-1)).float().mean())
         return torch.nn.functional.kl_div(
             own.flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True
         )
 
-
-class StopInTime(TrainerCallback):
-    """Save and end the run when its time is used up."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: TimedCosine, **kwargs: Any) -> None:
-        if lr_scheduler.spent >= lr_scheduler.seconds:
-            control.should_training_stop = control.should_save = control.should_log = True
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the acceptance since the last entry."""
+        if self._hits:
+            logs = {**logs, "acceptance": torch.stack(self._hits).mean().item()}
+            self._hits = []
+        super().log(logs, start_time)
 
 
 def main() -> None:
     args = parse_arguments()
     if args.threads:
         torch.set_num_threads(args.threads)
-    overrides, settings = VARIANTS[args.kind][args.variant] if args.variant else ({}, {})
+    overrides: dict[str, Any] = {}
+    settings: dict[str, Any] = {"max_offset": args.max_offset, "noise_distribution": args.noise_distribution}
+    if args.variant:
+        overrides, changed = VARIANTS[args.kind][args.variant]
+        settings |= changed
     torch.manual_seed(args.seed)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32)
     if args.draft:
@@ -130,16 +115,19 @@ def main() -> None:
         draft = new_draft(args.kind, target, overrides)
     # the local path has no meaning on other machines
     draft.config.target_name_or_path = Path(args.target).name
+    steps = max(1, round(args.tokens / (args.batch * args.length)))
     training = DraftTrainingArguments(
         str(args.output),
         loss="kl",
-        num_train_epochs=1000,
+        max_steps=steps,
         per_device_train_batch_size=args.batch,
         learning_rate=args.learning_rate or LEARNING_RATES[args.kind],
+        lr_scheduler_type="cosine",
+        warmup_steps=WARMUP_STEPS,
         weight_decay=0.1,
         adam_beta2=0.95,
         max_grad_norm=1.0,
-        logging_steps=25,
+        logging_steps=max(1, min(25, steps // 10)),
         save_steps=100,
         save_total_limit=1,
         use_cpu=True,
@@ -147,15 +135,12 @@ def main() -> None:
         include_num_input_tokens_seen="all",
         seed=args.seed,
         report_to="none",
-        disable_tqdm=True,  # the bar would count all epochs
         **settings,
     )
-    data: dict[str, Any] = {"train_dataset": cut_rows(load_streams(*args.streams), args.length)}
-    data["callbacks"] = [StopInTime()]
+    rows = cut_rows(load_streams(*args.streams), args.length)
     small = isinstance(draft, AssistantDraftModel)
-    trainer: Any = DistillationTrainer if small else TimedDraftTrainer
-    trainer = trainer(draft.assistant if small else draft, target, training, **data)
-    trainer.minutes = args.minutes
+    trainer: Any = DistillationTrainer if small else TinyDraftTrainer
+    trainer = trainer(draft.assistant if small else draft, target, training, train_dataset=rows)
     trainer.train(resume_from_checkpoint=any(args.output.glob("checkpoint-*")) or None)
     trainer.save_state()
     (args.output / "command.txt").write_text(command(args), encoding="utf-8")
@@ -168,7 +153,7 @@ def main() -> None:
 def new_draft(kind: str, target: PreTrainedModel, overrides: dict[str, Any]) -> DraftModel:
     """Return an untrained draft with about 1M parameters beside the target's embedding."""
     if kind == "longspec":
-        return LongSpecDraftModel.from_target(target, **overrides)
+        return LongSpecDraftModel.from_target(target, **({"noise_range": [1, DEPTH]} | overrides))
     if kind == "eagle3":
         return Eagle3DraftModel.from_target(target, tree_widths=[4, 4, 4, 3])
     if kind == "tokenswift":
@@ -181,9 +166,9 @@ def new_draft(kind: str, target: PreTrainedModel, overrides: dict[str, Any]) -> 
 
 def command(args: argparse.Namespace) -> str:
     """Return the command of this run, without the folders of this machine."""
-    parts = [f"--{name} {value:g}" for name in ("minutes", "length", "batch", "threads") if (value := vars(args)[name])]
-    parts += [f"--learning-rate {args.learning_rate:g}"] if args.learning_rate else []
-    parts += [f"--variant {args.variant}"] if args.variant else []
+    names = ("tokens", "length", "batch", "threads", "learning_rate", "max_offset", "noise_distribution", "variant")
+    given = {name: vars(args)[name] for name in names}
+    parts = [f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None]
     parts += [f"--draft {folder_name(args.draft)}"] if args.draft else []
     return (
         f"python examples/train_tiny_draft.py --kind {args.kind} {streams_command(args.streams)} \\\n"
@@ -198,10 +183,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", default=str(ROOT / "hub_cards" / "tiny-target"), help="folder or Hub id")
     add_streams(parser)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=10, help="time for training (default: %(default)s)")
+    parser.add_argument("--tokens", type=float, default=2.4e6, help="tokens of training (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens per row (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="rows per step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, help="default: by kind")
+    parser.add_argument("--max-offset", type=int, help="longspec: largest offset; 0: own positions (default: all)")
+    parser.add_argument(
+        "--noise-distribution",
+        choices=NOISE_DISTRIBUTIONS,
+        default="reached",
+        help="longspec: how gaps are drawn (default: %(default)s)",
+    )
     parser.add_argument("--draft", type=Path, help="folder of a draft to continue (default: a new one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")

@@ -271,6 +271,7 @@ def with_layers(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
     deep = LlamaForCausalLM(config).to(model.dtype)
     deep.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
     deep.model.norm.load_state_dict(model.model.norm.state_dict())
+    deep.lm_head.load_state_dict(model.lm_head.state_dict())
     for number, layer in enumerate(deep.model.layers):
         layer.load_state_dict(model.model.layers[number // 2].state_dict())
         if number % 2:
@@ -290,8 +291,9 @@ def make_optimizers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, tor
 
 
 def set_learning_rates(optimizers: tuple, state: dict) -> None:
-    stage, later = STAGES[state["stage"]], STAGES[state["stage"] + 1 :]
-    deepened = stage.layers > STAGES[state["stage"] - 1].layers  # new optimizers
+    number = state["stage"]
+    stage, later = STAGES[number], STAGES[number + 1 :]
+    deepened = number > 0 and stage.layers > STAGES[number - 1].layers  # new optimizers
     warm = state["stage_steps"] if deepened else state["steps"]
     factor = min(1.0, (warm + 1) / WARMUP_STEPS)
     if stage.length > 512:  # rows of few and long texts: steps are noisier

@@ -37,7 +37,7 @@ def train(places):
 
     def call(name, *options):
         given = ("--target", places / "target", "--streams", places / "streams", "--output", places / name)
-        run("train_tiny_draft", *given, "--length", 32, "--minutes", 0.002, *options)
+        run("train_tiny_draft", *given, "--length", 32, "--tokens", 32 * 2 * 30, *options)
         return places / name
 
     return call
@@ -58,8 +58,9 @@ def test_from_training_to_the_card(longspec, tmp_path):
     run("publish_tiny_draft", "--run", longspec, "--results", results, "--output", tmp_path / "card")
     text = (tmp_path / "card" / "README.md").read_text()
     assert "2.50 ± 0.10" in text and "1.50" not in text and "Not measured" not in text
-    assert f"0.002 minutes of all CPU cores: {steps_of(longspec)} steps of 2 rows" in text
-    assert "--minutes 0.002 --length 32 --batch 2" in text and str(longspec.parent) not in text
+    assert steps_of(longspec) == 30 and "minutes of processor time: 30 steps of 2 rows" in text
+    assert "| tokens | minutes | tau |" in text and text.count("| 0.00M |") > 1
+    assert "--tokens 1920.0 --length 32 --batch 2" in text and str(longspec.parent) not in text
     draft = AutoModel.from_pretrained(tmp_path / "card")
     assert draft.dtype == torch.bfloat16 and draft.config.target_name_or_path == "tiny-target"
     assert 0 < draft.config.trained_max_length <= 256
@@ -74,7 +75,7 @@ def test_a_draft_goes_on_from_its_weights_and_the_card_tells_what_came_before(lo
     some = ("--rows", 2, "--batch", 2, "--length", 32, "--prompt", 5)
     run("write_target_texts", "--target", places / "target", "--streams", places / "streams", "--output", texts, *some)
     given = ("--streams", texts, "--streams", places / "own", "--target", places / "target", "--output", last)
-    numbers = ("--length", 16, "--batch", 1, "--minutes", 0.001, "--threads", 1, "--learning-rate", 1e-4)
+    numbers = ("--length", 16, "--batch", 1, "--tokens", 320, "--threads", 1, "--learning-rate", 1e-4)
     run("train_tiny_draft", *given, "--draft", card, *numbers)
     before, after = (AutoModel.from_pretrained(folder, dtype=torch.float32) for folder in (card, last / "final"))
     moved = [(a - b).abs().max() for a, b in zip(before.parameters(), after.parameters(), strict=True)]
@@ -82,8 +83,8 @@ def test_a_draft_goes_on_from_its_weights_and_the_card_tells_what_came_before(lo
     stages = ("--before", card, "--before", texts, "--run", last)
     run("publish_tiny_draft", *stages, "--results", tmp_path / "none", "--output", tmp_path / "new")
     text = (tmp_path / "new" / "README.md").read_text()
-    told = ["steps of 2 rows", "Then 0.001 minutes of 1 CPU thread:", "on `runs/texts` and `runs/own`"]
-    told += ["--minutes 0.002", "write_target_texts.py", "--draft runs/card"]
+    told = ["30 steps of 2 rows", "minutes of processor time: 20 steps of 1 rows", "on `runs/texts` and `runs/own`"]
+    told += ["--tokens 1920.0", "write_target_texts.py", "--draft runs/card"]
     found = [text.index(part) for part in told]
     assert found == sorted(found) and str(tmp_path) not in text
 
@@ -159,36 +160,30 @@ def test_wrong_options(tmp_path, capsys):
     assert "--variant no-noise with --kind eagle3: expected one of none" in capsys.readouterr().err
 
 
-def test_a_run_ends_in_time_and_goes_on_with_more_of_it(train):
-    steps = [steps_of(train("timed", "--kind", "tokenswift", "--minutes", minutes)) for minutes in (0.002, 0.008)]
-    assert 0 < steps[0] < steps[1]
+def test_an_interrupted_run_goes_on_and_its_log_has_all_minutes(train):
+    """A run of half its tokens was saved; the command again trains the other half and counts the time of both."""
+    folder = train("halves", "--tokens", 32 * 2 * 100)
+    saved = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    again = train("halves", "--tokens", 32 * 2 * 125)
+    entries = [
+        entry for entry in json.loads((again / "trainer_state.json").read_text())["log_history"] if "loss" in entry
+    ]
+    steps = [entry["step"] for entry in entries]
+    assert steps_of(again) == 125 and steps == sorted(set(steps)) and {10, 100, 120} <= set(steps)
+    assert entries[-1]["cpu_minutes"] > max(entry.get("cpu_minutes", 0) for entry in saved)
+    assert entries[-1]["learning_rate"] < 1e-4 < max(entry["learning_rate"] for entry in entries)
 
 
-def test_the_learning_rate_follows_the_time_spent_and_a_pause_is_not_spent(monkeypatch):
-    module, now = script("train_tiny_draft"), 1000.0
-    monkeypatch.setattr(module.time, "monotonic", lambda: now)
-
-    def schedule():
-        return module.TimedCosine(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.2), 100.0)
-
-    def rate(clock):
-        clock.optimizer.step()
-        clock.step()
-        return clock.get_last_lr()[0]
-
-    first = schedule()
-    assert rate(first) == pytest.approx(0.2 * 2 / module.WARMUP_STEPS)
-    first.last_epoch = module.WARMUP_STEPS
-    now += 50
-    assert rate(first) == pytest.approx(0.1)
-    state = first.state_dict()
-    now += 10_000
-    resumed = schedule()
-    resumed.load_state_dict(state)
-    now += 25
-    assert rate(resumed) == pytest.approx(0.1 - 0.1 * 2**-0.5)
-    now += 500
-    assert rate(resumed) == 0.0
+@pytest.mark.parametrize(
+    ("entry", "tau"),
+    [
+        ({"estimated_tau": 2.5, "head_1_top1": 0.1}, 2.5),
+        ({"head_1_top1": 0.5, "head_1_top3": 0.9, "head_2_top1": 0.5}, 1.75),
+        ({"acceptance": 0.5}, 1.875),
+    ],
+)
+def test_the_expected_tau_of_a_log(entry, tau):
+    assert script("publish_tiny_draft").expected_tau(entry) == tau
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,9 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from hf_longspec.testing import tiny_prompts, tiny_target
 from tests import example_scripts
 
 
@@ -86,39 +87,97 @@ def test_held_out_files_are_not_read(script, tmp_path):
     assert not script.wanted("networkx") and not script.wanted("a.dist-info") and script.wanted("torch")
 
 
-def test_a_run_grows_its_rows_goes_on_and_writes_the_model(script, tmp_path, monkeypatch):
-    stages = (script.Stage(32, 128, 2, 0.5, 0.0, 0.5, recall=16), script.Stage(64, 192, 1, 0.2, 0.2, 0.2))
+def test_jumps_skip_positions_within_the_limit(rows):
+    plain = rows.positions(3, 100, 400, jumps=0.0)
+    assert np.array_equal(plain, np.tile(np.arange(100), (3, 1)))
+    jumped = rows.positions(200, 100, 400, jumps=1.0)
+    steps = np.diff(jumped)
+    assert ((steps != 1).sum(1) <= 1).all() and (steps >= 1).all() and (jumped[:, :25] == np.arange(25)).all()
+    assert 380 < jumped.max() < 400 and len(set(jumped[:, -1].tolist())) > 100
+    some = (rows.positions(400, 100, 400, jumps=0.25)[:, -1] > 99).mean()
+    assert abs(some - 0.25) < 5 * (0.25 * 0.75 / 400) ** 0.5
+
+
+@torch.no_grad()
+def test_doubled_layers_compute_the_same_until_they_are_trained(script):
+    model = tiny_target("llama")
+    deep = script.with_layers(model, 2 * model.config.num_hidden_layers)
+    input_ids, _ = tiny_prompts(128, [37])
+    assert torch.equal(deep(input_ids).logits, model(input_ids).logits)
+    assert len(deep.model.layers) == 2 * len(model.model.layers) == deep.config.num_hidden_layers
+    torch.nn.init.ones_(deep.model.layers[1].mlp.down_proj.weight)
+    assert not torch.allclose(deep(input_ids).logits, model(input_ids).logits)
+    assert script.with_layers(model, model.config.num_hidden_layers) is model
+    with pytest.raises(SystemExit, match="2 layers cannot become one of 3"):
+        script.with_layers(model, 3)
+
+
+@pytest.fixture
+def tiny_run(script, tmp_path, monkeypatch):
+    """Arguments of a run of three tiny stages, the last one with two layers instead of one."""
+    stages = (
+        script.Stage(32, 128, 2, 0.5, 0.0, 0.5, recall=16, layers=1),
+        script.Stage(64, 192, 1, 0.2, 0.2, 0.2, layers=1),
+        script.Stage(32, 64, 1, 0.2, 0.2, 0.2, jumps=1.0, layers=2),
+    )
     config = script.model_config()
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
     monkeypatch.setattr(script, "STAGES", stages)
+    monkeypatch.setattr(script, "SHARES", {1: script.SHARES[6], 2: script.SHARES[12]})
     monkeypatch.setattr(script, "model_config", lambda: type(config)(**(config.to_dict() | small)))
     monkeypatch.setattr(script, "read_packages", lambda: [np.frombuffer(b"0123456789" * 40, np.uint8)])
     (tmp_path / "novels").mkdir()
     (tmp_path / "novels" / "one.txt").write_text("It was a dark and stormy night. " * 20)
-    args = argparse.Namespace(novels=tmp_path / "novels", output=tmp_path / "run", hours=0.0, seed=0)
+    options = {"hours": None, "seed": 0, "parent": None, "threads": None}
+    args = argparse.Namespace(novels=tmp_path / "novels", output=tmp_path / "run", **options)
     monkeypatch.setattr(script, "parse_arguments", lambda: args)
+    return args
+
+
+def test_a_run_grows_its_rows_and_layers_goes_on_and_writes_the_model(script, tiny_run):
+    tiny_run.hours = 0.0
     with pytest.raises(SystemExit, match="give the command again"):
         script.main()
-    first = torch.load(args.output / "checkpoint.pt", weights_only=True)["state"]
-    assert first["steps"] == 1 and not (args.output / "model").exists()
-    args.hours = None
+    first = torch.load(tiny_run.output / "checkpoint.pt", weights_only=True)["state"]
+    assert first["steps"] == 1 and not (tiny_run.output / "model").exists()
+    tiny_run.hours = None
     script.main()
-    record = json.loads((args.output / "model" / "training.json").read_text())
-    assert [entry["length"] for entry in record["history"]][-1] == 64
+    record = json.loads((tiny_run.output / "model" / "training.json").read_text())
+    assert [entry["length"] for entry in record["history"]][-2:] == [64, 32]
     # a stage whose recall is not reached takes twice its tokens
-    assert record["history"][-1]["tokens"] == 2 * 128 + 192 and record["bytes"]["source"] == 400
-    model = AutoModelForCausalLM.from_pretrained(args.output / "model")
+    assert record["history"][-1]["tokens"] == 2 * 128 + 192 + 64 and record["bytes"]["source"] == 400
+    model = AutoModelForCausalLM.from_pretrained(tiny_run.output / "model")
     assert model.dtype == torch.bfloat16 and model.config.vocab_size == 258
-    assert np.load(args.output / "novels.npy").tolist()[-2:] == [32, 256]
+    assert len(model.model.layers) == 2 and model.model.layers[1].mlp.down_proj.weight.abs().max() > 0
+    assert np.load(tiny_run.output / "novels.npy").tolist()[-2:] == [32, 256]
 
 
-@pytest.mark.parametrize(("steps", "stage", "share", "factor"), [(0, 0, 0, 1 / 60), (99, 0, 0, 1), (99, 3, 0.9, 0.5)])
-def test_learning_rates(script, steps, stage, share, factor):
+def test_a_run_begins_with_a_parent_where_layers_are_doubled_and_goes_on(script, tiny_run):
+    LlamaForCausalLM(script.model_config()).save_pretrained(tiny_run.novels.parent / "parent")
+    tiny_run.parent, tiny_run.hours = tiny_run.novels.parent / "parent", 0.0
+    with pytest.raises(SystemExit, match="give the command again"):
+        script.main()
+    saved = torch.load(tiny_run.output / "checkpoint.pt", weights_only=True)
+    assert (saved["state"]["stage"], saved["state"]["tokens"]) == (2, 32)
+    tiny_run.hours = None
+    script.main()
+    record = json.loads((tiny_run.output / "model" / "training.json").read_text())
+    assert record["history"][-1]["tokens"] == 64
+
+
+@pytest.mark.parametrize(
+    ("state", "factor"),
+    [
+        ({"steps": 0, "stage": 0, "stage_tokens": 0}, 1 / 60),
+        ({"steps": 99, "stage": 0, "stage_tokens": 0}, 1),
+        ({"steps": 99, "stage": 3, "stage_tokens": 9e5}, 0.5),
+        ({"steps": 99, "stage": 5, "stage_tokens": 0}, 0.5 / 60),  # the optimizers of twelve layers are new
+        ({"steps": 99, "stage": -1, "stage_tokens": 0.2e6}, 0.5 * 0.2 / 1.3),
+    ],
+)
+def test_learning_rates(script, state, factor):
     optimizers = [torch.optim.SGD([torch.zeros(1)], lr=9.0) for _ in range(2)]
-    chosen = script.STAGES[stage]
-    script.set_learning_rates(optimizers, {"steps": steps, "stage_tokens": share * chosen.tokens}, chosen)
+    state["stage"] %= len(script.STAGES)
+    script.set_learning_rates(optimizers, {"stage_steps": 0, **state})
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     assert rates == pytest.approx([script.MATRIX_LR * factor, script.OTHER_LR * factor])
-    last = script.STAGES[-1]
-    script.set_learning_rates(optimizers, {"steps": 99, "stage_tokens": 0.75 * last.tokens}, last)
-    assert optimizers[0].param_groups[0]["lr"] == pytest.approx(script.MATRIX_LR * 0.5 * 0.25)
