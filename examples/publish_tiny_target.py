@@ -11,6 +11,7 @@ same files give the same folder.
 import argparse
 import itertools
 import json
+import math
 import platform
 import shutil
 import site
@@ -26,13 +27,16 @@ from tiny_target_card import write_card
 from train_tiny_target import HELD_OUT, HELD_OUT_PACKAGES, read_sources
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from hf_longspec.bench.summaries import FEWEST, mean_interval
+
 EDGES = (0, 512, 2048, 4096, 8192, 16384)
 CHUNK = 1024
+SKIPPED_ROW = 2048  # last bytes of each text that are read without the added layers
 # Bytes after this many are read again with the last `SHORT` to 2 * `SHORT` bytes only.
 LONG, SHORT = 8192, 512
 # Bytes from a passage to its quotation; size of the passages, and how many of their bytes are given.
 DISTANCES, PASSAGE, CUE, QUOTATIONS = (1024, 4096, 8192, 15_360), 96, 16, 8
-MAX_BYTES = 16_000_000  # keeps a clone of the repository small
+MAX_BYTES = 26_000_000  # keeps a clone of the repository small
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
@@ -54,6 +58,8 @@ def main() -> None:
         },
     }
     training = json.loads((args.model / "training.json").read_text(encoding="utf-8"))
+    if len({stage.get("layers") for stage in training["stages"]}) > 1:
+        evaluation["without_added_layers"] = cost_of_skipping(model, held_out(args.eval))
     publish(args.model, args.output, evaluation, write_card(model, evaluation, training))
 
 
@@ -62,7 +68,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="folder written by train_tiny_target.py")
     parser.add_argument("--eval", type=Path, required=True, help="folder of held-out texts")
     parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "hub_cards" / "tiny-target")
-    parser.add_argument("--windows", type=int, default=2, help="windows per document, evenly spaced")
+    parser.add_argument(
+        "--windows", type=int, default=16, help="windows per kind of text, divided among its documents (default: 16)"
+    )
     return parser.parse_args()
 
 
@@ -104,12 +112,12 @@ def as_bytes(path: Path) -> np.ndarray:
 
 def evaluate(model: PreTrainedModel, texts: dict[str, np.ndarray], context: int, windows: int) -> dict:
     """Return what was measured on windows of all texts that are long enough, and the names of these texts."""
-    losses, short, used = [], [], []
-    for name, text in texts.items():
-        if len(text) < context:
-            continue
-        used.append(name)
-        count = min(windows, max(1, len(text) // context))  # windows of one text do not overlap
+    losses, short = [], []
+    used = [name for name, text in texts.items() if len(text) >= context]
+    for name in used:
+        text = texts[name]
+        # windows of one text do not overlap
+        count = min(math.ceil(windows / len(used)), len(text) // context)
         for number in range(count):
             offset = (len(text) - context) * number // max(count - 1, 1)
             ids = torch.from_numpy(text[offset : offset + context].astype(np.int64))[None]
@@ -150,8 +158,26 @@ def gain(long: torch.Tensor, short: torch.Tensor) -> dict[str, float]:
 
 
 def half_width(means: torch.Tensor) -> float | None:
-    """Return half the width of the 95 % interval of a mean over windows; `None` for one window."""
-    return round(1.96 * means.std().item() / len(means) ** 0.5, 4) if len(means) > 1 else None
+    """Return half the width of Student's 95 % interval of a mean over windows; `None` for fewer than three."""
+    if len(means) < FEWEST:
+        return None
+    found = mean_interval(means.tolist())
+    return round(found["high"] - found["mean"], 4)
+
+
+def cost_of_skipping(model: PreTrainedModel, sources: dict[str, dict[str, np.ndarray]]) -> dict[str, float | None]:
+    """Return by how many nats per byte the loss grows without the layers that were added by doubling, the odd ones."""
+    layers, rows = model.model.layers, []
+    for texts in sources.values():
+        rows += [torch.from_numpy(text[-SKIPPED_ROW:].astype(np.int64))[None] for text in texts.values()]
+    rows = [row for row in rows if row.shape[1] == SKIPPED_ROW]
+    whole = torch.stack([losses_of(model, row).mean() for row in rows])
+    model.model.layers = layers[::2]
+    try:
+        difference = torch.stack([losses_of(model, row, cached=False).mean() for row in rows]) - whole
+    finally:
+        model.model.layers = layers
+    return {"nats": round(difference.mean().item(), 4), "half_width": half_width(difference), "rows": len(rows)}
 
 
 def recall(model: PreTrainedModel, texts: list[np.ndarray], distance: int) -> dict[str, float]:
@@ -168,8 +194,14 @@ def recall(model: PreTrainedModel, texts: list[np.ndarray], distance: int) -> di
 
 
 @torch.no_grad()
-def losses_of(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-    """Return the loss of every token but the first, `(length - 1,)`, in chunks to keep the logits small."""
+def losses_of(model: PreTrainedModel, ids: torch.Tensor, cached: bool = True) -> torch.Tensor:
+    """Return the loss of every token but the first, `(length - 1,)`, in chunks to keep the logits small.
+
+    Without `cached`, the row runs at once.
+    """
+    if not cached:
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        return torch.nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="none")
     cache, losses = DynamicCache(config=model.config), []
     for begin in range(0, ids.shape[1] - 1, CHUNK):
         inputs, labels = ids[:, begin : begin + CHUNK], ids[0, begin + 1 : begin + CHUNK + 1]

@@ -1,8 +1,10 @@
 """The card of the tiny target, written from the evaluation and from the record of the training run."""
 
+import itertools
+import operator
 from typing import Any
 
-from train_tiny_target import MATRIX_LR, OTHER_LR
+from train_tiny_target import COOLDOWN, MATRIX_LR, OTHER_LR
 from transformers import PreTrainedModel
 
 from hf_longspec.bench.markdown import markdown_table
@@ -42,12 +44,18 @@ Use it only for demonstrations and tests of software. A model of this size learn
 facts: its text is not to be relied on. Nothing was done to keep it from repeating the views of old novels.
 """
 
+DEEPENED = """\
+Before the stages of {layers} layers, each layer was followed by a copy of itself with output projections of zero, which
+the training then changed. In these stages a part of the rows jumps over positions, so that short rows train long
+distances."""
+PARENT = " The run began there, with the weights of a model of {layers} layers that the earlier stages had trained."
+
 LOSS = """\
 ## Use of the context
 
 All numbers are in `evaluation.json`. They were measured in float32 with torch {torch}, transformers {transformers} and
 Python {python}, on windows of {context:,} bytes of texts that were not trained on: {documents}. The packages are
-{packages}. ± is the half width of a 95 % interval over windows.
+{packages}. ± is half the width of Student's 95 % interval over windows.
 
 Cross-entropy in nats per byte, by the number of bytes before the predicted one:
 
@@ -61,21 +69,25 @@ and the share of it that is named right:
 
 {recall}"""
 
+SKIPPED = """
+Without the layers that were added by doubling, the loss is {nats:.3f}{interval} nats per byte higher ({rows} texts)."""
+
 TRAINING = """\
 ## Training
 
 The data are the sources of the Python standard library and of the pure-Python packages of one environment, package by
 package ({source} streams, {source_size:.0f} MB), and {novels} public-domain English novels ({novels_size:.0f} MB). A
 share of the rows contains passages that return, and tasks whose answer stands far back. Rows grow from {first} to
-{last:,} bytes; a stage with a recall to reach ends when it is reached.
+{last:,} bytes; a stage with a recall to reach ends when it is reached. {deepened}
 
 ```
-python examples/train_tiny_target.py --novels novels/train --output runs/tiny-target
+python examples/train_tiny_target.py --novels novels/train --output runs/tiny-target{parent}
 ```
 
 Matrices are trained with Muon (learning rate {matrix:g}, weight decay 0.01), embeddings and norms with AdamW
-({other:g}); gradients are clipped to norm 1. Rates are halved from rows of 2,048 bytes on, and fall to zero in the last
-stage. The run took {steps:,} steps, {bytes:.1f}M bytes and {hours:.1f} hours of two CPU cores. The seed is {seed}.
+({other:g}); gradients are clipped to norm 1. Rates are halved from rows of 2,048 bytes on, and fall to zero over the
+last {cooldown:.1f}M bytes. The run took {steps:,} steps, {bytes:.1f}M bytes and {hours:.1f} hours of {threads}. The
+seed is {seed}.
 
 {stages}"""
 
@@ -102,10 +114,23 @@ def write_card(model: PreTrainedModel, evaluation: dict[str, Any], training: dic
         **evaluation["measured"],
         **evaluation["environment"],
     )
+    if skipped := evaluation.get("without_added_layers"):
+        half = skipped["half_width"]
+        interval = "" if half is None else f" ± {half:.3f}"
+        loss += SKIPPED.format(**skipped, interval=interval) + "\n"
     stages = training["stages"]
+    layers, threads = [stage.get("layers") for stage in stages], training.get("threads", 2)
+    deepened = DEEPENED.format(layers=layers[-1]) if layers[-1] != layers[0] else ""
+    parent = training.get("parent_layers")
+    if parent is not None:
+        deepened += PARENT.format(layers=parent)
     trained = TRAINING.format(
         **training["streams"],
         **{f"{name}_size": size / 1e6 for name, size in training["bytes"].items()},
+        deepened=deepened,
+        parent=" --parent FOLDER" if parent else "",
+        cooldown=COOLDOWN / 1e6,
+        threads=f"{threads} CPU core" + "s" * (threads != 1),
         first=stages[0]["length"],
         last=stages[-1]["length"],
         matrix=MATRIX_LR,
@@ -138,21 +163,16 @@ def recall_table(sources: dict[str, Any]) -> str:
 
 
 def stage_table(history: list[dict[str, Any]]) -> str:
-    """Return a table of the last measurements of each length of rows."""
-    ends = {entry["length"]: entry for entry in history}
-    named = {}
-    for length, end in ends.items():
-        tail = [entry for entry in history if entry["length"] == length][-5:]
+    """Return a table of the last measurements of each stage."""
+    cells = []
+    for _, found in itertools.groupby(history, key=operator.itemgetter("stage")):
+        stage = list(found)
+        end, tail = stage[-1], stage[-5:]
         loss, right = (sum(entry[name] for entry in tail) / len(tail) for name in ("loss", "recalled"))
         size, minutes = f"{end['tokens'] / 1e6:.1f}M", f"{end['seconds'] / 60:.0f}"
-        named[f"{length:,}"] = [
-            minutes,
-            f"{end['steps']:,}",
-            size,
-            f"{loss:.2f}",
-            f"{right:.0%} at {end['distance']:,}",
-        ]
-    return table(["bytes per row", "until minute", "steps", "bytes", "loss", "recall"], named)
+        recall = f"{right:.0%} at {end['distance']:,}"
+        cells.append([f"{end['length']:,}", minutes, f"{end['steps']:,}", size, f"{loss:.2f}", recall])
+    return markdown_table(["bytes per row", "until minute", "steps", "bytes", "loss", "recall"], cells) + "\n"
 
 
 def with_interval(value: float, found: dict[str, Any]) -> str:

@@ -92,8 +92,10 @@ def main() -> None:
         save_stream(args.output / f"{name}.npy", streams)
     if args.threads:
         torch.set_num_threads(args.threads)
+    parent_layers = None
     if args.parent:
         model = LlamaForCausalLM.from_pretrained(args.parent, dtype=torch.float32)
+        parent_layers = model.config.num_hidden_layers
     else:
         model = LlamaForCausalLM(model_config())
     model, history = train(model, groups, args)
@@ -104,6 +106,8 @@ def main() -> None:
         "streams": {name: len(streams) for name, streams in groups.items()},
         "stages": [asdict(stage) for stage in STAGES],
         "seed": args.seed,
+        "threads": torch.get_num_threads(),
+        "parent_layers": parent_layers,
         "history": history,
     }
     (args.output / "model" / "training.json").write_text(json.dumps(record, indent=1), encoding="utf-8")

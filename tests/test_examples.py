@@ -19,15 +19,20 @@ from tests.tiny_tokenizers import save_byte_target
 CONTEXT = 2048  # two buckets; contexts of 512 bytes and more are short for the bytes after 1,024
 
 
+STUDENT = 4.3027  # quantile of 97.5 % with two degrees of freedom
+
+
 def measured(length, **numbers):
-    return {"length": length, "distance": length // 2, **numbers}
+    return {"stage": (512, 16384).index(length), "length": length, "distance": length // 2, **numbers}
 
 
 TRAINING = {
     "bytes": {"source": 68_000_000, "novels": 65_400_000},
     "streams": {"source": 85, "novels": 81},
-    "stages": [{"length": 512}, {"length": 16384}],
+    "stages": [{"length": 512, "layers": 1}, {"length": 16384, "layers": 2}],
     "seed": 0,
+    "threads": 1,
+    "parent_layers": 1,
     "history": [
         measured(512, seconds=60, steps=30, tokens=122_880, loss=2.5, recalled=0.5),
         measured(512, seconds=2700, steps=900, tokens=3_686_400, loss=1.5, recalled=0.7),
@@ -61,7 +66,7 @@ def novels(tmp_path_factory):
 
 
 def publish(script, model, novels, output):
-    arguments = argparse.Namespace(model=model, eval=novels, output=output, windows=2)
+    arguments = argparse.Namespace(model=model, eval=novels, output=output, windows=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "parse_arguments", lambda: arguments)
         patch.setattr(script, "HELD_OUT", ("mailbox", "statistics"))
@@ -99,14 +104,14 @@ def test_losses_are_those_of_one_forward(script, monkeypatch):
 
 
 def test_buckets_are_means_over_what_precedes(script):
-    losses = torch.arange(1.0, 16384).repeat(2, 1)  # the loss of a token is the number of tokens before it
-    losses[1] += 2
+    losses = torch.arange(1.0, 16384).repeat(3, 1)  # the loss of a token is the number of tokens before it
+    losses[1] += 3
     found = script.buckets(losses, 16384)
     assert [(bucket["from"], bucket["to"]) for bucket in found] == [
         (0, 512), (512, 2048), (2048, 4096), (4096, 8192), (8192, 16384),
     ]  # fmt: skip
     assert [bucket["loss"] for bucket in found] == [257.0, 1280.5, 3072.5, 6144.5, 12288.5]
-    assert found[0]["half_width"] == pytest.approx(1.96 * 2**0.5 / 2**0.5, abs=1e-3)
+    assert found[0]["half_width"] == pytest.approx(STUDENT, abs=5e-3)  # means of four digits
 
 
 def test_short_losses_are_those_of_the_same_bytes_with_less_before_them(script):
@@ -124,9 +129,23 @@ def test_short_losses_are_those_of_the_same_bytes_with_less_before_them(script):
 
 
 def test_gains_compare_the_same_bytes(script):
-    found = script.gain(torch.tensor([[1.0, 2, 9], [2, 3, 9]]), torch.tensor([[2.0, 2], [4, 4]]))
+    found = script.gain(torch.tensor([[1.0, 2, 9], [2, 3, 9], [1, 3, 9]]), torch.tensor([[2.0, 2], [4, 4], [3, 3]]))
     assert (found["long"], found["short"], found["gain"]) == (2.0, 3.0, 1.0)
-    assert found["half_width"] == pytest.approx(1.96 * 0.5, abs=1e-3)  # gains of 0.5 and 1.5
+    assert found["half_width"] == pytest.approx(STUDENT * 0.5 / 3**0.5, abs=1e-3)  # gains of 0.5, 1.5 and 1
+
+
+def test_skipped_layers_are_the_odd_ones(script, monkeypatch):
+    monkeypatch.setattr(script, "SKIPPED_ROW", 40)
+    model = tiny_target("llama", num_hidden_layers=4)
+    texts = [row.numpy() for row in tiny_prompts(128, [40] * 3)[0]]
+    found = script.cost_of_skipping(model, {"some": dict(enumerate(texts)), "short": {"one": texts[0][:39]}})
+    rest = tiny_target("llama", num_hidden_layers=4)
+    del rest.model.layers[3], rest.model.layers[1]
+    ids = torch.stack([torch.from_numpy(text) for text in texts])
+    with torch.no_grad():
+        expected = rest(ids, labels=ids, use_cache=False).loss - model(ids, labels=ids, use_cache=False).loss
+    assert found["nats"] == pytest.approx(expected.item(), abs=1e-3) and found["rows"] == 3
+    assert len(model.model.layers) == 4
 
 
 def test_recall_asks_for_the_rest_of_a_passage(script, monkeypatch):
@@ -149,7 +168,7 @@ def test_evaluation_and_card_say_the_same(published):
     sources = evaluation["sources"]
     assert sources["novels"]["documents"] == ["one", "two"] and sources["packages"]["documents"] == ["jinja2"]
     assert sources["modules"]["documents"] == ["mailbox", "statistics"]
-    assert [source["windows"] for source in sources.values()] == [4, 4, 2]
+    assert [source["windows"] for source in sources.values()] == [4, 4, 4]
     for source in sources.values():
         assert [(bucket["from"], bucket["to"]) for bucket in source["buckets"]] == [(0, 512), (512, CONTEXT)]
         for bucket in source["buckets"]:
@@ -159,7 +178,9 @@ def test_evaluation_and_card_say_the_same(published):
         assert f"| {gain['short']:.3f} | {gain['long']:.3f} | {gain['gain']:.3f} ± {gain['half_width']:.3f} |" in card
         for quoted in source["recall"]:
             assert f"{quoted['nats']:.2f}, {quoted['right']:.0%}" in card
-    assert "4 of 2 novels, 4 of 2 modules, 2 of 1 packages" in card and "with the last 512 to 1023 bytes" in card
+    skipped = evaluation["without_added_layers"]
+    assert f"the loss is {skipped['nats']:.3f} ± {skipped['half_width']:.3f} nats per byte higher (5 texts)" in card
+    assert "4 of 2 novels, 4 of 2 modules, 4 of 1 packages" in card and "with the last 512 to 1023 bytes" in card
 
 
 def test_the_card_shows_no_private_paths(published):
