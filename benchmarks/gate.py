@@ -266,8 +266,7 @@ def make_ways(model: PreTrainedModel) -> dict[str, tuple[Any, bool]]:
         return draft
 
     torch.manual_seed(0)  # of the random weights
-    chain, choosing, ngrams = trained(CHAIN), trained(WIDE), hf_longspec.NgramDraftModel.from_target(model)
-    choosing.generation_config.tree_choices = [CHAIN]
+    chain, wide, ngrams = trained(CHAIN), trained(WIDE), hf_longspec.NgramDraftModel.from_target(model)
     return {
         PLAIN: (hf_longspec.PlainDraftModel.from_target(model), False),
         "random draft" + GATED: (hf_longspec.LongSpecDraftModel.from_target(model), True),
@@ -275,15 +274,15 @@ def make_ways(model: PreTrainedModel) -> dict[str, tuple[Any, bool]]:
         "trained draft" + UNGATED: (chain, False),
         "n-grams" + GATED: (ngrams, True),
         "n-grams" + UNGATED: (ngrams, False),
-        "trained draft, wide" + UNGATED: (trained(WIDE), False),
-        "trained draft, choosing" + GATED: (choosing, True),
+        "trained draft, wide" + GATED: (wide, True),
+        "trained draft, wide" + UNGATED: (wide, False),
     }
 
 
 COMPARED = {
     "trained draft" + GATED: ["trained draft" + UNGATED],
     "n-grams" + GATED: ["n-grams" + UNGATED],
-    "trained draft, choosing" + GATED: ["trained draft" + UNGATED, "trained draft, wide" + UNGATED],
+    "trained draft, wide" + GATED: ["trained draft, wide" + UNGATED],
 }
 
 

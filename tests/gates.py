@@ -3,23 +3,19 @@
 import random
 from typing import Any
 
-from hf_longspec.generation.drafter import TreeShape
 from hf_longspec.generation.gate import SpeculationGate
 
 
 class FlippingGate(SpeculationGate):
-    """Opens and closes at random: one to four steps of each kind, from a seed. Every step has a random tree.
+    """Opens and closes at random: one to four steps of each kind, from a seed.
 
     Attributes:
         turns (`int`): Number of times it opened or closed.
     """
 
-    tree = 0
-
-    def __init__(self, seed: int = 0, trees: int = 1):
-        super().__init__([TreeShape("draft", 2, 1)])
+    def __init__(self, seed: int = 0):
+        super().__init__(2)
         self.random = random.Random(seed)
-        self.num_trees = trees
         self.speculating = False
         self.left = self.turns = 0
 
@@ -29,8 +25,6 @@ class FlippingGate(SpeculationGate):
             self.speculating, self.left = not self.speculating, self.random.randint(1, 4)
             self.turns += 1
         self.left -= 1
-        if self.num_trees > 1:
-            self.tree = self.random.randrange(self.num_trees)
         return self.speculating
 
     def record(self, tokens: int, rows: int, length: int) -> None:

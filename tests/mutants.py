@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "A drafter that missed steps is resumed with the text",
-        "generation/gated_drafter.py",
+        "generation/gate.py",
         "if self._has_started and self._was_open:",
         "if self._has_started:",
         "tests/generation/test_gated_text.py",

@@ -1,13 +1,11 @@
 """A drafter that grows a beam with a module of its own."""
 
-from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from ..attention_backends.registry import AttentionBackend, AttentionCall, select
-from .drafter import Binding, Drafter, TreeShape, named
+from .drafter import Binding, Drafter
 from .sampling import Coupling
 
 
@@ -18,33 +16,22 @@ class BeamDrafter(Drafter):
         binding ([`Binding`]): Target, cache and rule of this call.
         weight (`torch.Tensor`): A weight of the module, whose device and dtype its keys and values have.
         head_dim (`int`): Size of a head of the module.
-        trees (`Sequence[list[int]]`): Number of nodes of each level, root excluded, for each tree to choose from.
+        widths (`list[int]`): Number of nodes of each level, root excluded.
 
     Attributes:
-        widths (`list[int]`): Number of nodes of each level of the present tree.
         coupling ([`Coupling`]): Ranks the candidates.
         scaling (`float`): Factor of the attention scores.
     """
 
-    def __init__(self, binding: Binding, weight: torch.Tensor, head_dim: int, trees: Sequence[list[int]]):
+    def __init__(self, binding: Binding, weight: torch.Tensor, head_dim: int, widths: list[int]):
         super().__init__(binding)
         self.coupling = Coupling(binding.rule)
-        self._trees = trees
-        self.widths = trees[0]
-        self.num_nodes = 1 + max(map(sum, trees))
-        self.max_depth = max(map(len, trees))
+        self.widths = widths
+        self.num_nodes = 1 + sum(widths)
+        self.max_depth = len(widths)
         self.device, self.dtype = weight.device, weight.dtype
         self.scaling = head_dim**-0.5
         self._kernels: AttentionBackend = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the trees, one for each list of widths."""
-        return named((widths, 1 + sum(widths), len(widths)) for widths in self._trees)
-
-    def choose(self, tree: int) -> None:
-        """Propose trees with the widths of this index from now on."""
-        self.widths = self._trees[tree]
 
     def runner(self) -> Any:
         """Return what runs steps compiled or captured after the present prefixes, if anything does."""

@@ -23,6 +23,7 @@ from .checks import max_length_of, pad_token_id_of, refuse_unsupported
 from .draft_tree import DraftTree
 from .drafter import Binding, Verification
 from .forward_check import check_target
+from .gate import gated
 from .noise import NoiseRows
 from .outputs import Outputs
 from .prompt_inputs import Prompts
@@ -36,9 +37,8 @@ from .verification import Acceptance, packed
 
 try:
     from .compiled_steps import runner_of
-    from .gate import gated
-except ImportError:  # a published draft neither compiles steps nor skips drafting that does not pay
-    from .standins import gated, runner_of
+except ImportError:  # a published draft compiles no steps
+    from .standins import runner_of
 
 logger = logging.get_logger(__name__)
 
@@ -138,7 +138,8 @@ class Session:
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
-        self.drafter = gated(draft.drafter(binding), draft, self.stats, self._may_speculate)
+        may_speculate = self._may_speculate if self.rotary.is_limited else None
+        self.drafter = gated(draft.drafter(binding), draft, self.stats, may_speculate)
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""

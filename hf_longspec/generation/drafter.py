@@ -1,8 +1,8 @@
 """Drafter: a draft bound to a target for one call of `generate`."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from typing import Any
@@ -106,30 +106,6 @@ def last_of(values: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return values.gather(1, (counts - 1).clamp_min(0)[:, None]).squeeze(1)
 
 
-@dataclass(frozen=True)
-class TreeShape:
-    """One of the trees that a drafter can propose.
-
-    Args:
-        name (`str`): Name of the tree in the settings.
-        num_nodes (`int`): Number of nodes, root included.
-        max_depth (`int`): Depth of the deepest node.
-    """
-
-    name: str
-    num_nodes: int
-    max_depth: int
-
-
-def named(trees: Iterable[tuple[Any, int, int]]) -> tuple[TreeShape, ...]:
-    """Return tree shapes from setting, number of nodes and depth of each tree. A single tree gets the name `draft`.
-    >>> [tree.name for tree in named([([4, 2], 7, 2), ([1], 2, 1)])], named([([1], 2, 1)])[0].name
-    (['[4, 2]', '[1]'], 'draft')
-    """
-    shapes = tuple(TreeShape(str(value), num_nodes, max_depth) for value, num_nodes, max_depth in trees)
-    return shapes if len(shapes) > 1 else (replace(shapes[0], name="draft"),)
-
-
 class Drafter(CandidateGenerator):
     """Propose draft trees, and update the own state after their verification.
 
@@ -141,9 +117,9 @@ class Drafter(CandidateGenerator):
     """
 
     num_nodes: int = 1
-    """Number of nodes of the largest tree, root included."""
+    """Number of nodes of a tree, root included."""
     max_depth: int = 0
-    """Depth of the deepest node of all trees."""
+    """Depth of the deepest node."""
     wants_hidden: bool | tuple[int, ...] = False
     """Whether [`Verification`] includes the input of the target's final norm, or the layers whose inputs it has."""
     is_steady: bool = True
@@ -153,19 +129,8 @@ class Drafter(CandidateGenerator):
     first_ngram_node: int | None = None
     """Index of the first node that only n-grams propose; all later nodes are of this kind."""
 
-    can_shadow: bool = False
-    """Whether `propose` runs no forward and changes no state, so that it may be compared with plain steps."""
-
     def __init__(self, binding: Binding):
         self.binding = binding
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the trees to choose from, the configured one first."""
-        return named([(None, self.num_nodes, self.max_depth)])
-
-    def choose(self, tree: int) -> None:
-        """Propose trees of shape `trees[tree]` from now on."""
 
     def speedup_bound(self) -> float:
         """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
@@ -220,6 +185,9 @@ class Drafter(CandidateGenerator):
 
     def observe(self, verification: Verification) -> None:
         """Update the drafter's state with the tokens that were verified and committed."""
+
+    def keep(self) -> None:
+        """Keep what a later call may use, as the text is complete."""
 
     @torch.no_grad()
     def get_candidates(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -1,38 +1,43 @@
-"""The gate: switch speculation off while plain decoding is faster, and choose among the trees of a draft.
+"""The gate: switch speculation off while plain decoding is faster.
 
 Whether speculation pays depends on the machine, the batch, the length of the context and the text, so it is measured. A
 call begins with a few plain steps, then speculates until measurements refute it, and tries again from time to time. A
 fixed share of the time may be lost to such trials. In a plain step the root alone is verified and each row emits one
 token. All speeds are per growing row, so that rows that finish change nothing.
 
-[`GatedDrafter`] hides plain steps from the draft, and [`SpeculationGate`] decides step by step. [`ShadowDraft`]
-compares drafts that cost next to nothing with the tokens of plain steps, and [`TreeTuner`] several trees of one draft.
-
-A gate outlives its call: the next call of the same kind takes it, begins with the choice that was better, and goes on
-to measure. Trials then cost a share of the time of all calls, however short each of them is.
+[`SpeculationGate`] decides step by step, and [`GatedDrafter`] hides plain steps from the draft. A gate outlives its
+call: the next call of the same kind takes it, begins with the choice that was better, and goes on to measure. Trials
+then cost a share of the time of all calls, however short each of them is.
 """
 
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers.utils import logging
 
 from .draft_tree import DraftTree
-from .drafter import Drafter, TreeShape
-from .gated_drafter import GatedDrafter
-from .parallel import Ranks
+from .drafter import Drafter, Verification
 from .stats import GateDecision, SpeculationStats
-from .tree_tuner import GROWTH, StepStatistics, TreeTuner
 
 logger = logging.get_logger(__name__)
 
 PLAIN, DRAFT = "plain", "draft"
 
+# Steps over which tokens and times are averaged.
+TOKENS_WINDOW, SECONDS_WINDOW = 128, 16
+# Imagined row-steps in which everything was accepted. They are the only evidence for a draft of which nothing was
+# accepted yet, so that refuting it costs about OPTIMISM x depth plain steps, whatever a step costs.
+OPTIMISM = 2
+# Fewest steps that can refute a draft, and steps that confirm that it pays.
+FEWEST, CONFIRMING = 2, 16
 # Steps that are not counted. The first step of a phase may compile or fill caches, and after plain steps speculation
 # begins with one more of them, which brings the drafter up to date.
 WARM_UP = {PLAIN: 1, DRAFT: 2}
@@ -40,108 +45,83 @@ WARM_UP = {PLAIN: 1, DRAFT: 2}
 PLAIN_SAMPLES = 3
 # Share of the time that may be lost to trying what is switched off.
 TRIAL_SHARE = 0.01
-
-# Share of the time that proposals of a shadow draft may take.
-SHADOW_SHARE = 0.005
-# Shadow drafts that are looked at, and the fewest that count as evidence.
-SHADOW_RECENT, SHADOW_FEWEST = 8, 4
-# By how much speculation has to be faster, standard error apart, to be tried at once.
-SHADOW_MARGIN = 1.2
-# After a suggested trial that failed, the next suggestion waits until the loss is 1 / PATIENCE of the time, and twice
-# as long after each further failure.
-PATIENCE, MOST_PATIENCE = 5, 100
+# Plain steps are measured again when the longest prefix has grown by this factor.
+GROWTH = 1.25
 
 
-class ShadowDraft:
-    """Compare proposed trees with the tokens of plain steps, and suggest to try speculation.
-
-    Drafters that propose without a forward, such as n-grams, can be followed at next to no cost while speculation is
-    switched off. Tokens are counted as a verification would count them, as a mean over the rows that went on.
-    """
+class StepStatistics:
+    """Measured time and tokens per kind of step: tokens over `TOKENS_WINDOW` steps, times over `SECONDS_WINDOW`."""
 
     def __init__(self) -> None:
-        # tokens per step of the last shadow drafts, oldest first
-        self.recent: deque[float] = deque(maxlen=SHADOW_RECENT)
-        # of rows that still follow their tree: the nodes by parent and token, and the path so far
-        self._rows: dict[int, tuple[dict[tuple[int, int], int], list[int]]] = {}
-        self._results: list[int] = []
-        self._spent = 0.0
-        self._wait_until = 0.0
-        self._failures = 0
-        self._is_trial = False
+        self.restart()
 
-    def is_due(self, now: float) -> bool:
-        """Return whether to propose another tree: none is being followed, and few of the `now` seconds were spent."""
-        return not self._rows and self._spent <= SHADOW_SHARE * now
+    def restart(self) -> None:
+        """Forget everything."""
+        self.count = self.row_steps = 0
+        self._tokens: deque[float] = deque(maxlen=TOKENS_WINDOW)
+        self._seconds: deque[float] = deque(maxlen=SECONDS_WINDOW)
 
-    def begin(self, tree: DraftTree, seconds: float) -> None:
-        """Follow `tree`, which took `seconds` to propose, along the tokens to come."""
-        self._spent += seconds
-        self._results = []
-        for row, nodes in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), tree.valid.tolist(), strict=True)):
-            numbered = enumerate(zip(*nodes, strict=True))
-            children = {(parent, token): node for node, (token, parent, is_real) in numbered if is_real and node}
-            self._rows[row] = children, [0]
+    def fade(self) -> None:
+        """Keep the tokens of the last few steps only, so that those of another text soon outweigh them."""
+        self._tokens = deque(list(self._tokens)[-CONFIRMING:], maxlen=TOKENS_WINDOW)
+        self.count = self.row_steps = len(self._tokens)
 
-    def follow(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Go on with the tokens that a plain step emitted in each row, none in rows that are done."""
-        if not self._rows:
-            return
-        for row, (children, path) in list(self._rows.items()):
-            child = children.get((path[-1], emitted[row][0])) if emitted[row] else None
-            if child is not None:
-                path.append(child)
-                continue
-            del self._rows[row]
-            self._results += [len(path)] if emitted[row] else []
-        if not self._rows and self._results:
-            self.count(sum(self._results) / len(self._results))
+    def add(self, tokens: int, rows: int, seconds: float) -> None:
+        """Count a step in which `rows` growing rows emitted `tokens` together."""
+        self.count += 1
+        self.row_steps += rows
+        self._tokens.append(tokens / rows)
+        self._seconds.append(seconds)
 
-    def count(self, tokens: float) -> None:
-        """Count a tree of which `tokens` tokens per row would have been emitted."""
-        self.recent.append(tokens)
+    @property
+    def seconds(self) -> float:
+        """Lower quartile of the times, the fastest of three: disturbances only make a step slower."""
+        return sorted(self._seconds)[(len(self._seconds) - 1) // 4]
 
-    def suggests(self, cost: float, now: float) -> bool:
-        """Return whether steps that cost `cost` plain ones each would clearly pay."""
-        count = len(self.recent)
-        if count < SHADOW_FEWEST or now < self._wait_until:
-            return False
-        mean = sum(self.recent) / count
-        variance = sum((tokens - mean) ** 2 for tokens in self.recent) / (count - 1)
-        return mean - (variance / count) ** 0.5 >= SHADOW_MARGIN * cost
+    @property
+    def tokens(self) -> float:
+        """Mean tokens per step and row."""
+        return sum(self._tokens) / len(self._tokens)
 
-    def forget_text(self) -> None:
-        """Stop following a tree, as another text begins."""
-        self._rows, self._results = {}, []
+    @property
+    def error(self) -> float:
+        """Standard error of `tokens`."""
+        mean, count = self.tokens, len(self._tokens)
+        variance = sum((tokens - mean) ** 2 for tokens in self._tokens) / max(1, count - 1)
+        return (variance / count) ** 0.5
 
-    def begin_trial(self) -> None:
-        """Speculation is tried because it was suggested."""
-        self._is_trial = True
+    @property
+    def speed(self) -> float:
+        """Tokens per second and row."""
+        return self.tokens / max(self.seconds, 1e-9)
 
-    def confirm(self) -> None:
-        """Speculation pays."""
-        self._is_trial, self._failures = False, 0
+    def hoped_tokens(self, most: int) -> float:
+        """Return an upper estimate of `tokens`: mean, standard error, and a fading share of `most`."""
+        hope = OPTIMISM * (most - self.tokens) / (self.row_steps + OPTIMISM)
+        return self.tokens + self.error + hope
 
-    def fail(self, lost: float, now: float) -> None:
-        """Forget everything, since speculation did not pay and cost `lost` seconds; wait if it had been suggested."""
-        if self._is_trial:
-            self._wait_until = now + lost * min(MOST_PATIENCE, PATIENCE * 2**self._failures)
-            self._failures += 1
-        self._is_trial = False
-        self.recent.clear()
-        self._rows = {}
+    def lost(self, steps: int, plain: float) -> float:
+        """Return the seconds that `steps` steps take beyond plain steps that emit as much, at least 0."""
+        return max(0.0, steps * (self.seconds - self.tokens * plain))
+
+    def may_pay(self, most: int, plain: float) -> bool:
+        """Return whether plain steps of `plain` seconds do not refute steps that emit at most `most` tokens per row."""
+        return self.count < FEWEST or self.hoped_tokens(most) * plain >= self.seconds
+
+    def pays(self, plain: float) -> bool:
+        """Return whether these steps were measured to be faster than plain steps of `plain` seconds."""
+        return self.count >= CONFIRMING and self.tokens * plain >= self.seconds
 
 
 class SpeculationGate:
-    """Choose between plain steps and speculation, step by step, and among the trees that speculation may verify.
+    """Choose between plain steps and speculation, step by step.
 
-    `speculates`, and then `tree`, are read when a step begins, and `record` is called when it has ended.
+    `speculates` is read when a step begins, and `record` is called when it has ended.
 
     Args:
-        trees (`Sequence[TreeShape]`): The drafter's trees, the one to begin with first.
+        most_tokens (`int`): Tokens that a speculative step emits per row if everything is accepted.
         speedup_bound (`Callable[[], float]`, *optional*): Upper bound of the gain of the next step, as far as it can be
             computed. Nothing is tried while the bound is below the cost of trying.
-        shadow ([`ShadowDraft`], *optional*): For drafters that propose at next to no cost.
         clock (`Callable[[], float]`, *optional*): Time in seconds.
 
     Attributes:
@@ -151,18 +131,17 @@ class SpeculationGate:
 
     def __init__(
         self,
-        trees: Sequence[TreeShape],
+        most_tokens: int,
         speedup_bound: Callable[[], float] = lambda: float("inf"),
-        shadow: ShadowDraft | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.tuner = TreeTuner(trees)
-        self.shadow = shadow
+        self.most_tokens = most_tokens
         self.clock = clock
-        self.ranks: Ranks | None = None
+        self.ranks: Any = None
         self.choice = PLAIN  # of the present phase
         self._speedup_bound = speedup_bound
-        self._plain = StepStatistics()
+        self._plain, self._draft = StepStatistics(), StepStatistics()
+        self._is_confirmed = False  # whether drafts paid before they were refuted
         self._verdict: str | None = None
         self._known: str | None = None  # verdict of the call before, until this call has reported it
         self._steps = 0  # of the present phase
@@ -171,52 +150,23 @@ class SpeculationGate:
         self._plain_length = 0
         self._check_plain_at = self._try_draft_at = 0.0
 
-    @property
-    def tree(self) -> int:
-        """Index of the tree that a step verifies if it speculates."""
-        return self.tuner.tree
-
     def rest(self) -> None:
         """Drop what belongs to the call that ends, such as its cache, and keep what was measured."""
         self._speedup_bound, self.clock = lambda: float("inf"), time.perf_counter
-        if self.shadow is not None:
-            self.shadow.forget_text()
 
     def resume(self, speedup_bound: Callable[[], float], clock: Callable[[], float]) -> None:
         """Begin another call of the same kind with the present choice, and with what was measured."""
         self._speedup_bound, self.clock = speedup_bound, clock
         self._known, self._verdict = self._verdict, None
         self._steps = 0
-        self.tuner.begin()
-        self.tuner.fade()
+        self._draft.fade()
 
     def speculates(self) -> bool:
         """Return whether the step that begins now speculates."""
         self._started = self.clock()
         if self.ranks is None:
             return self.choice == DRAFT
-        speculates, self.tuner.tree = self.ranks.first([self.choice == DRAFT, self.tree])
-        return bool(speculates)
-
-    @property
-    def _measures(self) -> bool:
-        """Whether this process measures steps."""
-        return self.ranks is None or self.ranks.rank == 0
-
-    def follow(self, emitted: Sequence[Sequence[int]], propose: Callable[[], DraftTree]) -> None:
-        """Compare a shadow draft with the plain step that has ended, and possibly propose the next one.
-
-        Args:
-            emitted (`Sequence[Sequence[int]]`): Tokens of every row.
-            propose (`Callable[[], DraftTree]`): Makes the tree that would be verified now.
-        """
-        if self.shadow is None or self._verdict != PLAIN or not self._measures:
-            return
-        self.shadow.follow(emitted)
-        if self.shadow.is_due(self._now):
-            started = self.clock()
-            tree = propose()
-            self.shadow.begin(tree, self.clock() - started)
+        return bool(self.ranks.first([self.choice == DRAFT])[0])
 
     def record(self, tokens: int, rows: int, length: int) -> GateDecision | None:
         """Count the step that has ended, and return a decision if it changed.
@@ -226,19 +176,14 @@ class SpeculationGate:
             rows (`int`): Rows that were growing.
             length (`int`): Tokens of the longest row.
         """
-        if not self._measures:
-            return None
+        if self.ranks is not None and self.ranks.rank:
+            return None  # the first process measures
         seconds = self.clock() - self._started
         self._now += seconds
         self._steps += 1
-        if self.choice == DRAFT:
-            if self._steps > 1:  # the first one is plain; the tuner leaves out each tree's own first step
-                self.tuner.add(tokens, rows, seconds)
-            verdict = self._after_draft(length)
-        else:
-            if self._steps > WARM_UP[PLAIN]:
-                self._plain.add(tokens, rows, seconds)
-            verdict = self._after_plain(length)
+        if self._steps > WARM_UP[self.choice]:
+            (self._draft if self.choice == DRAFT else self._plain).add(tokens, rows, seconds)
+        verdict = self._after_draft(length) if self.choice == DRAFT else self._after_plain(length)
         if verdict is None and self._is_known():
             verdict = self._known
         self._known = None
@@ -249,71 +194,171 @@ class SpeculationGate:
 
     def _is_known(self) -> bool:
         """Return whether the verdict of the call before is that of the present choice, with its measurements."""
-        is_same = self._known is not None and (self._known == PLAIN) == (self.choice == PLAIN)
-        return is_same and bool(self._plain.count) and (self.choice == PLAIN or bool(self.tuner.steps.count))
+        is_same = self._known is not None and self._known == self.choice
+        return is_same and bool(self._plain.count) and (self.choice == PLAIN or bool(self._draft.count))
 
     def _decision(self, verdict: str, rows: int, length: int) -> GateDecision:
-        plain, draft = rows * self._plain.speed, self.tuner.steps
+        plain, draft = rows * self._plain.speed, self._draft
         if not draft.count:  # nothing was tried, because the bound is too low
             return GateDecision(verdict, length, plain, plain * self._speedup_bound(), 0.0)
         return GateDecision(verdict, length, plain, rows * draft.speed, draft.tokens)
 
     def _after_draft(self, length: int) -> str | None:
         """Go on until refuted, or until the plain step that it is compared with is out of date."""
-        tuner, plain = self.tuner, self._plain.seconds
-        if tuner.tree == tuner.best:
-            stale = length >= GROWTH * self._plain_length and self._now >= self._check_plain_at
-            if stale or not (tuner.may_pay(plain) or tuner.give_up(plain)):
-                self._turn_to(PLAIN)  # plain steps are measured again before that is final
-                return None
-            if not tuner.pays(plain):
-                return None
-        tuner.compare(self._now, length)
-        if not tuner.pays(plain):
+        plain = self._plain.seconds
+        is_stale = length >= GROWTH * self._plain_length and self._now >= self._check_plain_at
+        if is_stale or not self._draft.may_pay(self.most_tokens, plain):
+            self._turn_to(PLAIN)  # plain steps are measured again before that is final
             return None
-        if self.shadow is not None:
-            self.shadow.confirm()
-        return tuner.name
+        if not self._draft.pays(plain):
+            return None
+        self._is_confirmed = True
+        return DRAFT
 
     def _after_plain(self, length: int) -> str | None:
-        plain, tuner = self._plain, self.tuner
+        plain, draft = self._plain, self._draft
         if plain.count < PLAIN_SAMPLES:
             return None
         if plain.count == PLAIN_SAMPLES:
             self._plain_length = length
             steps = WARM_UP[PLAIN] + PLAIN_SAMPLES + 1
             self._check_plain_at = self._now + steps * plain.seconds / TRIAL_SHARE
-            if tuner.steps.count and not (tuner.may_pay(plain.seconds) or tuner.give_up(plain.seconds)):
-                lost = tuner.lost(plain.seconds, WARM_UP[DRAFT])
-                self._try_draft_at = self._now + lost / TRIAL_SHARE
-                if self.shadow is not None:
-                    self.shadow.fail(lost, self._now)
+            if draft.count and not draft.may_pay(self.most_tokens, plain.seconds):
+                # a draft that paid before it failed has cost the steps of one window at most
+                steps = min(draft.count, TOKENS_WINDOW) if self._is_confirmed else draft.count
+                self._try_draft_at = self._now + draft.lost(steps + WARM_UP[DRAFT], plain.seconds) / TRIAL_SHARE
                 return PLAIN
-        elif self._now < self._try_draft_at and not self._is_suggested():
+        elif self._now < self._try_draft_at:
             return None
         if self._speedup_bound() <= 1 + TRIAL_SHARE:
             return PLAIN
         if plain.count > PLAIN_SAMPLES:
-            tuner.restart()
+            draft.restart()
+            self._is_confirmed = False
         self._turn_to(DRAFT)
         return None
-
-    def _is_suggested(self) -> bool:
-        """Return whether shadow drafts suggest to try speculation before its time."""
-        steps, plain = self.tuner.steps, self._plain.seconds
-        if self.shadow is None or not steps.count:
-            return False
-        if not self.shadow.suggests(steps.seconds / max(plain, 1e-9), self._now):
-            return False
-        self.shadow.begin_trial()
-        return True
 
     def _turn_to(self, choice: str) -> None:
         self.choice, self._steps = choice, 0
         if choice == PLAIN:
             self._plain.restart()
+
+
+class GatedDrafter(Drafter):
+    """Propose the root alone while speculation is not possible or does not pay, else the tree of another drafter.
+
+    Plain steps are hidden from the other drafter: it neither captures nor observes them. Before it proposes again, it
+    is resumed with the text so far and the verification of one more root. So the first step after a pause is plain.
+
+    Args:
+        inner ([`Drafter`]): The other drafter.
+        gate ([`SpeculationGate`], *optional*): Decides step by step; without one every step may speculate.
+        may_speculate (`Callable[[int], bool]`, *optional*): Whether the target can verify a tree of this depth in the
+            next step. By default it always can.
+        report (`Callable[[GateDecision], None]`): Called with every new decision of the gate.
+        keep (`Callable[[], None]`): Called when the text is complete, to keep the gate for another call.
+    """
+
+    def __init__(
+        self,
+        inner: Drafter,
+        gate: SpeculationGate | None,
+        may_speculate: Callable[[int], bool] | None,
+        report: Callable[[GateDecision], None],
+        keep: Callable[[], None],
+    ):
+        super().__init__(inner.binding)
+        self.inner = inner
+        self.gate = gate
+        self.num_nodes, self.max_depth = inner.num_nodes, inner.max_depth
+        self._may_speculate = may_speculate or (lambda max_depth: True)
+        self._report = report
+        self._keep = keep
+        self._is_possible = self._is_open = self._was_open = True
+        self._has_started = False
+        self._prompts: Sequence[torch.Tensor] = ()
+        self._emitted: list[array[int]] = []
+
+    @property
+    def wants_hidden(self) -> bool | tuple[int, ...]:  # type: ignore[override]
+        """As the other drafter, in the steps that it observes."""
+        return self._is_open and self.inner.wants_hidden
+
+    @property
+    def is_steady(self) -> bool:  # type: ignore[override]
+        """False in the step that resumes the other drafter."""
+        return self._was_open or not self._is_open
+
+    @property
+    def first_ngram_node(self) -> int | None:  # type: ignore[override]
+        """As the other drafter."""
+        return self.inner.first_ngram_node
+
+    @property
+    def seed_tokens(self) -> int:
+        """As the other drafter."""
+        return self.inner.seed_tokens
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the other drafter."""
+        return self.inner.state_bytes
+
+    def watch_prefill(self, lengths: Sequence[int], start: int) -> AbstractContextManager[Any]:
+        """As the other drafter."""
+        return self.inner.watch_prefill(lengths, start)
+
+    def attention(self) -> AbstractContextManager[None]:
+        """As the other drafter."""
+        return self.inner.attention()
+
+    def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
+        """Start the other drafter, if speculation is possible."""
+        self._prompts, self._emitted = texts, [array("q", tokens) for tokens in verification.tokens]
+        self._is_open = self._may_speculate(self.max_depth)
+        if self._is_open:
+            self._inform(verification)
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """Return the other drafter's tree, or the root alone."""
+        self._was_open, self._is_possible = self._is_open, self._may_speculate(self.max_depth)
+        self._is_open = self._is_possible and (self.gate is None or self.gate.speculates())
+        return self.inner.propose(root) if self._is_open and self._was_open else DraftTree.root_only(root)
+
+    def keep(self) -> None:
+        """Keep the gate for another call."""
+        self._keep()
+
+    def capture(self, tree: DraftTree) -> Any:
+        """Return the other drafter's capture while the gate is open."""
+        return self.inner.capture(tree) if self._is_open else None
+
+    def observe(self, verification: Verification) -> None:
+        """Pass the verification on while the gate is open, and measure the step."""
+        for row, new in zip(self._emitted, verification.tokens, strict=True):
+            row.extend(new)
+        if self._is_open:
+            self._inform(verification)
+        if self.gate is None or not self._is_possible:
+            return
+        tokens = sum(map(len, verification.tokens))
+        rows = sum(map(bool, verification.tokens))
+        decision = self.gate.record(tokens, rows, max(self.binding.cache.lengths.host))
+        if decision is not None:
+            self._report(decision)
+
+    def _inform(self, verification: Verification) -> None:
+        """Let the other drafter start, go on, or resume after plain steps."""
+        if self._has_started and self._was_open:
+            self.inner.observe(verification)
+            return
+        rows = zip(self._prompts, self._emitted, self.binding.cache.lengths.host, strict=True)
+        texts = [torch.cat([prompt, prompt.new_tensor(new)])[:length] for prompt, new, length in rows]
+        if self._has_started:
+            self.inner.resume(texts, verification)
         else:
-            self.tuner.begin()
+            self.inner.start(texts, verification)
+        self._has_started = True
 
 
 # Gates that no call is using, by draft, target, and everything else that steps of a call depend on.
@@ -323,9 +368,7 @@ _kept_lock = Lock()
 _reported: set[str] = set()
 
 
-def gate_of(
-    wanted: bool, drafter: Drafter, ranks: Ranks | None, known: SpeculationGate | None = None
-) -> SpeculationGate | None:
+def gate_of(wanted: bool, drafter: Drafter, ranks: Any, known: SpeculationGate | None = None) -> SpeculationGate | None:
     """Return the gate of one call; None if every step may speculate.
 
     Args:
@@ -341,14 +384,15 @@ def gate_of(
     if known is not None:
         known.resume(drafter.speedup_bound, clock)
         return known
-    shadow = ShadowDraft() if drafter.can_shadow else None
-    gate = SpeculationGate(drafter.trees, drafter.speedup_bound, shadow, clock)
+    gate = SpeculationGate(drafter.max_depth + 1, drafter.speedup_bound, clock)
     gate.ranks = ranks
     return gate
 
 
-def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: Callable[[int], bool]) -> Drafter:
-    """Return the drafter of `draft`, hidden from the steps that cannot or shall not speculate.
+def gated(
+    drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: Callable[[int], bool] | None
+) -> Drafter:
+    """Return the drafter of `draft`, hidden from the steps that cannot or shall not speculate, if there may be any.
 
     Decisions of the gate are added to `stats`. The first time that a kind of draft is paused, this is logged. A gate
     that does not share its decisions with other processes is kept for the next call of its kind: the same draft,
@@ -358,7 +402,7 @@ def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: 
     model, rule = target.model, binding.rule
     place = model.device, model.dtype, model.config._attn_implementation, rule is not None and rule.do_sample
     settings = tuple(repr(draft.setting(name)) for name in draft.settings)
-    kind = place, settings, binding.cache.batch_size, binding.max_length.bit_length(), drafter.trees
+    kind = place, settings, binding.cache.batch_size, binding.max_length.bit_length(), drafter.num_nodes
 
     def report(decision: GateDecision) -> None:
         stats.gate_decisions.append(decision)
@@ -375,6 +419,8 @@ def gated(drafter: Drafter, draft: Any, stats: SpeculationStats, may_speculate: 
     with _kept_lock:
         known = _kept.get(draft, {}).get(model, {}).pop(kind, None) if draft.setting("gate") else None
     gate = gate_of(draft.setting("gate"), drafter, target.ranks, known)
+    if gate is None and may_speculate is None:
+        return drafter
     return GatedDrafter(drafter, gate, may_speculate, report, keep)
 
 

@@ -136,6 +136,11 @@ class RotaryLimit:
         self.recomputes = False
 
     @property
+    def is_limited(self) -> bool:
+        """Whether the frequencies change at all."""
+        return not math.isinf(self.column)
+
+    @property
     def never_speculates(self) -> bool:
         """Whether every further column has its own frequencies, so that a forward cannot contain a tree."""
         return self.is_passed and self.change.is_repeated

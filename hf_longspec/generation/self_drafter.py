@@ -16,7 +16,7 @@ from torch import nn
 from ..attention_backends.contexts import StepContext
 from .draft_tree import DraftTree
 from .drafted_chain import drafted_tokens, noise_of_chain
-from .drafter import Binding, Drafter, TreeShape, independent_draws, named
+from .drafter import Binding, Drafter, independent_draws
 from .target import TargetView
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
@@ -70,19 +70,14 @@ class SelfDrafter(Drafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        gammas (`Sequence[int]`): Numbers of drafted tokens to choose from, the configured one first.
+        gamma (`int`): Number of drafted tokens.
         acceptance (`str`): When sampling, `rejection` or `coupled`.
-
-    Attributes:
-        gamma (`int`): Number of drafted tokens of the present chains.
     """
 
-    def __init__(self, binding: Binding, gammas: Sequence[int], acceptance: str):
+    def __init__(self, binding: Binding, gamma: int, acceptance: str):
         super().__init__(binding)
-        self.gammas = gammas
-        self.gamma = gammas[0]
-        self.num_nodes = max(gammas) + 1
-        self.max_depth = max(gammas)
+        self.gamma = self.max_depth = gamma
+        self.num_nodes = gamma + 1
         self._is_drawn = acceptance == "rejection"
 
     @property
@@ -93,15 +88,6 @@ class SelfDrafter(Drafter):
     def num_selected(self, length: int) -> int:
         """Return how many of `length` committed tokens a drafting step reads in a sparse layer, or fewer."""
         raise NotImplementedError
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the chains, one for each length."""
-        return named((gamma, gamma + 1, gamma) for gamma in self.gammas)
-
-    def choose(self, tree: int) -> None:
-        """Propose chains of this index from now on."""
-        self.gamma = self.gammas[tree]
 
     def speedup_bound(self) -> float:
         """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""

@@ -13,7 +13,7 @@ class GateDecision:
     """A decision of the gate, recorded when it differs from the one before.
 
     Args:
-        choice (`str`): The fastest choice: `plain`, or `draft`. With `tree_choices`, the tree in place of `draft`.
+        choice (`str`): The fastest choice: `plain` or `draft`.
         length (`int`): Tokens of the longest row at that time, prompt included.
         plain_tokens_per_second (`float`): Speed of steps without drafting, all growing rows together.
         draft_tokens_per_second (`float`): Speed of speculation with the fastest tree.

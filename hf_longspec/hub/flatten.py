@@ -19,9 +19,7 @@ LEFT_OUT = (
     "attention_backends/triton",
     "generation/compiled_steps",
     "generation/cuda_graphs",
-    "generation/gate",
     "generation/parallel",
-    "generation/tree_tuner",
     "training",
 )
 
@@ -48,9 +46,9 @@ FILES: dict[str, tuple[str, ...]] = {
         "generation/stats",
         "generation/beam_drafter",
         "generation/self_drafter",
-        "generation/gated_drafter",
         "generation/standins",
     ),
+    "gate": ("generation/gate",),
     "decoding": tuple(f"generation/{name}" for name in ("checks", "forward_check", "outputs", "decoding", "route")),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),

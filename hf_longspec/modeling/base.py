@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
@@ -23,7 +23,6 @@ from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
 from .ngram.settings_ngram import NGRAM_DEFAULTS, NgramSettings
-from .setting_checks import all_trees
 
 try:
     from ..generation.cuda_graphs import release_workspaces
@@ -46,10 +45,9 @@ class DraftModel(PreTrainedModel):
     """Base of all drafts. `config` holds the architecture, and `generation_config` the settings of drafting.
 
     Subclasses define `config_class`, `make_drafter`, `max_nodes` and `settings`, the keys of `generation_config` that
-    they add, with default values. Subclasses without parameters set `weightless`. If a draft has the setting
-    `tree_choices`, `tree_setting` names the setting that holds its tree. Unless a subclass clears `takes_ngrams`, it
-    also gets the settings of n-grams, which are added to its trees. Callers therefore use `drafter` and
-    `num_tree_nodes`, which include n-grams.
+    they add, with default values. Subclasses without parameters set `weightless`. Unless a subclass clears
+    `takes_ngrams`, it also gets the settings of n-grams, which are added to its trees. Callers therefore use `drafter`
+    and `num_tree_nodes`, which include n-grams.
     """
 
     config_class = DraftConfig
@@ -58,7 +56,6 @@ class DraftModel(PreTrainedModel):
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {}
-    tree_setting: ClassVar[str] = "tree_widths"
     # A marker for the route, because an installed class and one loaded from the Hub are different classes.
     _is_longspec_draft = True
 
@@ -148,7 +145,7 @@ class DraftModel(PreTrainedModel):
     def drafter(self, binding: Binding) -> Drafter:
         """Return the drafter of one call, with n-grams if the settings enable them."""
         drafter, ngrams = self.make_drafter(binding), self._joined_ngrams()
-        return drafter if ngrams is None else JoinedDrafter(drafter, NgramDrafter(binding, [ngrams]))
+        return drafter if ngrams is None else JoinedDrafter(drafter, NgramDrafter(binding, ngrams))
 
     def candidate_generator(self, target: PreTrainedModel, max_length: int) -> Drafter:
         """Return a `CandidateGenerator` of transformers that proposes the chains of this draft for one text.
@@ -192,21 +189,8 @@ class DraftModel(PreTrainedModel):
         raise NotImplementedError
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the maximum number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""
+        """Return the number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""
         raise NotImplementedError
-
-    def configured_tree(self) -> Any:
-        """Return the configured tree, as an entry of `tree_choices` would give it."""
-        return self.setting(self.tree_setting)
-
-    def trees(self) -> list[Any]:
-        """Return the configured tree and the others of `tree_choices`."""
-        return all_trees(self.configured_tree(), self.setting("tree_choices"), self.tree_setting)
-
-    def check_trees(self, check: Callable[[str, Any], None]) -> None:
-        """Call `check` with the name and the value of every tree, which raises errors with that name."""
-        for place, tree in enumerate(self.trees()):
-            check(f"tree_choices: {self.tree_setting}" if place else self.tree_setting, tree)
 
     @property
     def prompt_tokens(self) -> int:

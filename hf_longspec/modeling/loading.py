@@ -13,6 +13,9 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 # Arguments of `from_pretrained` that determine the source of files.
 HUB_KWARGS = {"revision", "cache_dir", "token", "local_files_only", "subfolder", "force_download", "proxies"}
@@ -75,6 +78,10 @@ def refuse_missing_weights(model: PreTrainedModel, info: Mapping[str, Any]) -> N
             )
 
 
+# Settings of earlier versions that saved drafts may hold.
+REMOVED_SETTINGS = ("tree_choices",)
+
+
 def read_settings(draft: Any, path: Any, **hub: Any) -> None:
     """Set the settings of a draft to the saved ones, with defaults for missing settings.
 
@@ -95,6 +102,14 @@ def read_settings(draft: Any, path: Any, **hub: Any) -> None:
     for name, value in copy.deepcopy(draft.settings).items():
         if not hasattr(draft.generation_config, name):  # published before the setting existed
             setattr(draft.generation_config, name, value)
+    removed = {name: vars(draft.generation_config).pop(name, None) for name in REMOVED_SETTINGS}
+    if ignored := [f"{name}={value!r}" for name, value in removed.items() if value is not None]:
+        logger.warning(
+            "%s was saved with %s, which this version does not have and ignores. Save the draft again to remove this "
+            "warning.",
+            path,
+            ", ".join(ignored),
+        )
 
 
 def _is_malformed(error: OSError) -> bool:

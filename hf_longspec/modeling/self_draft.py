@@ -1,6 +1,5 @@
 """SelfDraftModel, the base of drafts that are the target itself on a part of its cache."""
 
-from functools import partial
 from typing import Any, ClassVar
 
 from ..generation.target import TargetView
@@ -21,24 +20,22 @@ class SelfDraftModel(DraftModel):
     """
 
     weightless: ClassVar[bool] = True
-    tree_setting: ClassVar[str] = "num_assistant_tokens"
     settings: ClassVar[dict[str, Any]] = {
         "num_assistant_tokens": 4,
-        "tree_choices": None,
         "sparse_ratio": 0.07,
         "sparse_min_tokens": 256,
         "acceptance": "rejection",
     }
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of the longest chain, root included."""
-        return int(max(self.trees())) + 1
+        """Return the number of nodes of the chain, root included."""
+        return int(self.setting("num_assistant_tokens")) + 1
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse unknown choices and numbers out of range."""
         check_choice("acceptance", self.setting("acceptance"), ACCEPTANCES)
-        self.check_trees(partial(check_integer, least=1))
-        check_integer("sparse_min_tokens", self.setting("sparse_min_tokens"), 1)
+        for name in ("num_assistant_tokens", "sparse_min_tokens"):
+            check_integer(name, self.setting(name), 1)
         if not isinstance(ratio := self.setting("sparse_ratio"), int | float) or not 0 < ratio <= 1:
             raise ValueError(f"sparse_ratio={ratio!r}: expected a number in (0, 1].")
 

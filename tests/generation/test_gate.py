@@ -9,9 +9,8 @@ from torch import distributed
 
 from hf_longspec.generation.checks import check_flags
 from hf_longspec.generation.drafter import Drafter
-from hf_longspec.generation.gate import DRAFT, PLAIN, TRIAL_SHARE, SpeculationGate, gate_of
+from hf_longspec.generation.gate import DRAFT, GROWTH, PLAIN, TRIAL_SHARE, SpeculationGate, gate_of
 from hf_longspec.generation.parallel import Ranks
-from hf_longspec.generation.tree_tuner import GROWTH
 from tests.generation.made_up_machine import PROMPT, Machine, always, geometric
 
 
@@ -149,11 +148,8 @@ class TestWhoHasAGate:
     def test_a_drafter_of_the_root_alone_has_no_gate(self):
         chain = Chain(BINDING)
         gate = gate_of(True, chain, None)
-        assert type(gate) is SpeculationGate and gate.tuner.arms[0].most_tokens == 5
+        assert type(gate) is SpeculationGate and gate.most_tokens == 5
         assert gate_of(False, chain, None) is gate_of(True, Drafter(BINDING), None) is None
-        assert gate.shadow is None
-        chain.can_shadow = True
-        assert gate_of(True, chain, None).shadow is not None
 
 
 def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
@@ -169,9 +165,10 @@ def test_processes_without_a_sharded_target_decide_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_only_the_first_rank_follows_shadow_drafts(rank):
-    asked = []
-    gate = SpeculationGate(Chain(BINDING).trees, shadow=SimpleNamespace(follow=asked.append, is_due=lambda now: False))
-    gate.ranks, gate._verdict = SimpleNamespace(rank=rank), PLAIN
-    gate.follow([[7]], None)
-    assert asked == ([[[7]]] if rank == 0 else [])
+def test_only_the_first_rank_measures(rank):
+    gate = SpeculationGate(5)
+    gate.ranks = SimpleNamespace(rank=rank, first=list)
+    for _ in range(30):
+        gate.speculates()
+        gate.record(1, 1, 9)
+    assert (gate.choice == DRAFT) == (rank == 0)

@@ -13,7 +13,6 @@ import torch
 from hf_longspec import NgramDraftModel, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.gate import DRAFT, PLAIN
-from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import (
     RandomTreeDraftModel,
     random_eagle3_draft,
@@ -30,34 +29,21 @@ NEW = 40
 NGRAMS = {"ngram_candidates": 2, "ngram_num_tokens": 3}
 SPECATTN = {"num_assistant_tokens": 3, "sparse_ratio": 0.5, "sparse_min_tokens": 6, "acceptance": "coupled"}
 PARTIAL = {"self_draft": "partial_kv", "tree_branching": [2, 1, 1, 1], "partial_kv_budget": 12, "partial_kv_recent": 2}
-WIDTHS = [[4, 3, 1], [1, 1]]
 DRAFTS = {
     "longspec": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2]),
     "longspec, n-grams": lambda model: random_longspec_draft(model, window=8, tree_widths=[3, 2], **NGRAMS),
-    "longspec, n-grams, trees": lambda model: random_longspec_draft(
-        model, window=8, tree_widths=[3, 2], tree_choices=WIDTHS, **NGRAMS
-    ),
     "eagle3": lambda model: random_eagle3_draft(model, window=8, tree_widths=[6, 4]),
-    "eagle3, n-grams, trees": lambda model: random_eagle3_draft(
-        model, window=8, tree_widths=[3, 2], tree_choices=WIDTHS, **NGRAMS
-    ),
+    "eagle3, n-grams": lambda model: random_eagle3_draft(model, window=8, tree_widths=[3, 2], **NGRAMS),
     "specattn": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN),
-    "specattn, trees": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, tree_choices=[1, 5]),
     "specattn, window": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, selection="window"),
     "specattn, each row": lambda model: SpecAttnDraftModel.from_target(model, **SPECATTN, selection="last_accepted"),
     "tokenswift": lambda model: random_tokenswift_draft(model, tree_branching=[1, 2, 1, 1]),
-    "tokenswift, trees": lambda model: random_tokenswift_draft(
-        model, tree_branching=[1, 2, 1], tree_choices=[[1, 1], [1, 3, 2, 1]]
-    ),
     "tokenswift, partial": lambda model: random_tokenswift_draft(model, **PARTIAL),
-    "tokenswift, partial, n-grams, trees": lambda model: random_tokenswift_draft(
-        model, **PARTIAL, **NGRAMS, tree_choices=[[1, 1], [3, 2]]
-    ),
+    "tokenswift, partial, n-grams": lambda model: random_tokenswift_draft(model, **PARTIAL, **NGRAMS),
     "n-grams": NgramDraftModel.from_target,
-    "n-grams, trees": lambda model: NgramDraftModel.from_target(model, tree_choices=[[3, 1], [9, 3]]),
     "random trees": RandomTreeDraftModel.from_target,
 }
-FAMILIES = ("longspec, n-grams", "specattn, trees", "tokenswift, partial")
+FAMILIES = ("longspec, n-grams", "specattn", "tokenswift, partial")
 # Every draft on one architecture, greedy or sampled in turn.
 CASES = [(kind, ("llama", "gemma3", "gpt_oss")[place % 3], place % 2 == 0) for place, kind in enumerate(DRAFTS)]
 
@@ -68,7 +54,7 @@ def flipping(monkeypatch):
     gates = []
 
     def make(wanted, drafter, ranks, known=None):
-        gates.append(FlippingGate(seed=len(gates), trees=len(drafter.trees)))
+        gates.append(FlippingGate(seed=len(gates)))
         return gates[-1]
 
     monkeypatch.setattr("hf_longspec.generation.gate.gate_of", make)
@@ -118,7 +104,7 @@ def test_processors_that_read_the_text(target, flipping):
     "kind",
     [
         "n-grams",
-        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("eagle3, n-grams, trees", "specattn, trees")),
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("eagle3, n-grams", "specattn")),
     ],
 )
 def test_compiled_steps(flipping, monkeypatch, kind):
@@ -132,29 +118,11 @@ def test_compiled_steps(flipping, monkeypatch, kind):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DRAFTS if kind.endswith(", trees")])
-def test_every_tree_has_its_own_size_and_fits_the_cache(target, flipping, monkeypatch, kind):
-    """The cache has room for the largest tree, and n-gram nodes follow the draft's nodes in every tree."""
-    model = target("llama")
-    draft = DRAFTS[kind](model)
-    recorded = Recorded(draft, monkeypatch)
-    generate(model, draft)
-    shapes = {(tree.num_nodes, tree.max_depth) for _, tree in recorded.trees}
-    assert len(shapes) == 3
-    assert max(nodes for nodes, _ in shapes) == draft.num_tree_nodes(TargetView(model))
-    for _, tree in recorded.trees:
-        tree.validate()
-    if "n-grams" in kind and kind != "n-grams, trees":
-        ngrams = draft.setting("ngram_candidates") * draft.setting("ngram_num_tokens")
-        for first, (_, tree) in zip(recorded.first_ngram_nodes, recorded.trees, strict=True):
-            assert first + ngrams == tree.num_nodes
-
-
 class Recorded:
     """Record every tree of a draft, and the number of tokens that are committed before it."""
 
     def __init__(self, draft, monkeypatch):
-        self.draft, self.trees, self.first_ngram_nodes = draft, [], []
+        self.draft, self.trees = draft, []
         make = draft.drafter
 
         def recording_drafter(binding):
@@ -164,7 +132,6 @@ class Recorded:
             def recording_propose(root):
                 tree = propose(root)
                 self.trees.append((binding.cache.lengths.host, tree))
-                self.first_ngram_nodes.append(drafter.first_ngram_node)
                 return tree
 
             drafter.propose = recording_propose
@@ -298,51 +265,3 @@ def test_plain_steps_are_part_of_the_statistics_per_step(flipping):
     assert [1 + sum(emitted for emitted, _ in row) for row in steps] == [NEW] * len(LENGTHS)
     assert sum((emitted, drafted) == (1, 0) for row in steps for emitted, drafted in row) >= stats.num_plain_steps > 0
     assert sum(map(len, steps)) == stats.num_plain_steps + stats.num_spec_steps
-
-
-class TurningGate(FlippingGate):
-    """A gate that is always open and takes the trees in turn."""
-
-    def speculates(self):
-        self.tree = (self.tree + 1) % 3
-        return True
-
-
-@pytest.mark.parametrize("kind", ["longspec, n-grams, trees", "tokenswift, trees", "n-grams, trees"])
-def test_after_another_tree_the_tree_matches_a_fresh_drafter(target, monkeypatch, kind):
-    """State that a drafter keeps per node of one tree is not used for another tree."""
-    model = target("llama")
-    draft = DRAFTS[kind](model)
-    recorded = Recorded(draft, monkeypatch)
-    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: TurningGate())
-    text = generate(model, draft, lengths=(21,))
-    turns = list(recorded.trees)
-    for place, (committed, tree) in enumerate(turns[3:9], start=4):
-
-        class Same(TurningGate):
-            def speculates(self, place=place):
-                self.tree = place % 3
-                return True
-
-        monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_, same=Same: same())
-        fresh = recorded.first_tree(model, text[0][: committed[0]])
-        assert fresh.tokens.tolist() == tree.tokens.tolist() and fresh.parents.tolist() == tree.parents.tolist()
-
-
-def test_specattn_with_every_entry_accepts_chains_of_any_length(target, monkeypatch):
-    model = target("llama")
-    draft = SpecAttnDraftModel.from_target(model, num_assistant_tokens=3, sparse_ratio=1.0, tree_choices=[1, 5])
-    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", lambda *_: TurningGate())
-    generate(model, draft, max_new_tokens=1 + 3 * (2 + 6 + 4))
-    assert draft.last_speculation.acceptance_histogram == [0, 9, 0, 9, 0, 9]
-
-
-def test_the_decision_names_the_fastest_tree(plain_run, target, monkeypatch):
-    """On a clock with one cost per tree, on which only short paths pay."""
-    run = plain_run(target("llama", seed=5, vocab_size=12), (21,), max_new_tokens=200, eos_token_id=None)
-    draft = NgramDraftModel.from_target(run.model, tree_choices=[[2, 1], [5, 3]])
-    seconds = (4.0, 1.0, 6.0)
-    gates_on_a_clock(monkeypatch, lambda gate, step: seconds[gate.tree] if gate.choice == DRAFT else 1.0)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    choices = [decision.choice for decision in draft.last_speculation.gate_decisions]
-    assert choices[-1] == "[2, 1]" and set(choices) <= {PLAIN, "[2, 1]"}

@@ -19,6 +19,7 @@ from hf_longspec import (
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
+from hf_longspec.modeling import loading
 from hf_longspec.testing import tiny_target
 
 E, L, N = Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
@@ -32,7 +33,6 @@ def model():
 
 REFUSED = [
     (E, "tree_widths", [3, 0], r"tree_widths=\[3, 0\]: expected a list of positive integers"),
-    (E, "tree_choices", [[2, 0]], r"tree_choices: tree_widths=\[2, 0\]: expected a list of posit"),
     (E, "window", 0, "window=0: expected an integer of at least 1, 'trained' for the length that the draft was"),
     (E, "window", "all", "window='all': expected an integer of at least 1"),
     (E, "sinks", -1, "sinks=-1: expected an integer of at least 0"),
@@ -44,8 +44,6 @@ REFUSED = [
     (L, "tree_widths", 5, r"tree_widths=5: expected a list of positive integers"),
     (L, "tree_widths", [1] * 511, "tree_widths has 511 levels, and window=512 allows at most 510"),
     (L, "cross_attention_window", 0, "cross_attention_window=0: expected an integer of at least 1"),
-    (L, "tree_choices", 3, r"tree_choices=3: expected None, or a list of at most 3 other values of"),
-    (L, "tree_choices", [[1], [2], [3], [4]], "expected None, or a list of at most 3"),
     (L, "ngram_candidates", -1, "ngram_candidates=-1: expected an integer of at least 0"),
     (S, "ngram_num_tokens", 0, "ngram_num_tokens=0: expected an integer of at least 1"),
     (S, "ngram_source", "all", "ngram_source='all'"),
@@ -59,21 +57,17 @@ REFUSED = [
     (S, "sparse_ratio", 0.0, r"sparse_ratio=0\.0: expected a number in \(0, 1\]"),
     (S, "sparse_ratio", 7, r"sparse_ratio=7: expected a number in \(0, 1\]"),
     (S, "sparse_ration", 0.2, r"unknown settings \['sparse_ration'\].*sparse_ratio"),
-    (S, "tree_choices", [0], "tree_choices: num_assistant_tokens=0: expected an integer of at l"),
     (Q, "num_assistant_tokens", 0, "num_assistant_tokens=0: expected an integer of at least 1"),
     (Q, "page_size", 0, "page_size=0: expected an integer of at least 1"),
     (Q, "num_dense_layers", -1, "num_dense_layers=-1: expected an integer of at least 0"),
     (Q, "sparse_min_tokens", True, "sparse_min_tokens=True: expected an integer of at least 1"),
     (Q, "sparse_ratio", "all", r"sparse_ratio='all': expected a number in \(0, 1\]"),
     (Q, "acceptance", "typical", "acceptance='typical': expected one of rejection, coupled"),
-    (Q, "tree_choices", [0], "tree_choices: num_assistant_tokens=0: expected an integer of at l"),
     (N, "num_assistant_tokens", 0, "num_assistant_tokens=0: expected an integer of at least 1"),
     (N, "ngram_candidates", 0, "ngram_candidates=0: expected an integer of at least 1"),
     (N, "ngram_size", 17, "ngram_size=17: expected an integer from 1 to 16"),
     (N, "ngram_source", "web", "ngram_source='web': expected one of both, pool, lookup"),
     (N, "ngram_preload", 1, "ngram_preload=1: expected True or False"),
-    (N, "tree_choices", [4], r"tree_choices has 4: expected pairs of num_assistant_tokens and ngram"),
-    (N, "tree_choices", [[4, 0]], "ngram_candidates=0: expected an integer of at least 1"),
     (T, "self_draft", "hidden", "self_draft='hidden': expected one of verify_hidden, partial_kv"),
     (T, "partial_kv_policy", "sliding", "partial_kv_policy='sliding': expected one of dynamic, static, full"),
     (T, "partial_kv_recent", -1, "partial_kv_recent=-1: expected an integer of at least 0"),
@@ -84,12 +78,11 @@ REFUSED = [
     (T, "tree_branching", [1, 2.5], r"tree_branching=\[1, 2\.5\]: expected a list of integers"),
     (T, "tree_branching", [1], r"has 1 entries, expected 2 to 4: one for.*num_heads=3 heads.*train more heads"),
     (T, "tree_branching", [1, 2, 2, 2, 2], "has 5 entries, expected 2 to 4"),
-    (T, "tree_choices", [[1, -1]], r"tree_choices: tree_branching=\[1, -1\]: expected a list"),
     (R, "num_nodes", 1, "num_nodes=1: expected an integer from 2 to 512"),
     (R, "max_depth", 0, "max_depth=0: expected an integer from 1 to 32"),
     (R, "num_candidates", 17, "num_candidates=17: expected an integer from 1 to 16"),
-    (R, "tree_choices", [0], "num_nodes=0: expected an integer from 2 to 512"),
-    (PlainDraftModel, "tree_choices", [[1]], "unknown settings"),
+    (R, "num_nodes", 0, "num_nodes=0: expected an integer from 2 to 512"),
+    (PlainDraftModel, "tree_widths", [[1]], "unknown settings"),
 ]
 
 
@@ -135,22 +128,21 @@ def test_latent_caches():
 @pytest.mark.parametrize(
     ("cls", "settings", "nodes"),
     [
-        (L, {"tree_widths": [2, 2], "tree_choices": [[1], [5, 1]]}, 7),
-        (L, {"tree_widths": [9], "tree_choices": [[1], (1, 1)]}, 10),
-        (L, {"tree_widths": [2], "tree_choices": [[3]], "ngram_candidates": 2}, 4 + 2 * 8),
-        (S, {"num_assistant_tokens": 3, "tree_choices": [5, 3, 5]}, 6),
+        (L, {"tree_widths": [2, 2]}, 5),
+        (L, {"tree_widths": [2], "ngram_candidates": 2}, 3 + 2 * 8),
+        (S, {"num_assistant_tokens": 3}, 4),
         (S, {"num_assistant_tokens": 2, "ngram_candidates": 3, "ngram_num_tokens": 5}, 3 + 15),
         (S, {"num_assistant_tokens": 2, "selection": "window"}, 3),
-        (N, {"tree_choices": [[3, 7], [1, 1]]}, 22),
-        (Q, {"tree_choices": [2, 6], "ngram_candidates": 2, "ngram_num_tokens": 5}, 7 + 10),
-        (R, {"num_nodes": 9, "tree_choices": [4, 17]}, 17),
+        (N, {"num_assistant_tokens": 3, "ngram_candidates": 7}, 22),
+        (Q, {"num_assistant_tokens": 6, "ngram_candidates": 2, "ngram_num_tokens": 5}, 7 + 10),
+        (R, {"num_nodes": 9}, 9),
         (T, {}, 40),
         (T, {"self_draft": "partial_kv"}, 41),
         (T, {"num_heads": 1}, 4),
         (T, {"num_heads": 2, "self_draft": "partial_kv", "partial_kv_recent": 9}, 14),
         (T, {"num_heads": 5}, 40),
         (T, {"self_draft": "partial_kv", "tree_branching": [4]}, 5),
-        (T, {"tree_branching": [1, 2, 1], "tree_choices": [[1, 3]]}, 5),
+        (T, {"tree_branching": [1, 2, 1]}, 5),
     ],
     ids=str,
 )
@@ -172,6 +164,22 @@ def test_ngrams_are_off_by_default(model):
         assert draft.settings["ngram_candidates"] == 0
         assert draft.num_tree_nodes(binding.target) == draft.max_nodes(binding.target)
         assert type(draft.drafter(binding)) is type(draft.make_drafter(binding))
+
+
+@pytest.mark.parametrize(("value", "warnings"), [(None, 0), ([[1, 1]], 1)])
+def test_a_removed_setting_of_a_saved_draft_is_ignored(model, tmp_path, monkeypatch, value, warnings):
+    """Drafts that an earlier version saved hold `tree_choices`; one warning names it unless it was null."""
+    said = []
+    monkeypatch.setattr(loading.logger, "warning", lambda text, *values: said.append(text % values))
+    S.from_target(model).save_pretrained(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tree_choices": value}))
+    draft = AutoModel.from_pretrained(tmp_path)
+    ids = torch.tensor([[5, 6, 7]])
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, assistant_model=draft)
+    assert len(said) == warnings and all(f"tree_choices={value!r}" in line for line in said)
+    draft.save_pretrained(tmp_path)
+    assert "tree_choices" not in json.loads(path.read_text())
 
 
 def test_settings_that_are_not_given_are_the_defaults(model, tmp_path):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_longspec.generation import gate
-from hf_longspec.generation.drafter import Drafter, TreeShape
+from hf_longspec.generation.drafter import Drafter
 from hf_longspec.generation.gate import SpeculationGate
 from hf_longspec.generation.parallel import Ranks
 from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
@@ -59,7 +59,7 @@ def choices(gate):
     """Return the decisions of a gate with the costs of its process's clock."""
     found = []
     for _ in range(120):
-        found.append([gate.speculates(), gate.tree])
+        found.append(gate.speculates())
         gate.record(2, 1, 100)
     return found
 
@@ -74,7 +74,7 @@ def noisy_gate(seed):
         now += numbers.expovariate(1.0)
         return now
 
-    return SpeculationGate([TreeShape(str(depth), depth + 1, depth) for depth in (4, 2)], clock=clock)
+    return SpeculationGate(5, clock=clock)
 
 
 def shared_choices(rank):

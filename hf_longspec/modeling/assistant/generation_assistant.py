@@ -24,15 +24,7 @@ from ...attention_backends.lengths import SeqLens, on_device
 from ...generation.beam import Beam
 from ...generation.draft_tree import DraftTree
 from ...generation.drafted_chain import drafted_chain, drafted_tokens, noise_of_chain
-from ...generation.drafter import (
-    Binding,
-    Drafter,
-    TreeShape,
-    Verification,
-    independent_draws,
-    last_of,
-    named,
-)
+from ...generation.drafter import Binding, Drafter, Verification, independent_draws, last_of
 from ...generation.sampling import Coupling
 from ...generation.target import TargetView
 from ...generation.windowed_cache import WindowedCache
@@ -72,10 +64,8 @@ class AssistantDrafter(Drafter):
         self.window, self.mask_token = draft.setting("window"), draft.config.pard_token
         self.chunk_size = draft.setting("prefill_chunk_size")
         self.is_drawn = draft.setting("acceptance") == "rejection"
-        self.shapes: list[Shape] = draft.trees()
-        self.shape = self.shapes[0]
-        sizes = [size_of(shape) for shape in self.shapes]
-        self.num_nodes, self.max_depth = (max(part) for part in zip(*sizes, strict=True))
+        self.shape: Shape = draft.shape()
+        self.num_nodes, self.max_depth = size_of(self.shape)
         embedding = assistant.model.get_input_embeddings().weight
         self.device, self.num_embeddings = assistant.model.device, embedding.shape[0]
         self.coupling = Coupling(binding.rule)
@@ -92,15 +82,6 @@ class AssistantDrafter(Drafter):
         self.counts = SeqLens.equal(0, binding.cache.batch_size)
         # Its windows, found before a graph is captured.
         self._windows = assistant.windows
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the chains and trees."""
-        return named((shape, *size_of(shape)) for shape in self.shapes)
-
-    def choose(self, tree: int) -> None:
-        """Propose chains or trees of this index from now on."""
-        self.shape = self.shapes[tree]
 
     @property
     def state_bytes(self) -> int:
@@ -178,8 +159,7 @@ class AssistantDrafter(Drafter):
         """Return the result of a function by one graph; `None` if it cannot be captured."""
         if not fits or any(x.device != self.device for x in changing):
             return None
-        depth = size_of(self.shape)[1]
-        room = self.pending.shape[1] + max(self.num_nodes, 1 + depth)
+        room = self.pending.shape[1] + self.num_nodes
         self._make_room(room)
         shape = self.shape if isinstance(self.shape, int) else tuple(self.shape)
         settings = shape, self._is_ragged, self.mask_token, self.window is None, self._windows, key

@@ -38,7 +38,6 @@ class AssistantDraftModel(DraftModel):
     Settings:
         num_assistant_tokens (`int`): Number of drafted tokens of a chain.
         tree_widths (`list[int]`, *optional*): Nodes of each level of a tree, in place of chains.
-        tree_choices (`list[int | list[int]]`, *optional*): Other chains and trees to choose from.
         window (`int`, *optional*): Number of last tokens that the model keeps.
         sinks (`int`): Number of first tokens that it keeps besides.
         acceptance (`str`): When sampling, `coupled`, or `rejection`: tokens are drawn from the model's distribution.
@@ -50,11 +49,9 @@ class AssistantDraftModel(DraftModel):
     config_class = AssistantConfig
     # The model is loaded by its own name, or saved in a folder of its own.
     weightless: ClassVar[bool] = True
-    tree_setting: ClassVar[str] = "num_assistant_tokens"
     settings: ClassVar[dict[str, Any]] = {
         "num_assistant_tokens": 5,
         "tree_widths": None,
-        "tree_choices": None,
         "window": None,
         "sinks": 4,
         "acceptance": "coupled",
@@ -181,17 +178,15 @@ class AssistantDraftModel(DraftModel):
         return AssistantDrafter(binding, TargetView(assistant, binding.target.runner), self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of the largest chain or tree, root included."""
-        return max(size_of(shape)[0] for shape in self.trees())
+        """Return the number of nodes of a chain or a tree, root included."""
+        return size_of(self.shape())[0]
 
-    def configured_tree(self) -> Shape:
-        """Return the widths of the configured tree, or the length of the configured chain."""
-        widths: Shape | None = self.setting("tree_widths")
-        return super().configured_tree() if widths is None else widths
-
-    def trees(self) -> list[Shape]:
-        """Return all chains and trees, the configured one first. A tree without branches is a chain."""
-        return [len(shape) if isinstance(shape, list) and set(shape) == {1} else shape for shape in super().trees()]
+    def shape(self) -> Shape:
+        """Return the length of a chain, or the widths of a tree. A tree without branches is a chain."""
+        widths = self.setting("tree_widths")
+        if widths is None:
+            return int(self.setting("num_assistant_tokens"))
+        return len(widths) if set(widths) == {1} else list(widths)
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse a model that is missing or not supported, and settings out of range."""
@@ -218,12 +213,6 @@ class AssistantDraftModel(DraftModel):
                 f"tree_widths={widths!r}: expected None for chains, or a list of positive integers, the nodes of each "
                 "level."
             )
-        for shape in self.trees()[1:]:
-            if not (is_tree(shape) or (type(shape) is int and shape > 0)):
-                raise ValueError(
-                    f"tree_choices has {shape!r}: expected numbers of drafted tokens, such as 3, or lists of positive "
-                    "integers, the nodes of each level."
-                )
         if window is not None and (type(window) is not int or window < 1):
             raise ValueError(f"window={window!r}: expected None, or an integer of at least 1.")
 
@@ -234,19 +223,18 @@ class AssistantDraftModel(DraftModel):
         model = target.model if self.assistant is None else self.assistant
         if token >= (size := model.get_input_embeddings().weight.shape[0]):
             raise ValueError(f"pard_token={token}: the model that drafts has the tokens 0 to {size - 1}.")
-        if trees := [shape for shape in self.trees() if not isinstance(shape, int)]:
+        if not isinstance(shape := self.shape(), int):
             raise ValueError(
-                f"the tree {trees[0]} with pard_token={token}: a model of PARD proposes chains. Set tree_widths to "
-                "None, and tree_choices to numbers of drafted tokens."
+                f"tree_widths={shape} with pard_token={token}: a model of PARD proposes chains. Set tree_widths=None."
             )
 
     def check_sampling(self) -> None:
         """Refuse trees and n-grams together with drawn tokens, as rejection sampling supports chains only."""
         if self.setting("acceptance") != "rejection":
             return
-        has_trees = not all(isinstance(shape, int) for shape in self.trees())
-        for name in ("tree_widths", "tree_choices", "ngram_candidates"):
-            if (value := self.setting(name)) and (has_trees or name == "ngram_candidates"):
+        has_tree = not isinstance(self.shape(), int)
+        for name in ("tree_widths", "ngram_candidates"):
+            if (value := self.setting(name)) and (has_tree or name == "ngram_candidates"):
                 raise ValueError(
                     f"acceptance='rejection' with {name}={value}: when sampling, tokens that are drawn from a "
                     "distribution form chains. Use acceptance='coupled', or chains without n-grams."

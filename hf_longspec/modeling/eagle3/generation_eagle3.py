@@ -97,7 +97,7 @@ class Eagle3Drafter(BeamDrafter):
 
     def __init__(self, binding: Binding, draft: Any, window: int | None):
         here = draft.beside(binding.target.model)
-        super().__init__(binding, here.norm.weight, draft.config.head_dim, draft.trees())
+        super().__init__(binding, here.norm.weight, draft.config.head_dim, draft.setting("tree_widths"))
         self._owner = draft
         self.draft = here
         self.wants_hidden = draft.layers_of(binding.target.config)

@@ -45,7 +45,6 @@ class Eagle3DraftModel(DraftModel):
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": [4, 4, 4, 3],  # 16 nodes with the root, which is a whole tile of the kernels
-        "tree_choices": None,
         "window": TRAINED,
         "sinks": 4,
         "rope_theta": None,
@@ -313,8 +312,8 @@ class Eagle3DraftModel(DraftModel):
         return tuple(layers)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of the largest tree, root included."""
-        return 1 + max(map(sum, self.trees()))
+        """Return the number of nodes of a tree, root included."""
+        return 1 + sum(self.setting("tree_widths"))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets of other sizes, layers that do not exist, and values out of range."""
@@ -322,7 +321,7 @@ class Eagle3DraftModel(DraftModel):
         self._check_target(target)
         for layer in self.layers_of(target.config):
             layer_at(target.model, layer)
-        self.check_trees(check_widths)
+        check_widths("tree_widths", self.setting("tree_widths"))
         check_integer("sinks", self.setting("sinks"), 0)
         window = getattr(self.generation_config, "window", TRAINED)
         if window not in (None, TRAINED) and (type(window) is not int or window < 1):

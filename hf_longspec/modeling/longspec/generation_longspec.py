@@ -77,7 +77,7 @@ class LongSpecDrafter(BeamDrafter):
 
     def __init__(self, binding: Binding, draft: Any):
         config, here = draft.config, draft.beside(binding.target.model)
-        super().__init__(binding, here.block.input_layernorm.weight, config.head_dim, draft.trees())
+        super().__init__(binding, here.block.input_layernorm.weight, config.head_dim, draft.setting("tree_widths"))
         self._owner = draft
         self.block = here.block
         self.config = config

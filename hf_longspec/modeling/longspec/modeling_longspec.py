@@ -40,7 +40,6 @@ class LongSpecDraftModel(DraftModel):
     _no_split_modules = ["LongSpecBlock"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": [4, 4, 4, 3],
-        "tree_choices": None,
         "cross_attention_window": None,
     }
 
@@ -99,8 +98,8 @@ class LongSpecDraftModel(DraftModel):
         return LongSpecDrafter(binding, self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of the largest tree, root included."""
-        return 1 + max(map(sum, self.trees()))
+        """Return the number of nodes of a tree, root included."""
+        return 1 + sum(self.setting("tree_widths"))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse MLA targets, a KV layer that does not exist, and invalid widths of trees."""
@@ -116,12 +115,9 @@ class LongSpecDraftModel(DraftModel):
         self._check_heads(target)
         if (window := self.setting("cross_attention_window")) is not None:
             check_integer("cross_attention_window", window, 1)
-        self.check_trees(self._check_widths)
-
-    def _check_widths(self, name: str, widths: Any) -> None:
-        check_widths(name, widths)
+        check_widths("tree_widths", widths := self.setting("tree_widths"))
         if (room := self.config.window - 2) < len(widths):
-            raise ValueError(f"{name} has {len(widths)} levels, and window={room + 2} allows at most {room}.")
+            raise ValueError(f"tree_widths has {len(widths)} levels, and window={room + 2} allows at most {room}.")
 
     def _check_heads(self, target: TargetView) -> None:
         heads = self.config.num_key_value_heads

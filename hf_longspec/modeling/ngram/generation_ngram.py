@@ -14,13 +14,12 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
 from typing import Any
 
 import torch
 
 from ...generation.draft_tree import DraftTree, merge_trees, trie_of, trie_table
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.drafter import Binding, Drafter, Verification
 from .settings_ngram import NgramSettings
 
 BYTES_PER_ENTRY = array("i").itemsize
@@ -169,32 +168,17 @@ class NgramDrafter(Drafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        choices (`Sequence[NgramSettings]`): Settings of the trees to choose from, with different numbers of tokens and
-            candidates, the configured ones first.
+        settings ([`NgramSettings`]): How n-grams are proposed.
     """
 
     first_ngram_node = 1
-    can_shadow = True
 
-    def __init__(self, binding: Binding, choices: Sequence[NgramSettings]):
+    def __init__(self, binding: Binding, settings: NgramSettings):
         super().__init__(binding)
-        self._choices = choices
-        self.settings = choices[0]
-        self.num_nodes = 1 + max(choice.num_nodes for choice in self._choices)
-        self.max_depth = max(choice.num_tokens for choice in self._choices)
+        self.settings = settings
+        self.num_nodes = 1 + settings.num_nodes
+        self.max_depth = settings.num_tokens
         self.indexes = [self._empty_index() for _ in range(binding.cache.batch_size)]
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the trees, one for each of the settings."""
-        return named(
-            ([choice.num_tokens, choice.candidates], 1 + choice.num_nodes, choice.num_tokens)
-            for choice in self._choices
-        )
-
-    def choose(self, tree: int) -> None:
-        """Propose trees with the settings of this index from now on."""
-        self.settings = self._choices[tree]
 
     @property
     def state_bytes(self) -> int:
@@ -262,26 +246,8 @@ class JoinedDrafter(Drafter):
         self.max_depth = max(inner.max_depth, ngrams.max_depth)
         self.wants_hidden = inner.wants_hidden
         inner.foreign_depth = ngrams.max_depth
+        self.first_ngram_node = inner.num_nodes
         self._proposed: tuple[DraftTree, DraftTree] | None = None
-        self._chosen = 0
-
-    @property
-    def first_ngram_node(self) -> int:  # type: ignore[override]
-        """Index of the first node after those of the other drafter's present tree."""
-        return self.inner.trees[self._chosen].num_nodes
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the other drafter's trees, each with the same n-grams."""
-        more, deepest = self.ngrams.num_nodes - 1, self.ngrams.max_depth
-        return tuple(
-            TreeShape(tree.name, tree.num_nodes + more, max(tree.max_depth, deepest)) for tree in self.inner.trees
-        )
-
-    def choose(self, tree: int) -> None:
-        """Choose a tree of the other drafter. The n-grams stay the same."""
-        self._chosen = tree
-        self.inner.choose(tree)
 
     @property
     def seed_tokens(self) -> int:

@@ -141,7 +141,7 @@ class QuestDrafter(SelfDrafter):
     """
 
     def __init__(self, binding: Binding, draft: Any):
-        super().__init__(binding, draft.trees(), draft.setting("acceptance"))
+        super().__init__(binding, draft.setting("num_assistant_tokens"), draft.setting("acceptance"))
         self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
         self.page_size = draft.setting("page_size")
         dense_layers = binding.target.sliding_layers | frozenset(range(draft.setting("num_dense_layers")))

@@ -39,7 +39,7 @@ class SpecAttnDrafter(SelfDrafter):
     """
 
     def __init__(self, binding: Binding, draft: Any):
-        super().__init__(binding, draft.trees(), draft.setting("acceptance"))
+        super().__init__(binding, draft.setting("num_assistant_tokens"), draft.setting("acceptance"))
         self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
         self.selection, self.score = draft.setting("selection"), draft.setting("score")
         self.granularity = draft.setting("granularity")

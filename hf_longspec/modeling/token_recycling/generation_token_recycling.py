@@ -7,7 +7,7 @@ its own.
 """
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ import torch
 
 from ...attention_backends.lengths import on_device
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, named
+from ...generation.drafter import Binding, Drafter, Verification
 
 # Assumed chance that the candidate of each rank is the next token. Only their ratios matter, for the shape of the tree.
 CHANCES = tuple(0.5 / (rank + 1) ** 1.5 for rank in range(16))
@@ -100,30 +100,18 @@ class TokenRecyclingDrafter(Drafter):
 
     Args:
         binding ([`Binding`]): Target, cache and rule of this call.
-        sizes (`Sequence[int]`): Number of nodes of each tree to choose from, root included.
+        num_nodes (`int`): Number of nodes of a tree, root included.
         max_depth (`int`): Depth of the deepest node.
         num_candidates (`int`): Number of candidates after each token.
     """
 
-    can_shadow = True
-
-    def __init__(self, binding: Binding, sizes: Sequence[int], max_depth: int, num_candidates: int):
+    def __init__(self, binding: Binding, num_nodes: int, max_depth: int, num_candidates: int):
         super().__init__(binding)
         self.num_candidates = min(num_candidates, binding.target.vocab_size)
-        self._trees = [likely_tree(size, max_depth, self.num_candidates) for size in sizes]
-        self._tree = self._trees[0]
-        self.num_nodes = 1 + max(map(len, self._trees))
-        self.max_depth = max(tree[-1][2] for tree in self._trees)
+        self._tree = likely_tree(num_nodes, max_depth, self.num_candidates)
+        self.num_nodes = 1 + len(self._tree)
+        self.max_depth = self._tree[-1][2]
         self.table: CandidateTable | None = None
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the trees, one for each size."""
-        return named((1 + len(tree), 1 + len(tree), tree[-1][2]) for tree in self._trees)
-
-    def choose(self, tree: int) -> None:
-        """Propose trees of this index from now on."""
-        self._tree = self._trees[tree]
 
     @property
     def seed_tokens(self) -> int:
@@ -150,7 +138,7 @@ class TokenRecyclingDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return the static tree after `root` `(batch,)`; nodes without a candidate are padding."""
         fields = self.binding.target.replayed(_tree, (root,), (self.table,), self.table, (self._tree,))
-        return DraftTree.of_fields(fields, self._tree[-1][2])
+        return DraftTree.of_fields(fields, self.max_depth)
 
     def observe(self, verification: Verification) -> None:
         """Write the candidates after all nodes of the tree, accepted or not."""

@@ -34,25 +34,22 @@ class TokenRecyclingDraftModel(DraftModel):
 
     config_class = TokenRecyclingConfig
     weightless: ClassVar[bool] = True
-    tree_setting: ClassVar[str] = "num_nodes"
     # the sizes of the paper, whose 80 nodes would fill half of a tile of 128 rows
     settings: ClassVar[dict[str, Any]] = {
         "num_nodes": 64,
         "max_depth": 6,
         "num_candidates": 8,
-        "tree_choices": None,
     }
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
-        return TokenRecyclingDrafter(binding, self.trees(), self.setting("max_depth"), self.setting("num_candidates"))
+        return TokenRecyclingDrafter(binding, *map(self.setting, RANGES))
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of the largest tree, root included."""
-        return int(max(self.trees()))
+        """Return the number of nodes of a tree, root included."""
+        return int(self.setting("num_nodes"))
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse numbers out of range."""
-        self.check_trees(lambda name, value: check_integer(name, value, *RANGES["num_nodes"]))
-        for name in ("max_depth", "num_candidates"):
-            check_integer(name, self.setting(name), *RANGES[name])
+        for name, (least, most) in RANGES.items():
+            check_integer(name, self.setting(name), least, most)

@@ -12,7 +12,7 @@ candidates becomes a path of the tree. The hidden state comes from one of two pl
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from ...attention_backends.scores import QueryCapture, ScoreCapture
 from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache, gather_entries
 from ...generation.draft_tree import DraftTree, num_static_nodes, sibling_tree, static_tree
-from ...generation.drafter import Binding, Drafter, TreeShape, Verification, last_of, named
+from ...generation.drafter import Binding, Drafter, Verification, last_of
 from ...generation.sampling import Coupling
 from ...generation.selection import SINK_TOKENS
 from ...generation.target import TargetView
@@ -227,10 +227,9 @@ class TokenSwiftDrafter(Drafter):
     def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
         self.draft = draft
-        self._branchings, self._levels = draft.trees(), draft.levels()
-        self.widths = self._levels[0]
-        self.num_nodes = max(map(num_static_nodes, self._levels))
-        self.max_depth = max(map(len, self._levels))
+        self.widths = draft.levels()
+        self.num_nodes = num_static_nodes(self.widths)
+        self.max_depth = len(self.widths)
         # Graphs hold the addresses of the heads' weights: those of a copy are dropped with it.
         self._holder = draft.beside(binding.target.model)
         self.heads, self.ends = self._holder.heads, TargetEnds(binding.target.model)
@@ -238,16 +237,6 @@ class TokenSwiftDrafter(Drafter):
         self.wants_hidden = draft.setting("self_draft") == "verify_hidden"
         self.partial = None if self.wants_hidden else self._partial_cache()
         self.due: list[int] = []
-
-    @cached_property
-    def trees(self) -> tuple[TreeShape, ...]:
-        """Shapes of the trees, one for each branching."""
-        trees = zip(self._branchings, self._levels, strict=True)
-        return named((branching, num_static_nodes(levels), len(levels)) for branching, levels in trees)
-
-    def choose(self, tree: int) -> None:
-        """Propose trees with the widths of this index from now on."""
-        self.widths = self._levels[tree]
 
     @property
     def state_bytes(self) -> int:

@@ -1,6 +1,5 @@
 """TokenSwiftDraftModel: heads that predict the tokens after the next one from the target's last residual stream."""
 
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -37,11 +36,9 @@ class TokenSwiftDraftModel(DraftModel):
 
     config_class = TokenSwiftConfig
     _no_split_modules = ["TokenSwiftHead"]
-    tree_setting: ClassVar[str] = "tree_branching"
     settings: ClassVar[dict[str, Any]] = {
         "self_draft": "verify_hidden",
         "tree_branching": [1, 3, 3, 3],  # for 3 heads; fewer heads use the first entries
-        "tree_choices": None,
         "partial_kv_policy": "dynamic",
         "partial_kv_budget": 4096,  # as in the paper's scripts; shorter contexts fit as a whole
         "partial_kv_recent": 64,
@@ -85,16 +82,17 @@ class TokenSwiftDraftModel(DraftModel):
         return TokenSwiftDrafter(binding, self)
 
     def max_nodes(self, target: TargetView) -> int:
-        """Return the number of nodes of the largest tree, root included."""
-        return max(map(num_static_nodes, self.levels()))
+        """Return the number of nodes of a tree, root included."""
+        return num_static_nodes(self.levels())
 
-    def levels(self) -> list[list[int]]:
-        """Return the children of every node, level by level, for all trees.
+    def levels(self) -> list[int]:
+        """Return the number of children of every node, level by level.
 
-        The first entry of a setting belongs to the target's own prediction, which `verify_hidden` has already emitted.
+        The first entry of the setting belongs to the target's own prediction, which `verify_hidden` has already
+        emitted.
         """
         emitted = int(self.setting("self_draft") == "verify_hidden")
-        return [branching[emitted:] for branching in self.trees()]
+        return list(self.setting("tree_branching")[emitted:])
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse targets without a final norm, zero heads, unknown choices, and trees and budgets that do not fit."""
@@ -109,20 +107,21 @@ class TokenSwiftDraftModel(DraftModel):
             )
         for name, choices in CHOICES.items():
             check_choice(name, self.setting(name), choices)
-        self.check_trees(partial(self._check_tree, target.vocab_size))
+        self._check_tree(target.vocab_size)
         self._check_budget()
 
-    def _check_tree(self, vocab_size: int, name: str, branching: Any) -> None:
+    def _check_tree(self, vocab_size: int) -> None:
+        branching = self.setting("tree_branching")
         numbers = branching if isinstance(branching, list | tuple) else [0]
         if not all(type(number) is int and 0 < number <= vocab_size for number in numbers):
             raise ValueError(
-                f"{name}={branching!r}: expected a list of integers from 1 to {vocab_size}, the size of the "
+                f"tree_branching={branching!r}: expected a list of integers from 1 to {vocab_size}, the size of the "
                 "vocabulary: the children of every node, level by level."
             )
         fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1
         if not fewest <= len(branching) <= self.config.num_heads + 1:
             raise ValueError(
-                f"{name}={branching!r} has {len(branching)} entries, expected {fewest} to "
+                f"tree_branching={branching!r} has {len(branching)} entries, expected {fewest} to "
                 f"{self.config.num_heads + 1}: one for the target's own prediction, which self_draft='verify_hidden' "
                 f"does not draft, and one for each of the num_heads={self.config.num_heads} heads that are to be used. "
                 "Shorten it, or train more heads."
@@ -132,7 +131,7 @@ class TokenSwiftDraftModel(DraftModel):
         budget, recent = self.setting("partial_kv_budget"), self.setting("partial_kv_recent")
         check_integer("partial_kv_recent", recent, 0)
         ngrams = self.setting("ngram_num_tokens") if self.setting("ngram_candidates") else 0
-        step = max(*map(len, self.trees()), ngrams) + 1
+        step = max(len(self.setting("tree_branching")), ngrams) + 1
         least = SINK_TOKENS + recent + step
         if type(budget) is not int or budget < least:
             raise ValueError(

@@ -21,7 +21,7 @@ def drafter_of(batch_size, **settings):
     target = SimpleNamespace(replayed=lambda function, changing, fixed, holder, settings: function(changing, *settings))
     binding = SimpleNamespace(target=target, cache=SimpleNamespace(batch_size=batch_size), max_length=500)
     defaults = {"num_tokens": 3, "candidates": 2, "size": 3, "source": "both", "preload": True}
-    return NgramDrafter(binding, [NgramSettings(**(defaults | settings))])
+    return NgramDrafter(binding, NgramSettings(**(defaults | settings)))
 
 
 def begin(drafter, texts):
