@@ -7,7 +7,7 @@ from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
-from .markdown import environment_line, markdown_table, pivot, plus_minus, range_of, table
+from .markdown import environment_line, pivot, plus_minus, range_of, table
 from .matrix import NO_TIME, title_of
 from .results import Record, grouped, of_kind
 from .summaries import FEWEST, mean_interval, significant, summarize
@@ -195,8 +195,6 @@ def matrix_report(records: Sequence[Record], brief: bool = False, not_run: bool 
     if failed := [row for row in rows if row["text"] in FAILED]:
         lines = [f"- {row['method']}, {title_of(row)}: {row['audit'] or row['text']}" for row in failed]
         parts += ["## Wrong texts", "\n".join(lines)]
-    for record in of_kind(records, "analysis"):
-        parts += [f"## Analysis: {record['method']}, {title_of(record)}", analysis_text(record)]
     if not_run:
         parts += ["## Run by", "\n".join(f"- {name}: {how}." for name, how in RUN_BY.items())]
         parts += ["## Not run", "\n".join(f"- {name}: {why}." for name, why in NOT_RUN.items())]
@@ -255,37 +253,6 @@ def by_category(records: Sequence[Record]) -> list[str]:
             )
             parts += [f"## tau by category: {title}", shown]
     return parts
-
-
-def analysis_text(record: Record) -> str:
-    """The counts of the probes, in words and tables."""
-    header = ["depth", "verifications that reached it", "accepted there", "rate"]
-    lines = [
-        [str(depth), str(reached), str(accepted), f"{accepted / reached:.3f}" if reached else ""]
-        for depth, (reached, accepted) in enumerate(zip(record["reached"], record["accepted"], strict=True), 1)
-    ]
-    parts = [markdown_table(header, lines)]
-    rejected = record["rejected"]
-    deciles = (f"{low / 10:.1f}-{(low + 1) / 10:.1f}" for low in range(10))
-    lines = [
-        [title, str(rejected[name]["count"]), f"{rejected[name]['mean']:.3f}", *map(str, rejected[name]["deciles"])]
-        for name, title in (("p", "target's probability p"), ("q", "draft's probability q"), ("rate", "min(1, p / q)"))
-        if rejected[name]["count"]
-    ]
-    if lines:
-        parts.append(markdown_table(["of rejected tokens", "count", "mean", *deciles], lines))
-    if rejected["p"]["count"] and not rejected["q"]["count"]:
-        parts.append("The draft's probabilities q are known for SpecAttn and Quest only.")
-    titles = {
-        "overlap": "Share of the selected entries that the next verification selects again, sinks included, mean over "
-        "layers",
-        "pair_overlap": "Overlap of the entries that two tokens of one verification would select, by their distance",
-    }
-    for name, title in titles.items():
-        if record.get(name):
-            shown = ", ".join(f"{key}: {value:.3f}" for key, value in record[name].items())
-            parts.append(f"{title}: {shown}.")
-    return "\n\n".join(parts)
 
 
 def _left_out(records: Sequence[Record]) -> list[str]:

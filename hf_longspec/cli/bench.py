@@ -25,7 +25,6 @@ from ..bench.calls import HF, PLAIN, Decoding, HfMethod, endless
 from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, without_folders
 from ..bench.matrix import Cell, Matrix, Method
 from ..bench.plots import plot_all
-from ..bench.probes import analyse_cell
 from ..bench.progress import Progress
 from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
 from ..bench.report import FAILED, NOT_RUN, RUN_BY, matrix_report, rows_of
@@ -87,7 +86,6 @@ def bench(
         list[str] | None,
         typer.Option(help="key=v1,v2: a setting of the drafts, temperature, penalty, window, context. Repeatable."),
     ] = None,
-    analyse: Annotated[bool, typer.Option("--analyse", help="Also look into drafted tokens and selections.")] = False,
     max_new_tokens: Annotated[int, options.number(2, "Tokens per row and call.")] = 64,
     repeats: Annotated[int, options.number(1, "Turns; five or more for numbers to report.")] = 5,
     temperature: Annotated[float, options.number(0, "0 is greedy.", float)] = 0.0,
@@ -133,7 +131,6 @@ def bench(
             batches=lengths("--batch", batch),
             dtypes=dtypes("--dtype", dtype),
             sweeps=sweeps,
-            analyse=analyse,
             tokens=max_new_tokens,
             repeats=repeats,
             temperature=temperature,
@@ -166,7 +163,6 @@ class Bench:
     batches: list[int]
     dtypes: list[str]
     sweeps: list[str]
-    analyse: bool
     tokens: int
     repeats: int
     temperature: float
@@ -198,8 +194,6 @@ class Bench:
                     for cell in cells:
                         _write_floor(file, model, cell)
                         matrix.measure(cell, progress)
-                        if self.analyse:
-                            analyse_cell(matrix, cell, progress)
         except KeyboardInterrupt:
             return file, True
         return file, False
@@ -388,7 +382,6 @@ def _show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
         found = {
             "environment": of_kind(records, "environment")[0],
             "rows": rows_of(records),
-            "analyses": of_kind(records, "analysis"),
             "skipped": of_kind(records, "skipped"),
             "run_by": RUN_BY,
             "not_run": NOT_RUN,

@@ -1,19 +1,16 @@
 """Cells measured in turns, files that are gone on with, wrong texts."""
 
-import json
-
 import pytest
 import torch
 
 import hf_longspec
 from hf_longspec.bench import matrix as module
 from hf_longspec.bench.calls import HF, PLAIN, Decoding, HfMethod, endless
-from hf_longspec.bench.matrix import Cell, Matrix, Method
-from hf_longspec.bench.probes import analyse_cell
-from hf_longspec.bench.report import matrix_report, rows_of
+from hf_longspec.bench.matrix import Cell, Method
+from hf_longspec.bench.report import rows_of
 from hf_longspec.bench.results import of_kind, read_records
 from hf_longspec.testing import tiny_target
-from tests.bench.conftest import CELL, LOOKUP, REPEATS, Quiet, measure, opened
+from tests.bench.conftest import CELL, LOOKUP, REPEATS, measure, opened
 
 # Steps and acceptance are counted.
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -122,17 +119,3 @@ def test_a_refusal_of_one_method_does_not_stop_the_others(target, methods, docum
     assert len(runs(records)) == 2 * REPEATS
     assert [r["reason"].startswith("sparse_ratio=7.0") for r in of_kind(records, "skipped")] == [True]
     assert draft.setting("sparse_ratio") == 0.07
-
-
-def test_a_cell_is_analysed_once(target, methods, documents, tmp_path):
-    with opened(tmp_path / "b.jsonl") as file:
-        made = Matrix(target, methods, documents, file, tokens=12, repeats=2)
-        analyse_cell(made, CELL, Quiet())
-        analyse_cell(made, CELL, Quiet())
-    found = of_kind(file.records, "analysis")
-    assert [r["method"] for r in found] == ["specattn, selection=two_rows", "specattn, selection=window"]
-    assert all(0 < r["overlap"]["all layers"] <= 1 for r in found)
-    assert set(found[0]["pair_overlap"]) == {"1", "2", "3"}
-    assert methods[-1].how.setting("selection") == "two_rows"
-    assert "## Analysis: specattn, selection=window, 40 tokens, batch 1, float32, greedy" in matrix_report(file.records)
-    json.dumps(found)
