@@ -7,93 +7,64 @@ breaking lines, streaming then takes more time than decoding.
 from typing import Any, TextIO
 
 import torch
+from tokenizers.decoders import DecodeStream
 from transformers.generation.streamers import BaseStreamer
 
 # Decoders return this in place of bytes that are no character, or an incomplete one.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character has at most 4 bytes, so at most this many tokens hold an incomplete character and nothing else.
-INCOMPLETE_TOKENS = 3
-# Tokens without a complete character that are kept before they are treated as broken bytes.
-MAX_PENDING = 32
 
 
 class IncrementalDecoder:
     """Decode a growing sequence of tokens piece by piece.
 
     The text of a token depends on its neighbours: a character may be spread over several byte-level tokens, and some
-    decoders drop the space of a first token. New tokens are therefore decoded together with a few earlier ones, and
-    tokens that end inside a character are kept until it is complete. The pieces joined are `tokenizer.decode(tokens)`,
-    without `clean_up_tokenization_spaces`, for any tokens of a byte-level tokenizer and for valid text of any other
-    tokenizer.
+    decoders drop the space of a first token. Tokens that end inside a character are kept until it is complete. The
+    pieces joined are `tokenizer.decode(tokens)`, without `clean_up_tokenization_spaces`, for any tokens of a byte-level
+    tokenizer and for valid text of any other tokenizer.
 
     Args:
-        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the model.
+        tokenizer (`PreTrainedTokenizerBase`): Tokenizer of the model. Without a backend in Rust, all tokens are decoded
+            again for each new one.
         skip_special_tokens (`bool`, *optional*, defaults to `False`): Whether to leave special tokens out.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = False):
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        # tokens whose text has been returned
-        self._context: list[int] = []
-        self._pending: list[int] = []
-        # number of pending tokens without an incomplete character; 0 unless the first tokens have no text
-        self._settled = 0
-        # text of the context, and the part of the pending tokens' text that has been returned
-        self._given = ""
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._reset()
 
     def feed(self, token: int) -> str:
         """Add a token, and return the text that is now complete and has not been returned before."""
-        self._pending.append(token)
-        text = self._decode(self._context + self._pending)
-        follows = text.startswith(self._given)
-        if follows and not text.endswith(REPLACEMENT):
-            return self._complete(text)
-        if len(self._pending) >= MAX_PENDING:
-            return self._shorten(text)
-        if not follows or len(self._pending) - self._settled <= INCOMPLETE_TOKENS:
-            return ""
-        # more bytes than a character has: all replacement characters but the last are final
-        certain = max(len(text) - 1, len(self._given))
-        piece, self._given = text[len(self._given) : certain], text[:certain]
+        self._tokens.append(token)
+        if self._stream is not None:
+            try:
+                piece = self._stream.step(self._backend, token) or ""
+            except Exception:  # of invalid text the rest is decoded at the end
+                self._stream, piece = None, ""
+        else:
+            text = "" if self._backend is not None else self._decode(self._tokens)
+            is_complete = text.startswith(self._given) and not text.endswith(REPLACEMENT)
+            piece = text[len(self._given) :] if is_complete else ""
+        self._given += piece
+        if piece:
+            self._last = len(self._tokens)
         return piece
 
     def end(self) -> str:
         """Return the remaining text, and reset the decoder for another text."""
-        piece = self._rest(self._decode(self._context + self._pending))
+        text = self._decode(self._tokens)
+        is_continued = text.startswith(self._given)
+        piece = text[len(self._given) :] if is_continued else self._decode(self._tokens[self._last :])
         self._reset()
         return piece
 
     def _reset(self) -> None:
-        self._context, self._pending, self._settled, self._given = [], [], 0, ""
-
-    def _complete(self, text: str) -> str:
-        """Return the rest of a `text` without an incomplete character; its tokens become context of the next ones."""
-        piece = text[len(self._given) :]
-        if piece:
-            self._context, self._pending = self._pending, []
-            self._given = self._decode(self._context)
-        elif self._context or len(self._pending) >= MAX_PENDING:
-            self._pending = []  # skipped special tokens; first tokens without text may be a space that appears later
-        self._settled = len(self._pending)
-        return piece
-
-    def _shorten(self, text: str) -> str:
-        """Cut the tokens where both parts can be decoded alone, so that decoding broken bytes stays cheap."""
-        for cut in range(len(self._pending) - 1, len(self._pending) - 1 - INCOMPLETE_TOKENS, -1):
-            head = self._decode(self._context + self._pending[:cut])
-            if text.startswith(self._given) and text == head + self._decode(self._pending[cut:]):
-                piece = head[len(self._given) :]
-                self._context, self._pending, self._given = [], self._pending[cut:], self._given[len(head) :]
-                self._settled = 0
-                return piece
-        piece = self._rest(text)
-        self._reset()
-        return piece
-
-    def _rest(self, text: str) -> str:
-        """Return the part of `text` that has not been returned."""
-        return text[len(self._given) :] if text.startswith(self._given) else self._decode(self._pending)
+        self._tokens: list[int] = []
+        self._given, self._last = "", 0  # text that was returned, and the number of tokens when that last happened
+        self._stream: DecodeStream | None = None
+        if self._backend is not None:
+            self._stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self.tokenizer.decode(
