@@ -32,6 +32,7 @@ class IncrementalDecoder:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._stream: DecodeStream | None
         self._reset()
 
     def feed(self, token: int) -> str:
@@ -62,9 +63,7 @@ class IncrementalDecoder:
     def _reset(self) -> None:
         self._tokens: list[int] = []
         self._given, self._last = "", 0  # text that was returned, and the number of tokens when that last happened
-        self._stream: DecodeStream | None = None
-        if self._backend is not None:
-            self._stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
+        self._stream = None if self._backend is None else DecodeStream(skip_special_tokens=self.skip_special_tokens)
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self.tokenizer.decode(
