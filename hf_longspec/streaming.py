@@ -31,7 +31,7 @@ class IncrementalDecoder:
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = False):
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._stream: DecodeStream | None
         self._reset()
 
