@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import AttentionState, merge_attention_states
-from hf_longspec.attention_backends.reference import prefix_attention, tree_attention
 from hf_longspec.attention_backends.registry import AttentionBackend
 from hf_longspec.bench.calls import endless
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.draft_tree import DraftTree
+from tests.attention_backends.reference import prefix_attention, tree_attention
 
 # Keys of the nodes are this much longer than those of the prefix. Their share of the attention is then large, and a
 # wrong tree mask shows in the output, which a few keys among thousands would not.

@@ -6,8 +6,8 @@ Parity of the kernels with `attention_backends/reference.py`, which these call, 
 
 import torch
 
-from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.triton.config import LIBRARY
+from tests.attention_backends import reference
 
 
 def hybrid_attention(

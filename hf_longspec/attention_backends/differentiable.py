@@ -27,7 +27,7 @@ def differentiable_attention(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Compute attention with gradients; other arguments as in reference.py.
+    """Compute attention with gradients; other arguments as in `AttentionBackend`.
 
     Args:
         mask (`torch.Tensor` of shape `(B, 1 or H, N, S)`, *optional*): Boolean or additive, everything included.

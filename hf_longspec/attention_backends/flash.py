@@ -93,7 +93,7 @@ def prefix_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend N queries to the committed prefix; see reference.py. Nothing is read back.
+    """Attend N queries to the committed prefix. Nothing is read back.
 
     Slots after the prefix may hold any finite number, as those of a `SpeculativeCache` do: version 3 may load them with
     the last tile and weigh them with 0.

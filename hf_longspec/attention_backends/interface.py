@@ -1,7 +1,7 @@
 """The attention function that transformers calls, and its registration.
 
 `attn_implementation="hf_longspec"` uses the preferred backend for every call; `"hf_longspec_torch"`,
-`"hf_longspec_triton"`, `"hf_longspec_fa"` and `"hf_longspec_reference"` require one. With a context (`tree=`), the
+`"hf_longspec_triton"` and `"hf_longspec_fa"` require one. With a context (`tree=`), the
 context computes (contexts.py). Without one this is ordinary attention: causal if transformers passes no mask, under the
 mask otherwise. No call is delegated to transformers' own implementations, as eager is not causal without a mask, and
 sdpa has neither softcap nor sinks.
@@ -16,17 +16,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .differentiable import differentiable_attention
 from .lengths import SeqLens
 from .merge import AttentionState, merge_attention_states
-from .registry import AttentionBackend, AttentionCall, choose, select
-from .torch_backend import TORCH_BACKEND
+from .registry import AttentionCall, backend_names, choose, select
 
-try:
-    from .flash import FLASH_BACKEND
-    from .reference import REFERENCE_BACKEND
-    from .triton.backend import TRITON_BACKEND
-
-    BACKENDS: tuple[AttentionBackend, ...] = (REFERENCE_BACKEND, TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
+try:  # importing them registers them
+    from .flash import FLASH_BACKEND  # noqa: F401
+    from .triton.backend import TRITON_BACKEND  # noqa: F401
 except ImportError:  # a published draft computes with torch alone
-    BACKENDS = (TORCH_BACKEND,)
+    pass
 
 # Transformers handles names with "flash", "sdpa", "/" or "paged|" in a special way.
 AUTOMATIC = "hf_longspec"
@@ -156,8 +152,8 @@ def attention_mask(
 
 
 def register() -> None:
-    """Register the backends with transformers under their names. Repeating this is harmless."""
-    for name in (None, *(backend.name for backend in BACKENDS)):
+    """Register the backends with transformers under their names. Repeat this after `register_backend`."""
+    for name in (None, *backend_names()):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
         AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
 

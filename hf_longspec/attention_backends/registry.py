@@ -1,8 +1,8 @@
 """The attention backends of this package, and the choice among them.
 
-A backend is four functions with the signatures of `reference.py` and a `why_not`, which returns `None` for a call that
-the backend can compute and the reason for any other. `select` returns the preferred backend that accepts; if none
-does, its error lists every reason.
+A backend is four functions and a `why_not`, which returns `None` for a call that the backend can compute and the
+reason for any other. `select` returns the preferred backend that accepts; if none does, its error lists every reason.
+`tests/attention_backends/reference.py` defines what the functions compute.
 """
 
 from collections.abc import Callable, Sequence
@@ -137,8 +137,8 @@ def choose(call: AttentionCall, name: str | None = None) -> AttentionBackend:
 select = lru_cache(maxsize=None)(choose)
 
 _REMEDY = (
-    'Load the model with attn_implementation="hf_longspec_reference" (slow, any device), '
-    "or add a backend: see the kernel recipe in CONTRIBUTING.md."
+    "Load the model in float32, float16 or bfloat16, call generate() without assistant_model, or add a backend: see "
+    "the kernel recipe in CONTRIBUTING.md."
 )
 
 

@@ -57,7 +57,7 @@ def prefix_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend N queries to the committed prefix; see reference.py.
+    """Attend N queries to the committed prefix.
 
     Lengths that the host does not know are read back. Where that would break a graph, all slots are read under a mask.
     """
@@ -88,7 +88,7 @@ def tree_attention(
     scaling: float,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend N queries to M keys under an explicit mask; see reference.py."""
+    """Attend N queries to M keys under an explicit mask."""
     mask = mask[:, None] if mask.dim() == 3 else mask
     blocks = []
     for row in range(0, max(1, query.shape[2]), BLOCK_QUERIES):
@@ -107,7 +107,7 @@ def causal_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> AttentionState:
-    """Attend the last N of S positions to all S, causally; see reference.py. Memory is linear in S."""
+    """Attend the last N of S positions to all S, causally. Memory is linear in S."""
     nodes, length = query.shape[2], key.shape[2]
     if sliding_window is not None and sliding_window >= length:
         sliding_window = None
@@ -134,7 +134,7 @@ def causal_attention(
 
 
 def attention_to_copies(prefix_attention: AttentionFunction) -> AttentionFunction:
-    """Return a `sparse_attention` (see reference.py) that copies the chosen slots and attends to the copies."""
+    """Return a `sparse_attention` that copies the chosen slots and attends to the copies."""
 
     def sparse_attention(
         query: torch.Tensor,

@@ -65,7 +65,7 @@ def hybrid_attention(
     sinks: torch.Tensor | None = None,
     memo: dict[Any, Any],
 ) -> AttentionState | None:
-    """Attend N staged nodes to the prefix and to each other, in as few calls as possible; see also reference.py.
+    """Attend N staged nodes to the prefix and to each other, in as few calls as possible.
 
     On a small model the number of calls is what a step costs. Up to `DENSE_KEYS` keys, prefix and tree are one call
     with a mask. Beyond, and in compiled steps, the prefix is a call of its own without a mask. A mask is built once per
@@ -147,7 +147,7 @@ def fused_attention(
     is_causal: bool = False,
     hides_all: bool = True,
 ) -> AttentionState:
-    """Attend all queries to all keys, or to those an additive mask leaves, in one call of the op; see reference.py.
+    """Attend all queries to all keys, or to those an additive mask leaves, in one call of the op.
 
     Args:
         key (`torch.Tensor` of shape `(B, K, M, D)`): Keys, any strides.

@@ -15,7 +15,6 @@ from pathlib import Path
 # Modules, and folders of modules, that no published draft holds.
 LEFT_OUT = (
     "attention_backends/flash",
-    "attention_backends/reference",
     "attention_backends/triton",
     "generation/compiled_steps",
     "generation/cuda_graphs",

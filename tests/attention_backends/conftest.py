@@ -12,11 +12,11 @@ import torch
 
 from hf_longspec.attention_backends import flash, torch_backend
 from hf_longspec.attention_backends.flash import FLASH_BACKEND
-from hf_longspec.attention_backends.reference import REFERENCE_BACKEND
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton import config, language, launch, tiles
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.flash_standins import PACKAGES, Machine
+from tests.attention_backends.reference import REFERENCE_BACKEND
 from tests.attention_backends.triton.machine import BROKEN_INTERPRETER, DEVICE
 
 # A program that tests start.

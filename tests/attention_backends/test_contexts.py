@@ -10,9 +10,9 @@ from hf_longspec.attention_backends import torch_fused
 from hf_longspec.attention_backends.contexts import SparseContext
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
-from hf_longspec.attention_backends.reference import REFERENCE_BACKEND, prefix_attention
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends.oracle import SCALING, Capture, assert_within_budget, attended, expected_tree, tree_case
+from tests.attention_backends.reference import REFERENCE_BACKEND, prefix_attention
 from tests.pairwise import pairwise
 
 BACKENDS = {"reference": REFERENCE_BACKEND, "torch": TORCH_BACKEND}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.merge import merge_attention_states, nothing_visible
-from hf_longspec.attention_backends.reference import tree_attention
 from tests.attention_backends.oracle import relative_error
+from tests.attention_backends.reference import tree_attention
 
 
 def setup(dtype=torch.float64, keys=12, seed=0):

@@ -5,11 +5,11 @@ import torch
 
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.pages import KeyPages, PageContext, PageSizes
-from hf_longspec.attention_backends.reference import REFERENCE_BACKEND
 from hf_longspec.attention_backends.scores import page_bounds, page_extremes
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.oracle import SCALING, assert_within_budget, double_loop, plain_attention
+from tests.attention_backends.reference import REFERENCE_BACKEND
 from tests.pairwise import pairwise
 
 # sums of 7 products in float32, in another order

@@ -7,9 +7,9 @@ tiles, interpreted where there is no GPU, and in memory that is NaN at first.
 import pytest
 import torch
 
-from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.triton.tiles import sparse_config
+from tests.attention_backends import reference
 from tests.attention_backends.flash_standins import HALVES
 from tests.attention_backends.oracle import (
     assert_within_budget,

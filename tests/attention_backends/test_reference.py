@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.lengths import SeqLens
+from tests.attention_backends import reference
 from tests.attention_backends.oracle import double_loop
 
 

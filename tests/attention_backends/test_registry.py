@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import registry
-from hf_longspec.attention_backends.reference import REFERENCE_BACKEND
 from hf_longspec.attention_backends.registry import AttentionBackend, AttentionCall, register_backend, select
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
+from tests.attention_backends.reference import REFERENCE_BACKEND
 
 CALL = AttentionCall(torch.device("cpu"), torch.bfloat16, 96, 96)
 
@@ -51,8 +51,8 @@ def test_the_error_says_everything(shelf):
         "(device=cpu, dtype=bfloat16, head_dim=96, value_dim=96, softcap=50.0, sinks=True):",
         "  hf_longspec_triton: needs a GPU",
         "  hf_longspec_torch: cannot apply softcap",
-        'Load the model with attn_implementation="hf_longspec_reference" (slow, any device), '
-        "or add a backend: see the kernel recipe in CONTRIBUTING.md.",
+        "Load the model in float32, float16 or bfloat16, call generate() without assistant_model, or add a backend: "
+        "see the kernel recipe in CONTRIBUTING.md.",
     ]
 
 

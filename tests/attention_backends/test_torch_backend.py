@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from hf_longspec.attention_backends import reference, torch_backend, torch_fused
+from hf_longspec.attention_backends import torch_backend, torch_fused
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
+from tests.attention_backends import reference
 from tests.attention_backends.oracle import assert_within_budget, double, layout, plain_attention, tensors
 from tests.pairwise import pairwise
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends import torch_fused
-from hf_longspec.attention_backends.reference import tree_attention
 from hf_longspec.attention_backends.torch_fused import can_fuse, fused_attention, rows_at_once
 from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention
+from tests.attention_backends.reference import tree_attention
 
 
 def tensors(heads=4, nodes=5, slots=9, size=8, value_size=8):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.testing import WINDOW
+from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.generation.tiny_models import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")

@@ -16,6 +16,7 @@ from hf_longspec.generation.cache import SpeculativeLayer
 from hf_longspec.generation.draft_tree import DraftTree
 from hf_longspec.generation.target import TargetView, chain_of_last_tokens
 from hf_longspec.testing import TINY_TARGETS, WINDOW, tiny_prompts, tiny_target
+from tests.attention_backends import reference  # noqa: F401 - registers its name
 from tests.distributions import random_tree
 
 # Largest error of a logit, as a share of the largest logit. float32 summed in another order gives up to 4.3e-6; a wrong

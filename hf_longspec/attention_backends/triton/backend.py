@@ -24,7 +24,7 @@ MAX_SIZE = 256
 def prefix_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: SeqLens, **options: Any
 ) -> AttentionState:
-    """Attend N queries to the committed prefix; see reference.py. Lengths are read on the device."""
+    """Attend N queries to the committed prefix. Lengths are read on the device."""
     return _attend(query, key, value, lengths, **options)[:2]
 
 

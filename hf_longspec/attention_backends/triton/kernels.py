@@ -4,7 +4,7 @@
 
 `attention_kernel` and `sparse_kernel` write such partial results, and `combine_kernel` merges all parts and the sinks
 in one pass. Keys and values are never gathered or repeated, there is no mask of the prefix, and scores are not written
-unless they are asked for. reference.py and merge.py define the results; docs/kernels.md explains the kernels.
+unless they are asked for. docs/kernels.md explains the kernels.
 
 The G = H // K query heads that share a key head are G * N rows of one program, so that a key is read once for all of
 them. Row r is node r // G of head r % G of its group. Softmax runs over keys that arrive block by block: a program

@@ -76,7 +76,7 @@ def tree_op(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend N queries to M keys under an explicit mask; see reference.py."""
+    """Attend N queries to M keys under an explicit mask."""
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     config = tree_config(rows, query.shape[3], value.shape[3], query.element_size(), gpu_of(query.device))
@@ -98,7 +98,7 @@ def sparse_op(
     scaling: float,
     softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend N queries to chosen key slots; see reference.py.
+    """Attend N queries to chosen key slots.
 
     Nothing is copied or read back: slots and counts are read on the device, and keys and values are taken from where
     they are, whatever their strides.

@@ -6,13 +6,13 @@ Interpreted on a CPU, compiled on a GPU.
 import pytest
 import torch
 
-from hf_longspec.attention_backends import reference
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.merge import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention
 from hf_longspec.attention_backends.triton.launch import launch_combine
 from hf_longspec.attention_backends.triton.tiles import SPARSE_SPLIT
+from tests.attention_backends import reference
 from tests.attention_backends.oracle import (
     SCALING,
     assert_within_budget,

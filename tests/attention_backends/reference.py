@@ -1,4 +1,4 @@
-"""The definition of every attention function of a backend, written to be read.
+"""The definition of every attention function of a backend, and a slow backend of these functions for tests.
 
 Every backend has these four functions with these signatures and must return the same results. They all take
 
@@ -19,8 +19,9 @@ B batch, S key slots, N queries, M tree keys, H query heads, K key/value heads, 
 
 import torch
 
-from .lengths import SeqLens
-from .registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, register_backend
+from hf_longspec.attention_backends import interface
+from hf_longspec.attention_backends.lengths import SeqLens
+from hf_longspec.attention_backends.registry import WINDOW_WITHOUT_POSITIONS, AttentionBackend, register_backend
 
 
 def prefix_attention(
@@ -146,3 +147,4 @@ REFERENCE_BACKEND = register_backend(
         why_not=lambda call: None,
     )
 )
+interface.register()
