@@ -246,7 +246,7 @@ MUTATIONS = (
     Mutation(
         "The user's cache is brought up to date",
         "generation/decoding.py",
-        "            bring_up_to_date(self.user_cache, self.cache)\n",
+        "            bring_up_to_date(self.user_cache, self.cache, columns)\n",
         "            pass\n",
         "tests/generation/test_cache.py",
     ),
@@ -260,8 +260,8 @@ MUTATIONS = (
     Mutation(
         "A call that fails gives the user's cache back as it was",
         "generation/decoding.py",
-        "        self.cache.set_lengths([self.stored] * self.cache.batch_size)\n",
-        "        self.cache.set_lengths([0] * self.cache.batch_size)\n",
+        "        self.cache.rollback()\n        self.cache.set_lengths(self.held)\n",
+        "        self.cache.rollback()\n        self.cache.set_lengths([0] * self.cache.batch_size)\n",
         "tests/robustness/test_faults.py",
     ),
     Mutation(
