@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .padding import has_gaps
-from .prompt_inputs import inputs_beside_tokens, refuse_inputs
+from .prompt_inputs import refuse_inputs
 from .sampling import refuse_stateful
 from .target import TargetView
 from .user_cache import refuse_cache
@@ -107,25 +107,14 @@ def _refuse_inputs(
         )
     limit = max_length_of(config, target, input_ids.shape[1])
     refuse_inputs(target, input_ids, model_kwargs, limit, config.prefill_chunk_size)
-    if mask is not None and target.hides_keys_within(limit) and has_gaps(mask):
-        _refuse_gaps(target, model_kwargs)
+    implementation = str(target.config._attn_implementation)
+    if mask is not None and "flash" in implementation and target.hides_keys_within(limit) and has_gaps(mask):
+        raise ValueError(
+            f"attention_mask has zeros between tokens, and attn_implementation={implementation!r}: plain generate "
+            "counts them in the sliding windows of generated tokens, but not in those of the prompt. Move the zeros to "
+            "the left of each row, or load the model with another attn_implementation."
+        )
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
-
-
-def _refuse_gaps(target: TargetView, model_kwargs: dict[str, Any]) -> None:
-    """Refuse padding between tokens, which windows count, where the prompt cannot run with windows that count it."""
-    rule = "attention_mask has zeros between tokens, which the target's sliding windows count in plain generate"
-    remedy = "Move the zeros to the left of each row, or call generate() without assistant_model."
-    if "flash" in (implementation := str(target.config._attn_implementation)):
-        raise ValueError(
-            f"attn_implementation={implementation!r}: {rule}, but while the prompt runs, this implementation does not "
-            f"count them. {remedy} Other implementations do count them."
-        )
-    if given := inputs_beside_tokens(target, model_kwargs):
-        raise ValueError(
-            f"{', '.join(sorted(given))}: {rule}, and prompts with inputs beside the tokens run without their padding. "
-            f"{remedy}"
-        )
 
 
 def _refuse_positions(input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> None:

@@ -95,6 +95,11 @@ def refuse_inputs(
                 f"{', '.join(unknown)} may have a value for each token, and attention_mask has padding, which the loop "
                 "moves. Pass prompts of the same length, or one at a time."
             )
+        if target.hides_keys_within(max_length) and has_gaps(mask):
+            raise ValueError(
+                f"{names}, and attention_mask has zeros between tokens, which the target's sliding windows count in "
+                f"plain generate: such a prompt runs without them. Move the zeros to the left of each row, or {without}"
+            )
     if (largest := int(input_ids.max())) >= target.vocab_size:
         raise ValueError(
             f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts cannot look up "
