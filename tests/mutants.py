@@ -251,6 +251,13 @@ MUTATIONS = (
         "tests/generation/test_cache.py",
     ),
     Mutation(
+        "Windows count the padding between tokens",
+        "generation/decoding.py",
+        "counts_gaps = self.prompts.has_gaps and target.hides_keys_within(self.max_length)",
+        "counts_gaps = False",
+        "tests/modeling/test_padding.py",
+    ),
+    Mutation(
         "Ctrl-C keeps the text so far",
         "generation/decoding.py",
         "    except KeyboardInterrupt:\n        session.keep_partial()\n",

@@ -1,7 +1,8 @@
 """A `DynamicCache` that the user passed: taken over at the start of a call, and updated at its end.
 
 Plain `generate` writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. Its
-layers become views of the used part of the loop's own buffers instead, without a copy.
+layers become views of the used part of the loop's own buffers instead, without a copy. For padded texts they become
+copies, with slots for the padding, which the loop drops.
 """
 
 from typing import Any
