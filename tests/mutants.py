@@ -211,8 +211,8 @@ MUTATIONS = (
     Mutation(
         "Chunks of a prompt follow one another",
         "modeling/eagle3/generation_eagle3.py",
-        "self._next[place] = end = first + states.shape[1]",
-        "end = first + states.shape[1]",
+        "        self._read[place] += states.shape[1]\n",
+        "",
         "tests/modeling/eagle3/test_generation_eagle3.py::test_taps_are_hidden_states",
     ),
     Mutation(
