@@ -211,8 +211,8 @@ MUTATIONS = (
     Mutation(
         "Chunks of a prompt follow one another",
         "modeling/eagle3/generation_eagle3.py",
-        "self._next[place] = end = first + states.shape[1]",
-        "end = first + states.shape[1]",
+        "        self._read[place] += states.shape[1]\n",
+        "",
         "tests/modeling/eagle3/test_generation_eagle3.py::test_taps_are_hidden_states",
     ),
     Mutation(
@@ -246,9 +246,16 @@ MUTATIONS = (
     Mutation(
         "The user's cache is brought up to date",
         "generation/decoding.py",
-        "            bring_up_to_date(self.user_cache, self.cache)\n",
+        "            bring_up_to_date(self.user_cache, self.cache, columns)\n",
         "            pass\n",
         "tests/generation/test_cache.py",
+    ),
+    Mutation(
+        "Windows count the padding between tokens",
+        "generation/decoding.py",
+        "counts_gaps = self.prompts.has_gaps and target.hides_keys_within(self.max_length)",
+        "counts_gaps = False",
+        "tests/modeling/test_padding.py",
     ),
     Mutation(
         "Ctrl-C keeps the text so far",
@@ -260,8 +267,8 @@ MUTATIONS = (
     Mutation(
         "A call that fails gives the user's cache back as it was",
         "generation/decoding.py",
-        "        self.cache.set_lengths([self.stored] * self.cache.batch_size)\n",
-        "        self.cache.set_lengths([0] * self.cache.batch_size)\n",
+        "        self.cache.rollback()\n        self.cache.set_lengths(self.held)\n",
+        "        self.cache.rollback()\n        self.cache.set_lengths([0] * self.cache.batch_size)\n",
         "tests/robustness/test_faults.py",
     ),
     Mutation(

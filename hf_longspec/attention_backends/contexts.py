@@ -175,10 +175,14 @@ class TreeContext(StepContext):
             `last_node`, a backend with `scored_attention` writes the scores itself. Then `keep_scores(layer_idx,
             scores)` is called instead.
         windows: See [`StepContext`].
+        columns (`torch.LongTensor` of shape `(B, T)`, *optional*):
+            Place by which windows count the token at each position, increasing in every row. Positions by default. A
+            step with columns is not run in a graph.
     """
 
     mask: torch.Tensor
     capture: Any = None
+    columns: torch.Tensor | None = field(default=None, kw_only=True)
 
     def of_step(self) -> tuple[tuple[torch.Tensor, ...], tuple]:
         """Return positions, and the last nodes if a backend writes scores; the kind of capture and the windows."""
@@ -212,9 +216,10 @@ class TreeContext(StepContext):
         if rows is None or attention is None or layer.layer_idx in rows.skipped_layers:
             return None
         last_node = self.capture.last_node
-        window = {"positions": self.positions, "sliding_window": layer.sliding_window}
+        lengths, positions = self.hidden_by(layer.sliding_window, self.lengths)
+        window = {"positions": positions, "sliding_window": layer.sliding_window}
         tree = {"mask": self.windowed_mask(layer.sliding_window), "sinks": layer.sinks, "per_row": rows.weights}
-        state = attention(*layer.tensors, self.lengths, last_node, **tree, **window, **layer.options)
+        state = attention(*layer.tensors, lengths, last_node, **tree, **window, **layer.options)
         if state is None:
             return None
         out, lse, scores = state
@@ -225,29 +230,48 @@ class TreeContext(StepContext):
         if self.mask.shape[-1] == 1:  # a lone node: its own slot is the end of the prefix
             if "with_root" not in self._memo:
                 self._memo["with_root"] = self.lengths.plus(1)
-            return layer.attend_to_prefix(self._memo["with_root"], self.positions)
+            return layer.attend_to_prefix(*self.hidden_by(layer.sliding_window, self._memo["with_root"]))
         backend, mask = layer.backend, self.windowed_mask(layer.sliding_window)
-        where = (*layer.tensors, self.lengths)
+        lengths, positions = self.hidden_by(layer.sliding_window, self.lengths)
+        where = (*layer.tensors, lengths)
         options = {"sliding_window": layer.sliding_window, **layer.options}
         if backend.hybrid_attention is not None and mask.shape[1] == mask.shape[2]:  # the nodes of whole trees
             more = {"sinks": layer.sinks, "memo": self._memo}
-            hybrid = backend.hybrid_attention(*where, mask, self.positions, **more, **options)
+            hybrid = backend.hybrid_attention(*where, mask, positions, **more, **options)
             if hybrid is not None:
                 return hybrid
-        prefix = backend.prefix_attention(*where, positions=self.positions, **options)
+        prefix = backend.prefix_attention(*where, positions=positions, **options)
         nodes = self.staged(layer.key), self.staged(layer.value)
         tree = backend.tree_attention(layer.query, *nodes, mask, **layer.options)
         return merge_attention_states([prefix, tree], layer.sinks)
 
     def windowed_mask(self, sliding_window: int | None) -> torch.Tensor:
         """Return the tree mask without the ancestors that are outside the window of a node."""
-        if sliding_window is None or sliding_window >= self.mask.shape[-1]:  # no path is longer than the tree
+        if sliding_window is None:
+            return self.mask
+        if self.columns is None and sliding_window >= self.mask.shape[-1]:  # no path is longer than the tree
             return self.mask
         if sliding_window not in self._memo:
-            distance = self.positions[:, :, None] - self._ancestor_positions()[:, None]
+            places, ancestors = self.positions, self._ancestor_positions()
+            if self.columns is not None:
+                places = ancestors = self.columns.gather(1, self.positions)
+            distance = places[:, :, None] - ancestors[:, None]
             self._memo[sliding_window] = self.mask & (distance < sliding_window)
         mask: torch.Tensor = self._memo[sliding_window]
         return mask
+
+    def hidden_by(self, sliding_window: int | None, lengths: SeqLens) -> tuple[SeqLens, torch.Tensor]:
+        """Return the lengths and positions `(B, N)` by which a backend hides slots of a prefix of these lengths.
+
+        A backend counts slots. With columns, the first slot that a query sees is looked up, and the backend gets the
+        position whose window begins there.
+        """
+        if self.columns is None or sliding_window is None:
+            return lengths, self.positions
+        if (name := ("columns", sliding_window)) not in self._memo:
+            hidden = self.columns.gather(1, self.positions) - sliding_window
+            self._memo[name] = torch.searchsorted(self.columns, hidden, right=True) + sliding_window - 1
+        return lengths.with_gaps(), self._memo[name]
 
     def _ancestor_positions(self) -> torch.Tensor:
         return self.positions

@@ -26,6 +26,8 @@ class Rows:
         lengths ([`SeqLens`]): Committed tokens of every row.
         staged (`bool`): Whether the next update writes nodes after the committed tokens without committing them.
         layout (`int`): Number of times that a buffer of these layers was replaced.
+        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
+            Columns of the padded texts in which the committed tokens stand. `None` if slots and columns are the same.
     """
 
     def __init__(self, batch_size: int):
@@ -33,6 +35,7 @@ class Rows:
         self.lengths = SeqLens((0,) * batch_size)
         self.staged = False
         self.layout = 0
+        self.columns: torch.Tensor | None = None
 
 
 # Bytes. Addresses of torch's own allocations are multiples of this.
@@ -120,10 +123,10 @@ class SpeculativeLayer(CacheLayerMixin):
         if self.rows.staged:
             return self._stage(key_states, value_states, count)
         lengths = self.rows.lengths
-        if lengths.is_ragged:
+        if lengths.is_ragged or self.rows.columns is not None:
             raise ValueError(
-                f"the rows hold {lengths.host} tokens, and plain generation needs rows of one length. Continue "
-                "each row in a cache of its own, or start a new cache."
+                f"the rows hold {lengths.host} tokens, and plain generation needs rows of one length without padding. "
+                "Continue each row in a cache of its own, or start a new cache."
             )
         end = self.length + count
         self.reserve(end)
@@ -299,6 +302,7 @@ class SpeculativeCache(Cache):
     def reset(self) -> None:
         """Remove all tokens, and keep the buffers."""
         self.rollback()
+        self.rows.columns = None
         self.set_lengths([0] * self.batch_size)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 
+from .padding import has_gaps
 from .prompt_inputs import refuse_inputs
 from .sampling import refuse_stateful
 from .target import TargetView
@@ -106,6 +107,13 @@ def _refuse_inputs(
         )
     limit = max_length_of(config, target, input_ids.shape[1])
     refuse_inputs(target, input_ids, model_kwargs, limit, config.prefill_chunk_size)
+    implementation = str(target.config._attn_implementation)
+    if mask is not None and "flash" in implementation and target.hides_keys_within(limit) and has_gaps(mask):
+        raise ValueError(
+            f"attention_mask has zeros between tokens, and attn_implementation={implementation!r}: plain generate "
+            "counts them in the sliding windows of generated tokens, but not in those of the prompt. Move the zeros to "
+            "the left of each row, or load the model with another attn_implementation."
+        )
     _refuse_positions(input_ids, mask, model_kwargs.get("position_ids"))
 
 

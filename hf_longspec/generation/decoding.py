@@ -26,12 +26,13 @@ from .forward_check import check_target
 from .gate import gated
 from .noise import NoiseRows
 from .outputs import Outputs
+from .padding import columns_of
 from .prompt_inputs import Prompts
 from .rotary import RotaryLimit
 from .sampling import TokenRule
 from .sequences import Sequences
 from .stats import SpeculationStats
-from .target import Step, TargetView, chain_of_last_tokens
+from .target import PREFILL_CHAIN, Step, TargetView, chain_of_last_tokens
 from .user_cache import bring_up_to_date, is_own, take_over, user_cache_of
 from .verification import Acceptance, packed
 
@@ -123,29 +124,39 @@ class Session:
         given = model_kwargs.get("past_key_values")
         self.user_cache = user_cache_of(given)
         own = given if is_own(given) else None
-        self.stored = 0 if given is None else int(given.get_seq_length())
-        self.prompts = Prompts(target, input_ids, self.stored, model_kwargs)
+        self.returns_cache = self.outputs.as_dict or own is not None or self.user_cache is not None
+        self.prompts = Prompts(target, input_ids, given, model_kwargs)
+        self.held = self.prompts.held
+        counts_gaps = self.prompts.has_gaps and target.hides_keys_within(self.max_length)
+        by_chains = counts_gaps or len(set(self.held)) > 1
         self.rotary = RotaryLimit(target.model, target.config, [len(text) for text in self.prompts.texts])
-        self.rotary.refuse(width, self.max_length, self.stored, generation_config.prefill_chunk_size)
+        chunk_size = generation_config.prefill_chunk_size
+        self.rotary.refuse(width, self.max_length, max(self.held), chunk_size, by_chains)
         nodes = draft.num_tree_nodes(target)
+        if by_chains:
+            nodes = max(nodes, PREFILL_CHAIN)
         keeps_buffers = target.captures and own is None and self.user_cache is None
         self.workspace = target.runner.workspace(batch_size, self.max_length) if keeps_buffers else None
         kept = None if self.workspace is None else self.workspace.cache
         self.cache = own or kept or SpeculativeCache(target.config, batch_size, self.max_length, tree_slots=nodes)
         self.cache.reserve(self.max_length, nodes)
+        # the place of every token, where windows count the padding between tokens too
+        self.columns = self._columns() if counts_gaps else None
         if self.user_cache is not None:
-            take_over(self.user_cache, self.cache)
+            take_over(self.user_cache, self.cache, self.prompts.mask if self.prompts.is_padded else None)
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
         may_speculate = self._may_speculate if self.rotary.is_limited else None
         self.drafter = gated(draft.drafter(binding), draft, self.stats, may_speculate)
+        self.given_columns, self.cache.rows.columns = self.cache.rows.columns, None
+        self.cache.set_lengths(self.held)
 
     def prefill(self) -> list[torch.Tensor]:
         """Run the prompts but for their last tokens, which are returned, and check this kind of target once."""
         chunk_size, seed_tokens = self.config.prefill_chunk_size, self.drafter.seed_tokens
-        with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.stored):
-            tails = self.prompts.prefill(self.target, self.cache, self.rotary, seed_tokens, chunk_size)
+        with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.held):
+            tails = self.prompts.prefill(self.target, self.cache, self.rotary, seed_tokens, chunk_size, self.columns)
         if self.draft.setting("check_target") and not self.rotary.never_speculates:
             highest = self.rotary.highest(self.max_length)
             check_target(self.target, self.cache, self.prompts.texts, highest, self.prompts.logits)
@@ -183,6 +194,9 @@ class Session:
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
+    def _columns(self) -> torch.Tensor:
+        return columns_of(self.prompts.mask, self.cache.max_length + self.cache.tree_slots)
+
     def _may_speculate(self, max_depth: int) -> bool:
         return self.rotary.may_speculate(self.cache.lengths.host, self.sequences.done, max_depth)
 
@@ -191,8 +205,8 @@ class Session:
         if self.rotary.recomputes:
             lengths = self.cache.lengths.host
             # An interruption or an error from here on leaves an empty cache, not one with keys of both frequencies.
-            self.stored = 0
-            self.cache.set_lengths([0] * len(lengths))
+            self.held, self.given_columns = [0] * len(lengths), None
+            self.cache.set_lengths(self.held)
             # one column more than any row has committed, since its position decides the frequencies
             tokens = self.root.new_zeros(len(lengths), int(self.rotary.column) + 1)
             for row, (text, new) in enumerate(zip(self.prompts.texts, self.sequences.generated, strict=True)):
@@ -206,7 +220,8 @@ class Session:
         capture = self.drafter.capture(tree)
         lowest = self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
         highest = self.rotary.highest(self.max_length)
-        return self.target.verify(tree, self.cache, capture, highest, self.drafter.wants_hidden, fixed_shape, lowest)
+        options = self.drafter.wants_hidden, fixed_shape, lowest, self.columns
+        return self.target.verify(tree, self.cache, capture, highest, *options)
 
     def _emit(self, tree: DraftTree, step: Step, is_counted: bool = True) -> Verification:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
@@ -275,7 +290,8 @@ class Session:
     def forget(self) -> None:
         """Reset the cache to the tokens that it held before the call, as the call returns no text."""
         self.cache.rollback()
-        self.cache.set_lengths([self.stored] * self.cache.batch_size)
+        self.cache.set_lengths(self.held)
+        self.cache.rows.columns = self.given_columns
 
     def _settle(self) -> None:
         """Leave the committed part of the text in the cache, and complete the statistics."""
@@ -284,8 +300,11 @@ class Session:
         rows = zip(self.prompts.texts, self.sequences.generated, strict=True)
         lengths = (len(text) + len(new) - 1 for text, new in rows)
         self.cache.set_lengths([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
+        columns = self._columns() if self.prompts.is_padded and self.returns_cache else None
         if self.user_cache is not None:
-            bring_up_to_date(self.user_cache, self.cache)
+            bring_up_to_date(self.user_cache, self.cache, columns)
+        else:
+            self.cache.rows.columns = columns
         self.stats.decode_seconds = time.perf_counter() - self.started - self.stats.prefill_seconds
         self.stats.draft_state_bytes = self.drafter.state_bytes
         self.drafter.keep()

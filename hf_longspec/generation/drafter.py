@@ -146,12 +146,12 @@ class Drafter(CandidateGenerator):
         """Bytes of the drafter's own state, without the target's cache."""
         return 0
 
-    def watch_prefill(self, lengths: Sequence[int], start: int) -> AbstractContextManager[Any]:
+    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
         """Return a context in which the target reads the prompts. It does nothing by default.
 
         Args:
             lengths (`Sequence[int]`): Number of tokens of every row.
-            start (`int`): Number of tokens of every row that are in the cache already.
+            starts (`Sequence[int]`): Number of tokens of every row that are in the cache already.
         """
         return nullcontext()
 
@@ -219,7 +219,7 @@ class Drafter(CandidateGenerator):
         if not len(missing):
             return
         if len(missing) > self.seed_tokens:
-            with self.watch_prefill([len(tokens)], cache.lengths.host[0]):
+            with self.watch_prefill([len(tokens)], cache.lengths.host):
                 target.prefill(missing[None, : -self.seed_tokens], cache, None)
             cache.set_lengths([cache.lengths.host[0] + len(missing) - self.seed_tokens])
         tree, sizes = chain_of_last_tokens([missing], self.seed_tokens)

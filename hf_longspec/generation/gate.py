@@ -304,9 +304,9 @@ class GatedDrafter(Drafter):
         """Bytes of the other drafter."""
         return self.inner.state_bytes
 
-    def watch_prefill(self, lengths: Sequence[int], start: int) -> AbstractContextManager[Any]:
+    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
         """As the other drafter."""
-        return self.inner.watch_prefill(lengths, start)
+        return self.inner.watch_prefill(lengths, starts)
 
     def attention(self) -> AbstractContextManager[None]:
         """As the other drafter."""

@@ -17,8 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from .cache import SpeculativeCache
+from .padding import has_gaps
 from .rotary import FrequencyChange, RotaryLimit
 from .target import TargetView
+from .user_cache import held_by
 
 # Keyword arguments of `generate` for the model that the loop reads itself, or makes itself.
 KNOWN_MODEL_KWARGS = {
@@ -93,6 +95,11 @@ def refuse_inputs(
                 f"{', '.join(unknown)} may have a value for each token, and attention_mask has padding, which the loop "
                 "moves. Pass prompts of the same length, or one at a time."
             )
+        if target.hides_keys_within(max_length) and has_gaps(mask):
+            raise ValueError(
+                f"{names}, and attention_mask has zeros between tokens, which the target's sliding windows count in "
+                f"plain generate: such a prompt runs without them. Move the zeros to the left of each row, or {without}"
+            )
     if (largest := int(input_ids.max())) >= target.vocab_size:
         raise ValueError(
             f"input_ids contains {largest}, and the vocabulary has {target.vocab_size} tokens: drafts cannot look up "
@@ -140,24 +147,31 @@ class Prompts:
     Args:
         target ([`TargetView`]): The target.
         input_ids (`torch.LongTensor` of shape `(batch, P)`): Prompts with their padding on the left.
-        stored (`int`): Number of tokens of each row that the cache holds already.
+        cache (*optional*): Cache of the user's, which may hold the beginning of every row.
         model_kwargs (`dict[str, Any]`): Keyword arguments for the model, checked by [`refuse_inputs`].
 
     Attributes:
+        mask (`torch.LongTensor` of shape `(batch, P)`): 0 at padding.
+        held (`list[int]`): Number of tokens of every row that the cache holds.
+        is_padded (`bool`): Whether there is padding.
+        has_gaps (`bool`): Whether there is padding between tokens of a row.
         texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
         logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, once it
             ran with inputs beside the tokens.
     """
 
-    def __init__(self, target: TargetView, input_ids: torch.Tensor, stored: int, model_kwargs: dict[str, Any]):
+    def __init__(self, target: TargetView, input_ids: torch.Tensor, cache: Any, model_kwargs: dict[str, Any]):
         mask = model_kwargs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else mask
+        self.mask = mask = torch.ones_like(input_ids) if mask is None else mask
         values = inputs_beside_tokens(target, model_kwargs)
         self.types = {name: _unpadded(value, mask) for name, value in values.items() if name in TOKEN_TYPES}
         self.others = {name: value for name, value in values.items() if name not in TOKEN_TYPES}
         self.texts = _unpadded(input_ids, mask)
         self.logits: torch.Tensor | None = None
-        self._new = [text[stored:] for text in self.texts]
+        self.held = held_by(cache, mask)
+        self.is_padded = sum(map(len, self.texts)) < input_ids.numel()
+        self.has_gaps = self.is_padded and has_gaps(mask)
+        self._new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
 
     def prefill(
         self,
@@ -166,8 +180,11 @@ class Prompts:
         rotary: RotaryLimit,
         seed_tokens: int,
         chunk_size: int | None,
+        columns: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Run all but the last tokens of every row under the model's own attention, right-padded, possibly in chunks.
+
+        With `columns`, see [`TreeContext`], and on a cache with rows of different lengths, chains are verified instead.
 
         With inputs beside the tokens, all tokens run in one forward, and the last ones will run again.
 
@@ -177,16 +194,19 @@ class Prompts:
         Raises:
             ValueError: If a prompt does not end with text, or its positions are not those of its tokens.
         """
-        start, has_inputs = cache.get_seq_length(), bool(self.types or self.others)
+        has_inputs = bool(self.types or self.others)
         sizes = [min(seed_tokens, len(prompt)) for prompt in self._new]
         if has_inputs:
             sizes = self._run_with_inputs(target, cache, seed_tokens)
         heads = [prompt[: len(prompt) - size] for prompt, size in zip(self._new, sizes, strict=True)]
-        if max(map(len, heads)) and not has_inputs:
+        if columns is not None or cache.lengths.is_ragged:
+            with target.attention():
+                target.prefill_rows(heads, cache, chunk_size, columns)
+        elif max(map(len, heads)) and not has_inputs:
             # whole prompts after the limit, since there the last token decides the frequencies of all
             padded = pad_sequence(self._new if rotary.is_passed else heads, batch_first=True)
             target.prefill(padded, cache, chunk_size)
-        cache.set_lengths([start + len(head) for head in heads])
+        cache.set_lengths([count + len(head) for count, head in zip(self.held, heads, strict=True)])
         return [prompt[len(head) :] for prompt, head in zip(self._new, heads, strict=True)]
 
     def _run_with_inputs(self, target: TargetView, cache: SpeculativeCache, most: int) -> list[int]:

@@ -145,7 +145,9 @@ class RotaryLimit:
         """Whether every further column has its own frequencies, so that a forward cannot contain a tree."""
         return self.is_passed and self.change.is_repeated
 
-    def refuse(self, prompt_width: int, max_length: int, stored: int, chunk_size: int | None) -> None:
+    def refuse(
+        self, prompt_width: int, max_length: int, stored: int, chunk_size: int | None, by_chains: bool = False
+    ) -> None:
         """Refuse arguments with which the text would differ from that of plain `generate`.
 
         Args:
@@ -153,6 +155,7 @@ class RotaryLimit:
             max_length (`int`): Maximum number of tokens of a row, padding included.
             stored (`int`): Number of tokens in the cache.
             chunk_size (`int`, *optional*): Chunk size of the prefill.
+            by_chains (`bool`, *optional*, defaults to `False`): Whether the prompts run as chains.
 
         Raises:
             ValueError: With the value, the rule and the remedy.
@@ -161,6 +164,12 @@ class RotaryLimit:
             return
         column = int(self.column)
         where = f"the target's rotary frequencies change at position {column} (rope_parameters)"
+        if by_chains:
+            raise ValueError(
+                f"max_length={max_length}, with zeros between tokens in attention_mask or rows of different lengths in "
+                f"past_key_values: {where}, and such prompts run in chunks. Keep max_length at {column} or below, or "
+                "pass one prompt at a time without padding."
+            )
         if self.is_passed and chunk_size is not None and chunk_size < self.longest - stored:
             raise ValueError(
                 f"prefill_chunk_size={chunk_size} with a prompt of {self.longest} tokens: {where}, and plain generate "

@@ -33,6 +33,8 @@ ATTENTION_NAME = "hf_longspec"
 # One lock per model, held while its attention implementation is switched. Re-entrant, as a criterion may call generate.
 _locks: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 _locks_guard = threading.Lock()
+# Tokens per forward of prompts that run as chains.
+PREFILL_CHAIN = 256
 # Layer types with a recurrent state, which cannot branch into a tree or be rolled back.
 RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "hybrid", "hybrid_sliding"}
 # Layer types that attend to all keys or to those in a window, or do not attend.
@@ -106,6 +108,10 @@ class TargetView:
     def windows(self) -> tuple[int | None, ...]:
         """Sliding window of every layer; None for layers that attend to all keys."""
         return self.traits.windows
+
+    def hides_keys_within(self, length: int) -> bool:
+        """Return whether a window of a layer is shorter than a text of `length` tokens."""
+        return any(window is not None and window < length for window in self.windows)
 
     @property
     def sliding_layers(self) -> frozenset[int]:
@@ -225,6 +231,43 @@ class TargetView:
                 **extra,
             )
 
+    def prefill_rows(
+        self,
+        prompts: Sequence[torch.Tensor],
+        cache: SpeculativeCache,
+        chunk_size: int | None,
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        """Append keys and values of prompts to rows of any lengths, as chains that are verified.
+
+        The model's own attention has one length for all rows, and its windows count slots. Call it inside of
+        [`TargetView.attention`].
+
+        Args:
+            prompts (`Sequence[torch.LongTensor]`):
+                Tokens `(T,)` of every row that are not in the cache yet.
+            cache ([`SpeculativeCache`]):
+                Cache with the tokens before them.
+            chunk_size (`int`, *optional*):
+                Most tokens per forward. No forward has more than the cache has slots for a tree.
+            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
+                See [`TreeContext`].
+        """
+        tokens = pad_sequence(list(prompts), batch_first=True)
+        size = min(chunk_size or cache.tree_slots, cache.tree_slots)
+        rows = zip(cache.lengths.host, prompts, strict=True)
+        last = max(held + len(prompt) for held, prompt in rows) - 1
+        extra = self.keeping(torch.zeros(1, dtype=torch.long, device=tokens.device))
+        for begin in range(0, tokens.shape[1], size):
+            tree = DraftTree.chain(tokens[:, begin : begin + size])
+            positions = cache.lengths.on(tokens.device)[:, None] + tree.depths
+            context = TreeContext(cache.lengths, positions, tree.mask, windows=self.windows, columns=columns)
+            cache.stage(tree.num_nodes)
+            # a model with a table of positions would index beyond its end where a short row is padded
+            inputs = tree.tokens, positions.clamp_max(last), cache, tree.mask[:, None]
+            logits_under(context, self.model, *inputs, **extra)
+            cache.commit(None, [min(max(len(prompt) - begin, 0), tree.num_nodes) for prompt in prompts])
+
     def verify(
         self,
         tree: DraftTree,
@@ -234,6 +277,7 @@ class TargetView:
         with_hidden: bool | tuple[int, ...] = False,
         fixed_shape: bool = False,
         lowest: Sequence[int] | None = None,
+        columns: torch.Tensor | None = None,
     ) -> "Step":
         """Run all nodes of the tree in one forward, and stage their keys and values in `cache`.
 
@@ -253,13 +297,16 @@ class TargetView:
                 Whether more steps with this number of nodes will follow, so that compiling one is worth it.
             lowest (`Sequence[int]`, *optional*):
                 Lower bound on the positions of each row, see [`RotaryLimit.lowest`].
+            columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
+                See [`TreeContext`]. Such a step runs as it is.
 
         Raises:
             ValueError: If the model never called the attention backend.
         """
         device = tree.tokens.device
         positions = cache.lengths.on(device)[:, None] + tree.depths
-        context = TreeContext(cache.lengths, positions, tree.mask, capture, windows=self.windows)
+        context = TreeContext(cache.lengths, positions, tree.mask, capture, windows=self.windows, columns=columns)
+        fixed_shape = fixed_shape and columns is None
         if lowest is not None:
             positions = torch.maximum(positions, on_device(lowest, device)[:, None])
         if limit is not None and cache.lengths.longest + tree.max_depth >= limit:

@@ -372,8 +372,12 @@ def logits_under(
     positions: torch.Tensor,
     cache: Any,
     mask: torch.Tensor,
+    **more: Any,
 ) -> torch.Tensor:
-    """Logits `(B, N, vocab)` of `(B, N)` tokens in one forward whose attention layers are handed `context`."""
+    """Logits `(B, N, vocab)` of `(B, N)` tokens in one forward whose attention layers are handed `context`.
+
+    `more` are further arguments of the forward.
+    """
     logits: torch.Tensor = model(
         input_ids=tokens,
         position_ids=positions,
@@ -381,5 +385,6 @@ def logits_under(
         attention_mask=mask,
         tree=context,
         use_cache=True,
+        **more,
     ).logits
     return logits

@@ -1,7 +1,8 @@
 """A `DynamicCache` that the user passed: taken over at the start of a call, and updated at its end.
 
 Plain `generate` writes to the cache that it gets. The loop cannot, because a `DynamicCache` cannot stage a tree. Its
-layers become views of the used part of the loop's own buffers instead, without a copy.
+layers become views of the used part of the loop's own buffers instead, without a copy. For padded texts they become
+copies, with slots for the padding, which the loop drops.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .cache import SpeculativeCache
+from .padding import columns_of
 
 
 def is_own(cache: Any) -> bool:
@@ -26,6 +28,15 @@ def user_cache_of(cache: Any) -> DynamicCache | None:
     if cache is None or is_own(cache) or not (getattr(cache, "_is_user_defined", False) or _stored(cache)):
         return None
     return cache
+
+
+def held_by(cache: Any, mask: torch.Tensor) -> list[int]:
+    """Return how many tokens of every row a cache holds, if `mask` `(batch, P)` is 0 at the padding of its text."""
+    stored = 0 if cache is None else _stored(cache)
+    if not is_own(cache):
+        return mask[:, :stored].bool().sum(1).tolist() if stored else [0] * len(mask)
+    # plain generation adds as many tokens to all rows, and does not count them in `lengths`
+    return list(cache.lengths.host) if cache.lengths.longest == stored else [stored] * len(mask)
 
 
 def refuse_cache_implementation(implementation: str | None) -> None:
@@ -65,53 +76,84 @@ def refuse_cache(cache: Any, input_ids: torch.Tensor, mask: torch.Tensor | None,
             f"past_key_values is a {type(cache).__name__}, {reason}. Pass a DynamicCache, or a SpeculativeCache, which "
             "is allocated in advance, or leave the argument out."
         )
-    stored, is_padded = _stored(cache), mask is not None and not bool(mask.all())
-    if not own and is_padded:
-        raise ValueError(
-            "past_key_values is a DynamicCache, and attention_mask has padding: such a cache has slots for the "
-            "padding, which the loop drops. Leave past_key_values out, or continue each row in a cache of its own."
-        )
+    stored = _stored(cache)
     rows = cache.batch_size if own else next((len(layer.keys) for layer in cache.layers if _holds(layer)), None)
     if rows not in (None, len(input_ids)):
         raise ValueError(
             f"past_key_values has {rows} rows and input_ids {len(input_ids)}. Pass the cache of these rows, or leave "
             "past_key_values out."
         )
-    if own and stored and (cache.lengths.is_ragged or is_padded):
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    held = held_by(cache, mask)
+    if own and stored and not _stand_in(cache, held, columns_of(mask, stored)):
         raise ValueError(
-            f"past_key_values holds {cache.lengths.host} tokens: a further turn needs batch size 1, or rows of equal "
-            "length without padding. Continue each row in a cache of its own."
+            f"past_key_values holds {tuple(held)} tokens, which are not the first ones that attention_mask has "
+            "in each row: pass the mask of the whole conversation, and do not change its beginning. Or leave "
+            "past_key_values out."
         )
-    if stored >= input_ids.shape[1]:
+    rows_held = zip(held, mask.bool().sum(1).tolist(), strict=True)
+    if stored >= input_ids.shape[1] or any(count >= size for count, size in rows_held):
         raise ValueError(
             f"past_key_values holds {stored} tokens and input_ids has {input_ids.shape[1]}: pass the whole "
             "conversation, which must be longer than what is stored."
         )
 
 
-def take_over(cache: DynamicCache, own: SpeculativeCache) -> None:
+def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -> bool:
+    """Return whether the tokens that the rows of a cache hold stand in these columns `(batch, T)` of their texts."""
+    slots = torch.arange(columns.shape[1], device=columns.device)
+    of_cache = getattr(cache.rows, "columns", None)  # a cache of an older copy has no such field
+    of_cache = slots if of_cache is None else of_cache[:, : len(slots)].to(slots.device)
+    is_held = slots < torch.tensor(held, device=slots.device)[:, None]
+    return not bool((is_held & (columns != of_cache)).any())
+
+
+def take_over(cache: DynamicCache, own: SpeculativeCache, mask: torch.Tensor | None = None) -> None:
     """Copy the entries of the user's cache to `own`, layer by layer, and point its layers to the copy.
 
     This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
     as no later token attends to them.
+
+    With padding, the entries of the tokens are copied side by side, and the original stays as it is.
+
+    Args:
+        cache (`DynamicCache`): The user's cache.
+        own ([`SpeculativeCache`]): The loop's cache.
+        mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
     """
     stored = _stored(cache)
+    lengths = [stored] * own.batch_size if mask is None else held_by(cache, mask)
+    columns = None if mask is None else columns_of(mask, max(lengths))
     for layer, taken in zip(cache.layers, own.layers, strict=False):
         if _holds(layer):
             taken.lazy_initialization(layer.keys, layer.values)
             first = stored - layer.keys.shape[2]
-            taken.keys[:, :, first:stored] = layer.keys
-            taken.values[:, :, first:stored] = layer.values
-            _point(layer, taken.keys, taken.values, stored)
-    own.set_lengths([stored] * own.batch_size)
+            if columns is None:
+                taken.keys[:, :, first:stored] = layer.keys
+                taken.values[:, :, first:stored] = layer.values
+                _point(layer, taken.keys, taken.values, stored)
+            else:  # what a window has dropped is filled with any entry, as no later token attends to it
+                places = (columns - first).clamp(0, layer.keys.shape[2] - 1)
+                taken.keys[:, :, : max(lengths)] = _slots_of(layer.keys, places)
+                taken.values[:, :, : max(lengths)] = _slots_of(layer.values, places)
+    own.set_lengths(lengths)
 
 
-def bring_up_to_date(cache: DynamicCache, own: SpeculativeCache) -> None:
+def bring_up_to_date(cache: DynamicCache, own: SpeculativeCache, columns: torch.Tensor | None = None) -> None:
     """Point the layers of the user's cache to the entries of `own`, as many as the shortest row has.
 
     The next call computes the missing tokens of longer rows, like any other token of its input.
+
+    Args:
+        cache (`DynamicCache`): The user's cache.
+        own ([`SpeculativeCache`]): The loop's cache.
+        columns (`torch.LongTensor` of shape `(batch, T)`, *optional*):
+            Columns in which the tokens of every row, and the next one, stand. The layers then get copies, with any
+            finite entries at padding.
     """
     length = min(own.lengths.host)
+    if columns is not None:
+        length = int(columns.gather(1, own.lengths.on(columns.device)[:, None]).min())
     for index, taken in enumerate(own.layers):
         if taken.is_initialized:
             while len(cache.layers) <= index:  # a DynamicCache without a config adds its layers on demand
@@ -119,16 +161,29 @@ def bring_up_to_date(cache: DynamicCache, own: SpeculativeCache) -> None:
             layer = cache.layers[index]
             if not layer.is_initialized:
                 layer.lazy_initialization(taken.keys, taken.values)
-            _point(layer, taken.keys, taken.values, length)
+            _point(layer, taken.keys, taken.values, length, columns)
 
 
-def _point(layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-    """Set keys and values of a layer to views of the tokens that it keeps out of the first `length` ones."""
+def _point(
+    layer: Any, keys: torch.Tensor, values: torch.Tensor, length: int, columns: torch.Tensor | None = None
+) -> None:
+    """Set keys and values of a layer to what it keeps of the first `length` columns: views, unless `columns` differ."""
     first = 0
     if type(layer) is DynamicSlidingWindowLayer:
         first = max(0, length - layer.sliding_window + 1)
         layer.cumulative_length = length
-    layer.keys, layer.values = keys[:, :, first:length], values[:, :, first:length]
+    if columns is None:
+        layer.keys, layer.values = keys[:, :, first:length], values[:, :, first:length]
+        return
+    wanted = torch.arange(first, length, device=columns.device).repeat(len(columns), 1)
+    places = (torch.searchsorted(columns, wanted, right=True) - 1).clamp_min(0)
+    layer.keys, layer.values = _slots_of(keys, places), _slots_of(values, places)
+
+
+def _slots_of(states: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return the entries of keys or values `(B, K, S, D)` in the slots `places` `(B, T)`, `(B, K, T, D)`."""
+    index = places.to(states.device)[:, None, :, None]
+    return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
 
 
 def _why_not(cache: Any) -> str | None:

@@ -276,19 +276,22 @@ class TestSecondTurn:
         model.generate(text, assistant_model=run.draft("tree"), **options)
         assert max(widths) <= 7  # a tree; the prompt had 40
 
-    @pytest.mark.parametrize("how", ["lengths", "padding"])
-    def test_ragged_rows_are_refused(self, plain_run, target, how):
+    @pytest.mark.parametrize("lengths", [(9, 9), (9, 5), (4, 9)])
+    def test_another_mask_is_refused(self, plain_run, target, lengths):
+        """The cache holds the tokens that the first mask left."""
         model = target("llama")
-        run = plain_run(model, (9, 5) if how == "lengths" else (9, 9), max_new_tokens=4, eos_token_id=1)
+        run = plain_run(model, lengths, max_new_tokens=4, eos_token_id=1)
         cache = SpeculativeCache(model.config, 2, 64)
         out = run.again(run.draft("tree"), past_key_values=cache)
-        mask = torch.ones_like(out)
-        mask[1, :4] = 0
-        with pytest.raises(ValueError, match=r"past_key_values holds \(\d+, \d+\) tokens: a further turn needs batch"):
-            model.generate(
-                out, attention_mask=mask, past_key_values=cache, max_new_tokens=4, assistant_model=run.draft("tree")
-            )
-        assert model.config._attn_implementation == "sdpa"
+        mask, held = torch.ones_like(out), cache.lengths.host
+        mask[1, :3] = 0
+        options = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 4}
+        with pytest.raises(ValueError, match=r"past_key_values holds \(\d+, \d+\) tokens, which are not the first"):
+            model.generate(out, assistant_model=run.draft("tree"), **options)
+        assert (model.config._attn_implementation, cache.lengths.host) == ("sdpa", held)
+        if lengths != (9, 9):
+            with pytest.raises(ValueError, match="plain generation needs rows of one length without padding"):
+                model.generate(out, **options)
 
 
 class TestGrowth:
@@ -442,7 +445,6 @@ def offloaded(run):
 
 STATIC = "past_key_values is a StaticCache, whose way of storing.*Pass a DynamicCache"
 STORED = "past_key_values holds 9 tokens and input_ids has 9: pass the whole"
-PADDED = "past_key_values is a DynamicCache, and attention_mask has padding"
 
 
 class TestRefusedCaches:
@@ -458,8 +460,6 @@ class TestRefusedCaches:
         ("lengths", "make", "match"),
         [
             ((21, 4), lambda run: SpeculativeCache(run.model.config, 3, 64), "has 3 rows and input_ids 2"),
-            # its rows would have slots for the padding
-            ((9, 5), lambda run: DynamicCache(config=run.model.config), PADDED),
             ((9,), lambda run: filled(run, DynamicCache(), 4, rows=2), "past_key_values has 2 rows and input_ids 1"),
             ((9,), lambda run: filled(run, SpeculativeCache(run.model.config, 1, 64), 9), STORED),
             ((9,), lambda run: filled(run, StaticCache(config=run.model.config, max_cache_len=32), 4), STATIC),

@@ -173,7 +173,7 @@ def test_the_text_so_far_is_kept(plain, lengths, kind, phase):
     if lengths == ONE:
         assert cache.get_seq_length() >= run.prompt_length
         continues(run, out, cache, draft)
-    else:  # as if nothing had happened; a cache with rows of unequal length takes no further turn
+    else:  # as if nothing had happened
         assert run.again(draft).tolist() == run.sequences.tolist()
     assert not draft.last_speculation.interrupted
 

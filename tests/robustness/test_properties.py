@@ -107,7 +107,7 @@ def test_text_and_scores(case: Case):
 def test_a_second_turn(case: Case, other, extra: int, more: int):
     """A longer text on the cache of the first turn, with another draft."""
     assume(case.refusal is None and case.text_is_fixed)
-    case = Case(**(vars(case) | {"lengths": case.lengths[:1]}))  # rows of different lengths are refused
+    case = Case(**(vars(case) | {"lengths": case.lengths[:1]}))  # without padding
     kind, settings = other
     second = Case(**(vars(case) | {"kind": kind, "settings": settings}))
     assume(second.refusal is None and second.text_is_fixed)

@@ -33,21 +33,32 @@ class PromptTaps(LayerInputs):
         model (`PreTrainedModel`): The target.
         layers (`Sequence[int]`): Layers whose inputs are kept.
         lengths (`Sequence[int]`): Number of tokens of every row.
-        start (`int`): Position of the first token that is read.
+        starts (`Sequence[int]`): Position of the first token that is read, of every row.
         sinks (`int`): Number of first tokens that are kept.
         window (`int`): Number of last tokens that are kept.
     """
 
-    def __init__(self, model: Any, layers: Sequence[int], lengths: Sequence[int], start: int, sinks: int, window: int):
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[int],
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        sinks: int,
+        window: int,
+    ):
         super().__init__(model, layers)
         self.spans = [[(0, min(sinks, size)), (max(min(sinks, size), size - window), size)] for size in lengths]
-        self._next = [start] * len(layers)
+        self._starts = starts
+        self._read = [0] * len(layers)
         self._pieces: list[list[list[tuple[int, torch.Tensor]]]] = [[[] for _ in lengths] for _ in layers]
 
     def _keep(self, place: int, states: torch.Tensor) -> None:
-        first = self._next[place]
-        self._next[place] = end = first + states.shape[1]
+        read = self._read[place]
+        self._read[place] += states.shape[1]
         for row, spans in enumerate(self.spans):
+            first = self._starts[row] + read
+            end = first + states.shape[1]
             for begin, stop in ((max(begin, first), min(stop, end)) for begin, stop in spans):
                 if begin < stop:
                     # a copy, as a view would keep the states of the whole chunk
@@ -136,11 +147,11 @@ class Eagle3Drafter(BeamDrafter):
         return sum(ring.nbytes for ring in self.rings) + sum(x.numel() * x.element_size() for x in pending)
 
     @contextmanager
-    def watch_prefill(self, lengths: Sequence[int], start: int) -> Iterator[None]:
+    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
         """Keep the taps of the first and the last tokens of the prompts."""
         layers = self.wants_hidden
         assert isinstance(layers, tuple)
-        self._prompts = PromptTaps(self.binding.target.model, layers, lengths, start, self.sinks, self.window)
+        self._prompts = PromptTaps(self.binding.target.model, layers, lengths, starts, self.sinks, self.window)
         with self._prompts:
             yield
 

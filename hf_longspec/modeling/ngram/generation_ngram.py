@@ -259,9 +259,9 @@ class JoinedDrafter(Drafter):
         """Bytes of the state of both drafters."""
         return self.inner.state_bytes + self.ngrams.state_bytes
 
-    def watch_prefill(self, lengths: Sequence[int], start: int) -> AbstractContextManager[Any]:
+    def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> AbstractContextManager[Any]:
         """As the other drafter."""
-        return self.inner.watch_prefill(lengths, start)
+        return self.inner.watch_prefill(lengths, starts)
 
     def attention(self) -> AbstractContextManager[None]:
         """Return the context of the other drafter."""

@@ -156,7 +156,7 @@ def test_taps_are_hidden_states(target, chunk):
     assert torch.equal(caught.hidden, torch.cat(states, -1))
     cache = SpeculativeCache(model.config, 1, 40)
     view = TargetView(model)
-    with torch.no_grad(), PromptTaps(model, layers, [23], 0, sinks=3, window=6) as taps:
+    with torch.no_grad(), PromptTaps(model, layers, [23], [0], sinks=3, window=6) as taps:
         view.prefill(ids[:, :22], cache, chunk)
     positions, kept = taps.of_row(0)
     assert positions.tolist() == [0, 1, 2, 17, 18, 19, 20, 21]
