@@ -83,6 +83,13 @@ MUTATIONS = (
         "tests/generation/test_verification_distribution.py",
     ),
     Mutation(
+        "Scores without a distribution are an error",
+        "generation/verification.py",
+        "return torch.where(best.isfinite(), token, -1)",
+        "return token",
+        "tests/generation/test_sampling.py",
+    ),
+    Mutation(
         "The noise of a position is used once",
         "generation/noise.py",
         "            del kept[:count]\n",
@@ -223,10 +230,10 @@ MUTATIONS = (
         "tests/training/test_training_eagle3.py",
     ),
     Mutation(
-        "Criteria see the whole batch at the length of the new token",
+        "Criteria see a column when every growing row has reached it",
         "generation/sequences.py",
-        "            ids = self.tokens[:, :length]\n",
-        "            ids = self.tokens[rows, :length]\n",
+        "if self._shown >= min(growing, default=max(lengths)):",
+        "if self._shown >= max(lengths):",
         "tests/generation/test_sequences.py",
     ),
     Mutation(

@@ -47,7 +47,7 @@ logger = logging.get_logger(__name__)
 def decode(
     model: PreTrainedModel,
     draft: Any,
-    input_ids: torch.LongTensor,
+    input_ids: torch.Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -62,9 +62,13 @@ def decode(
 
     Raises:
         ValueError: If target, draft or arguments are not supported. Nothing has been generated or changed then.
+        RuntimeError: If a token is to be sampled by scores that are all -inf, or of which one is nan or inf, as in
+            `generate`.
         KeyboardInterrupt: After Ctrl-C. The text so far is `draft.last_speculation.partial_sequences`, and
             `past_key_values` holds a beginning of it.
     """
+    if input_ids.dtype == torch.int32:
+        input_ids = input_ids.long()  # the type of generated tokens
     target = TargetView(model, runner_of(draft.setting("compile"), model, draft, input_ids.device))
     refuse_unsupported(target, draft, input_ids, logits_processor, generation_config, model_kwargs)
     session = Session(
@@ -98,7 +102,7 @@ class Session:
         self,
         target: TargetView,
         draft: Any,
-        input_ids: torch.LongTensor,
+        input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
@@ -228,12 +232,13 @@ class Session:
         acceptance, scores, whole = self._accept(tree, step.logits)
         host = whole.tolist()  # the only host read of an iteration
         waiting = self.rotary.waiting(self.cache.lengths.host)
-        chosen = [[] if waits else row[2 : 2 + row[0]] for row, waits in zip(host, waiting, strict=True)]
-        emitted = self.sequences.append(chosen, scores)
+        rows = zip(host, waiting, self.sequences.done, strict=True)
+        chosen = [[] if waits or is_done else row[2 : 2 + row[0]] for row, waits, is_done in rows]
+        self.outputs.keep(scores, step.logits, acceptance.path, list(map(len, chosen)))
+        emitted = self.sequences.append(chosen, self.outputs.scores_of if self.outputs.wants_scores else None)
         self.rule.advance(emitted)
         roots = acceptance.next_root
         self.root = torch.where(on_device(waiting, roots.device).bool(), self.root, roots) if any(waiting) else roots
-        self.outputs.keep(scores, step.logits, acceptance.path, emitted)
         if is_counted:
             self._count(tree, host, emitted)
         tokens = [row[:count] for row, count in zip(chosen, emitted, strict=True)]
@@ -279,10 +284,10 @@ class Session:
 
     def keep_partial(self) -> None:
         """Keep after Ctrl-C the generated text and the committed part of the cache, and end the stream."""
+        self.sequences.interrupt()
         if not any(self.sequences.generated):
             self.forget()
             return
-        self.sequences.interrupt()
         self._settle()
         self.stats.partial_sequences = self.sequences.output()
         self.sequences.end()

@@ -27,20 +27,21 @@ class Outputs:
         self.wants_logits = bool(self.as_dict and config.output_logits)
         self._scores: Kept = [[] for _ in range(batch_size)]
         self._logits: Kept = [[] for _ in range(batch_size)]
+        self._columns: list[torch.Tensor] = []  # scores of columns, made when they are asked for
 
-    def keep(self, scores: torch.Tensor | None, logits: torch.Tensor, path: torch.Tensor, emitted: list[int]) -> None:
-        """Keep scores and logits of the tokens that a step emitted.
+    def keep(self, scores: torch.Tensor | None, logits: torch.Tensor, path: torch.Tensor, counts: list[int]) -> None:
+        """Keep scores and logits of the tokens that a step accepted. Those after the end of a row are not returned.
 
         Args:
             scores (`torch.Tensor` of shape `(B, M, V)`, *optional*): Processed scores along the path.
             logits (`torch.Tensor` of shape `(B, N, V)`): Raw logits of every node.
             path (`torch.LongTensor` of shape `(B, M)`): Nodes that were kept.
-            emitted (`list[int]`): Number of tokens that each row emitted.
+            counts (`list[int]`): Number of tokens of each row.
         """
         if self.wants_scores and scores is not None:
-            _extend(self._scores, scores, emitted)
+            _extend(self._scores, scores, counts)
         if self.wants_logits:
-            _extend(self._logits, along_path(logits.float(), path), emitted)
+            _extend(self._logits, along_path(logits.float(), path), counts)
 
     def result(
         self, sequences: Sequences, cache: Any, stats: SpeculationStats
@@ -49,27 +50,31 @@ class Outputs:
         tokens = sequences.output()
         if not self.as_dict:
             return tokens
+        count = max(map(len, sequences.generated))
         output = GenerateDecoderOnlyOutput(
             sequences=tokens,
-            scores=_by_position(self._scores, sequences),
-            logits=_by_position(self._logits, sequences),
+            scores=self.scores_of(sequences, count) if any(self._scores) else None,
+            logits=_columns(self._logits, sequences, range(count)) if any(self._logits) else None,
             past_key_values=cache,
         )
         output.speculation = stats
         return output
 
+    def scores_of(self, sequences: Sequences, count: int) -> tuple[torch.Tensor, ...]:
+        """Return the scores `(batch, vocab)` of the first `count` generated columns, which do not change any more."""
+        self._columns += _columns(self._scores, sequences, range(len(self._columns), count))
+        return tuple(self._columns)
 
-def _extend(kept: Kept, values: torch.Tensor, emitted: list[int]) -> None:
-    for row, count in enumerate(emitted):
+
+def _extend(kept: Kept, values: torch.Tensor, counts: list[int]) -> None:
+    for row, count in enumerate(counts):
         kept[row].extend(values[row, :count].unbind(0))
 
 
-def _by_position(rows: Kept, sequences: Sequences) -> tuple[torch.Tensor, ...] | None:
-    """Return one `(batch, vocab)` tensor per generated position, with zeros for rows that have ended before it."""
-    if not any(rows):
-        return None
-    longest = max(map(len, sequences.generated))
+def _columns(rows: Kept, sequences: Sequences, places: range) -> tuple[torch.Tensor, ...]:
+    """Return one `(batch, vocab)` tensor per generated place, with zeros for rows that have ended before it."""
     filler = torch.zeros_like(next(row[0] for row in rows if row))
+    pairs = list(zip(rows, sequences.generated, strict=True))
     return tuple(
-        torch.stack([row[position] if position < len(row) else filler for row in rows]) for position in range(longest)
+        torch.stack([row[place] if place < len(tokens) else filler for row, tokens in pairs]) for place in places
     )

@@ -27,7 +27,7 @@ from .verification import (
     accept_rejection,
     accept_sampled,
     draw_noise,
-    exponential_race,
+    drawn,
     perturbed_log_probs,
     walk_lazily,
 )
@@ -135,10 +135,13 @@ class TokenRule:
         self._tried.write([length + depth for length in self.sequences.lengths], tokens)
 
     def choose(self, scores: torch.Tensor, depth: int = 0) -> torch.Tensor:
-        """Return the token `(batch,)` that the rule chooses by `scores`, with the noise row of `depth`."""
+        """Return the token `(batch,)` that the rule chooses by `scores`, with the noise row of `depth`.
+
+        It is -1 if none can be drawn.
+        """
         if not self.do_sample:
             return scores.argmax(-1)
-        return exponential_race(scores, self.noise_of(depth + 1)[:, depth])
+        return drawn(scores, self.noise_of(depth + 1)[:, depth])
 
     def noise_of(self, count: int) -> torch.Tensor:
         """Return the noise `(batch, count, vocab)` that decides the next `count` tokens."""
@@ -255,7 +258,7 @@ class TokenRule:
         def choose(depth: int, node: torch.Tensor) -> torch.Tensor:
             scores.append(self.scores_at(logits[rows, node], depth))
             token = self.choose(scores[-1], depth)
-            self.try_out(depth, token)
+            self.try_out(depth, token.clamp_min(0))
             return token
 
         return walk_lazily(tree, choose), torch.stack(scores, 1)

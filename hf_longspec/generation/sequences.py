@@ -3,7 +3,7 @@
 import copy
 from array import array
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class TextBuffer:
 
     def __init__(self, input_ids: torch.Tensor, generated: "list[array[int]]", width: int, pad_token_id: int):
         self.generated = generated
+        self.pad_token_id = pad_token_id
         self.prompt_length = input_ids.shape[1]
         self.tokens = input_ids.new_full((len(generated), width), pad_token_id)
         self.tokens[:, : self.prompt_length] = input_ids
@@ -52,6 +53,12 @@ class TextBuffer:
         rows = torch.arange(len(columns), device=self.tokens.device)
         self.tokens[rows, on_device(columns, self.tokens.device)] = tokens
 
+    def cut(self, row: int, count: int) -> None:
+        """Drop all but the first `count` generated tokens of a row that will not grow any more."""
+        if len(self.generated[row]) > count:
+            del self.generated[row][count:]
+            self.tokens[row, self.prompt_length + count :] = self.pad_token_id
+
     def copy(self) -> "TextBuffer":
         """Return a buffer of its own for the same text."""
         other = copy.copy(self)
@@ -68,10 +75,10 @@ class Sequences:
             Prompts of the user, left padding included, so that processors and criteria get the same input as in plain
             `generate`.
         stopping_criteria (`StoppingCriteriaList`):
-            Checked after every single token of every row. Criteria other than length and end of sequence are called
-            with the whole batch `(batch, length)`, once for all rows that have just reached this length. Longer rows
-            are cut, shorter ones padded. A result per row applies to the rows of this length. A single result ends all
-            rows at their present length, and so does a criterion that raises StopIteration.
+            Criteria other than length and end of sequence are shown the batch column by column, as in `generate`: the
+            first columns `(batch, length)`, once all rows that have not ended have reached this length. Finished rows
+            are padded, and rows that are ahead lose their further tokens if they are stopped here. A result per row
+            stops these rows, a single result all of them. A criterion that raises StopIteration ends all rows here.
 
             Without a criterion that has an `eos_token_id`, a stopped row keeps growing until all rows have been
             stopped, as in `generate`, which has no token to pad with then.
@@ -100,8 +107,11 @@ class Sequences:
         self.interrupted = False
         self._eos: set[int] = set()
         self._slow: list[Any] = []
-        # length at which a criterion first stopped a row
-        self._stopped: list[int | None] = [None] * batch_size
+        # columns that the criteria have been shown, and the rows that they have stopped
+        self._shown = prompt_length
+        self._stopped = [False] * batch_size
+        # rows whose next token cannot be drawn
+        self._stuck: set[int] = set()
         self._rows_pause = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         for criterion in stopping_criteria:
             if type(criterion) is EosTokenCriteria:
@@ -145,83 +155,93 @@ class Sequences:
                 groups[length].append(row)
         return groups
 
-    def append(self, accepted: Sequence[Sequence[int]], scores: torch.Tensor | None = None) -> list[int]:
+    def append(self, accepted: Sequence[Sequence[int]], scores: Callable[..., Any] | None = None) -> list[int]:
         """Emit the tokens of each row up to its stop, and return how many each row emitted.
 
         Args:
-            accepted (`Sequence[Sequence[int]]`): Tokens of each row, in order.
-            scores (`torch.Tensor` of shape `(batch, M, vocab)`, *optional*): Argument `scores` of custom criteria.
+            accepted (`Sequence[Sequence[int]]`): Tokens of each row, in order; -1 for one that could not be drawn.
+            scores (`Callable`, *optional*): Function of the sequences and of a number of generated tokens, to the
+                argument `scores` of custom criteria.
+
+        Raises:
+            RuntimeError: If the text needs a token that could not be drawn, as in `generate`.
         """
-        counts = [0] * self.batch_size
-        for place in range(max(map(len, accepted))):
-            grown = [row for row, tokens in enumerate(accepted) if place < len(tokens) and not self.done[row]]
-            for row in grown:
-                token = accepted[row][place]
+        before = list(map(len, self.generated))
+        for row, tokens in enumerate(accepted):
+            for token in tokens:
+                if self.done[row]:
+                    break
+                if token < 0:
+                    self._stuck.add(row)
+                    self.done[row] = True
+                    break
                 self.generated[row].append(token)
-                counts[row] += 1
                 length = self.prompt_length + len(self.generated[row])
-                if token in self._eos or length >= self.max_length:
-                    self._stop(row, length)
-            if self._slow:
-                self._ask_criteria(grown, None if scores is None else tuple(scores[:, : place + 1].unbind(1)))
-            self._end_together()
+                self.done[row] = token in self._eos or length >= self.max_length
+        if self._slow or self._stuck:
+            self._show_columns(scores)
         if self._streamer is not None:
             self._stream(self._streamer)
-        return counts
+        return [max(0, len(tokens) - count) for tokens, count in zip(self.generated, before, strict=True)]
 
-    def _stop(self, row: int, length: int) -> None:
-        if self._stopped[row] is None:
-            self._stopped[row] = length
-        self.done[row] = self._rows_pause or length >= self.max_length
-
-    def _ask_criteria(self, grown: list[int], scores: tuple[torch.Tensor, ...] | None) -> None:
-        """Call the user's criteria for the rows that have a new token, once per length."""
-        groups: dict[int, list[int]] = defaultdict(list)
-        for row in grown:
-            if self._stopped[row] is None:
-                groups[self.prompt_length + len(self.generated[row])].append(row)
-        for length, rows in groups.items():
-            ids = self.tokens[:, :length]
+    def _show_columns(self, scores: Callable[..., Any] | None) -> None:
+        """Call the user's criteria for every column that all growing rows have reached, in order."""
+        while True:
+            lengths = self.lengths
+            if stuck := [row for row in sorted(self._stuck) if lengths[row] <= self._shown]:
+                raise RuntimeError(
+                    f"probability tensor contains either `inf`, `nan` or element < 0: token {self._shown} of row "
+                    f"{stuck[0]} cannot be sampled, because all its scores are -inf, or one is inf or nan. Check the "
+                    "temperature, the logits processors and the model's precision."
+                )
+            growing = [length for length, done in zip(lengths, self.done, strict=True) if not done]
+            if self._shown >= min(growing, default=max(lengths)):
+                return
+            self._shown += 1
             try:
-                answers = [self._answer(criterion(ids, scores)) for criterion in self._slow]
+                stops = self._ask_criteria(scores)
             except StopIteration:
                 self.interrupt()
                 return
-            stops = [any(column) for column in zip(*answers, strict=True)]
-            if self._ranks is not None:  # a criterion may depend on the clock, and ranks that disagree would deadlock
-                stops = list(map(bool, self._ranks.first(stops)))
-            *of_rows, of_all = stops
-            for row, own in enumerate(self.lengths):
-                if of_all or (row in rows and of_rows[row]):
-                    self._stop(row, own)
+            self._stopped = [was or now for was, now in zip(self._stopped, stops, strict=True)]
+            if self._rows_pause or all(self._stopped):
+                for row, is_stopped in enumerate(self._stopped):
+                    if is_stopped:
+                        self._end(row)
+
+    def _ask_criteria(self, scores: Callable[..., Any] | None) -> list[bool]:
+        """Return for each row whether a criterion of the user stops it at the last column that is shown."""
+        ids = self.tokens[:, : self._shown]
+        given = None if scores is None else scores(self, self._shown - self.prompt_length)
+        answers = [self._answer(criterion(ids, given)) for criterion in self._slow]
+        stops = [any(column) for column in zip(*answers, strict=True)] or self._stopped
+        if self._ranks is not None:  # a criterion may depend on the clock, and ranks that disagree would deadlock
+            stops = list(map(bool, self._ranks.first(stops)))
+        return stops
+
+    def _end(self, row: int) -> None:
+        """End a row at the last column that is shown."""
+        self.done[row] = True
+        self._stuck.discard(row)
+        self.buffer.cut(row, self._shown - self.prompt_length)
 
     def interrupt(self) -> None:
-        """End all rows at their present length."""
+        """End all rows at their present length, or at the last column that the user's criteria were shown."""
         self.interrupted = True
         self.done = [True] * self.batch_size
+        if self._slow:
+            for row in range(self.batch_size):
+                self._end(row)
 
     def _answer(self, answer: Any) -> list[bool]:
-        """Return the result of a criterion as one value for each row, followed by one for all rows."""
+        """Return the result of a criterion as one value for each row."""
         given = torch.as_tensor(answer).bool().flatten().tolist()
-        if len(given) == self.batch_size:
-            return [*given, False]
-        if len(given) == 1:
-            return [False] * self.batch_size + given
-        raise ValueError(
-            f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one for each row, "
-            "or a single one. Correct the criterion."
-        )
-
-    def _end_together(self) -> None:
-        """End all rows at the length at which the last of them was stopped, if there is no end token."""
-        if self._rows_pause or None in self._stopped:
-            return
-        length = max(stopped for stopped in self._stopped if stopped is not None)
-        self.max_length = length
-        self.done = [own >= length for own in self.lengths]
-        if self.finished:
-            for tokens in self.generated:
-                del tokens[length - self.prompt_length :]
+        if len(given) not in (1, self.batch_size):
+            raise ValueError(
+                f"a stopping criterion returned {len(given)} values for {self.batch_size} rows: expected one for each "
+                "row, or a single one. Correct the criterion."
+            )
+        return given * (self.batch_size // len(given))
 
     def _stream(self, streamer: BaseStreamer) -> None:
         """Stream every position that all rows have reached, with padding for finished rows."""

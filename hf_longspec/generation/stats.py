@@ -48,7 +48,7 @@ class SpeculationStats:
         num_out_of_draft_vocabulary (`int`): Number of tokens of the text that the draft cannot propose, because its
             vocabulary is smaller than the target's.
         num_emitted_tokens (`int`): Number of tokens that verifications emitted, bonus tokens included, without those
-            of plain steps.
+            of plain steps. Tokens of earlier steps that a stopping criterion cut off are included.
         acceptance_histogram (`list[int]`): Entry k is the number of row-steps that emitted k drafted tokens.
         prefill_seconds (`float`): Time to the first token.
         draft_seconds (`float`): Time in the drafter, its update after each verification included.

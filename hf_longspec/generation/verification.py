@@ -36,7 +36,8 @@ class Acceptance:
         num_nodes (`torch.LongTensor` of shape `(batch_size,)`):
             n of each row: nodes to commit, and tokens emitted.
         tokens (`torch.LongTensor` of shape `(batch_size, M)`):
-            Tokens emitted, the bonus token last; from place n on, 0.
+            Tokens emitted, the bonus token last; from place n on, 0. The bonus token is -1 if it could not be drawn,
+            see [`drawn`].
     """
 
     path: Tensor
@@ -45,10 +46,9 @@ class Acceptance:
 
     @cached_property
     def next_root(self) -> Tensor:
-        """The bonus token of each row, `(batch_size,)`, which the next tree grows from."""
-        if self.tokens.shape[1] == 1:
-            return self.tokens[:, 0]
-        return self.tokens.gather(1, self.num_nodes[:, None] - 1).squeeze(1)
+        """The bonus token of each row, `(batch_size,)`, which the next tree grows from; 0 if it could not be drawn."""
+        bonus = self.tokens if self.tokens.shape[1] == 1 else self.tokens.gather(1, self.num_nodes[:, None] - 1)
+        return bonus.squeeze(1).clamp_min(0)
 
 
 def packed(acceptance: Acceptance, valid: Tensor) -> Tensor:
@@ -167,6 +167,19 @@ def exponential_race(scores: Tensor, noise: Tensor) -> Tensor:
     return perturbed_log_probs(scores, noise).argmax(-1)
 
 
+def drawn(scores: Tensor, noise: Tensor) -> Tensor:
+    """Return the tokens of [`exponential_race`], and -1 where the scores give no distribution.
+
+    These are scores that are all -inf, or of which one is nan or inf, for which `torch.multinomial` raises an error. No
+    node of a tree holds -1, so a walk ends there.
+
+    >>> drawn(torch.tensor([[0.9, 0.1], [0.0, 0.0], [0.5, torch.nan]]).log(), torch.ones(3, 2)).tolist()
+    [0, -1, -1]
+    """
+    best, token = perturbed_log_probs(scores, noise).max(-1)
+    return torch.where(best.isfinite(), token, -1)
+
+
 def perturbed_log_probs(scores: Tensor, noise: Tensor) -> Tensor:
     """Return the log-probabilities perturbed by the noise, of which [`exponential_race`] takes the largest.
 
@@ -204,10 +217,10 @@ def accept_sampled(tree: DraftTree, scores: Tensor, noise: Tensor) -> Acceptance
         raise ValueError(f"noise has {noise.shape[1]} rows, expected {tree.max_depth + 1}. Draw one for each depth.")
     if tree.is_chain or tree.max_depth == 0:  # node i has depth i
         reached = tree.max_depth + 1
-        return walk(tree, exponential_race(scores[:, :reached], noise[:, :reached]))
+        return walk(tree, drawn(scores[:, :reached], noise[:, :reached]))
 
     def draw(depth: int, node: Tensor) -> Tensor:
-        return exponential_race(_row(scores, node), noise[:, depth])
+        return drawn(_row(scores, node), noise[:, depth])
 
     return walk_lazily(tree, draw)
 
@@ -251,7 +264,7 @@ def accept_rejection(tree: DraftTree, scores: Tensor, uniforms: Tensor, noise: T
     accepted = (accepted & tree.valid[:, 1:]).long().cumprod(1)  # [B, N - 1]
     num_nodes = accepted.sum(1) + 1
     weights = _bonus_distribution(p, q, tree.valid, num_nodes)
-    bonus = exponential_race(weights.log(), noise)
+    bonus = drawn(weights.log(), noise)
     return _along_chain(tree.tokens, num_nodes, bonus)
 
 

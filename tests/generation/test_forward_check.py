@@ -77,6 +77,12 @@ def generate(model, lengths=ONE, draft=None, **options):
     )
 
 
+def generate_plain(model, lengths):
+    input_ids, attention_mask = tiny_prompts(128, lengths)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": 1}
+    return model.generate(input_ids, attention_mask=attention_mask, **options)
+
+
 def gap_of(model, lengths, monkeypatch):
     """Largest gap between logits in the check, over their standard deviation."""
     found = []
@@ -136,6 +142,31 @@ def test_a_lost_tree_mask_is_refused(monkeypatch):
     monkeypatch.setattr(TreeContext, "windowed_mask", lambda self, window: torch.ones_like(self.mask))
     with pytest.raises(ValueError, match="cannot be verified"):
         generate(tiny_target("llama"))
+
+
+class MasksTokens(LlamaForCausalLM):
+    """Some tokens of its vocabulary are never emitted."""
+
+    value = -torch.inf
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits[..., 5:9] = self.value
+        return out
+
+
+class Broken(MasksTokens):
+    value = torch.nan
+
+
+@pytest.mark.parametrize("kind", [MasksTokens, Broken])
+def test_logits_that_are_no_numbers_are_compared(kind):
+    """The text is that of stock `generate`, also where that is not sensible."""
+    model = as_class(kind)
+    assert generate(model, RAGGED).tolist() == generate_plain(model, RAGGED).tolist()
+    forward_check._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]))
+    with pytest.raises(ValueError, match="cannot be verified"):
+        forward_check._compare(TargetView(model), torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]))
 
 
 class TestHowOften:

@@ -152,6 +152,30 @@ def test_drafters(name, steps, sampled, lengths, monkeypatch):
         assert bool(cuda.replays) == (steps == "graph")
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["plain", "longspec", "specattn"])
+def test_scores_without_a_distribution_travel_with_the_read(name, monkeypatch):
+    """A token of the text, after which all scores are nan: the graph that accepts tells it, in the same single read."""
+    model = tiny_target("llama", vocab_size=128)
+    draft, prompts = make_draft(name, model), tiny_prompts(128, (9, 5))
+    draft.generation_config.compile = "graph"
+    with simulated() as cuda:
+        placed = cuda.place(prompts)
+        cuda.place(model), cuda.place(draft)
+        text = cuda.fetch(generate(model, draft, *placed, True))
+        late = text[0, 9 + 8 :].tolist()
+        token = next(
+            token for token in late if token not in text[:, : 9 + 8].tolist()[0] + prompts[0].flatten().tolist()
+        )
+        iterations = watch(cuda, monkeypatch)
+        model.get_input_embeddings().weight[token] = torch.nan
+        graphs = len(cuda.graphs)
+        with pytest.raises(RuntimeError, match="probability tensor contains either"):
+            generate(model, draft, *placed, True)
+        assert len(iterations) > 1 and cuda.replays and len(cuda.graphs) == graphs
+        assert {(iteration.reads, iteration.writes) for iteration in iterations} == {(1, 0)}
+
+
 class Fused(torch.autograd.Function):
     """As libraries of fused kernels write their operations. The activation is not the target's, so that it shows."""
 

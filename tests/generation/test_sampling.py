@@ -9,7 +9,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation.logits_process import (
     EtaLogitsWarper,
     TemperatureLogitsWarper,
@@ -226,3 +226,98 @@ def test_noise_is_not_drawn_when_nothing_is_sampled(plain_run, monkeypatch):
     before = torch.get_rng_state()
     assert run.again(run.draft("specattn")).tolist() == run.sequences.tolist()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Spoiled(LogitsProcessor):
+    """Writes a value over all scores of one row, or of all, from a column on."""
+
+    stateless = True
+
+    def __init__(self, column, value, row=slice(None)):
+        self.column, self.value, self.row = column, value, row
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self.column:
+            scores = scores.clone()
+            scores[self.row] = self.value
+        return scores
+
+
+class SpoiledByRank(LogitsProcessor):
+    """Writes a value over the scores of a row whose best token is one of a set, so that it needs no text."""
+
+    history_free = True
+
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, input_ids, scores):
+        return torch.where(scores.argmax(-1, keepdim=True) % 4 == 0, self.value, scores)
+
+
+def error_of(model, draft, **options):
+    try:
+        return sample(model, draft, **options)
+    except RuntimeError as error:
+        return str(error).split(":")[0]
+
+
+COUPLED, REJECTION = {"acceptance": "coupled"}, {"acceptance": "rejection"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "lengths", "options"),
+    [
+        ("tree", {}, (21,), {"temperature": 1e-38}),
+        ("chain", {}, RAGGED, {"temperature": 1e-38}),
+        ("specattn", REJECTION, RAGGED, {"temperature": 1e-38}),
+        ("tree", {}, RAGGED, {"logits_processor": [Spoiled(38, torch.nan)]}),
+        ("chain", {}, (33,), {"logits_processor": [Spoiled(38, -torch.inf)]}),
+        ("specattn", COUPLED, RAGGED, {"logits_processor": [Spoiled(37, -torch.inf, 1)]}),
+        ("specattn", REJECTION, RAGGED, {"logits_processor": [Spoiled(41, torch.inf, 2)]}),
+        ("plain", {}, RAGGED, {"logits_processor": [Spoiled(36, torch.nan, 0)]}),
+        ("tree", {}, RAGGED, {"logits_processor": [SpoiledByRank(-torch.inf)]}),
+        ("chain", {}, RAGGED, {"logits_processor": [SpoiledByRank(torch.nan)]}),
+        ("specattn", COUPLED, RAGGED, {"logits_processor": [SpoiledByRank(torch.inf)]}),
+        ("specattn", REJECTION, RAGGED, {"logits_processor": [SpoiledByRank(-torch.inf)]}),
+    ],
+    ids=str,
+)
+def test_scores_without_a_distribution_are_the_error_of_stock_generate(plain_run, kind, settings, lengths, options):
+    run = plain_run("llama", lengths, max_new_tokens=12)
+    expected = error_of(run.model, None, lengths=lengths, **options)
+    assert expected.startswith("probability tensor contains either")
+    if kind in ("tree", "chain"):
+        settings = {"hints": run.generated, "luck": 0.8}
+    draft = run.draft(kind, **settings)
+    for _ in range(2):
+        assert error_of(run.model, draft, lengths=lengths, **options) == expected
+    assert len(sample(run.model, draft, lengths=lengths)) == len(lengths)  # the next call works
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [("tree", RAGGED), ("chain", (33,)), ("specattn", RAGGED)])
+def test_scores_after_the_text_need_no_distribution(plain_run, kind, lengths):
+    """They are computed for drafted tokens beyond the limit, and beyond an end token."""
+    run = plain_run("llama", lengths, max_new_tokens=12)
+    spoiled = {"logits_processor": [Spoiled(33 + 12, torch.nan)], "lengths": lengths}
+    draft = run.draft(kind, **({} if kind == "specattn" else {"hints": run.generated, "luck": 0.9}))
+    plain = PlainDraftModel.from_target(run.model)
+    texts = [error_of(run.model, one, top_k=2, **spoiled) for one in (plain, draft)]
+    assert "probability" not in texts and len(texts[1][0]) == 12
+    assert kind == "specattn" or texts[0] == texts[1]  # it rejects by other numbers
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "processor"),
+    [
+        ("tree", RAGGED, Spoiled(37, torch.nan)),
+        ("chain", (33,), Spoiled(37, -torch.inf)),
+        ("specattn", RAGGED, SpoiledByRank(torch.nan)),
+        ("tree", RAGGED, SpoiledByRank(-torch.inf)),
+    ],
+    ids=str,
+)
+def test_greedy_text_with_such_scores_is_that_of_stock_generate(plain_run, kind, lengths, processor):
+    run = plain_run("llama", lengths, max_new_tokens=9, logits_processor=[processor])
+    assert any(0 in row for row in run.generated)  # the argmax of equal scores, or of nan
+    assert run.again(run.draft(kind)).tolist() == run.sequences.tolist()

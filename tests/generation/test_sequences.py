@@ -13,8 +13,9 @@ from transformers.generation.stopping_criteria import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from hf_longspec import NgramDraftModel
 from hf_longspec.generation.sequences import Sequences
-from hf_longspec.testing import PAD_TOKEN_ID, tiny_prompts
+from hf_longspec.testing import PAD_TOKEN_ID, random_longspec_draft, tiny_prompts
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -90,28 +91,31 @@ class TestAlone:
         assert rows.append([[7], [7]]) == [0, 1]
         assert rows.finished and [row.tolist() for row in rows.generated] == [[11, 8], [13, 14, 7]]
 
-    def test_criteria_see_the_batch_at_the_length_of_the_new_token(self):
-        """Rows that are longer are cut, rows that are shorter padded; rows of one length share a call."""
+    def test_criteria_see_every_column_once_as_without_a_draft(self):
+        """When all growing rows have reached it. Rows that are ahead are cut, rows that have ended are padded."""
         criterion = Recall(lambda row: row[-1] == 30)
-        rows = sequences([criterion, EosTokenCriteria(torch.tensor([7]))])
-        first, second = rows.tokens[:, :4].tolist()
-        assert rows.append([[11, 30, 12], [13]]) == [2, 1] and rows.done == [True, False]
-        assert rows.append([[], [14, 15, 16]]) == [0, 3]
-        assert criterion.batches == [
-            [[*first, 11], [*second, 13]],
-            [[*first, 11, 30], [*second, 13, PAD_TOKEN_ID]],
-            [[*first, 11, 30], [*second, 13, 14]],
-            [[*first, 11, 30, PAD_TOKEN_ID], [*second, 13, 14, 15]],
-            [[*first, 11, 30, PAD_TOKEN_ID, PAD_TOKEN_ID], [*second, 13, 14, 15, 16]],
-        ]
+        rows = sequences([criterion, EosTokenCriteria(torch.tensor([7]))], batch_size=3, max_length=12)
+        first, second, third = rows.tokens[:, :4].tolist()
+        assert rows.append([[11, 12, 30, 13, 14], [21, 22], [31, 7]]) == [5, 2, 2]
+        assert rows.done == [False, False, True]
+        assert rows.append([[15, 7], [23], []]) == [0, 1, 0] and rows.done == [True, False, True]
+        assert rows.append([[], [24, 30, 25], []]) == [0, 2, 0] and rows.finished
+        pad = PAD_TOKEN_ID
+        whole = [[*first, 11, 12, 30, pad, pad], [*second, 21, 22, 23, 24, 30], [*third, 31, 7, pad, pad, pad]]
+        assert criterion.batches == [[row[:length] for row in whole] for length in range(5, 10)]
+        assert rows.output().tolist() == whole
 
-    def test_criteria_get_the_scores_of_the_step_so_far(self):
-        given = []
-        keep = Answer(lambda ids, scores: bool(given.append(scores)))
-        scores = torch.rand(2, 2, 50)
-        sequences([keep]).append([[11, 12], [13]], scores)
-        assert [len(seen) for seen in given] == [1, 2]
-        assert torch.equal(given[1][0], scores[:, 0]) and torch.equal(given[1][1], scores[:, 1])
+    def test_a_single_answer_ends_all_rows_at_one_column(self):
+        """Rows that are ahead lose what they have more."""
+        streamer = Recorder()
+        fourth = Answer(lambda ids, scores: ids.shape[1] == 8)
+        rows = sequences([fourth, EosTokenCriteria(torch.tensor([7]))], 3, max_length=12, streamer=streamer)
+        assert rows.append([[11, 12, 13, 14, 15, 7], [21], [31, 32, 7]]) == [6, 1, 3]
+        assert rows.append([[], [22, 23], []]) == [0, 2, 0] and rows.done == [True, False, True]
+        assert rows.append([[], [24, 25], []]) == [0, 1, 0] and rows.finished
+        assert rows.output()[:, 4:].tolist() == [[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 7, PAD_TOKEN_ID]]
+        rows.end()
+        assert streamer.puts == [[11, 21, 31], [12, 22, 32], [13, 23, 7], [14, 24, PAD_TOKEN_ID]]
 
     def test_without_end_tokens_rows_end_together(self):
         """Each row is stopped by a token of its own; the others grow on until the last one is stopped."""
@@ -119,10 +123,27 @@ class TestAlone:
         streamer = Recorder()
         rows = sequences([of_rows], streamer=streamer)
         assert rows.append([[11, 30, 12, 13], [14]]) == [4, 1] and rows.done == [False, False]
-        assert rows.append([[15], [31]]) == [1, 1] and rows.finished  # the first row is cut to the second one's length
+        assert rows.append([[15], [31]]) == [0, 1] and rows.finished  # the first row is cut to the second one's length
         assert rows.output()[:, 4:].tolist() == [[11, 30], [14, 31]]
         rows.end()
         assert streamer.puts == [[11, 14], [30, 31]]
+
+    def test_a_token_that_cannot_be_drawn_is_an_error_when_the_text_needs_it(self):
+        """Not after the end of a row, and not while a criterion may still end the row before."""
+        eos, bad = EosTokenCriteria(torch.tensor([7])), -1
+        rows = sequences([eos])
+        assert rows.append([[11, 7, bad], [12, 13]]) == [2, 2] and rows.done == [True, False]
+        with pytest.raises(RuntimeError, match=r"probability tensor contains either.*token 6 of row 1"):
+            rows.append([[], [bad]])
+        for last in (7, 8):
+            rows = sequences([eos, Answer(lambda ids, scores, last=last: ids.shape[1] == last)])
+            assert rows.append([[11, 12, 13, bad], [21]]) == [3, 1] and not rows.finished
+            if last == 8:  # one column too late
+                with pytest.raises(RuntimeError, match="token 7 of row 0"):
+                    rows.append([[], [22, 23, 24]])
+            else:
+                assert rows.append([[], [22, 23, 24]]) == [0, 2] and rows.finished
+                assert rows.output()[:, 4:].tolist() == [[11, 12, 13], [21, 22, 23]]
 
     def test_a_criterion_must_answer_for_every_row(self):
         three = Answer(lambda ids, scores: torch.zeros(3, dtype=torch.bool))
@@ -143,11 +164,12 @@ class TestAlone:
 
         streamer = Recorder()
         rows = sequences([Enough()], streamer=streamer)
-        assert rows.append([[11, 12, 13], [14]]) == [2, 1] and rows.finished and rows.interrupted
+        assert rows.append([[11, 12, 13], [14]]) == [3, 1] and not rows.finished
+        assert rows.append([[15], [21, 22]]) == [0, 1] and rows.finished and rows.interrupted
         assert rows.append([[21], [22]]) == [0, 0]
-        assert rows.output()[:, 4:].tolist() == [[11, 12], [14, PAD_TOKEN_ID]]
+        assert rows.output()[:, 4:].tolist() == [[11, 12], [14, 21]]
         rows.end()
-        assert streamer.puts == [[11, 14], [12, PAD_TOKEN_ID]] and streamer.ends == 1
+        assert streamer.puts == [[11, 14], [12, 21]] and streamer.ends == 1
 
     def test_an_interrupted_streamer_gets_no_token_twice(self):
         """Whether it took the token is unknown, so nothing more is handed on."""
@@ -212,15 +234,76 @@ def test_a_criterion_with_an_answer_for_each_place_in_the_batch(plain_run, kind,
     assert len(out.scores) == len(run.generated[0])
 
 
-def test_a_custom_criterion_gets_the_scores_of_its_token(plain_run):
-    """As in plain generation, if scores are asked for; the last one belongs to the last token."""
-    given = []
-    keep = Answer(lambda ids, scores: bool(given.append((int(ids[0, -1]), int(scores[-1][0].argmax())))))
-    run = plain_run("llama", ONE, max_new_tokens=9)
-    options = {"output_scores": True, "return_dict_in_generate": True}
-    run.again(run.draft("tree"), stopping_criteria=StoppingCriteriaList([keep]), **options)
-    assert len(given) == 8  # the ninth token ends the text by its length
-    assert all(token == best for token, best in given)
+class Judge(StoppingCriteria):
+    """Gives one answer for the batch, by all rows and, if there are any, all scores; remembers what it was shown."""
+
+    def __init__(self, form, stop=None):
+        self.form, self.stop, self.shown, self.scores = form, stop, [], []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.shown.append(input_ids.tolist())
+        self.scores = scores
+        return self.form(int(input_ids.sum()) % 4 == 3 and input_ids.shape[1] > self.stop)
+
+
+FORMS = {
+    "bool": bool,
+    "scalar": torch.tensor,
+    "one": lambda stop: torch.tensor([stop]),
+    "rows": lambda stop: torch.tensor([stop] * 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "end"),
+    [
+        ("tree", "bool", "early"),
+        ("chain", "scalar", None),
+        ("specattn", "one", "early"),
+        ("ngram", "rows", "early"),
+        ("longspec", "bool", None),
+        ("plain", "rows", None),
+    ],
+)
+def test_a_criterion_that_looks_at_all_rows(plain_run, kind, form, end):
+    """It is shown the batches of stock `generate`, and all rows end at one column, wherever speculation has been."""
+    free = plain_run("llama", RAGGED, max_new_tokens=24)
+    eos = free.generated[1][4] if end else None
+    judges = [Judge(FORMS[form], max(RAGGED) + 8) for _ in range(2)]
+    options = {"max_new_tokens": 24, "eos_token_id": eos}
+    run = plain_run("llama", RAGGED, stopping_criteria=[judges[0]], **options)
+    assert 9 <= len(run.generated[0]) < 24
+    out = run.again(drafted(run, kind, free.generated), stopping_criteria=[judges[1]])
+    assert out.tolist() == run.sequences.tolist()
+    assert judges[1].shown == judges[0].shown
+
+
+def drafted(run, kind, hints):
+    if kind == "longspec":
+        return random_longspec_draft(run.model, window=8, tree_widths=[5, 4])
+    if kind == "ngram":
+        return NgramDraftModel.from_target(run.model)
+    return run.draft(kind, **({"hints": hints, "luck": 0.8} if kind in ("tree", "chain") else {}))
+
+
+@CALLS
+def test_a_criterion_gets_the_scores_of_stock_generate(plain_run, kind, lengths):
+    """Those of all tokens so far, if scores are asked for. Rows that have ended have none here."""
+    free = plain_run("llama", lengths, max_new_tokens=12)
+    judges = [Judge(bool, max(lengths) + 99) for _ in range(2)]
+    options = {"max_new_tokens": 12, "output_scores": True, "return_dict_in_generate": True}
+    run = plain_run("llama", lengths, stopping_criteria=[judges[0]], eos_token_id=free.generated[0][5], **options)
+    run.sequences, free = run.sequences.sequences, free.generated
+    draft = run.draft(kind, hints=free, luck=0.8)
+    out = run.again(draft, stopping_criteria=[judges[1]], **options)
+    assert out.sequences.tolist() == run.sequences.tolist()
+    assert judges[1].shown == judges[0].shown
+    stock, ours = (torch.stack(judge.scores, 1) for judge in judges)
+    assert stock.shape == ours.shape and torch.equal(torch.stack(out.scores, 1), ours)
+    for row, text in enumerate(run.generated):
+        count = next((place for place, token in enumerate(text) if token == free[0][5]), len(text) - 1) + 1
+        torch.testing.assert_close(ours[row, :count], stock[row, :count], rtol=1e-4, atol=1e-4)
+        assert not ours[row, count:].any()
 
 
 def test_stop_strings(plain_run, target, tokenizer):

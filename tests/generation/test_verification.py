@@ -14,6 +14,7 @@ from hf_longspec.generation.verification import (
     accept_rejection,
     accept_sampled,
     draw_noise,
+    drawn,
     exponential_race,
     walk,
     walk_lazily,
@@ -92,9 +93,9 @@ def test_walk_stops_at_a_depth_bound():
 @pytest.mark.parametrize("chain", [False, True])
 def test_a_lone_root_matches_the_general_walk(num_nodes, chain):
     """Plain decoding and a tree with `max_depth=0` take a shortcut."""
-    drawn, noise = random_tree(3, 4, num_nodes, V), draw_noise(4, 3, V, generator=seeded(1))
-    bounded = DraftTree(drawn.tokens, drawn.parents, drawn.valid, max_depth=0)
-    tree = DraftTree.root_only(drawn.tokens[:, 0]) if chain else bounded
+    random, noise = random_tree(3, 4, num_nodes, V), draw_noise(4, 3, V, generator=seeded(1))
+    bounded = DraftTree(random.tokens, random.parents, random.valid, max_depth=0)
+    tree = DraftTree.root_only(random.tokens[:, 0]) if chain else bounded
     scores = torch.randn(4, tree.num_nodes, V, generator=seeded(2))
     draw = exponential_race(scores[:, 0], noise[:, 0])
     accepted = accept_greedy(tree, scores), accept_sampled(tree, scores, noise)
@@ -118,6 +119,50 @@ def test_draw_noise_is_reproducible_and_positive():
     draws = [draw_noise(2000, 50, generator=seeded(9)) for _ in range(2)]
     assert torch.equal(*draws) and draws[0].dtype == torch.float32 and (draws[0] > 0).all()
     assert abs(draws[0].mean() - 1) < 0.02 and draws[0].min() < 1e-4
+
+
+BAD = {
+    "all -inf": torch.full((V,), -torch.inf),
+    "nan": torch.tensor([1.0, torch.nan, 0.0, 0.0, 0.0, 0.0]),
+    "inf": torch.tensor([1.0, torch.inf, 0.0, 0.0, 0.0, 0.0]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_scores_are_drawn_from_where_torch_multinomial_draws(name):
+    good = torch.tensor([-torch.inf, 3e38, -3e38, 0.0, 1.0, -torch.inf])
+    noise = draw_noise(2, V, generator=seeded())
+    assert drawn(torch.stack([BAD[name], good]), noise).tolist() == [-1, 1]
+    assert torch.multinomial(good.softmax(-1), 1).item() == 1
+    with pytest.raises(RuntimeError, match="probability tensor contains either"):
+        torch.multinomial(BAD[name].softmax(-1), 1)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("chain", "nan"), ("tree", "all -inf"), ("q", "inf"), ("q", "nan")])
+def test_a_walk_ends_where_no_token_can_be_drawn(kind, name):
+    """The first row reaches the bad scores after one accepted token, the others do not reach them."""
+    chain = DraftTree.chain(torch.tensor([[0, 1, 2]]).repeat(3, 1))
+    favoured = torch.tensor([[1, 2, 3], [3, 2, 4], [1, 2, 5]])
+    scores = torch.full((3, 3, V), -torch.inf).scatter(2, favoured[..., None], 0.0)
+    scores[:2, 1], scores[2, 2] = BAD[name], BAD[name]
+    noise = torch.ones(3, 3, V)
+    if kind == "q":
+        tree = DraftTree.chain(chain.tokens, q=torch.full((3, 3, V), 1 / V))
+        acceptance = accept_rejection(tree, scores, torch.zeros(3, 2), noise[:, 0])
+    else:
+        tree = chain if kind == "chain" else DraftTree(chain.tokens, chain.parents, chain.valid)
+        acceptance = accept_sampled(tree, scores, noise)
+    assert acceptance.num_nodes.tolist() == [2, 1, 3]
+    assert acceptance.tokens.tolist() == [[1, -1, 0], [3, 0, 0], [1, 2, -1]]
+    assert acceptance.next_root.tolist() == [0, 3, 0]
+
+
+def test_a_draft_without_a_distribution_is_refused_and_the_token_is_drawn_from_p():
+    scores, noise = torch.randn(200, 3, V, generator=seeded()), draw_noise(200, V, generator=seeded(1))
+    tree = DraftTree.chain(torch.zeros(200, 3, dtype=torch.long), q=torch.full((200, 3, V), torch.nan))
+    acceptance = accept_rejection(tree, scores, torch.rand(200, 2, generator=seeded(2)), noise)
+    assert (acceptance.num_nodes == 1).all()
+    assert torch.equal(acceptance.tokens[:, 0], exponential_race(scores[:, 0].softmax(-1).log(), noise))
 
 
 def chain_with_q(batch_size=4, num_nodes=4, seed=0):

@@ -205,6 +205,38 @@ def test_an_offloaded_target(kind):
     DRAFTS[kind].model.from_target(model)  # finds its place by the hook
 
 
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [*zip((kind for kind, draft in DRAFTS.items() if not draft.model.weightless), cycle((torch.nan, torch.inf)))],
+)
+def test_a_draft_of_nan_changes_no_text(target, kind, value):
+    model = target("llama", **FEW_TOKENS)
+    draft, options = draft_of(kind, model), {"do_sample": True} | WARPED
+    for weight in draft.parameters():
+        torch.nn.init.constant_(weight, value)
+    assert torch.equal(generate(model, draft), stock_text(model))
+    texts = []
+    for one in (PlainDraftModel.from_target(model), draft):
+        torch.manual_seed(5)
+        texts.append(generate(model, one, **options))
+    assert torch.equal(*texts)
+
+
+@KINDS
+def test_prompts_in_int32(target, kind):
+    """The text of stock `generate`, in int64."""
+    model = target("llama", **FEW_TOKENS)
+    draft = draft_of(kind, model)
+    input_ids, mask = tiny_prompts(model.config.vocab_size, LENGTHS)
+    out = []
+    for assistant in (None, draft):
+        options = {"max_new_tokens": NEW, "eos_token_id": NEVER, "pad_token_id": 0, "do_sample": False}
+        given = {"attention_mask": mask.int(), "assistant_model": assistant} | options
+        out.append(model.generate(input_ids.int(), **given))
+    assert out[1].dtype == out[0].dtype and torch.equal(*out)
+    check_drafted(draft, model)
+
+
 @KINDS
 def test_a_draft_in_another_dtype_or_in_training_is_copied_not_changed(target, kind):
     model = target("llama", **FEW_TOKENS)

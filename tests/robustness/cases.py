@@ -257,7 +257,6 @@ def processors(draw, prompt_length: int, vocab: int, do_sample: bool) -> dict[st
             st.tuples(st.lists(tokens, min_size=1, max_size=2), st.just(4.0)), min_size=1, max_size=2
         ).map(lambda pairs: {tuple(ids): bias for ids, bias in pairs}),
         "forced_eos_token_id": tokens,
-        "exponential_decay_length_penalty": st.just((2, 1.2)),
         "renormalize_logits": st.just(True),
         "remove_invalid_values": st.just(True),
     }
@@ -272,11 +271,13 @@ def processors(draw, prompt_length: int, vocab: int, do_sample: bool) -> dict[st
             "epsilon_cutoff": st.just(0.02),
             "top_h": st.sampled_from([0.4, 0.8]),
         }
+    else:  # it makes NaN of the score of an end token that another processor forbids, which cannot be sampled
+        choices["exponential_decay_length_penalty"] = st.just((2, 1.2))
     options = {name: draw(maybe(strategy)) for name, strategy in choices.items()}
     # what the stock generate cannot do either: it refuses the first pair, and the second makes distributions of NaN
     if options["forced_eos_token_id"] in (options["suppress_tokens"] or ()):
         options["forced_eos_token_id"] = None
-    if options["forced_eos_token_id"] is not None:
+    if options["forced_eos_token_id"] is not None and not do_sample:
         options["exponential_decay_length_penalty"] = None
     return {name: value for name, value in options.items() if value is not None}
 
