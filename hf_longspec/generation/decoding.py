@@ -133,9 +133,11 @@ class Session:
         self.held = self.prompts.held
         counts_gaps = self.prompts.has_gaps and target.hides_keys_within(self.max_length)
         by_chains = counts_gaps or len(set(self.held)) > 1
-        self.rotary = RotaryLimit(target.model, target.config, [len(text) for text in self.prompts.texts])
-        chunk_size = generation_config.prefill_chunk_size
-        self.rotary.refuse(width, self.max_length, max(self.held), chunk_size, by_chains)
+        # None if the target's rotary frequencies never change
+        self.rotary = RotaryLimit.of(target.model, target.config, [len(text) for text in self.prompts.texts])
+        if self.rotary is not None:
+            chunk_size = generation_config.prefill_chunk_size
+            self.rotary.refuse(width, self.max_length, max(self.held), chunk_size, by_chains)
         nodes = draft.num_tree_nodes(target)
         if by_chains:
             nodes = max(nodes, PREFILL_CHAIN)
@@ -151,7 +153,7 @@ class Session:
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
-        may_speculate = self._may_speculate if self.rotary.is_limited else None
+        may_speculate = None if self.rotary is None else self._may_speculate
         self.drafter = gated(draft.drafter(binding), draft, self.stats, may_speculate)
         self.given_columns, self.cache.rows.columns = self.cache.rows.columns, None
         self.cache.set_lengths(self.held)
@@ -161,9 +163,8 @@ class Session:
         chunk_size, seed_tokens = self.config.prefill_chunk_size, self.drafter.seed_tokens
         with self.drafter.watch_prefill([len(text) for text in self.prompts.texts], self.held):
             tails = self.prompts.prefill(self.target, self.cache, self.rotary, seed_tokens, chunk_size, self.columns)
-        if self.draft.setting("check_target") and not self.rotary.never_speculates:
-            highest = self.rotary.highest(self.max_length)
-            check_target(self.target, self.cache, self.prompts.texts, highest, self.prompts.logits)
+        if self.draft.setting("check_target") and not (self.rotary is not None and self.rotary.never_speculates):
+            check_target(self.target, self.cache, self.prompts.texts, self._highest(), self.prompts.logits)
         return tails
 
     def seed(self, tails: list[torch.Tensor]) -> None:
@@ -180,8 +181,8 @@ class Session:
 
     def iterate(self) -> None:
         """Run one iteration: draft, verify, accept, commit, observe."""
-        if self.rotary.is_due(self.cache.lengths.host, self.sequences.done):
-            self._pass_rotary_limit()
+        if self.rotary is not None and self.rotary.is_due(self.cache.lengths.host, self.sequences.done):
+            self._pass_rotary_limit(self.rotary)
         started = time.perf_counter()
         tree = self.drafter.propose(self.root)
         drafted = time.perf_counter()
@@ -201,29 +202,34 @@ class Session:
     def _columns(self) -> torch.Tensor:
         return columns_of(self.prompts.mask, self.cache.max_length + self.cache.tree_slots)
 
+    def _highest(self) -> int:
+        """Return the number of positions that the next forward may use."""
+        return self.max_length if self.rotary is None else self.rotary.highest(self.max_length)
+
     def _may_speculate(self, max_depth: int) -> bool:
+        assert self.rotary is not None
         return self.rotary.may_speculate(self.cache.lengths.host, self.sequences.done, max_depth)
 
-    def _pass_rotary_limit(self) -> None:
+    def _pass_rotary_limit(self, rotary: RotaryLimit) -> None:
         """Continue under the new frequencies, with the keys and values that plain `generate` has there."""
-        if self.rotary.recomputes:
+        if rotary.recomputes:
             lengths = self.cache.lengths.host
             # An interruption or an error from here on leaves an empty cache, not one with keys of both frequencies.
             self.held, self.given_columns = [0] * len(lengths), None
             self.cache.set_lengths(self.held)
             # one column more than any row has committed, since its position decides the frequencies
-            tokens = self.root.new_zeros(len(lengths), int(self.rotary.column) + 1)
+            tokens = self.root.new_zeros(len(lengths), int(rotary.column) + 1)
             for row, (text, new) in enumerate(zip(self.prompts.texts, self.sequences.generated, strict=True)):
                 committed = torch.cat([text, text.new_tensor(new)])[: lengths[row]]
                 tokens[row, : len(committed)] = committed
             self.target.prefill(tokens, self.cache, None)
             self.cache.set_lengths(lengths)
-        self.rotary.is_passed = True
+        rotary.is_passed = True
 
     def _verify(self, tree: DraftTree, fixed_shape: bool = False) -> Step:
         capture = self.drafter.capture(tree)
-        lowest = self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
-        highest = self.rotary.highest(self.max_length)
+        lowest = None if self.rotary is None else self.rotary.lowest(self.cache.lengths.host, self.sequences.done)
+        highest = self._highest()
         options = self.drafter.wants_hidden, fixed_shape, lowest, self.columns
         return self.target.verify(tree, self.cache, capture, highest, *options)
 
@@ -231,9 +237,11 @@ class Session:
         """Accept nodes, emit tokens up to each row's stop, set the next roots, and count the step."""
         acceptance, scores, whole = self._accept(tree, step.logits)
         host = whole.tolist()  # the only host read of an iteration
-        waiting = self.rotary.waiting(self.cache.lengths.host)
-        rows = zip(host, waiting, self.sequences.done, strict=True)
-        chosen = [[] if waits or is_done else row[2 : 2 + row[0]] for row, waits, is_done in rows]
+        pausing = self.sequences.done
+        waiting = [] if self.rotary is None else self.rotary.waiting(self.cache.lengths.host)
+        if any(waiting):
+            pausing = [waits or is_done for waits, is_done in zip(waiting, pausing, strict=True)]
+        chosen = [[] if pauses else row[2 : 2 + row[0]] for row, pauses in zip(host, pausing, strict=True)]
         self.outputs.keep(scores, step.logits, acceptance.path, list(map(len, chosen)))
         emitted = self.sequences.append(chosen, self.outputs.scores_of if self.outputs.wants_scores else None)
         self.rule.advance(emitted)

@@ -177,7 +177,7 @@ class Prompts:
         self,
         target: TargetView,
         cache: SpeculativeCache,
-        rotary: RotaryLimit,
+        rotary: RotaryLimit | None,
         seed_tokens: int,
         chunk_size: int | None,
         columns: torch.Tensor | None = None,
@@ -204,7 +204,7 @@ class Prompts:
                 target.prefill_rows(heads, cache, chunk_size, columns)
         elif max(map(len, heads)) and not has_inputs:
             # whole prompts after the limit, since there the last token decides the frequencies of all
-            padded = pad_sequence(self._new if rotary.is_passed else heads, batch_first=True)
+            padded = pad_sequence(self._new if rotary is not None and rotary.is_passed else heads, batch_first=True)
             target.prefill(padded, cache, chunk_size)
         cache.set_lengths([count + len(head) for count, head in zip(self.held, heads, strict=True)])
         return [prompt[len(head) :] for prompt, head in zip(self._new, heads, strict=True)]

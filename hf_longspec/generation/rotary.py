@@ -135,10 +135,10 @@ class RotaryLimit:
         self.is_passed = self.longest > self.column
         self.recomputes = False
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether the frequencies change at all."""
-        return not math.isinf(self.column)
+    @classmethod
+    def of(cls, model: PreTrainedModel, config: Any, prompt_lengths: Sequence[int]) -> "RotaryLimit | None":
+        """Return the limit of a call; `None` for targets whose frequencies never change."""
+        return None if math.isinf(FrequencyChange.of(config).column) else cls(model, config, prompt_lengths)
 
     @property
     def never_speculates(self) -> bool:
@@ -218,17 +218,12 @@ class RotaryLimit:
         """Return the number of positions that a forward may use: `max_length`, or fewer before the limit is passed."""
         return max_length if self.is_passed else int(min(max_length, self.column))
 
-    def lowest(self, lengths: Sequence[int], done: Sequence[bool]) -> list[int] | None:
+    def lowest(self, lengths: Sequence[int], done: Sequence[bool]) -> list[int]:
         """Return the lowest position of every row in the next forward.
 
         Ended rows stay part of the forwards of plain `generate`, at the column of the others, and so do they here.
         Positions of rows that have not ended are never below it.
-
-        Returns:
-            `list[int]`, *optional*: `None` for targets whose frequencies never change.
         """
-        if math.isinf(self.column):
-            return None
         columns = [length + lag for length, lag in zip(lengths, self.lags, strict=True)]
         slowest = min(column for column, is_done in zip(columns, done, strict=True) if not is_done)
         return [slowest - lag for lag in self.lags]
