@@ -3,23 +3,10 @@
 Importing it registers the attention backends, the Auto classes and the route of `generate(assistant_model=draft)`.
 """
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
-
-from .modeling.ngram import NgramConfig, NgramDraftModel  # first: modeling.base imports from this folder
-
-# isort: split
-from .modeling.assistant import AssistantConfig, AssistantDraftModel
-from .modeling.base import DraftModel
-from .modeling.configuration_base import DraftConfig
-from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
-from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
-from .modeling.plain import PlainConfig, PlainDraftModel
-from .modeling.quest import QuestConfig, QuestDraftModel
-from .modeling.register_draft import register_draft
-from .modeling.specattn import SpecAttnConfig, SpecAttnDraftModel
-from .modeling.token_recycling import TokenRecyclingConfig, TokenRecyclingDraftModel
-from .modeling.tokenswift import TokenSwiftConfig, TokenSwiftDraftModel
 
 __version__ = "0.1.0"
 
@@ -36,33 +23,19 @@ _LAZY = {
     "SpeculationStats": "generation.stats",
     "SpeculativeCache": "generation.cache",
 }
-__all__ = [
-    "AssistantConfig",
-    "AssistantDraftModel",
-    "DraftConfig",
-    "DraftModel",
-    "Eagle3Config",
-    "Eagle3DraftModel",
-    "LongSpecConfig",
-    "LongSpecDraftModel",
-    "NgramConfig",
-    "NgramDraftModel",
-    "PlainConfig",
-    "PlainDraftModel",
-    "QuestConfig",
-    "QuestDraftModel",
-    "SpecAttnConfig",
-    "SpecAttnDraftModel",
-    "TokenRecyclingConfig",
-    "TokenRecyclingDraftModel",
-    "TokenSwiftConfig",
-    "TokenSwiftDraftModel",
-    "register_draft",
-    *_LAZY,
-]
+
+# The script `hf-longspec` shows its version and help without torch and transformers; a command that runs imports them.
+# Processes that it starts have its `argv`, and other words in `orig_argv`.
+if "hf-longspec" not in [Path(word).stem for word in sys.orig_argv[:2]]:
+    from .drafts import *  # noqa: F403
+    from .drafts import __all__ as _DRAFTS
+
+    __all__ = [*_DRAFTS, *_LAZY]
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    if not name.startswith("_") and hasattr(drafts := import_module(".drafts", __name__), name):
+        return getattr(drafts, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

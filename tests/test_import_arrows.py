@@ -1,7 +1,7 @@
 """The permitted imports between the parts, read from the source with `ast`, without importing anything.
 
     modeling -> generation -> attention_backends -> torch, transformers
-    training -> modeling        bench, auditing -> generation        cli, the package itself -> everything
+    training -> modeling        bench, auditing -> generation        cli, drafts, the package itself -> everything
     modeling/*/training_*.py, convert_*.py -> training, registry -> modeling
 
 Arrows are transitive. A room is a part of the package. The registry of drafts is a room of its own:
@@ -45,6 +45,7 @@ ARROWS = {
     "hub": {REGISTRY},
     "streaming": set(),
     "cli": None,  # None: everything
+    "drafts": None,
     "__init__": None,
 }
 

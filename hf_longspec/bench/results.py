@@ -23,7 +23,7 @@ class ResultFile:
     Args:
         path (`Path`): The `.jsonl` file.
         benchmark (`str`): Name of the benchmark.
-        report (`Callable`): Turns all records into Markdown.
+        report (`Callable`, *optional*): Turns all records into Markdown; without it no `.md` is written.
         seconds (`float`): Time limit of the run, from now on.
         settings (`Mapping[str, Any]`): The settings of the benchmark; JSON values only.
         facts (`Mapping[str, Any]`, *optional*): Further parts of the environment, such as the device.
@@ -42,7 +42,7 @@ class ResultFile:
         self,
         path: Path,
         benchmark: str,
-        report: Callable[[list[Record]], str],
+        report: Callable[[list[Record]], str] | None,
         seconds: float,
         settings: Mapping[str, Any],
         facts: Mapping[str, Any] | None = None,
@@ -54,8 +54,8 @@ class ResultFile:
         self.path, self.seconds, self._report, self._now = path, seconds, report, now
         self._started = now() if started is None else started
         here = {**environment(), **(facts or {})}
-        if resume is False and path.exists() and path.stat().st_size:
-            raise ValueError(f"{path} is there already: pass --resume to go on with it, or another --output.")
+        if resume is False:
+            check_resume(path, resume)
         before = read_records(path) if resume and path.exists() else []
         if before:
             refuse_other(path, before[0], benchmark, settings, here)
@@ -111,8 +111,23 @@ class ResultFile:
         self._write_report()
 
     def _write_report(self) -> None:
+        if self._report is None:
+            return
         self.path.with_suffix(".md").write_text(self._report(self.records), encoding="utf-8")
         self._reported = self.elapsed
+
+
+def check_resume(path: Path, resume: bool) -> None:
+    """Refuse to replace a result file, and to go on with one that is not there.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    there = path.exists() and path.stat().st_size > 0
+    if there and not resume:
+        raise ValueError(f"{path} is there already: pass --resume to go on with it, or name another file.")
+    if resume and not there:
+        raise ValueError(f"--resume: there is no {path} to go on with. Leave --resume out, or name the file.")
 
 
 def refuse_other(
@@ -124,14 +139,14 @@ def refuse_other(
         ValueError: With what differs, old and new value.
     """
     if first.get("kind") != "environment" or first.get("benchmark") != benchmark:
-        raise ValueError(f"--resume {path}: it is no result file of `hf-longspec {benchmark}`. Pass another --output.")
+        raise ValueError(f"--resume {path}: it is no result file of `hf-longspec {benchmark}`. Name another file.")
     settings = json.loads(json.dumps(settings))  # tuples are lists in the file
     different = _differences(first["settings"], settings)
     different += _differences(*({k: v for k, v in side.items() if k not in MAY_CHANGE} for side in (first, here)))
     if different:
         raise ValueError(
-            f"--resume {path}: it was measured otherwise: {'; '.join(different)}. Repeat its settings, or pass another "
-            "--output."
+            f"--resume {path}: it was measured otherwise: {'; '.join(different)}. Repeat its settings, or name "
+            "another file."
         )
 
 

@@ -6,14 +6,16 @@ class CommandError(Exception):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error up to the end of a sentence that ends a line, as one line; its type if it has none.
+    """The message of an error up to the end of a sentence that ends a line, as one line; with its type if it is a word.
 
     >>> one_line(ValueError("no backend:\\n  a: no GPU\\n  b: too old\\nTake another.\\nIt is slow."))
     'no backend: a: no GPU; b: too old; Take another.'
+    >>> one_line(KeyError("int8"))
+    "KeyError: 'int8'"
     """
     text = ""
     for line in filter(None, map(str.strip, str(error).splitlines())):
         text += line if not text else f" {line}" if text.endswith((":", ",", ";")) else f"; {line}"
         if text.endswith((".", "?", "!")):
             break
-    return text or type(error).__name__
+    return text if " " in text else ": ".join(filter(None, [type(error).__name__, text]))

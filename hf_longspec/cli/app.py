@@ -7,7 +7,7 @@ from typing import Annotated, Any
 try:
     import typer
 
-    from ..cli import audit, bench, convert, demo, env, generate, publish, tokenize, train, tune
+    from .commands import audit, bench, convert, demo, env, generate, publish, tokenize, train, tune
     from .options import INPUT_ERROR, INTERRUPTED
 except ModuleNotFoundError as error:
     missing = (error.name or "").partition(".")[0]

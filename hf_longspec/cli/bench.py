@@ -4,17 +4,14 @@ import hashlib
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -26,127 +23,23 @@ from ..bench.machine import PeakMemory, floor_seconds, read_gb_per_second, witho
 from ..bench.matrix import Cell, Matrix, Method
 from ..bench.plots import plot_all
 from ..bench.progress import Progress
-from ..bench.prompts import BUILTIN, OWN_LENGTH, DocumentPrompts, read_sources
-from ..bench.report import FAILED, NOT_RUN, RUN_BY, matrix_report, rows_of
+from ..bench.prompts import OWN_LENGTH, DocumentPrompts
+from ..bench.report import NOT_RUN, RUN_BY, matrix_report, rows_of
 from ..bench.results import ResultFile, of_kind
 from ..bench.sweep import draft_points, grid, parse_sweeps, split_axes, written
-from ..cli import CommandError, options, session
+from ..cli import CommandError, session
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS
+from .commands.bench import Preset
 
 LOOKUP, ASSISTED = "hf prompt lookup", "hf assisted"
 OWN = "own"
 # The drafts, contexts and ways to choose tokens of `--preset all`. The loop without a draft is measured in any case.
-Preset = StrEnum("Preset", ["all"])
 ALL_DRAFTS = [one.names[0] for one in DRAFTS.values() if one.model.weightless and one.model is not PlainDraftModel]
 ALL_CONTEXTS, USUAL_CONTEXT = "1k,2k,4k,8k,16k", "2k"
 ALL_WAYS = "temperature=0,1"
 PACKAGES = ("pandas", "scipy")
-
-
-def bench(
-    target: Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)],
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Hub id or folder of a draft, or one of {options.BY_NAME}. May be repeated. Default: specattn."
-        ),
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Text; JSON lines, parquet or CSV of a known data set; a folder of either; or builtin, the default. "
-            "May be repeated."
-        ),
-    ] = None,
-    column: Annotated[
-        str | None, typer.Option(help="Key or column of --data that holds the texts, for other data sets.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Write each text as a message, by the chat template of the target.")
-    ] = False,
-    preset: Annotated[
-        Preset | None,
-        typer.Option(
-            help="all: every draft that needs no training beside those of --draft, after 1k to 16k tokens as far as "
-            "positions and texts allow, greedily and at temperature 1."
-        ),
-    ] = None,
-    context: Annotated[
-        str | None,
-        typer.Option(help="Tokens of the prompts, such as 2k,8k; own: whole documents of any length. Default: 2k."),
-    ] = None,
-    batch: Annotated[str, typer.Option(help="Rows that are decoded together, such as 1,4.")] = "1",
-    dtype: Annotated[str, typer.Option(help="auto, or some of float32,bfloat16,float16.")] = "auto",
-    assistant: Annotated[
-        str | None, typer.Option(help="An ordinary small model for transformers' assisted generation.")
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(help="key=v1,v2: a setting of the drafts, temperature, penalty, window, context. Repeatable."),
-    ] = None,
-    max_new_tokens: Annotated[int, options.number(2, "Tokens per row and call.")] = 64,
-    repeats: Annotated[int, options.number(1, "Turns; five or more for numbers to report.")] = 5,
-    temperature: Annotated[float, options.number(0, "0 is greedy.", float)] = 0.0,
-    lookup_tokens: Annotated[int, options.number(1, "Of transformers' prompt lookup.")] = 4,
-    minutes: Annotated[float | None, options.number(0, "Begin no call that would end later.", float)] = None,
-    output: Annotated[Path, typer.Option(help="Result file; table and plots go beside it.")] = Path("bench.jsonl"),
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the result file.")] = False,
-    plots: Annotated[bool, typer.Option("--plots/--no-plots", help="Draw PNGs.")] = True,
-    as_json: options.Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also list methods of the papers: run or not.")] = False,
-    debug: options.Debug = False,
-) -> None:
-    """Measure drafts beside plain generate, our loop without a draft and prompt lookup.
-
-    Every call is written as soon as it is over: Ctrl-C keeps what was measured, and --resume goes on. Use a --context
-    and a --batch like yours, and leave the machine alone meanwhile.
-
-    Examples:
-
-    - hf-longspec bench --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --context 1k,4k
-    - hf-longspec bench --target Qwen/Qwen3-8B --data qmsum.jsonl --context 8k,32k --batch 1,4
-    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --context 16k --sweep sparse_ratio=0.03,0.07
-    - hf-longspec bench --target Qwen/Qwen3-8B --data novels --preset all --minutes 20
-
-    Exit status: 0; 1 if a text was wrong; 2 for what cannot be run; 130 after Ctrl-C.
-    """
-    with options.one_line_errors(debug, interrupted="Interrupted before anything was measured."):
-        if output.suffix != ".jsonl":
-            raise CommandError(f"--output {output}: expected a name that ends with .jsonl.")
-        _require_packages(plots)
-        drafts, sweeps = draft or [], sweep or []
-        if preset is not None:
-            drafts += [name for name in ALL_DRAFTS if name not in drafts]
-            sweeps += [] if temperature or any(one.startswith("temperature=") for one in sweeps) else [ALL_WAYS]
-        run = Bench(
-            target=target,
-            preset=preset,
-            drafts=drafts or ["specattn"],
-            assistant=assistant,
-            data=data or [BUILTIN],
-            chat=chat,
-            contexts=lengths("--context", context or (USUAL_CONTEXT if preset is None else ALL_CONTEXTS)),
-            batches=lengths("--batch", batch),
-            dtypes=dtypes("--dtype", dtype),
-            sweeps=sweeps,
-            tokens=max_new_tokens,
-            repeats=repeats,
-            temperature=temperature,
-            lookup_tokens=lookup_tokens,
-        )
-        parse_sweeps(run.sweeps)
-        documents, layout = read_sources(run.data, column)
-        with session.quiet(progress_bars=not Path(target).is_dir()):
-            prompts = DocumentPrompts(session.load_tokenizer(target), documents, chat)
-            seconds = math.inf if minutes is None else minutes * 60
-            file, interrupted = run.measure(prompts, layout, output, seconds, resume)
-        _show(file, plots, as_json, verbose)
-        if interrupted:
-            print("Interrupted; what was measured is kept. --resume goes on.", file=sys.stderr)
-        wrong = any(row["text"] in FAILED for row in rows_of(file.records))
-    raise typer.Exit(options.INTERRUPTED if interrupted else int(wrong))
 
 
 @dataclass(frozen=True)
@@ -314,7 +207,7 @@ def load_assistant(name: str, model: PreTrainedModel) -> PreTrainedModel:
         assistant = AutoModelForCausalLM.from_pretrained(name, dtype=model.dtype).eval().to(model.device)
         sizes = [m.config.get_text_config(decoder=True).vocab_size for m in (assistant, model)]
         if sizes[0] != sizes[1]:
-            raise ValueError(f"its vocabulary has {sizes[0]} tokens and that of the target {sizes[1]}")
+            raise ValueError(f"its vocabulary has {sizes[0]} tokens, that of the target {sizes[1]}. Pass another model")
     return endless(assistant)
 
 
@@ -323,11 +216,11 @@ def name_of(model: str) -> str:
     return Path(model).name if Path(model).is_dir() else model
 
 
-def lengths(option: str, text: str) -> list[int]:
+def lengths(option: str, text: str, most: float = math.inf) -> list[int]:
     """Numbers such as `512,2k`; `own` is 0.
 
     Raises:
-        CommandError: If a part is no number.
+        CommandError: If a part is no number, or one above `most`.
 
     >>> lengths("--context", "512,2k,own")
     [512, 2048, 0]
@@ -337,10 +230,12 @@ def lengths(option: str, text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(k?)", part.strip().lower())
         if part.strip() == OWN and option == "--context":
             found.append(OWN_LENGTH)
-        elif match and int(match[1]):
-            found.append(int(match[1]) * (1024 if match[2] else 1))
-        else:
-            raise CommandError(f"{option} {part!r}: expected numbers of at least 1, such as 512 or 2k (2048).")
+            continue
+        number = int(match[1]) * (1024 if match[2] else 1) if match else 0
+        if not 1 <= number <= most:
+            upper = "" if most == math.inf else f" and at most {most}"
+            raise CommandError(f"{option} {part!r}: expected numbers of at least 1{upper}, such as 512 or 2k (2048).")
+        found.append(number)
     return list(dict.fromkeys(found))
 
 
@@ -372,7 +267,7 @@ def _write_floor(file: ResultFile, model: PreTrainedModel, cell: Cell) -> None:
             file.write("floor", **place, seconds=seconds)
 
 
-def _show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
+def show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
     """Print the table or the JSON object, and draw the plots."""
     records = file.records
     paths = [file.path, file.path.with_suffix(".md")]
@@ -399,7 +294,7 @@ def _show(file: ResultFile, plots: bool, as_json: bool, verbose: bool) -> None:
     session.say(f"Written: {', '.join(map(str, paths))}", stderr=True)
 
 
-def _require_packages(plots: bool) -> None:
+def require_packages(plots: bool) -> None:
     """Refuse, before anything is measured, to run without the packages that the report needs."""
     remedy = "which is not installed: pip install 'hf_longspec[bench]'"
     if missing := [name for name in PACKAGES if find_spec(name) is None]:

@@ -7,10 +7,9 @@ is written, and sentences about the numbers follow.
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,12 +22,10 @@ from ..bench.progress import PromptProgress
 from ..bench.prompts import BUILTIN, read_source
 from ..cli import CommandError, options, session
 from ..modeling.plain.modeling_plain import PlainDraftModel
-from .bench import dtypes as read_dtypes
 from .bench import load_draft
+from .commands.demo import CONTEXT, NEW_TOKENS, QUICK_CONTEXT, QUICK_NEW_TOKENS
 
 HF = "HF generate"
-CONTEXT, NEW_TOKENS = 6144, 128
-QUICK_CONTEXT, QUICK_NEW_TOKENS = 2048, 64
 # Without bfloat16 instructions reading the prompt takes 10 times as long as in float32, and every method reads it.
 EMULATED_CONTEXT = 2048
 WARM_UP_PROMPT, WARM_UP_TOKENS = 64, 8
@@ -45,40 +42,6 @@ TAIL_CHARACTERS = 300  # of the prompt, shown before its continuation
 SAME_SPEED = 0.05
 # Greedy text of small models falls into loops, which any drafter predicts. More repetition than this gets a remark.
 LOOP_LENGTH, LOOPING = 4, 0.5
-
-
-def demo(
-    target: Annotated[
-        str | None, typer.Option(help="Hub id or folder of the model; default: the tiny target of the repository.")
-    ] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft; default: all kinds.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Text to continue; default: a standard library module.")] = None,
-    context: Annotated[int | None, options.number(1, f"Most prompt tokens; default: {CONTEXT}, or what fits.")] = None,
-    max_new_tokens: Annotated[int | None, options.number(1, f"Tokens to generate; default: {NEW_TOKENS}.")] = None,
-    dtypes: Annotated[str, typer.Option(help="Types, in this order.")] = "float32,bfloat16",
-    quick: Annotated[
-        bool, typer.Option("--quick", help=f"{QUICK_CONTEXT} prompt and {QUICK_NEW_TOKENS} new tokens.")
-    ] = False,
-    debug: options.Debug = False,
-) -> None:
-    """Continue a long document with and without speculation, and compare.
-
-    Text, speed and acceptance of plain generate, of the loop without a draft, and of every draft, on one text and by
-    one clock; the last draft's text is shown while it is written.
-
-    Examples:
-
-    - hf-longspec demo --quick
-    - hf-longspec demo --target Qwen/Qwen3-0.6B --file notes.txt
-    - hf-longspec demo --target hub_cards/tiny-target --draft hub_cards/tiny-longspec --dtypes float32
-
-    Exit status: 0; 1 if a text in float32 is not that of plain generate; 2 for what cannot be run; 130 after Ctrl-C.
-    """
-    with options.one_line_errors(debug):
-        names = read_dtypes("--dtypes", dtypes)
-        with session.quiet(progress_bars=target is not None and not Path(target).is_dir()):
-            status = Demo(target, draft, file, context, max_new_tokens, names, quick).run()
-    raise typer.Exit(status)
 
 
 def read_document(file: Path | None) -> tuple[str, str]:

@@ -1,6 +1,5 @@
 """`hf-longspec env`: versions, machine and backends for a bug report, without paths and user names."""
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -12,7 +11,6 @@ from hf_longspec import __version__
 
 from ..attention_backends import registry
 from ..bench.machine import environment, versions
-from ..cli import options
 from ..generation.route import is_installed
 
 # Named in a report when they are installed.
@@ -105,21 +103,3 @@ def _without_paths(text: str) -> str:
 
 def _is_plain(value: str | None) -> bool:
     return value is not None and value.replace(",", "").replace("-", "").replace(".", "").isalnum() and len(value) < 40
-
-
-def env(as_json: options.Json = False, debug: options.Debug = False) -> None:
-    """Describe this installation, to paste into a bug report.
-
-    Versions, processor and GPU, attention backends with the reasons against those that cannot run here, threads, and
-    the commit of a checkout. No paths, no user names, no tokens.
-
-    Examples:
-
-    - hf-longspec env
-    - hf-longspec env --json
-
-    Exit status: 0.
-    """
-    with options.one_line_errors(debug):
-        report = system_report()
-        print(json.dumps(report, indent=2) if as_json else describe(report))

@@ -1,27 +1,23 @@
 """`hf-longspec generate`: continue a text with a draft, and show which tokens were drafted."""
 
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from jinja2 import Environment
 from rich.console import Console
 from rich.text import Text
-from transformers import set_seed
 from transformers.generation.streamers import BaseStreamer
 
 from ..bench.calls import TokenClock
 from ..bench.progress import PromptProgress
-from ..cli import CommandError, options
-from ..generation.gate import PLAIN, message_of
+from ..cli import CommandError
 from ..generation.stats import SpeculationStats
 from ..streaming import FileStreamer, IncrementalDecoder
-from .session import Session, opened, say
+from .session import Session
 
 MAX_BARS = 240  # of the chart; for longer texts each bar shows the mean of several steps
 # Colour and underline, because some readers and some terminals do not see the colour.
@@ -117,12 +113,8 @@ def sampling_arguments(temperature: float, top_p: float, top_k: int, repetition_
     """Arguments of `generate` for the way in which the target chooses its tokens.
 
     Raises:
-        CommandError: If a number is out of range, or has no effect.
+        CommandError: If a number has no effect.
     """
-    if not 0 < top_p <= 1:
-        raise CommandError(f"--top-p {top_p}: expected a number above 0 and at most 1; 1 keeps all tokens.")
-    if repetition_penalty <= 0:
-        raise CommandError(f"--repetition-penalty {repetition_penalty}: expected more than 0; 1 is none.")
     if temperature:
         sampled = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         return sampled | {"repetition_penalty": repetition_penalty}
@@ -211,93 +203,3 @@ def page_of(session: Session, text: str, steps: Sequence[StepText], stats: Specu
     }
     tail = ("… " if len(text) > TAIL_CHARACTERS else "") + text[-TAIL_CHARACTERS:]
     return html_page(f"{target} with {draft}", tail, steps, facts)
-
-
-def generate(
-    target: options.Target,
-    file: Annotated[Path | None, typer.Argument(help="Text to continue; - for standard input.")] = None,
-    prompt: options.Prompt = None,
-    draft: options.Draft = "specattn",
-    max_new_tokens: Annotated[int, options.number(1, "Tokens to generate.")] = 256,
-    temperature: Annotated[float, options.number(0, "0 is greedy decoding.", float)] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this mass.")] = 1.0,
-    top_k: Annotated[int, options.number(0, "Sample among the k likeliest tokens; 0 for all.")] = 0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of the text become less likely.")] = 1.0,
-    samples: Annotated[int, options.number(1, "Texts to sample after the prompt, as one batch.")] = 1,
-    chat: Annotated[bool, typer.Option("--chat", help="The text is a message: apply the chat template.")] = False,
-    setting: options.Setting = None,
-    dtype: options.Dtype = options.DtypeName.auto,
-    device: options.Device = None,
-    seed: options.Seed = None,
-    show_drafts: Annotated[bool, typer.Option("--show-drafts", help="Colour the drafted tokens.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the text as an HTML page with its drafted tokens marked.")
-    ] = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
-) -> None:
-    """Continue a text, with the words appearing as they are decided.
-
-    The text is what the model alone would write. Statistics follow on standard error.
-
-    With --show-drafts, accepted drafted tokens are blue and underlined, the target's own token of each verification
-    is plain; --html FILE writes the same as a page that opens in any browser.
-
-    Examples:
-
-    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --max-new-tokens 512
-    - hf-longspec generate --prompt "The lighthouse" --target Qwen/Qwen3-0.6B --draft ngram --show-drafts
-    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --draft org/draft --html notes.html
-    - hf-longspec generate notes.txt --target Qwen/Qwen3-0.6B --temperature 0.7 --seed 1 --json
-
-    Exit status: 0; 2 for what cannot be run; 130 after Ctrl-C.
-    """
-    with options.one_line_errors(debug):
-        how = sampling_arguments(temperature, top_p, top_k, repetition_penalty)
-        if samples > 1 and not temperature:
-            raise CommandError(f"--samples {samples}: greedy texts are all the same. Pass a --temperature above 0.")
-        if samples > 1 and (show_drafts or html is not None):
-            raise CommandError(f"--samples {samples}: --show-drafts and --html show one text. Leave them out.")
-        name, text = options.read_text(file, prompt)
-        if html is not None:
-            options.require_writable_file("--html", html)
-        with opened(target, draft, options.read_settings(setting), dtype, device) as session:
-            if chat and not getattr(session.tokenizer, "chat_template", None):
-                raise CommandError(f"--chat: the tokenizer of {target} has no chat template. Leave --chat out.")
-            if chat:
-                message = [{"role": "user", "content": text}]
-                text = session.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-            ids = session.encode(name, text, room=max_new_tokens)
-            seed = torch.seed() % 2**32 if seed is None else seed
-            set_seed(seed)
-            steps: list[StepText] | None = [] if show_drafts or html is not None else None
-            quiet = as_json or samples > 1
-            rows, stats = decode(session, ids, steps, quiet, show_drafts, samples, max_new_tokens=max_new_tokens, **how)
-            texts = [session.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in rows]
-            if as_json:
-                found = {
-                    **({"text": texts[0]} if samples == 1 else {"texts": texts}),
-                    **session.record(),
-                    "seed": seed if temperature else None,
-                    "prompt_tokens": ids.shape[1],
-                    "new_tokens": max(map(len, rows)),
-                    "statistics": stats.to_dict(),
-                    **({} if steps is None else {"steps": list(map(asdict, steps))}),
-                }
-                print(json.dumps(found))
-                if stats.interrupted:
-                    print("Interrupted.", file=sys.stderr)
-            else:
-                print("\n\n".join(texts) if samples > 1 else "")
-                if show_drafts:
-                    coloured = Text.assemble(("Drafted and accepted", DRAFTED_STYLE), "; plain: the model's own.")
-                    piped = (
-                        "Drafted tokens are coloured in a terminal alone; --html FILE writes a page that shows them."
-                    )
-                    Console(stderr=True, soft_wrap=True).print(coloured if Console().is_terminal else piped)
-                say(str(stats), stderr=True)
-                if stats.gate_decisions and stats.gate_decisions[-1].choice == PLAIN:
-                    say(message_of(stats.gate_decisions[-1]), stderr=True)
-            if html is not None:
-                html.write_text(page_of(session, text, steps or [], stats), encoding="utf-8")
-    raise typer.Exit(options.INTERRUPTED if stats.interrupted else 0)

@@ -1,26 +1,115 @@
-"""Options that several commands share, the checks of their values, and how a command ends."""
+"""Options that several commands share, the checks of their values, and how a command ends.
 
-import os
+Values are checked while the arguments are parsed. torch and transformers are not imported for that, nor for the help.
+"""
+
+import math
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 import yaml
 
 from ..cli import CommandError, one_line
-from ..modeling.register_draft import weightless_drafts
 
 INPUT_ERROR, INTERRUPTED = 2, 130
 DtypeName = StrEnum("DtypeName", ["auto", "float32", "bfloat16", "float16"])
 
+# One batch may have so many rows.
+MOST_ROWS = 1024
+# `weightless_drafts`, which cannot be imported here.
+BY_NAME = "ngram, assistant, plain, quest, magicdec, specattn, vegas, token_recycling, recycling"
+
+
+def number(
+    least: float, help: str, kind: type[int] | type[float] = int, most: float = math.inf, above: bool = False
+) -> Any:
+    """An option for finite numbers from `least` to `most`; others are refused with the value and the rule.
+
+    Args:
+        above (`bool`, *optional*, defaults to `False`): Whether `least` itself is refused.
+    """
+    upper = "" if most == math.inf else f" and at most {most}"
+    rule = f"{'an integer' if kind is int else 'a number'} {'above' if above else 'of at least'} {least}{upper}"
+
+    def parse(text: Any) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan  # refused as a number outside of the bounds is
+        if not (math.isfinite(value) and least <= value <= most and not (above and value == least)):
+            raise typer.BadParameter(f"{text} is not {rule}. Pass one that is.")
+        return value
+
+    bounds = f"{'>' if above else '>='} {least}{upper and f', <= {most}'}"
+    return typer.Option(help=help, parser=parse, metavar=f"<{kind.__name__} {bounds}>")
+
+
+def require_writable_file(file: Path, suffix: str = "") -> None:
+    """Refuse a file that could not be written. Missing folders on its path are made with it.
+
+    Raises:
+        CommandError: If it is a folder, is called otherwise, or cannot be written.
+    """
+    if not file.name.endswith(suffix):
+        raise CommandError(f"{file} does not end with {suffix}. Name it {file.with_suffix(suffix)}.")
+    if file.is_dir():
+        raise CommandError(f"{file} is a folder. Name a file.")
+    if not file.exists():
+        return _require_writable_place(file.parent)
+    try:
+        file.open("ab").close()
+    except OSError as error:
+        raise CommandError(f"{file} cannot be written: {error.strerror}. Name another file.") from error
+
+
+def require_writable_folder(folder: Path, new: bool = True) -> None:
+    """Refuse a folder that could not be made or written to.
+
+    Args:
+        new (`bool`, *optional*, defaults to `True`): Whether the folder must be missing or empty.
+
+    Raises:
+        CommandError: If it is not empty, a file is in its place, or it cannot be written to.
+    """
+    _require_writable_place(folder)
+    if new and folder.is_dir() and any(folder.iterdir()):
+        raise CommandError(f"{folder} is not empty. Pass a new folder.")
+
+
+def _require_writable_place(folder: Path) -> None:
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryDirectory(dir=there):
+            pass  # permissions alone do not tell: nobody can write to /proc
+    except NotADirectoryError as error:
+        raise CommandError(f"{there} is a file. Pass another folder.") from error
+    except OSError as error:
+        raise CommandError(f"{there} cannot be written to: {error.strerror}. Pass another folder.") from error
+
+
+def output(help: str, check: Callable[..., None] = require_writable_file, **how: Any) -> Any:
+    """An option for a file or folder to write; `check(path, **how)` refuses it before any work is done."""
+
+    def checked(path: Path | None) -> Path | None:
+        try:
+            if path is not None:
+                check(path, **how)
+        except CommandError as error:
+            raise typer.BadParameter(str(error)) from error
+        return path
+
+    return typer.Option(help=help, callback=checked)
+
+
 Target = Annotated[str, typer.Option(help="Hub id or folder of the model.", show_default=False)]
-BY_NAME = ", ".join(weightless_drafts())
 Draft = Annotated[
     str, typer.Option(help=f"Hub id or folder of a draft or a small model, or one that needs no training: {BY_NAME}.")
 ]
@@ -31,62 +120,49 @@ Setting = Annotated[
 ]
 Dtype = Annotated[DtypeName, typer.Option(help="Type of the weights; auto: bfloat16 on a GPU, float32 on a CPU.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...; by default the first GPU, or the CPU.")]
-Seed = Annotated[int | None, typer.Option(help="Seed of sampling.")]
+Seed = Annotated[int | None, number(0, "Seed of sampling.", most=2**32 - 1)]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
 
 
-def number(least: float, help: str, kind: type[int] | type[float] = int) -> Any:
-    """An option for numbers of at least `least`; others are refused with the value, the rule and the remedy."""
-    rule = f"{'an integer' if kind is int else 'a number'} of at least {least}"
-
-    def parse(text: Any) -> float:
-        try:
-            if (value := kind(text)) >= least:
-                return value
-        except ValueError:
-            pass  # refused as a number that is too small is
-        raise typer.BadParameter(f"{text} is not {rule}. Pass {least} or more.")
-
-    return typer.Option(help=help, parser=parse, metavar=f"<{kind.__name__} >= {least}>")
-
-
 @contextmanager
 def one_line_errors(
-    debug: bool,
-    also: tuple[type[Exception], ...] = (),
-    explain: Callable[[Any], str] | None = None,
-    interrupted: str = "Interrupted.",
+    debug: bool, explain: Callable[[Any], str | None] | None = None, interrupted: str = "Interrupted."
 ) -> Iterator[None]:
-    """End the command with one line for an error that the user can correct; with `debug`, with the traceback.
+    """Import the package, and end the command with one line for an error that the user can correct.
 
     Args:
-        also (`tuple`, *optional*): Further errors of this kind.
-        explain (`Callable`, *optional*): Turns an error into its line.
+        debug (`bool`): Leave an error as it is, for its traceback.
+        explain (`Callable`, *optional*): Returns the line for an error, or `None` for one that is no user's.
         interrupted (`str`, *optional*): The line after Ctrl-C.
 
     Raises:
         typer.Exit: With status 2, or 130 after Ctrl-C.
     """
-    expected: tuple[type[Exception], ...] = (CommandError, ValueError, OSError, ImportError, torch.OutOfMemoryError)
     try:
+        import_module("hf_longspec.drafts")  # registers them
         yield
     except KeyboardInterrupt as error:
         print(f"\n{interrupted}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from error
-    except (*expected, *also) as error:
-        if debug:
+    except Exception as error:
+        if debug or (line := (explain or said)(error)) is None:
             raise
-        print(f"error: {(explain or said)(error)}", file=sys.stderr)
+        print(f"error: {line}", file=sys.stderr)
         raise typer.Exit(INPUT_ERROR) from error
 
 
-def said(error: BaseException) -> str:
-    """The line for an error, with a remedy if the error has none."""
-    if isinstance(error, torch.OutOfMemoryError):
+def said(error: Exception) -> str | None:
+    """The line for an error, with a remedy if the error has none; `None` for an error that is no user's."""
+    if type(error).__name__ == "OutOfMemoryError":
         return "out of memory: pass a shorter text, fewer --max-new-tokens or a smaller --dtype."
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}. Check the path and its permissions."
+    if not isinstance(error, CommandError | ValueError | OSError | ImportError):
+        return None
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        missing = error.name.partition(".")[0]
+        return f"{missing} is needed and not installed: pip install {missing}"
     line = one_line(error)
     return line if len(line.split()) >= len(str(error).split()) else f"{line} (--debug shows the rest)"
 
@@ -142,34 +218,3 @@ def read_text(file: Path | None, prompt: str | None) -> tuple[str, str]:
     if not text or not text.strip():
         raise CommandError(f"{name} is empty: there is nothing to continue. Pass a text.")
     return name, text
-
-
-def require_writable_file(option: str, file: Path) -> None:
-    """Refuse a file that could not be written, before any work is done.
-
-    Raises:
-        CommandError: If its folder is missing, or the file cannot be written.
-    """
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise CommandError(f"{option} {file}: there is no folder {file.parent}. Make it first.")
-    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
-        raise CommandError(f"{option} {file}: cannot be written. Name another file.")
-
-
-def require_writable_folder(option: str, folder: Path, new: bool = True) -> None:
-    """Refuse a folder that could not be made or written to, before any work is done.
-
-    Args:
-        new (`bool`, *optional*, defaults to `True`): Whether the folder must be missing or empty.
-
-    Raises:
-        CommandError: If it is not empty, a file is in its place, or it cannot be written.
-    """
-    if folder.is_dir() and new and any(folder.iterdir()):
-        raise CommandError(f"{folder} is not empty: pass a new folder as {option}.")
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise CommandError(f"{option} {folder}: {there} is a file. Pass another folder.")
-    if not os.access(there, os.W_OK):
-        raise CommandError(f"{option} {folder}: {there} cannot be written to. Pass another folder.")

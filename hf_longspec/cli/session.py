@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
     """Turn every error while loading into one line; each format and architecture raises its own.
 
     Args:
-        what (`str`): What is loaded, for the message.
+        what (`str`): What is loaded, for the message, such as `"draft"` or `"tokenizer of"`.
         from_hub (`bool`, *optional*, defaults to `False`): Whether `name` is that of a model. If the first request for
             it fails, the error comes at once; transformers would repeat the request five times for each of its files.
 
@@ -75,7 +76,7 @@ def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
         CommandError: In place of any other error.
     """
     if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise CommandError(f"cannot load the {what} of {name!r}: there is no such folder. Check the path.")
+        raise CommandError(f"cannot load the {what} {name!r}: there is no such folder. Check the path.")
     try:
         if from_hub and not (Path(name).exists() or constants.HF_HUB_OFFLINE):
             _request(name)
@@ -83,10 +84,13 @@ def loading(name: str, what: str, from_hub: bool = False) -> Iterator[None]:
     except CommandError:
         raise
     except Exception as error:
-        remedy = "Check the name; offline, only what is cached can be loaded"
-        if Path(name).is_dir():
-            remedy = "Check its files"
-        raise CommandError(f"cannot load the {what} of {name!r}: {one_line(error).rstrip('.')}. {remedy}.") from error
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        remedy = " Check the name; offline, only what is cached can be loaded."
+        if frame.f_globals["__name__"].startswith("hf_longspec."):
+            remedy = ""  # our errors have their own
+        elif Path(name).exists():
+            remedy = " Check its files."
+        raise CommandError(f"cannot load the {what} {name!r}: {one_line(error).rstrip('.')}.{remedy}") from error
 
 
 def _request(name: str) -> None:
@@ -100,7 +104,7 @@ def _request(name: str) -> None:
     except HfHubHTTPError:
         raise
     except NetworkError as error:
-        raise ValueError(f"the Hub was not reached ({error})") from error
+        raise ValueError(f"the Hub was not reached ({error}). Check the name and the connection") from error
 
 
 def load_tokenizer(target: str) -> Any:
@@ -109,7 +113,7 @@ def load_tokenizer(target: str) -> Any:
     Raises:
         CommandError: If it cannot be loaded.
     """
-    with loading(target, "tokenizer", from_hub=True):
+    with loading(target, "tokenizer of", from_hub=True):
         return AutoTokenizer.from_pretrained(target)
 
 
@@ -119,7 +123,7 @@ def max_positions(target: str) -> int:
     Raises:
         CommandError: If the configuration cannot be loaded.
     """
-    with loading(target, "configuration", from_hub=True):
+    with loading(target, "configuration of", from_hub=True):
         return positions_of(AutoConfig.from_pretrained(target))
 
 
@@ -134,7 +138,7 @@ def load_target(target: str, dtype: torch.dtype, device: torch.device | None = N
     Raises:
         CommandError: If it cannot be loaded, or cannot be decoded speculatively.
     """
-    with loading(target, "model", from_hub=True):
+    with loading(target, "model of", from_hub=True):
         model, info = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, output_loading_info=True)
         _refuse_other_weights(model, info)
     if reasons := TargetView(model).why_not():
@@ -159,7 +163,7 @@ def find_draft(name: str) -> None:
     if "/" not in name and not Path(name).exists():
         near = get_close_matches(name, known, 1)
         raise CommandError(
-            f"cannot load the draft of {name!r}: there is no such folder, a Hub id has the form owner/name, and drafts "
+            f"cannot load the draft {name!r}: there is no such folder, a Hub id has the form owner/name, and drafts "
             f"that need no training are {', '.join(known)}.{f' Did you mean {near[0]!r}?' if near else ''}"
         )
     with loading(name, "draft", from_hub=True):
@@ -182,7 +186,7 @@ def load_draft(name: str, model: PreTrainedModel) -> Any:
             return reader.from_pretrained(name, target=model)
         draft, info = AutoModel.from_pretrained(name, dtype=model.dtype, output_loading_info=True)
         if not getattr(draft, "_is_longspec_draft", False):
-            raise ValueError(f"it is a {type(draft).__name__}, not a draft")
+            raise ValueError(f"it is a {type(draft).__name__}, not a draft. Pass one for --draft")
         _refuse_other_weights(draft, info)
         draft.check(TargetView(model))
     return draft
@@ -290,7 +294,9 @@ def opened(
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device is not None:
         try:
-            place = torch.empty(0, device=device).device
+            one = torch.ones(1, device=device)
+            one.item()  # a meta device has no values
+            place = one.device
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             raise CommandError(
                 f"--device {device}: PyTorch has no such device here. Pass cpu, or leave it out."

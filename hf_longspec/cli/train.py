@@ -1,19 +1,31 @@
 """`hf-longspec train`: train a draft as a recipe describes."""
 
 import json
+import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, Self
 
 import torch
 import typer
 import yaml
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, set_seed
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
 
 from ..bench.machine import command, git_commit
-from ..cli import CommandError, one_line, options
+from ..cli import CommandError, options
 from ..hub.repository import CARD_FACTS
 from .session import load_tokenizer, loading
 
@@ -50,6 +62,8 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
         content = yaml.load(file.read_text(encoding="utf-8"), Loader=options.YamlLoader)
     except OSError as error:
         raise CommandError(f"cannot read {str(file)!r}: {error.strerror}. Check --config.") from error
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{str(file)!r} is no text. Pass the recipe, a YAML file, as --config.") from error
     except yaml.YAMLError as error:
         raise CommandError(f"{str(file)!r} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
@@ -68,6 +82,8 @@ def read_recipe(file: Path, overrides: dict[str, Any]) -> Recipe:
     required = ("target", "training", "dataset")
     if missing := [name for name in required if content.get(name) is None]:
         raise CommandError(f"{str(file)!r} has no {' and no '.join(missing)}: a recipe needs {', '.join(required)}.")
+    if content.get("dtype", "auto") not in list(options.DtypeName):
+        raise CommandError(f"dtype: {content['dtype']!r} in the recipe: expected {', '.join(options.DtypeName)}.")
     for name in ("training", "dataset", "eval_dataset", "lora"):
         if not isinstance(content.get(name, {}), dict | None):
             raise CommandError(f"{name}: {content[name]!r} is no mapping: indent its keys below it.")
@@ -101,7 +117,7 @@ def run(recipe: Recipe, resume: bool) -> None:
     check_names("training", recipe.training, {field.name for field in fields(DraftTrainingArguments)})
     if recipe.training.get("output_dir") is None:
         raise CommandError("training has no output_dir: name a folder there, or pass --output-dir.")
-    options.require_writable_folder("--output-dir", Path(recipe.training["output_dir"]), new=False)
+    options.require_writable_folder(Path(recipe.training["output_dir"]), new=False)
     args = DraftTrainingArguments(**recipe.training)
     checkpoint = last_complete_checkpoint(args.output_dir) if resume else None
     sources = [recipe.dataset, recipe.eval_dataset]
@@ -110,7 +126,7 @@ def run(recipe: Recipe, resume: bool) -> None:
     with args.main_process_first(desc="loading of the dataset"):  # the others find it in the cache
         train_rows, eval_rows = (load_rows(source, recipe.pack, tokenizer, args) for source in sources)
     extra = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    with loading(recipe.target, "model", from_hub=True):
+    with loading(recipe.target, "model of", from_hub=True):
         target = AutoModelForCausalLM.from_pretrained(recipe.target, dtype=recipe.dtype, **extra)
     set_seed(args.seed)  # a new draft is drawn: the same in every run and every process
     trainer = DraftTrainer(
@@ -122,13 +138,52 @@ def run(recipe: Recipe, resume: bool) -> None:
         processing_class=tokenizer,
         peft_config=lora_config(recipe.lora),
     )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    with SaveAtInterrupt(trainer) as interruption:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    state = trainer.state
+    if interruption.requested and state.global_step < state.max_steps:
+        print(f"Interrupted after step {state.global_step}, which is saved in {args.output_dir}.", file=sys.stderr)
+        print("The same command with --resume goes on from there.", file=sys.stderr)
+        raise typer.Exit(options.INTERRUPTED)
     trainer.save_model()
     if trainer.is_world_process_zero():
         write_facts(recipe, Path(str(args.output_dir)), trainer.state)
         print(f"Saved in {args.output_dir} after {trainer.state.global_step} steps.")
         print("This measures which settings of the draft are fastest here, and writes them into it:")
         print(f"  hf-longspec tune TEXT --target {recipe.target} --draft {args.output_dir}")
+
+
+class SaveAtInterrupt(TrainerCallback):
+    """Save a checkpoint and stop training after the step in which Ctrl-C is pressed; a second one stops at once.
+
+    Several processes would stop at different steps: there Ctrl-C stops at once.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.requested = False
+        trainer.add_callback(self)
+        self._single = trainer.args.world_size == 1
+
+    def __enter__(self) -> Self:
+        if self._single:
+            self._before = signal.signal(signal.SIGINT, self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._single:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _request(self, *_: object) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        with suppress(RuntimeError):  # of a print that was interrupted
+            print("\nA checkpoint follows at the end of this step. Ctrl-C again stops without it.", file=sys.stderr)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Called by the trainer."""
+        if self.requested:
+            control.should_save = control.should_training_stop = True
 
 
 def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, args: Any) -> Any:
@@ -149,7 +204,7 @@ def load_rows(data: dict[str, Any] | None, length: int | None, tokenizer: Any, a
             raise CommandError("a dataset of tokens has no documents: set pack to the number of tokens in a row.")
         windows = []
         for file in [data["tokens"]] if isinstance(data["tokens"], str) else data["tokens"]:
-            with loading(file, "tokens"):
+            with loading(file, "tokens of"):
                 windows.append(TokenWindows(np.load(file, mmap_mode="r"), length))
         return torch.utils.data.ConcatDataset(windows)
     try:
@@ -220,46 +275,3 @@ def write_facts(recipe: Recipe, folder: Path, state: Any) -> None:
     }
     facts |= {name: value for name, value in found.items() if value}
     file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-
-
-def train(
-    config: Annotated[Path, typer.Option(help="Recipe, such as examples/longspec_pretrain.yaml.")],
-    target: Annotated[str | None, typer.Option(help="Hub id or folder of the target.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Hub id or folder of a draft to go on with.")] = None,
-    output_dir: Annotated[str | None, typer.Option(help="Where checkpoints and the draft are written.")] = None,
-    max_steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    setting: Annotated[list[str] | None, typer.Option("--set", help="Any other key: training.seed=1.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last complete checkpoint.")] = False,
-    debug: options.Debug = False,
-) -> None:
-    """Train a draft as a recipe describes.
-
-    A recipe names the target, the settings of the draft, the data and the arguments of the trainer; options replace its
-    values. Checkpoints and the trained draft are written to a folder; nothing is uploaded.
-
-    Examples:
-
-    - hf-longspec train --config examples/longspec_pretrain.yaml --target Qwen/Qwen3-8B
-    - hf-longspec train --config examples/longspec_long.yaml --draft runs/longspec_pretrain --output-dir runs/long
-    - hf-longspec train --config examples/tokenswift.yaml --max-steps 100 --set training.seed=1 --resume
-
-    Exit status: 0; 1 if the loss stopped being a number; 2 for what cannot be run; 130 after Ctrl-C.
-    """
-    named = {
-        "target": target,
-        "draft": draft,
-        "training.output_dir": output_dir,
-        "training.max_steps": max_steps,
-        "training.learning_rate": learning_rate,
-    }
-    with options.one_line_errors(debug, interrupted="Interrupted. --resume goes on from the last checkpoint."):
-        overrides = {name: value for name, value in named.items() if value is not None}
-        overrides |= options.read_settings(setting, "training.seed=1")
-        try:
-            run(read_recipe(config, overrides), resume)
-        except FloatingPointError as error:
-            if debug:
-                raise
-            print(f"error: {one_line(error)}", file=sys.stderr)
-            raise typer.Exit(1) from error

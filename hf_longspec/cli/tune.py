@@ -7,26 +7,24 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import set_seed
 
-from ..bench.calls import changed, endless
-from ..bench.prefill import Decoder, prefill
+from ..bench.calls import changed
+from ..bench.prefill import Decoder
 from ..bench.progress import Progress
-from ..bench.prompts import cut_windows
+from ..bench.results import Record, ResultFile, of_kind
 from ..bench.summaries import in_turns
 from ..cli import CommandError, options
 from ..generation.draft_tree import num_static_nodes
 from ..generation.target import TargetView
 from ..modeling.plain.modeling_plain import PlainDraftModel
 from ..modeling.register_draft import DRAFTS, weightless_drafts
-from .session import Session, opened, say
+from .session import Session, say
 
 Settings = dict[str, Any]
 
@@ -220,13 +218,12 @@ def check_destination(draft: str, output: Path | None) -> None:
         CommandError: If there is no place for it.
     """
     if output is not None:
-        options.require_writable_folder("--output", output)
-    elif draft in weightless_drafts() or not Path(draft).is_dir():
+        return  # checked with the options
+    if draft in weightless_drafts() or not Path(draft).is_dir():
         raise CommandError(
             f"the draft {draft} is not in a folder: pass --output FOLDER for the tuned one, or --dry-run."
         )
-    elif not os.access(draft, os.W_OK):
-        raise CommandError(f"cannot write to {draft}: pass --output FOLDER for the tuned draft, or --dry-run.")
+    options.require_writable_folder(Path(draft), new=False)
 
 
 @dataclass
@@ -240,6 +237,7 @@ class Tuner:
     repeats: int  # runs of a candidate
     mode: str  # `greedy` or `sample`
     progress: Progress  # advances by one for every run
+    file: ResultFile  # every run, for the next part of an interrupted measurement
     trials: list[Trial] = field(default_factory=list)
 
     def measure(self, step: str, candidates: Sequence[Settings], repeats: int | None = None) -> list[Trial]:
@@ -257,17 +255,28 @@ class Tuner:
     def _in_turns(self, task: str, methods: list[tuple[str, Any, Settings]], repeats: int) -> list[Trial]:
         """Decode with `(step, draft, settings)` each in turns, after a warm-up."""
         self.progress.next(f"Measuring: {task}", len(methods) * (repeats + 1))
-        for _, draft, settings in methods:  # the first run is slow, and not measured
-            self._decode(draft, settings)
-        runs: list[list[tuple[float, float]]] = [[] for _ in methods]
-        for _, place in in_turns(range(len(methods)), repeats):
-            runs[place].append(self._decode(*methods[place][1:]))
+        runs = [self._measured(task, place, settings) for place, (_, _, settings) in enumerate(methods)]
+        for (_, draft, settings), known in zip(methods, runs, strict=True):
+            if len(known) < repeats:  # the first run is slow, and not measured
+                self._decode(draft, settings)
+            self.progress.step()
+        for turn, place in in_turns(range(len(methods)), repeats):
+            _, draft, settings = methods[place]
+            if len(runs[place]) <= turn:
+                speed, tau = self._decode(draft, settings)
+                run = {"task": task, "place": place, "settings": settings, "tokens_per_second": speed, "tau": tau}
+                runs[place].append(self.file.write("run", **run))
+            self.progress.step()
         found = [
-            Trial(step, settings, tau=taken[-1][1], tokens_per_second=statistics.median(speed for speed, _ in taken))
-            for (step, _, settings), taken in zip(methods, runs, strict=True)
+            Trial(step, settings, known[-1]["tau"], statistics.median(run["tokens_per_second"] for run in known))
+            for (step, _, settings), known in zip(methods, runs, strict=True)
         ]
         self.trials += found
         return found
+
+    def _measured(self, task: str, place: int, settings: Settings) -> list[Record]:
+        """The runs of a candidate in the part that was interrupted."""
+        return of_kind(self.file.records, "run", task=task, place=place, settings=json.loads(json.dumps(settings)))
 
     def _decode(self, draft: Any, settings: Settings) -> tuple[float, float]:
         """Tokens per second and tau over all prompts; random numbers are the same for every candidate."""
@@ -280,7 +289,6 @@ class Tuner:
                 rows = slice(start, min(start + self.batch, prompts))
                 run = self.decoder.run(draft, rows, self.context, self.mode, seed=start)
                 seconds, tokens, steps = seconds + run.decode_seconds, tokens + run.tokens, steps + run.steps
-        self.progress.step()
         return tokens / seconds, tokens / steps
 
 
@@ -295,7 +303,7 @@ def show(trials: Sequence[Trial], winner: Trial) -> None:
     for trial in trials:
         numbers = f"{trial.tau:.2f}", f"{trial.tokens_per_second:.1f}"
         style = "bold green" if trial is winner else None
-        table.add_row(trial.step, _shown(trial.options), *numbers, style=style)
+        table.add_row(trial.step, shown(trial.options), *numbers, style=style)
     Console(highlight=False).print(table)
     say("tau: tokens per verification, the model's own included. tokens/s: of all prompts decoded together.")
     say(
@@ -306,95 +314,5 @@ def show(trials: Sequence[Trial], winner: Trial) -> None:
         say("On this text and machine the draft does not pay: decoding without one is faster.")
 
 
-def _shown(settings: Settings) -> str:
+def shown(settings: Settings) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
-
-
-def tune(
-    target: options.Target,
-    file: Annotated[Path | None, typer.Argument(help="Text of the kind to be continued; - for standard input.")] = None,
-    prompt: options.Prompt = None,
-    draft: options.Draft = "specattn",
-    output: Annotated[Path | None, typer.Option(help="New folder for the tuned draft.", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure and show, write nothing.")] = False,
-    context: Annotated[int, options.number(32, "Tokens of a prompt.")] = 4096,
-    prompts: Annotated[int, options.number(1, "Prompts, spread over the text.")] = 2,
-    batch: Annotated[int, options.number(1, "Prompts that are decoded together.")] = 1,
-    max_new_tokens: Annotated[int, options.number(4, "Tokens per prompt and run.")] = 64,
-    repeats: Annotated[int, options.number(1, "Runs of a candidate; their median counts.")] = 3,
-    sample: Annotated[bool, typer.Option("--sample", help="At temperature 1 instead of greedily.")] = False,
-    setting: options.Setting = None,
-    dtype: options.Dtype = options.DtypeName.auto,
-    device: options.Device = None,
-    as_json: options.Json = False,
-    debug: options.Debug = False,
-) -> None:
-    """Find the fastest settings of a draft for a text and a machine, and write them into the draft.
-
-    specattn: in the three steps of its paper. The share of the cache that drafting reads is raised until acceptance no
-    longer grows; then the number of drafted tokens is chosen by speed, and the share once more around its value.
-    LongSpec: the widths of its tree. TokenSwift: the branching of its tree. EAGLE-3: what its checkpoint may be wrong
-    about (rope_theta, layers), by tau, and the widths of its tree. Prompts are taken from the text and read
-    once; all candidates decode after them in turns.
-
-    The winner replaces the present settings if it is faster than they are by more than noise. A draft in a folder gets
-    a new generation_config.json, in one step or not at all; other drafts are saved to --output.
-
-    Examples:
-
-    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --dry-run
-    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --context 16384 --output tuned
-    - hf-longspec tune notes.txt --target Qwen/Qwen3-0.6B --draft ./draft
-
-    Exit status: 0, also if the present settings stay; 2 for what cannot be run; 130 after Ctrl-C.
-    """
-    with options.one_line_errors(debug):
-        if not dry_run:
-            check_destination(draft, output)
-        name, text = options.read_text(file, prompt)
-        with opened(target, draft, options.read_settings(setting), dtype, device) as session:
-            plan = plan_for(session.draft)
-            session.require_room(f"a prompt of --context {context}", context, max_new_tokens + 1)
-            ids = session.encode(name, text)[0].cpu()
-            if len(ids) < context:
-                raise CommandError(
-                    f"{name} has {len(ids)} tokens, and a prompt is to have {context}: pass a longer text, or "
-                    f"--context {len(ids)} at most."
-                )
-            windows = cut_windows([ids], context, prompts).to(session.model.device)
-            model = endless(session.model)
-            set_seed(0)
-            with Progress(len(windows), "Reading the prompts") as progress:
-                decoder = Decoder(model, prefill(model, windows, lambda index: progress.step()), max_new_tokens)
-                tuner = Tuner(session, decoder, context, batch, repeats, "sample" if sample else "greedy", progress)
-                best = plan(session.draft, TargetView(model), context, tuner.measure)
-                chosen, present, plain = tuner.confirm(best)
-            wins = chosen.options != present.options and chosen.gain_over(present) > NOISE
-            winner = chosen if wins else present
-            if not as_json:
-                show(tuner.trials, winner)
-            written = None if dry_run or not (wins or output) else output or Path(draft)
-            if written is not None and output is None:
-                update_settings(written, session.settings | winner.options)  # what --set gave was measured too
-            elif written is not None:
-                for key, value in winner.options.items():
-                    setattr(session.draft.generation_config, key, value)
-                session.draft.save_pretrained(written)
-        if as_json:
-            how = {"context": context, "prompts": prompts, "batch": batch, "max_new_tokens": max_new_tokens}
-            found = {
-                **session.record(),
-                "options": how | {"repeats": repeats, "sample": sample},
-                "trials": [asdict(trial) for trial in tuner.trials],
-                "present": present.options,
-                "winner": winner.options,
-                "gain": round(winner.gain_over(present), 4),
-                "gain_over_no_draft": round(winner.gain_over(plain), 4),
-                "written": None if written is None else str(written / SETTINGS_FILE),
-            }
-            print(json.dumps(found))
-        elif wins:
-            say(f"{'Not written (--dry-run)' if dry_run else f'Written to {written}'}: {_shown(winner.options)}.")
-        else:
-            saved = "" if written is None else f" Saved to {written}."
-            say(f"The present settings stay: {_shown(winner.options)}.{saved}")

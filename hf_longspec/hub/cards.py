@@ -20,6 +20,21 @@ ENGINE_CODE = """\
 You need transformers 5.17 or newer and nothing else. The code is in [{engine}](https://huggingface.co/{engine}), and
 `trust_remote_code=True` runs it. `revision` chooses the weights and settings of this repository and does not pin the
 code; `code_revision="<commit of {engine}>"` does."""
+# Of https://huggingface.co/docs/hub/repositories-licenses
+LICENSES = {
+    "afl-3.0", "agpl-3.0", "apache-2.0", "apple-amlr", "apple-ascl", "artistic-2.0", "bigcode-openrail-m",
+    "bigscience-bloom-rail-1.0", "bigscience-openrail-m", "bsd", "bsd-2-clause", "bsd-3-clause",
+    "bsd-3-clause-clear", "bsl-1.0", "c-uda", "cc", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-4.0",
+    "cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-4.0", "cc-by-nc-nd-3.0", "cc-by-nc-nd-4.0", "cc-by-nc-sa-2.0",
+    "cc-by-nc-sa-3.0", "cc-by-nc-sa-4.0", "cc-by-nd-4.0", "cc-by-sa-3.0", "cc-by-sa-4.0", "cc0-1.0",
+    "cdla-permissive-1.0", "cdla-permissive-2.0", "cdla-sharing-1.0", "creativeml-openrail-m",
+    "deepfloyd-if-license", "ecl-2.0", "epl-1.0", "epl-2.0", "etalab-2.0", "eupl-1.1", "eupl-1.2",
+    "fair-noncommercial-research-license", "gemma", "gfdl", "gpl", "gpl-2.0", "gpl-3.0", "grok2-community",
+    "h-research", "intel-research", "isc", "lgpl", "lgpl-2.1", "lgpl-3.0", "lgpl-lr", "llama2", "llama3",
+    "llama3.1", "llama3.2", "llama3.3", "llama4", "lppl-1.3c", "mit", "mpl-2.0", "ms-pl", "ncsa", "odbl",
+    "odc-by", "ofl-1.1", "openmdw-1.0", "openrail", "openrail++", "osl-3.0", "other", "pddl", "postgresql",
+    "unknown", "unlicense", "wtfpl", "zlib",
+}  # fmt: skip
 LISTS = ("datasets", "language")  # fields that may hold several values on the Hub
 
 
@@ -65,7 +80,7 @@ class Card:
         """Build a card from facts by name.
 
         Raises:
-            ValueError: If a name is unknown, or a value has a wrong type.
+            ValueError: If a name or the license is unknown, or a value has a wrong type.
         """
         known = {field.name: field.default for field in dataclasses.fields(cls)}
         if unknown := sorted(set(facts) - set(known)):
@@ -76,6 +91,11 @@ class Card:
             if name == "datasets" or not (isinstance(value, str) or (value is None and known[name] is None)):
                 expected = "a list of texts" if name == "datasets" else "a text"
                 raise ValueError(f"{name}={value!r} on a card: expected {expected}. Correct it, or leave it out.")
+        if (given := facts.get("license")) is not None and given not in LICENSES:
+            raise ValueError(
+                f"license={given!r} on a card: the Hub has no such id. Pass one of "
+                "https://huggingface.co/docs/hub/repositories-licenses, such as apache-2.0, or other."
+            )
         return cls(**facts)
 
     def complete(self, draft: Any, repo: str) -> "Card":

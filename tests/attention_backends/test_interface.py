@@ -278,9 +278,7 @@ def test_what_would_be_computed_wrongly_is_refused(name):
 
 def test_the_error_of_an_unsupported_call_names_the_remedy():
     query, key, value = (x.to(torch.float8_e5m2) for x in tensors())
-    with pytest.raises(
-        ValueError, match=r"(?s)dtype=float8_e5m2.*torch: dtype is.*Load the model in float32"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)dtype=float8_e5m2.*torch: dtype is.*Load the model in float32"):
         attention_forward(Layer(), query, key, value, None)
 
 

@@ -1,19 +1,20 @@
 """The published tiny target and its drafts, and a way to run a command on them."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from hf_longspec.cli.app import app
+from hf_longspec.cli import app
 
 HUB_CARDS = Path(__file__).resolve().parents[2] / "hub_cards"
 
 
 def run_command(*arguments, **options):
     """The result of one run of the application, in this process; `options` are those of invoke."""
-    return CliRunner().invoke(app, list(map(str, arguments)), **options)
+    return CliRunner().invoke(app.app, list(map(str, arguments)), **options)
 
 
 @pytest.fixture
@@ -32,3 +33,16 @@ def tiny(tmp_path_factory):
     notes.write_text("class Shape:\n" + "".join(lines) * 2, encoding="utf-8")
     drafts = {name: HUB_CARDS / f"tiny-{name}" for name in ("longspec", "tokenswift")}
     return SimpleNamespace(target=HUB_CARDS / "tiny-target", notes=notes, **drafts)
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """`main(*arguments)`: exit status, standard output and standard error of the program."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["hf-longspec", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_of:
+            app.main()
+        return exit_of.value.code, *capsys.readouterr()
+
+    return run

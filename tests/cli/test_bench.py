@@ -125,8 +125,12 @@ def test_an_interrupted_run_keeps_its_lines_and_is_gone_on_with(here, monkeypatc
     assert len(before) == 2
     assert "--resume goes on" in result.output and "The run was not finished." in result.output
     monkeypatch.setattr(matrix, "run_call", real)
-    again = invoke("--draft", "ngram")
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "load_tokenizer", None)  # said before anything is loaded
+        again = invoke("--draft", "ngram")
     assert again.exit_code == 2 and "pass --resume to go on with it" in again.output
+    absent = invoke("--draft", "ngram", "--resume", "--output", "other.jsonl")
+    assert absent.exit_code == 2 and "there is no other.jsonl to go on with. Leave --resume out, or" in absent.output
     _, after = run("--draft", "ngram", "--resume")
     assert after[:2] == before and len(after) == 4
 
@@ -169,6 +173,7 @@ def model():
     [
         (["--context", "0"], "--context '0': expected numbers of at least 1"),
         (["--batch", "own"], "--batch 'own'"),
+        (["--batch", "1,2k"], "--batch '2k': expected numbers of at least 1 and at most 1024"),
         (["--context", "99k"], "exceed the 16384 positions"),
         (["--dtype", "int8"], "--dtype int8: expected auto"),
         (["--draft", "/absent"], "cannot load the draft"),
@@ -176,7 +181,6 @@ def model():
         (["--assistant", "/absent"], "cannot load the assistant"),
         (["--sweep", "sparse_rate=1"], "no draft has such a setting"),
         (["--sweep", "sparse_ratio=7"], "sparse_ratio=7.0: expected a number in (0, 1]"),
-        (["--output", "x.txt"], "ends with .jsonl"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_line(arguments, message, model, here, monkeypatch):
@@ -214,7 +218,7 @@ def test_the_preset_measures_every_draft_without_training_at_the_lengths_that_fi
 def test_options_replace_the_lengths_and_temperatures_of_the_preset(monkeypatch):
     seen = []
     monkeypatch.setattr(bench.Bench, "measure", lambda run, *_: seen.append(run) or (None, False))
-    monkeypatch.setattr(bench, "_show", lambda *_: sys.exit(0))
+    monkeypatch.setattr(bench, "show", lambda *_: sys.exit(0))
     for temperature in (["--temperature", "0.5"], ["--sweep", "temperature=0,2"]):
         invoke("--preset", "all", *temperature)
     assert [(run.contexts, run.temperature, run.sweeps) for run in seen] == [

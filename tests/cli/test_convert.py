@@ -4,11 +4,10 @@ import torch
 from transformers import AutoModel
 
 from hf_longspec import LongSpecDraftModel
-from hf_longspec.cli import convert
 from hf_longspec.testing import tiny_target
 
 
-def test_a_trainer_file_becomes_a_draft(command, tmp_path):
+def test_a_trainer_file_becomes_a_draft(command, main, tmp_path):
     target = tiny_target("llama")
     target.config.save_pretrained(tmp_path / "target")
     tensors = LongSpecDraftModel.from_target(target, qkv_bias=True).block.state_dict()
@@ -18,15 +17,15 @@ def test_a_trainer_file_becomes_a_draft(command, tmp_path):
     assert result.exit_code == 0 and "0.0M parameters" in result.output
     draft = AutoModel.from_pretrained(tmp_path / "out")
     assert torch.equal(draft.block.mlp.up_proj.weight, tensors["mlp.up_proj.weight"])
-    again = command(*arguments)
-    assert again.exit_code == 2 and "is not empty: pass a new folder as --output" in again.output
+    status, _, line = main(*arguments)
+    assert status == 2 and "out is not empty. Pass a new folder." in line
 
 
-def test_errors_take_one_line(command, tmp_path, monkeypatch):
+def test_errors_take_one_line(command, main, tmp_path, monkeypatch):
     result = command("convert", tmp_path, "--output", tmp_path / "out")
     assert result.exit_code == 2
     assert "error: no target is known for" in result.output and "Traceback" not in result.output
     (tmp_path / "file").touch()
-    monkeypatch.setattr(convert.converting, "convert", None)  # the folder is checked before
-    result = command("convert", tmp_path, "--output", tmp_path / "file" / "out")
-    assert result.exit_code == 2 and f"{tmp_path}/file is a file. Pass another folder." in result.output
+    monkeypatch.setattr("hf_longspec.modeling.convert.convert", None)  # the folder is checked before
+    status, _, line = main("convert", tmp_path, "--output", tmp_path / "file" / "out")
+    assert status == 2 and f"'--output': {tmp_path}/file is a file. Pass another folder." in line

@@ -1,19 +1,24 @@
 """Errors of users: one line with the problem and the remedy, status 2, no traceback, nothing written."""
 
 import json
+import os
 import runpy
 import shutil
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+import typer
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5EncoderModel
 
-import hf_longspec.cli
 from hf_longspec import LongSpecDraftModel, __version__
-from hf_longspec.cli import app, audit, generate, session, tune
+from hf_longspec.cli import app, audit, generate, options, session, tune
+from hf_longspec.modeling.register_draft import weightless_drafts
 from hf_longspec.testing import tiny_target
 from tests.tiny_tokenizers import character_tokenizer
 
@@ -71,7 +76,7 @@ def test_a_missing_folder(command, fails, tiny, monkeypatch, name):
     assert traced.exit_code == 1 and "there is no such folder" in str(traced.exception)
     monkeypatch.setattr(session, "load_tokenizer", refuse)  # before the target is loaded
     line = fails(name, "--draft", "/no/such/draft")
-    assert "cannot load the draft of '/no/such/draft': there is no such folder" in line
+    assert "cannot load the draft '/no/such/draft': there is no such folder" in line
 
 
 class TestMistypedNames:
@@ -96,7 +101,7 @@ class TestMistypedNames:
         assert line.endswith("Did you mean 'ngram'?") and not self.requests
 
     def test_a_draft_or_target_that_the_hub_does_not_have(self, fails):
-        assert "draft of 'org/foo': the Hub was not reached (no route)." in fails("audit", "--draft", "org/foo")
+        assert "draft 'org/foo': the Hub was not reached (no route). Check" in fails("audit", "--draft", "org/foo")
         assert "tokenizer of 'gtp2': the Hub was not reached (no route)." in fails("generate", target="gtp2")
         assert [url.split("/resolve/")[0][-7:] for url in self.requests] == ["org/foo", "co/gtp2"]
 
@@ -114,9 +119,10 @@ class TestMistypedNames:
 def test_truncated_weights(fails, copy_of, name, kind, share):
     folder = copy_of(kind, share)
     line = fails(name, target=folder) if kind == "target" else fails(name, "--draft", folder)
-    assert f"cannot load the {'model' if kind == 'target' else 'draft'} of" in line and line.endswith(
-        "Check its files."
-    )
+    if kind == "target":
+        assert "cannot load the model of" in line and line.endswith(" Check its files.")
+    else:  # our own error has its remedy
+        assert "cannot load the draft '" in line and line.endswith(" Download or save the draft again.")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +140,7 @@ def test_another_model_type_does_not_run_on_random_weights(fails, copy_of, name,
 
 
 def test_drafts_that_do_not_fit(fails, copy_of, tiny, tmp_path):
-    assert "cannot load the draft of" in fails("generate", "--draft", copy_of("longspec", model_type="tokenswift"))
+    assert "cannot load the draft '" in fails("generate", "--draft", copy_of("longspec", model_type="tokenswift"))
     LongSpecDraftModel.from_target(tiny_target("llama")).save_pretrained(tmp_path / "other")
     assert "was made for a target with" in fails("generate", "--draft", tmp_path / "other")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
@@ -174,46 +180,77 @@ def test_prompts_that_cannot_be_read(fails, tmp_path):
     [
         ("generate", ["--prompt", "text"], "pass one prompt"),
         ("generate", ["--device", "warp9"], "--device warp9: PyTorch has no such device here"),
+        ("audit", ["--device", "meta"], "--device meta: PyTorch has no such device here"),
         ("tune", ["--set", "gamma=4"], "the draft specattn has no such setting; it has acceptance"),
         ("audit", ["--set", "seed"], "--set 'seed': expected key=value, such as num_assistant_tokens=6."),
         ("generate", ["--set", "num_assistant_tokens=0"], "num_assistant_tokens=0: expected an integer of at least 1"),
         ("generate", ["--top-p", 0.5], "are for sampling: pass a --temperature above 0"),
-        ("generate", ["--top-p", 1.5, "--temperature", 1], "--top-p 1.5: expected a number above 0"),
-        ("generate", ["--repetition-penalty", 0], "--repetition-penalty 0.0: expected more than 0"),
         ("generate", ["--max-new-tokens", 20_000], "exceed the 16384 positions of the model"),
-        ("audit", ["--temperature", 0], "--temperature 0.0: the samples need more than 0"),
-        ("audit", ["--eps", -1], "--eps -1.0: expected a distance"),
-        ("audit", ["--samples", 2], "2 samples are too few"),
+        ("audit", ["--samples", 49], "--samples 49 of 4 tokens are too few to judge any frequency. Draw 50 at least"),
     ],
     ids=str,
 )
-def test_options_with_wrong_values(fails, name, arguments, complaint):
+def test_options_with_wrong_values(fails, monkeypatch, name, arguments, complaint):
+    if set(arguments) & {"--device", "--samples"}:
+        monkeypatch.setattr(session.AutoModelForCausalLM, "from_pretrained", refuse)
     assert complaint in fails(name, *arguments)
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["generate", "--html", "no/such/page.html"], "--html no/such/page.html: there is no folder no/such. Make it"),
-        (["generate", "--html", "."], "--html .: cannot be written. Name another file."),
+        (["generate", "--html", "."], "'--html': . is a folder. Name a file."),
+        (["generate", "--html", "notes.txt/page.html"], "notes.txt is a file. Pass another folder."),
+        (["generate", "--html", "locked/page.html"], "locked cannot be written to: Permission denied. Pass another"),
         (["tune", "--output", "notes.txt/out"], "notes.txt is a file. Pass another folder."),
-        (["tune", "--output", "locked/out"], "locked cannot be written to. Pass another folder."),
-        (["tune", "--output", "full"], "full is not empty: pass a new folder as --output."),
+        (
+            ["tune", "--output", "locked/deep/out"],
+            "locked cannot be written to: Permission denied.",
+        ),
+        (["tune", "--output", "full"], "'--output': full is not empty. Pass a new folder."),
+        (["tune", "--results", "locked/tune.jsonl"], "locked cannot be written to"),
+        (["tune", "--draft", "locked"], "locked cannot be written to: Permission denied."),
+        (["bench", "--output", "bench.txt"], "bench.txt does not end with .jsonl. Name it bench.jsonl."),
+        (["bench", "--output", "locked/bench.jsonl"], "locked cannot be written to"),
+        (["train", "--config", "none.yaml", "--output-dir", "locked/run"], "locked cannot be written to"),
+        (["convert", "--output", "full"], "full is not empty"),
+        (["tokenize", "--output", "tokens"], "tokens does not end with .npy. Name it tokens.npy."),
+        (["publish", "--dry-run", "--output", "locked/out"], "locked cannot be written to"),
+        pytest.param(
+            ["tune", "--output", "/proc/x"],
+            "/proc cannot be written to",
+            marks=pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write to"),
+        ),
     ],
     ids=str,
 )
-def test_outputs_are_checked_before_anything_is_loaded(command, tiny, tmp_path, monkeypatch, arguments, complaint):
+def test_outputs_are_checked_before_anything_is_loaded(main, tiny, tmp_path, monkeypatch, arguments, complaint):
     monkeypatch.chdir(tmp_path)
     for name in ("locked", "full/of"):
         (tmp_path / name).mkdir(parents=True)
     shutil.copy(tiny.notes, "notes.txt")
-    access = hf_longspec.cli.options.os.access  # the root user may write everywhere
-    monkeypatch.setattr(
-        hf_longspec.cli.options.os, "access", lambda path, *how: "locked" not in str(path) and access(path, *how)
-    )
-    monkeypatch.setattr(MODULES[arguments[0]], "opened", refuse)
-    result = command(*arguments, "notes.txt", "--target", tiny.target)
-    assert result.exit_code == 2 and complaint in result.stderr and len(result.stderr.splitlines()) == 1
+    place = tempfile.mkdtemp
+
+    def mkdtemp(suffix=None, prefix=None, dir=None):
+        if "locked" in str(dir):  # the root user may write everywhere
+            raise PermissionError(13, "Permission denied", str(dir))
+        return place(suffix, prefix, dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    for loader in (session.AutoTokenizer, session.AutoModelForCausalLM, session.AutoModel, session.AutoConfig):
+        monkeypatch.setattr(loader, "from_pretrained", refuse)
+    before = sorted(tmp_path.rglob("*"))
+    target = [] if arguments[0] in ("publish", "train") else ["--target", tiny.target]
+    text = [] if arguments[0] in ("bench", "train") else ["notes.txt"]
+    status, output, errors = main(*arguments, *text, *target)
+    assert status == 2 and output == "" and complaint in errors and len(errors.splitlines()) == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_missing_folders_of_an_output_are_made(command, tiny, tmp_path):
+    page = tmp_path / "new" / "pages" / "page.html"
+    arguments = ["--target", tiny.target, "--draft", "ngram", "--max-new-tokens", 2, "--html", page]
+    assert command("generate", tiny.notes, *arguments).exit_code == 0 and page.is_file()
 
 
 @pytest.mark.parametrize(
@@ -234,35 +271,24 @@ def test_what_ends_a_command_while_it_works(command, tiny, monkeypatch, name, er
     def stop(*_, **__):
         raise error
 
-    monkeypatch.setattr(MODULES[name], "set_seed" if name != "audit" else "compare", stop)
+    monkeypatch.setattr("hf_longspec.cli.audit.compare" if name == "audit" else "transformers.set_seed", stop)
     result = command(name, tiny.notes, "--target", tiny.target, *SMALL[name])
     assert result.exit_code == status and result.stderr.startswith(output), result.stderr
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich.console"])
-def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys, missing):
-    monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.delitem(sys.modules, "hf_longspec.cli.audit")  # imported anew, with what is missing
-    monkeypatch.delattr(hf_longspec.cli, "audit")
+def test_a_missing_package_is_named_in_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "hf_longspec.cli.app")
     with pytest.raises(SystemExit) as exit_of:
         runpy.run_module("hf_longspec.cli.app")
-    package = missing.partition(".")[0]
-    expected = f"error: hf-longspec needs {package}, which is not installed: pip install typer rich\n"
+    expected = "error: hf-longspec needs typer, which is not installed: pip install typer rich\n"
     assert (exit_of.value.code, *capsys.readouterr()) == (2, "", expected)
 
 
-@pytest.fixture
-def main(monkeypatch, capsys):
-    """`main(*arguments)`: exit status, standard output and standard error of the program."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["hf-longspec", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_of:
-            app.main()
-        return exit_of.value.code, *capsys.readouterr()
-
-    return run
+def test_a_missing_package_of_a_command_is_named_in_one_line(main, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.text", None)
+    status, _, errors = main("generate", tiny.notes, "--target", tiny.target)
+    assert (status, errors) == (2, "error: rich is needed and not installed: pip install rich\n")
 
 
 @pytest.mark.parametrize(
@@ -272,14 +298,25 @@ def main(monkeypatch, capsys):
         (["generate", "--no-such-option"], "No such option: --no-such-option. `hf-longspec generate --help` shows"),
         (["nothing"], "No such command 'nothing'. `hf-longspec --help` shows"),
         (["genrate"], "No such command 'genrate'. Did you mean 'generate'? `hf-longspec --help` shows"),
-        (["audit", "--max-new-tokens", "many"], "'--max-new-tokens': many is not an integer of at least 1. Pass 1 or"),
+        (["audit", "--max-new-tokens", "many"], "'--max-new-tokens': many is not an integer of at least 1. Pass one"),
         (
             ["audit", "--batch", "0"],
-            "Invalid value for '--batch': 0 is not an integer of at least 1. Pass 1 or more. `",
+            "Invalid value for '--batch': 0 is not an integer of at least 1 and at most 1024. Pass one that is. `",
         ),
-        (["generate", "--top-k", "-1"], "Invalid value for '--top-k': -1 is not an integer of at least 0. Pass 0 or"),
-        (["demo", "--context", "0"], "'--context': 0 is not an integer of at least 1. Pass 1 or more."),
-        (["bench", "--temperature", "nan"], "'--temperature': nan is not a number of at least 0. Pass 0 or more."),
+        (["generate", "--top-k", "-1"], "Invalid value for '--top-k': -1 is not an integer of at least 0. Pass one"),
+        (["demo", "--context", "0"], "'--context': 0 is not an integer of at least 1. Pass one that is."),
+        (["bench", "--temperature", "nan"], "'--temperature': nan is not a number of at least 0. Pass one"),
+        (["generate", "--temperature", "inf"], "'--temperature': inf is not a number of at least 0."),
+        (["generate", "--top-p", "1.5"], "'--top-p': 1.5 is not a number above 0 and at most 1."),
+        (["generate", "--top-p", "0"], "'--top-p': 0 is not a number above 0 and at most 1."),
+        (["generate", "--repetition-penalty", "0"], "'--repetition-penalty': 0 is not a number above 0."),
+        (["generate", "--samples", "100000000"], "'--samples': 100000000 is not an integer of at least 1 and at most"),
+        (["generate", "--seed", "-1"], "'--seed': -1 is not an integer of at least 0 and at most 4294967295."),
+        (["audit", "--temperature", "0"], "'--temperature': 0 is not a number above 0."),
+        (["audit", "--eps", "-1"], "'--eps': -1 is not a number of at least 0."),
+        (["bench", "--minutes", "inf"], "'--minutes': inf is not a number of at least 0."),
+        (["train", "--max-steps", "0"], "'--max-steps': 0 is not an integer of at least 1."),
+        (["train", "--learning-rate", "nan"], "'--learning-rate': nan is not a number above 0."),
         (["tune", "--dtype", "int3"], "'int3' is not one of 'auto', 'float32', 'bfloat16', 'float16'."),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
@@ -295,3 +332,75 @@ def test_version_help_and_tracebacks(main, tmp_path):
     assert "Lossless speculative decoding" in main()[1]
     status, _, errors = main("audit", "--target", tmp_path / "missing", "--debug")
     assert status == 2 and "Traceback" in errors  # 1 is a verdict
+
+
+COMMANDS = sorted(typer.main.get_command(app.app).commands)
+LIGHT = """
+import sys
+from hf_longspec.cli.app import main
+for arguments in {lines}:
+    sys.argv[1:] = arguments
+    try:
+        main()
+    except SystemExit as exit_of:
+        print(arguments, exit_of.code, sorted({{"torch", "transformers"}} & set(sys.modules)))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """`script(code)`: output of a process that looks like the installed command."""
+
+    def run(code):
+        (tmp_path / "hf-longspec").write_text(code, encoding="utf-8")
+        folder = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "HF_HUB_OFFLINE": "1"}
+        words = [sys.executable, str(tmp_path / "hf-longspec")]
+        return subprocess.run(words, env=os.environ | folder, capture_output=True, text=True, check=True).stdout
+
+    return run
+
+
+def test_version_help_and_wrong_numbers_import_neither_torch_nor_transformers(script):
+    lines = [["--version"], ["--help"], *([name, "--help"] for name in COMMANDS)]
+    wrong = [["generate", "--target", "x", "--samples", "0"], ["tune", "--target", "x", "--output", __file__]]
+    output = script(LIGHT.format(lines=lines + wrong))
+    for line, status in [(line, 0) for line in lines] + [(line, 2) for line in wrong]:
+        assert f"{line} {status} []\n" in output
+
+
+def test_the_script_registers_the_drafts_before_a_command_runs(script, tiny):
+    """In a process of its own, with a draft that `AutoModel` knows only if it is registered; names come when needed."""
+    line = ["generate", str(tiny.notes), "--target", str(tiny.target), "--draft", str(tiny.longspec)]
+    output = script(
+        f"import hf_longspec, sys; sys.argv[1:] = {[*line, '--max-new-tokens', '4', '--json']}\n"
+        "assert not hasattr(hf_longspec, '__wrapped__') and 'torch' not in sys.modules\n"
+        "from hf_longspec.cli.app import main\n"
+        "try:\n    main()\nexcept SystemExit as exit_of:\n    assert exit_of.code == 0\n"
+        "print(hf_longspec.LongSpecDraftModel.__name__, hf_longspec.audit.__name__)\n"
+    )
+    text, names = output.strip().splitlines()
+    assert json.loads(text)["new_tokens"] == 4 and names == "LongSpecDraftModel audit"
+
+
+def test_a_process_that_the_script_starts_has_every_draft(script):
+    """As the workers of a data loader are started where processes are not forked."""
+    output = script(
+        "from importlib import import_module\n"
+        "from multiprocessing import get_context\n"
+        "import hf_longspec\n"
+        "if __name__ == '__main__':\n"
+        "    worker = get_context('spawn').Process(target=import_module, args=['hf_longspec.training'])\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    print(worker.exitcode)\n"
+    )
+    assert output == "0\n"
+
+
+def test_the_help_names_every_draft_without_training():
+    assert options.BY_NAME == ", ".join(weightless_drafts())
+
+
+def test_an_error_that_is_one_word_has_its_type(fails, copy_of):
+    """Transformers looks the activation up in a dictionary."""
+    assert "': KeyError: 'int8'. Check its files." in fails("generate", target=copy_of("target", hidden_act="int8"))

@@ -92,7 +92,7 @@ class TestDryRun:
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "config.json").write_text("{}")
         result = run(folder, "--dry-run", "--base-model", "org/t", "--output", tmp_path / "mine")
-        assert result.exit_code == 2 and "pass a new folder as --output" in result.output
+        assert result.exit_code == 2 and "is not empty. Pass a new folder." in result.output
         assert (tmp_path / "mine" / "config.json").read_text() == "{}"
 
     def test_the_facts_beside_the_draft_and_the_measured_table(self, folder, tmp_path):
@@ -120,6 +120,10 @@ class TestDryRun:
         ("arguments", "complaint"),
         [
             (["--dry-run"], "no Hub id"),
+            (
+                ["--dry-run", "--base-model", "org/t", "--license", "nonsense"],
+                "license='nonsense' on a card: the Hub has no",
+            ),
             ([], "pass --repo, or --dry-run"),
             (["--repo", "nobody"], "expected owner/name"),
             (["--repo", "org/x", "--output", "out"], "goes with --dry-run"),

@@ -1,6 +1,7 @@
 """`hf-longspec train`: what a run writes, repeats and goes on with, and what is refused."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_longspec.cli import options, train
+from hf_longspec.training import DraftTrainer
 from tests.cli.conftest import run_command
 from tests.tiny_tokenizers import save_byte_target
 
@@ -121,6 +123,46 @@ def test_a_run_can_be_resumed(run, recipe, tmp_path):
     assert "after 4 steps" in output
 
 
+def press_ctrl_c(patch, step, times):
+    """Press Ctrl-C so often in one step of the next run."""
+    compute = DraftTrainer.compute_loss
+
+    def interrupted(self, *call, **how):
+        loss = compute(self, *call, **how)
+        for _ in range(times if self.state.global_step == step - 1 else 0):
+            signal.raise_signal(signal.SIGINT)
+        return loss
+
+    patch.setattr(DraftTrainer, "compute_loss", interrupted)
+
+
+def test_ctrl_c_saves_the_step_and_resuming_gives_the_draft_of_a_run_that_was_not_interrupted(
+    run, recipe, tmp_path, monkeypatch
+):
+    arguments = ["train", "--config", recipe, "--set", "training.save_steps=100"]  # no checkpoint comes by itself
+    assert run(*arguments, "--output-dir", tmp_path / "whole")[0] == 0
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        press_ctrl_c(patch, step=3, times=1)
+        status, output = run(*arguments, "--output-dir", tmp_path / "run")
+        assert status == 130 and signal.getsignal(signal.SIGINT) is handler
+        assert f"Interrupted after step 3, which is saved in {tmp_path / 'run'}." in output
+        assert "The same command with --resume goes on from there." in output and "Saved in" not in output
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+    status, output = run(*arguments, "--output-dir", tmp_path / "run", "--resume")
+    assert status == 0 and "after 4 steps" in output
+    once, twice = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "run"))
+    assert once == twice
+
+
+def test_a_second_ctrl_c_stops_at_once(run, recipe, tmp_path, monkeypatch):
+    handler = signal.getsignal(signal.SIGINT)
+    press_ctrl_c(monkeypatch, step=2, times=2)
+    status, output = run("train", "--config", recipe)
+    assert status == 130 and "Ctrl-C again stops without it." in output and "from the last checkpoint" in output
+    assert not list((tmp_path / "run").glob("checkpoint-*")) and signal.getsignal(signal.SIGINT) is handler
+
+
 def test_the_same_recipe_gives_the_same_draft(run, recipe, tmp_path):
     folders = [tmp_path / name for name in ("one", "two", "three")]
     for folder, seed in zip(folders, (7, 7, 8), strict=True):
@@ -151,7 +193,9 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--set", "training=3"], "training: 3 is no mapping"),
         (["--set", "training.loss=mse"], "loss='mse': expected one of kl, ce"),
         (["--set", "seed"], "--set 'seed': expected key=value, such as training.seed=1."),
-        (["--output-dir", "README.md/run"], "README.md is a file. Pass another folder."),
+        (["--set", "training.output_dir=README.md/run"], "README.md is a file. Pass another folder."),
+        (["--set", "dtype=int8"], "dtype: 'int8' in the recipe: expected auto, float32, bfloat16, float16."),
+        (["--config", "hub_cards/tiny-longspec/model.safetensors"], "model.safetensors' is no text. Pass the recipe"),
         (["--set", "dataset={path: json, data_files: DATA, split: train}", "--set", "training.text_column=body"],
          "the dataset has the columns ['text']"),
         (["--set", "dataset={path: json, data_files: DATA}"], "has the splits train: add split"),
@@ -160,10 +204,10 @@ def test_lora_saves_an_adapter(run, recipe, tmp_path):
         (["--set", "pack=601"], "fewer than one row of length=601"),
         (["--set", "pack=550"], "550 tokens, and the target has 512 positions"),
         (["--set", "dataset.tokens=none.npy"], "cannot load the tokens of 'none.npy'"),
-        (["--set", "dataset={path: json, data_files: none.jsonl, split: train}"], "cannot load the dataset of 'json'"),
+        (["--set", "dataset={path: json, data_files: none.jsonl, split: train}"], "cannot load the dataset 'json'"),
         (["--set", "draft.windw=3"], "unknown settings ['windw']"),
         (["--set", "draft.kind=medusa"], "draft.kind='medusa': expected one of longspec_eagle3, longspec, tokenswift."),
-        (["--draft", "examples"], "cannot load the draft of 'examples'"),
+        (["--draft", "examples"], "cannot load the draft 'examples'"),
         (["--set", "lora={rank: 3}"], "unknown key 'rank' in lora"),
         (["--resume"], "has no complete checkpoint to resume from"),
     ],

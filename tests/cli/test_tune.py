@@ -26,7 +26,9 @@ def drafts(tiny, tmp_path):
 
 
 @pytest.fixture
-def tune(command, tiny):
+def tune(command, tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # tune.jsonl is written there
+
     def run(*arguments):
         return command("tune", tiny.notes, "--target", tiny.target, *QUICK, *arguments)
 
@@ -223,12 +225,45 @@ def test_a_new_file_keeps_the_permissions_and_links_of_the_old(tmp_path):
     assert update_settings(tmp_path / "new", {"b": 1}).stat().st_mode & 0o777 == 0o644
 
 
+def test_an_interrupted_measurement_is_kept_and_gone_on_with(tune, tmp_path, drafts, rigged, monkeypatch):
+    """Ctrl-C in the tenth run: what was measured is not measured again, and the trials are those of a whole run."""
+    rigged({json.dumps([[2, 2]]): 150.0})
+    whole = json.loads(tune("--draft", drafts["longspec"], "--dry-run", "--json").stdout)["trials"]
+    assert not (tmp_path / "tune.jsonl").exists()  # the run was finished
+    decode, calls = module.Tuner._decode, []
+
+    def counted(self, draft, settings):
+        calls.append(settings)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return decode(self, draft, settings)
+
+    monkeypatch.setattr(module.Tuner, "_decode", counted)
+    stop = 10**9
+    tune("--draft", drafts["longspec"], "--dry-run")
+    all_calls = len(calls)
+    calls.clear()
+    stop = all_calls - 6  # the last run before the comparison, which has three warm-ups and three runs
+    result = tune("--draft", drafts["longspec"])
+    assert result.exit_code == 130 and "what was measured is kept in tune.jsonl. --resume goes on." in result.stderr
+    kept = (tmp_path / "tune.jsonl").read_bytes()
+    again = tune("--draft", drafts["longspec"])
+    other = tune("--draft", drafts["longspec"], "--resume", "--set", "gate=false")
+    assert again.exit_code == other.exit_code == 2 and "pass --resume to go on with it" in again.stderr
+    assert "set was {}, now {'gate': False}" in other.stderr and (tmp_path / "tune.jsonl").read_bytes() == kept
+    calls.clear()
+    stop = 10**9
+    resumed = json.loads(tune("--draft", drafts["longspec"], "--resume", "--json").stdout)
+    assert len(calls) == 8 and resumed["trials"] == whole and resumed["winner"] == {"tree_widths": [2, 2]}
+    assert not (tmp_path / "tune.jsonl").exists()
+    absent = tune("--draft", drafts["longspec"], "--resume")
+    assert absent.exit_code == 2 and "there is no tune.jsonl to go on with" in absent.stderr
+
+
 def test_what_cannot_be_written_is_refused_before_anything_is_measured(tune, tmp_path, drafts, monkeypatch):
     monkeypatch.setattr(module.Tuner, "_decode", lambda *_: pytest.fail("measured"))
     assert "pass --output FOLDER for the tuned one, or --dry-run" in tune().stderr
     assert "pass --output FOLDER" in tune("--draft", "org/draft").stderr
-    full = tune("--output", drafts["longspec"])
-    assert full.exit_code == 2 and "is not empty: pass a new folder" in full.stderr
     other = tune("--draft", "ngram", "--dry-run")
     assert other.exit_code == 2 and "or longspec or longspec_quest or specattn or tokenswift" in other.stderr
     short = tune("--draft", drafts["longspec"], "--context", 100_000)

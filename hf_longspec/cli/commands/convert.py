@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-from ..cli import options
-from ..modeling import convert as converting
+from .. import options
 
 
 def convert(
     source: Annotated[str, typer.Argument(help="Published id, folder or weight file of the authors' draft.")],
-    output: Annotated[Path, typer.Option(help="New folder for the converted draft.")],
+    output: Annotated[Path, options.output("New folder for the converted draft.", options.require_writable_folder)],
     target: Annotated[str | None, typer.Option(help="Id, folder or config.json of its target.")] = None,
     debug: options.Debug = False,
 ) -> None:
@@ -31,7 +30,8 @@ def convert(
     Exit status: 0; 2 for what cannot be converted.
     """
     with options.one_line_errors(debug):
-        options.require_writable_folder("--output", output)
+        from ...modeling import convert as converting
+
         print(f"Reading {source}.", file=sys.stderr)
         draft = converting.convert(source, target)
         draft.save_pretrained(output)

@@ -3,17 +3,15 @@
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 
-from ..cli import CommandError, options
-from .session import load_tokenizer
+from .. import CommandError, options
 
 
 def tokenize(
     files: Annotated[list[Path], typer.Argument(help="Text files, one document each; - for standard input.")],
     target: options.Target,
-    output: Annotated[Path, typer.Option(help="File to write, .npy. Its folder is made.", show_default=False)],
+    output: Annotated[Path, options.output("File to write, .npy. Its folder is made.", suffix=".npy")],
     debug: options.Debug = False,
 ) -> None:
     """Write text files as one stream of the target's tokens, for training.
@@ -28,12 +26,12 @@ def tokenize(
 
     Exit status: 0; 2 for what cannot be read or written.
     """
-    from ..training.data import document_ids
-
     with options.one_line_errors(debug):
-        if output.suffix != ".npy":
-            raise CommandError(f"--output {output}: a stream is a NumPy file. Name it {output.with_suffix('.npy')}.")
-        options.require_writable_folder("--output", output.parent, new=False)
+        import numpy as np
+
+        from ...training.data import document_ids
+        from ..session import load_tokenizer
+
         documents = [options.read_text(file, None)[1] for file in files]
         tokenizer = load_tokenizer(target)
         if tokenizer.eos_token_id is None:

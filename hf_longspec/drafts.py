@@ -1,0 +1,40 @@
+"""Every draft; importing it registers the attention backends, the Auto classes and the route of `generate`."""
+
+from .modeling.ngram import NgramConfig, NgramDraftModel  # first: modeling.base imports from this folder
+
+# isort: split
+from .modeling.assistant import AssistantConfig, AssistantDraftModel
+from .modeling.base import DraftModel
+from .modeling.configuration_base import DraftConfig
+from .modeling.eagle3 import Eagle3Config, Eagle3DraftModel
+from .modeling.longspec import LongSpecConfig, LongSpecDraftModel
+from .modeling.plain import PlainConfig, PlainDraftModel
+from .modeling.quest import QuestConfig, QuestDraftModel
+from .modeling.register_draft import register_draft
+from .modeling.specattn import SpecAttnConfig, SpecAttnDraftModel
+from .modeling.token_recycling import TokenRecyclingConfig, TokenRecyclingDraftModel
+from .modeling.tokenswift import TokenSwiftConfig, TokenSwiftDraftModel
+
+__all__ = [
+    "AssistantConfig",
+    "AssistantDraftModel",
+    "DraftConfig",
+    "DraftModel",
+    "Eagle3Config",
+    "Eagle3DraftModel",
+    "LongSpecConfig",
+    "LongSpecDraftModel",
+    "NgramConfig",
+    "NgramDraftModel",
+    "PlainConfig",
+    "PlainDraftModel",
+    "QuestConfig",
+    "QuestDraftModel",
+    "SpecAttnConfig",
+    "SpecAttnDraftModel",
+    "TokenRecyclingConfig",
+    "TokenRecyclingDraftModel",
+    "TokenSwiftConfig",
+    "TokenSwiftDraftModel",
+    "register_draft",
+]
