@@ -4,11 +4,13 @@
 #   TORCH_INDEX  where torch comes from, if not where pip looks by default   make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   TARGET       Hub id or folder of the model that `make demo` runs         make demo TARGET=Qwen/Qwen3-0.6B
 #   FILE         text that `make demo` continues                             make demo FILE=notes.txt
+#   SIMD         instructions of torch in `make test-cpu`: default, avx2    make test-cpu SIMD=avx2
 #   GPU_PYTHON   interpreter on a GPU, with torch, triton and pytest       make gpu GPU_PYTHON=python3
 #   ARGS         further arguments for pytest or the benchmark               make test ARGS="-k cache -x"
 
 PYTHON ?= python3
 TORCH_INDEX ?=
+SIMD ?= default
 GPU_PYTHON ?=
 ARGS ?=
 
@@ -33,6 +35,17 @@ MIN_TESTS := $(addprefix tests/generation/test_,attention_layers.py cache.py che
 TORCH_MIN_TESTS := tests/attention_backends $(addprefix tests/,test_simulated_cuda.py \
 	modeling/tokenswift/test_compiled_tokenswift.py) $(addprefix tests/generation/test_,compiled.py step.py \
 	on_simulated_cuda.py)
+# Float32 results of the package beside those of transformers, or of loops: sums in another order, which depends on the
+# instructions of the processor.
+CPU_TESTS := $(addprefix tests/attention_backends/test_,contexts.py differentiable.py interface.py merge.py pages.py \
+	parity.py reference.py scores.py torch_backend.py torch_fused.py) $(addprefix tests/generation/test_,beam.py cache.py \
+	coupling.py decoding.py forward_check.py logits.py target.py target_modules.py) tests/modeling/test_contract.py \
+	$(addprefix tests/modeling/,eagle3 longspec quest specattn ngram/test_joined.py) \
+	$(addprefix tests/modeling/tokenswift/test_,convert_tokenswift.py generation_tokenswift.py modeling_tokenswift.py \
+	partial_kv.py) $(addprefix tests/training/test_,losses.py target_states.py training_longspec.py \
+	training_tokenswift.py) tests/robustness/test_threads.py tests/test_auditing.py
+# torch's kernels without AVX by default, as on no machine that runs the tests; MKL and oneDNN without AVX-512.
+OLDER_CPU = ATEN_CPU_CAPABILITY=$(SIMD) MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 GPU_TESTS := tests/attention_backends/triton tests/attention_backends/test_parity.py
 
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
@@ -41,7 +54,7 @@ GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 SHOWN := figure verification memory
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-min test-torch-min gpu install install-min lint soak bench figure tables models mutants package cards docs clean
+.PHONY: help demo test test-min test-torch-min test-cpu gpu install install-min lint soak bench figure tables models mutants package cards docs clean
 
 help: ## list the targets
 	@echo "make <target>, where <target> is one of:"
@@ -64,6 +77,10 @@ test-torch-min: $(READY_TORCH_MIN) ## compiled steps, kernels and the simulated 
 	$(VENV_TORCH_MIN)/bin/python -m pytest $(TORCH_MIN_TESTS) $(ARGS)
 	@echo "Running benchmarks/gpu.py on the simulated device."
 	$(VENV_TORCH_MIN)/bin/python -m pytest -m soak tests/benchmarks/test_simulated_gpu.py
+
+test-cpu: $(READY) ## the numerical tests, with the instructions of an older processor
+	@echo "Running the numerical tests with the instructions of an older processor (SIMD=$(SIMD))."
+	$(OLDER_CPU) $(VENV)/bin/python -m pytest -n auto --dist worksteal -k "not triton" $(CPU_TESTS) $(ARGS)
 
 gpu: $(if $(GPU_PYTHON),,$(READY)) ## on an NVIDIA GPU: parity of every kernel there, then all measurements
 	@$(GPU) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "torch finds no NVIDIA GPU here")'

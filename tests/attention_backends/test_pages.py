@@ -12,8 +12,8 @@ from tests.attention_backends.oracle import SCALING, assert_within_budget, doubl
 from tests.attention_backends.reference import REFERENCE_BACKEND
 from tests.pairwise import pairwise
 
-# sums of 7 products in float32, in another order
-TOLERANCE = 1e-5
+# 7 eps of float32, for sums of 7 products that are 20 at most
+TOLERANCE = 2e-5
 BATCH, KV_HEADS, SIZE = 2, 3, 7
 BACKENDS = {"reference": REFERENCE_BACKEND, "torch": TORCH_BACKEND, "triton": TRITON_BACKEND}
 

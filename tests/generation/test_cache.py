@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from hf_longspec import SpeculativeCache
 from hf_longspec.testing import WINDOW, tiny_prompts, tiny_target
+from tests.rounding import rounding
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -360,8 +361,7 @@ class TestCachesOfTransformers:
         assert pairs
         for found, wanted in pairs:
             for own, other in zip(found, wanted, strict=True):
-                # keys and values of random layers in float32, computed in chunks of other sizes
-                torch.testing.assert_close(own, other, atol=2e-5, rtol=1e-4)
+                torch.testing.assert_close(own, other, **rounding(other, model.config.num_hidden_layers))
 
     @pytest.mark.parametrize(
         ("name", "kind", "with_config"),

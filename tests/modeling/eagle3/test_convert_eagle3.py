@@ -18,7 +18,6 @@ from hf_longspec.testing import tiny_target
 
 FIXTURES = Path(__file__).with_name("fixtures")
 SPECULATORS = sorted(path.name for path in FIXTURES.iterdir() if not path.name.startswith("original"))
-TOLERANCE = 1e-4  # see test_modeling_eagle3.py
 
 
 @pytest.fixture(scope="module")

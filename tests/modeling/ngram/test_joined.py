@@ -16,6 +16,7 @@ from hf_longspec.modeling.ngram.generation_ngram import JoinedDrafter
 from hf_longspec.modeling.tokenswift.generation_tokenswift import PartialCache, PartialKVPolicy
 from hf_longspec.testing import RandomTreeDraftModel, random_longspec_draft, random_tokenswift_draft, tiny_prompts
 from tests.modeling.calls import LENGTHS, NEVER, generate
+from tests.rounding import rounding
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
 
@@ -29,8 +30,6 @@ CASES = [
 # so few tokens that a random model repeats itself
 SMALL = {"vocab_size": 12}
 NGRAMS = {"ngram_candidates": 3, "ngram_num_tokens": 5}
-# keys of the same tokens at the same positions, in products of other shapes
-KEY_TOLERANCE = 1e-5
 
 
 def joined_draft(kind, model, hints=(), **settings):
@@ -138,9 +137,8 @@ def assert_same_ring(ring, expected, rows):
         assert ring.positions[row, window].tolist() == expected.positions[row, window].tolist()
         for found, wanted in ((ring.keys, expected.keys), (ring.values, expected.values)):
             stored = expected.positions[row, window] >= 0
-            torch.testing.assert_close(
-                found[row, :, window][:, stored], wanted[row, :, window][:, stored], atol=KEY_TOLERANCE, rtol=0
-            )
+            own, other = found[row, :, window][:, stored], wanted[row, :, window][:, stored]
+            torch.testing.assert_close(own, other, **rounding(other, layers=1))
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from hf_longspec.generation.target_modules import LayerInputs, TargetEnds, final
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.generation.tiny_models import ATTENTION
 from tests.modeling.tokenswift.restated_heads import restated_heads
+from tests.rounding import rounding
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def test_the_heads_are_the_restated_ones(make_draft, hidden, num_heads, kind, le
     assert found.shape == (num_heads, 2, length, 64) and found.dtype == torch.float32
     sizes = num_heads, draft.config.rms_norm_eps, draft.config.chained
     expected = restated_heads(draft.state_dict(), "heads.layers.", hidden, *sizes, embedded)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)  # float32 against float64
+    torch.testing.assert_close(found.double(), expected, **rounding(expected, layers=num_heads))
 
 
 def test_embeddings_belong_to_sequential_heads_alone(make_draft, hidden):
@@ -107,7 +108,7 @@ def test_every_architecture_has_heads(architecture):
             head.post_layernorm = norm
         found = TargetEnds(target).head(draft(caught.hidden))
     for head in found:
-        torch.testing.assert_close(head, logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(head, logits, **rounding(logits, layers=1))
 
 
 def test_a_target_without_a_final_norm_is_refused():
