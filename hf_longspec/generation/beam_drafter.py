@@ -1,12 +1,12 @@
 """A drafter that grows a beam with a module of its own."""
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
-from ..attention_backends.registry import AttentionBackend, AttentionCall, select
+from ..attention_backends.registry import AttentionBackend, AttentionCall, outside_autocast, select
 from .drafter import Binding, Drafter, TreeShape, named
 from .sampling import Coupling
 
@@ -45,6 +45,12 @@ class BeamDrafter(Drafter):
     def choose(self, tree: int) -> None:
         """Propose trees with the widths of this index from now on."""
         self.widths = self._trees[tree]
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Return the attention output `(B, H, n, D)` of queries to the keys that a mask `(B, n, M)` leaves."""
+        attention = partial(self._kernels.tree_attention, mask=seen, scaling=self.scaling)
+        out: torch.Tensor = outside_autocast(attention, query, key, value)[0]
+        return out
 
     def runner(self) -> Any:
         """Return what runs steps compiled or captured after the present prefixes, if anything does."""

@@ -7,13 +7,14 @@ not depend on the context length. The target has no keys for drafted tokens yet;
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
-from ...attention_backends.registry import AttentionBackend
+from ...attention_backends.registry import AttentionBackend, outside_autocast
 from ...generation.beam import Beam
 from ...generation.beam_drafter import BeamDrafter
 from ...generation.draft_tree import DraftTree
@@ -40,7 +41,9 @@ class Prefix:
     def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the whole prefix."""
         used = (states[:, :, : self.lengths.longest] for states in (self.keys, self.values))
-        return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling)[0]
+        attention = partial(kernels.prefix_attention, lengths=self.lengths, scaling=scaling)
+        out: torch.Tensor = outside_autocast(attention, query, *used)[0]
+        return out
 
 
 logger = logging.get_logger(__name__)
@@ -201,8 +204,7 @@ class LongSpecDrafter(BeamDrafter):
                 key, value = key[:, :, 1:], value[:, :, 1:]
             self.ring.stage(key, value, reach.shape[2] - reach.shape[1])
             end = self.ring.size + reach.shape[2]
-            stored = self.ring.keys[:, :, :end], self.ring.values[:, :, :end]
-            return self._kernels.tree_attention(query, *stored, seen, scaling=self.scaling)[0]
+            return self.attend(query, self.ring.keys[:, :, :end], self.ring.values[:, :, :end], seen)
 
         def attend_target(query: torch.Tensor) -> torch.Tensor:
             ranks = self.binding.target.ranks
