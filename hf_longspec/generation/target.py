@@ -20,7 +20,7 @@ from ..attention_backends.lengths import on_device
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .target_modules import LayerInputs, logits_under
+from .target_modules import LayerInputs, logits_under, shape_of
 from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_traits
 
 try:
@@ -115,7 +115,7 @@ class TargetView:
     @property
     def has_latent_cache(self) -> bool:
         """Whether the cache holds compressed latents instead of keys and values (MLA)."""
-        return getattr(self.config, "kv_lora_rank", None) is not None
+        return shape_of(self.config, "kv_lora_rank") is not None
 
     def why_not(self, max_length: int | None = None) -> list[str]:
         """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can.
@@ -134,7 +134,7 @@ class TargetView:
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
-        if "chunked_attention" in kinds or getattr(self.config, "attention_chunk_size", None):
+        if "chunked_attention" in kinds or shape_of(self.config, "attention_chunk_size"):
             reasons.append("it has chunked attention, whose chunk size attention backends do not get")
         if Ranks is None and (getattr(self.model, "_tp_size", None) or 1) > 1:
             reasons.append("it is divided among processes, which takes the whole package: pip install hf_longspec")
