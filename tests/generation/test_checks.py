@@ -160,6 +160,8 @@ class OldModel(PreTrainedModel, GenerationMixin):
             )
             for name in ("output_attentions", "output_hidden_states")
         ),
+        # plain generate refuses it too, as the code for it is in a repository
+        ({"dola_layers": "high"}, "dola_layers='high': DoLa compares the logits of several layers.*Drop dola_layers"),
         ({"position_ids": torch.tensor([list(range(5, 14))])}, r"position_ids of shape \(1, 9\)"),
         *(
             ({name: value}, f"{name}={value!r} would have no effect.*draft.generation_config")
@@ -331,6 +333,31 @@ class TestWhatWouldHaveNoEffect:
         assert model.generate(inputs, assistant_model=draft, **options).tolist() == (
             model.generate(inputs, **options).tolist()
         )
+
+    @pytest.mark.parametrize(
+        ("make", "rate"),
+        [
+            (
+                lambda: tiny_target("llama", attention_dropout=0.1),
+                r"LlamaAttention has dropout \(attention_dropout=0.1",
+            ),
+            (lambda: tiny_target("mixtral", router_jitter_noise=0.2), r"MixtralSparse.* dropout \(jitter_noise=0.2"),
+            (lambda: build("gpt2"), r"Dropout has dropout \(p=0.1"),
+        ],
+    )
+    def test_dropout(self, make, rate):
+        """By its name, and in training mode only: `generate` leaves the mode of a model as it is."""
+        model = make().train()
+        inputs, mask = tiny_prompts(128, (9, 5))
+        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        refused(model, PlainDraftModel.from_target(model), rf"{rate}\): no two forwards are the same.*model.eval\(\)")
+        model.eval()
+        expected = model.generate(inputs, **options)
+        for module in model.modules():
+            vars(module).update(dict.fromkeys({"attention_dropout", "jitter_noise", "p"} & vars(module).keys(), 0.0))
+        model.train()
+        draft = SpecAttnDraftModel.from_target(model)
+        assert torch.equal(model.generate(inputs, assistant_model=draft, **options), expected)
 
     def test_a_compiled_forward_gives_out_no_hidden_state(self):
         """Drafts that read it are refused; others work."""
