@@ -47,9 +47,13 @@ class TargetView:
             A causal language model. It is not modified.
         runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*):
             Compiles or captures steps of fixed shapes. Not used under tensor parallelism.
+
+    Raises:
+        ValueError: If `model` is something else, such as the name of a model.
     """
 
     def __init__(self, model: PreTrainedModel, runner: Any = None):
+        _refuse_other_objects(model)
         self.model = model
         self.ranks = None if Ranks is None else Ranks.of(model)
         self.runner: Any = runner if self.ranks is None else None  # collectives inside a graph are untested
@@ -362,6 +366,15 @@ def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[D
         return DraftTree.chain(tokens), sizes
     places = torch.arange(tokens.shape[1], device=tokens.device)
     return DraftTree.chain(tokens, places < torch.tensor(sizes, device=tokens.device)[:, None]), sizes
+
+
+def _refuse_other_objects(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        given = repr(model) if isinstance(model, str | type | None) else f"an object of {type(model)}"
+        raise ValueError(
+            f"expected a loaded model, and got {given}: load it with AutoModelForCausalLM.from_pretrained(...), and "
+            "pass the model."
+        )
 
 
 def _attention_configs(model: PreTrainedModel) -> list[tuple[Any, str]]:
