@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .differentiable import differentiable_attention
 from .lengths import SeqLens
 from .merge import AttentionState, merge_attention_states
-from .registry import AttentionCall, backend_names, choose, select
+from .registry import AttentionCall, backend_names, choose, outside_autocast, select
+from .torch_backend import TORCH_BACKEND  # noqa: F401 - registers it
 
 try:  # importing them registers them
     from .flash import FLASH_BACKEND  # noqa: F401
@@ -77,6 +78,11 @@ def attention_forward(
     Raises:
         ValueError: If no backend supports the call, or the model passes an argument that is not supported.
     """
+    if torch.is_autocast_enabled(query.device.type):
+        kwargs |= {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "softcap": softcap}
+        kwargs |= {"s_aux": s_aux, "tree": tree, "trial": trial, "backend_name": backend_name}
+        again = partial(attention_forward, module, attention_mask=attention_mask, **kwargs)
+        return outside_autocast(again, query, key, value)
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if trial is not None:

@@ -8,7 +8,7 @@ reason for any other. `select` returns the preferred backend that accepts; if no
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,6 +69,24 @@ class AttentionBackend:
     why_not: Callable[[AttentionCall], str | None]
     hybrid_attention: Callable[..., tuple[torch.Tensor, torch.Tensor] | None] | None = None
     scored_attention: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None] | None = None
+
+
+def outside_autocast(attention: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """Return `attention(*tensors)`; inside of `torch.autocast` in its dtype, with autocast off.
+
+    Under autocast rotary embeddings give queries and keys in float32 beside values in half precision. Autocast casts
+    all three for torch's own attention function and knows no others. Products of the others would lose precision.
+
+    Args:
+        attention (`Callable`): Function of a query, a key and a value.
+        tensors (`torch.Tensor`): Query, key and value.
+    """
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return attention(*tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    with torch.autocast(device_type, enabled=False):
+        return attention(*(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors))
 
 
 _backends: dict[str, AttentionBackend] = {}

@@ -217,6 +217,8 @@ def floor_seconds(model: PreTrainedModel, context: int, batch: int, gb_per_secon
     """Seconds to read weights and cache once; `None` for targets that do not read all of both in every step."""
     target = TargetView(model)
     config = model.config.get_text_config(decoder=True)
-    if target.sliding_layers or target.has_latent_cache or any(getattr(config, name, None) for name in EXPERTS):
+    if config.is_heterogeneous or target.sliding_layers or target.has_latent_cache:
+        return None
+    if any(getattr(config, name, None) for name in EXPERTS):
         return None
     return step_bytes(model, context, batch) / (gb_per_second * 1e9)

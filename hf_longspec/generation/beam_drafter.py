@@ -1,10 +1,11 @@
 """A drafter that grows a beam with a module of its own."""
 
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..attention_backends.registry import AttentionBackend, AttentionCall, select
+from ..attention_backends.registry import AttentionBackend, AttentionCall, outside_autocast, select
 from .drafter import Binding, Drafter
 from .sampling import Coupling
 
@@ -32,6 +33,12 @@ class BeamDrafter(Drafter):
         self.device, self.dtype = weight.device, weight.dtype
         self.scaling = head_dim**-0.5
         self._kernels: AttentionBackend = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Return the attention output `(B, H, n, D)` of queries to the keys that a mask `(B, n, M)` leaves."""
+        attention = partial(self._kernels.tree_attention, mask=seen, scaling=self.scaling)
+        out: torch.Tensor = outside_autocast(attention, query, key, value)[0]
+        return out
 
     def runner(self) -> Any:
         """Return what runs steps compiled or captured after the present prefixes, if anything does."""

@@ -52,12 +52,15 @@ def lazy_zeros(like: torch.Tensor, *shape: int) -> torch.Tensor:
     >>> lazy_zeros(torch.ones(1, dtype=torch.bfloat16), 2, 3).tolist()
     [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
-    if like.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return like.new_zeros(shape)
-    size = math.prod(shape) * like.element_size()
-    pages = np.zeros(size + ALIGNMENT, np.uint8)
-    start = -pages.ctypes.data % ALIGNMENT
-    return torch.from_numpy(pages[start : start + size]).view(like.dtype).view(shape)
+    with torch.inference_mode(False):  # a cache outlives the call, which may run under inference mode
+        if like.device.type != "cpu":
+            return like.new_zeros(shape)
+        size = math.prod(shape) * like.element_size()
+        pages = np.zeros(size + ALIGNMENT, np.uint8)
+        start = -pages.ctypes.data % ALIGNMENT
+        return torch.from_numpy(pages[start : start + size]).view(like.dtype).view(shape)
 
 
 class SpeculativeLayer(CacheLayerMixin):
@@ -107,11 +110,27 @@ class SpeculativeLayer(CacheLayerMixin):
             return
         capacity = max(capacity, self.capacity + self.capacity // 2)
         if self.is_initialized:
-            keys, values = self.keys, self.values
-            self._allocate(keys, values, capacity)
-            self.keys[:, :, : self.length] = keys[:, :, : self.length]
-            self.values[:, :, : self.length] = values[:, :, : self.length]
+            self._move_to(self.keys, self.values, capacity)
         self.capacity = capacity
+
+    def _move_to(self, key_states: torch.Tensor, value_states: torch.Tensor, capacity: int) -> None:
+        """Move all entries to new buffers of `capacity` slots with the dtypes of these states."""
+        keys, values = self.keys, self.values
+        self._allocate(key_states, value_states, capacity)
+        self.keys[:, :, : self.length] = keys[:, :, : self.length]
+        self.values[:, :, : self.length] = values[:, :, : self.length]
+
+    def _widen(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Move all entries to buffers of a wider dtype if new states have one, as concatenating both would do.
+
+        A cache that was filled under autocast holds half precision, and so does one from a model in that precision.
+        """
+        keys, values = (
+            buffer[:, :, :0].to(torch.promote_types(buffer.dtype, new.dtype))
+            for buffer, new in ((self.keys, key_states), (self.values, value_states))
+        )
+        if (keys.dtype, values.dtype) != (self.keys.dtype, self.values.dtype):
+            self._move_to(keys, values, self.capacity)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
@@ -119,6 +138,8 @@ class SpeculativeLayer(CacheLayerMixin):
         """Write new entries, and return views of all slots written so far, the new ones included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if key_states.dtype != self.keys.dtype or value_states.dtype != self.values.dtype:
+            self._widen(key_states, value_states)
         count = key_states.shape[2]
         if self.rows.staged:
             return self._stage(key_states, value_states, count)
@@ -143,8 +164,8 @@ class SpeculativeLayer(CacheLayerMixin):
             self.values[:, :, start : start + count] = values
         else:
             row, slot = lengths.slots(count, self.keys.device)
-            self.keys[row, :, slot] = keys.transpose(1, 2)
-            self.values[row, :, slot] = values.transpose(1, 2)
+            self.keys[row, :, slot] = keys.transpose(1, 2).to(self.keys.dtype)
+            self.values[row, :, slot] = values.transpose(1, 2).to(self.values.dtype)
         end = lengths.longest + count
         return self.keys[:, :, :end], self.values[:, :, :end]
 

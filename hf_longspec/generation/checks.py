@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .padding import has_gaps
@@ -43,13 +43,7 @@ def refuse_unsupported(
         ValueError: With the value, the rule and the remedy.
     """
     refuse_target(target, type(draft), max_length_of(config, target, input_ids.shape[1]))
-    if target.model.training and any(
-        getattr(module, "gradient_checkpointing", False) for module in target.model.modules()
-    ):
-        raise ValueError(
-            "gradient checkpointing is on and the model is in training mode, where it turns off the cache. Call "
-            "model.eval() or model.gradient_checkpointing_disable() first."
-        )
+    _refuse_training_mode(target.model)
     if target.ranks is not None and (mode := draft.setting("compile")) in ("compile", "graph"):
         raise ValueError(
             f"compile={mode!r}: the target is divided among {target.ranks.size} processes, and steps with "
@@ -75,6 +69,26 @@ def refuse_target(target: TargetView, draft: type, max_length: int | None = None
         )
 
 
+def _refuse_training_mode(model: PreTrainedModel) -> None:
+    """Refuse what a model does in training mode only: gradient checkpointing and dropout."""
+    training = [module for module in model.modules() if module.training]
+    if model.training and any(getattr(module, "gradient_checkpointing", False) for module in training):
+        raise ValueError(
+            "gradient checkpointing is on and the model is in training mode, where it turns off the cache. Call "
+            "model.eval() or model.gradient_checkpointing_disable() first."
+        )
+    for module in training:
+        for part in (module, *module.children()):  # gpt2 reads the rate of its dropout module by its own mode
+            kind = type(part).__name__
+            for name, value in vars(part).items():
+                is_rate = "drop" in name or "jitter" in name or (name == "p" and "Dropout" in kind)
+                if is_rate and type(value) in (int, float) and value > 0:
+                    raise ValueError(
+                        f"the model is in training mode, where {kind} has dropout ({name}={value}): no two forwards "
+                        "are the same, so drafted tokens cannot be verified. Call model.eval() first."
+                    )
+
+
 def _refuse_inputs(
     target: TargetView, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
@@ -88,6 +102,11 @@ def _refuse_inputs(
                 f"{name}=True is not supported with a draft: a verified tree has no such tensors per emitted token. "
                 "Run the model once on out.sequences to get them."
             )
+    if (layers := getattr(config, "dola_layers", None)) is not None:
+        raise ValueError(
+            f"dola_layers={layers!r}: DoLa compares the logits of several layers, and a draft is verified by those of "
+            "the last one. Drop dola_layers, or call generate() without assistant_model."
+        )
     mask = model_kwargs.get("attention_mask")
     if mask is not None and mask.shape != input_ids.shape:
         raise ValueError(

@@ -279,7 +279,8 @@ def state_of(model: torch.nn.Module) -> int:
     the settings of a draft, and those of torch that choose kernels. It does not depend on the values of weights, which
     a graph reads.
     """
-    state: list[Any] = [id(model), torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cuda")]
+    state: list[Any] = [id(model), torch.get_float32_matmul_precision()]
+    state += [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_inference_mode_enabled()]
     if isinstance(model, PreTrainedModel):
         state.append(model.config.to_json_string(use_diff=False))
         if getattr(model, "_is_longspec_draft", False):

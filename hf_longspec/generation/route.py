@@ -7,13 +7,18 @@ classes. All other assistants run the functions of transformers.
 """
 
 import functools
+import os
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from transformers import GenerationMixin
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, GenerationMixin, PreTrainedConfig
 
+from .target import TargetView
 from .user_cache import refuse_cache_implementation
 
 _STOCK = "_longspec_stock"
+# Drafts that calls gave by their names, for each target.
+_named: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
 
 
 def install() -> None:
@@ -28,8 +33,13 @@ def install() -> None:
 
     @functools.wraps(validate)
     def validate_generation_mode(self: Any, mode: Any, config: Any, mode_kwargs: dict[str, Any]) -> None:
-        if getattr(mode_kwargs.get("assistant_model"), "_is_longspec_draft", False):
+        assistant: Any = mode_kwargs.get("assistant_model")
+        if isinstance(assistant, str | os.PathLike | type):
+            assistant = mode_kwargs["assistant_model"] = _draft_of(assistant, self)
+        if getattr(assistant, "_is_longspec_draft", False):
             refuse_cache_implementation(config.cache_implementation)
+            if assistant.config.vocab_size != self.config.get_text_config().vocab_size:
+                assistant.check(TargetView(self))  # transformers would ask for the tokenizers of both
         validate(self, mode, config, mode_kwargs)
 
     setattr(assisted_decoding, _STOCK, decode)
@@ -52,6 +62,38 @@ def is_installed() -> bool:
 def stock_assisted_decoding() -> Any:
     """Return the function of transformers, which this or another copy may have wrapped."""
     return _stock("_assisted_decoding")
+
+
+def _draft_of(name: str | os.PathLike | type, target: Any) -> Any:
+    """Return the saved draft of a folder or Hub id, loaded once for each target. No code of a repository is run.
+
+    Raises:
+        OSError: If there are no such files.
+        ValueError: If it is a class, another model, or a draft of another target.
+    """
+    if isinstance(name, type):
+        raise ValueError(
+            f"assistant_model is the class {name.__name__}: pass a draft, made by its from_pretrained(...) or "
+            "from_target(model)."
+        )
+    drafts = _named.setdefault(target, {})
+    if (name := os.fspath(name)) not in drafts:
+        try:
+            kind = PreTrainedConfig.get_config_dict(name)[0].get("model_type")
+        except OSError as error:
+            raise OSError(
+                f"assistant_model={name!r} cannot be loaded ({str(error).splitlines()[0]}): pass a draft, or folder or "
+                "Hub id of a saved one."
+            ) from error
+        draft: Any = MODEL_MAPPING.get(CONFIG_MAPPING[kind], None) if kind in CONFIG_MAPPING else None
+        if not getattr(draft, "_is_longspec_draft", False):
+            raise ValueError(
+                f"assistant_model={name!r} has model_type={kind!r}, and only a saved draft can be given by its name. "
+                "Load the model and pass it, or pass AssistantDraftModel.from_pretrained(name, target=model), or "
+                "Eagle3DraftModel for an EAGLE-3 checkpoint."
+            )
+        drafts[name] = draft.from_pretrained(name, target=target, trust_remote_code=False)
+    return drafts[name]
 
 
 def _stock(name: str) -> Any:

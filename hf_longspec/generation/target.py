@@ -20,7 +20,7 @@ from ..attention_backends.lengths import on_device
 from .attention_layers import passed_on
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .target_modules import LayerInputs, logits_under
+from .target_modules import LayerInputs, logits_under, shape_of
 from .trial import LayerTraits, ignores, ignores_zeros, known_traits, layer_traits
 
 try:
@@ -49,9 +49,13 @@ class TargetView:
             A causal language model. It is not modified.
         runner ([`CompiledRunner`] or [`CapturedRunner`], *optional*):
             Compiles or captures steps of fixed shapes. Not used under tensor parallelism.
+
+    Raises:
+        ValueError: If `model` is something else, such as the name of a model.
     """
 
     def __init__(self, model: PreTrainedModel, runner: Any = None):
+        _refuse_other_objects(model)
         self.model = model
         self.ranks = None if Ranks is None else Ranks.of(model)
         self.runner: Any = runner if self.ranks is None else None  # collectives inside a graph are untested
@@ -121,7 +125,7 @@ class TargetView:
     @property
     def has_latent_cache(self) -> bool:
         """Whether the cache holds compressed latents instead of keys and values (MLA)."""
-        return getattr(self.config, "kv_lora_rank", None) is not None
+        return shape_of(self.config, "kv_lora_rank") is not None
 
     def why_not(self, max_length: int | None = None) -> list[str]:
         """Return the reasons why this model cannot be decoded speculatively, one line each; empty if it can.
@@ -140,7 +144,7 @@ class TargetView:
             reasons.append(
                 f"it has {', '.join(other)} layers, whose choice of keys the attention backends cannot follow"
             )
-        if "chunked_attention" in kinds or getattr(self.config, "attention_chunk_size", None):
+        if "chunked_attention" in kinds or shape_of(self.config, "attention_chunk_size"):
             reasons.append("it has chunked attention, whose chunk size attention backends do not get")
         if Ranks is None and (getattr(self.model, "_tp_size", None) or 1) > 1:
             reasons.append("it is divided among processes, which takes the whole package: pip install hf_longspec")
@@ -409,6 +413,15 @@ def chain_of_last_tokens(prompts: Sequence[torch.Tensor], count: int) -> tuple[D
         return DraftTree.chain(tokens), sizes
     places = torch.arange(tokens.shape[1], device=tokens.device)
     return DraftTree.chain(tokens, places < torch.tensor(sizes, device=tokens.device)[:, None]), sizes
+
+
+def _refuse_other_objects(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+        given = repr(model) if isinstance(model, str | type | None) else f"an object of {type(model)}"
+        raise ValueError(
+            f"expected a loaded model, and got {given}: load it with AutoModelForCausalLM.from_pretrained(...), and "
+            "pass the model."
+        )
 
 
 def _attention_configs(model: PreTrainedModel) -> list[tuple[Any, str]]:

@@ -200,6 +200,14 @@ def rotates(config: Any, layer: int) -> bool:
     return True if not no_rope_layers else bool(no_rope_layers[layer])
 
 
+def shape_of(config: Any, name: str) -> Any:
+    """Return a field of a target's text config: a list if its layers differ (gemma4), `None` if it does not exist."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers refuses to read a field that differs between layers
+        return [getattr(layer, name, None) for layer in config.per_layer_config]
+
+
 def last_full_layer(config: Any) -> int:
     """Return the last layer that caches keys of the text and has no sliding window; the last with keys if all slide."""
     others = set(getattr(config, "cross_attention_layers", None) or ())  # keys of images

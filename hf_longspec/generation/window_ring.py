@@ -72,8 +72,9 @@ class WindowRing:
         slots = (positions - self.sinks) % capacity + self.sinks
         slots = torch.where(positions < self.sinks, positions, slots) if self.sinks else slots
         slots = torch.where(positions >= 0, slots, self.spare)
-        self.keys[self._rows, :, slots] = keys.transpose(1, 2)
-        self.values[self._rows, :, slots] = values.transpose(1, 2)
+        # other dtypes than those of the ring come from autocast
+        self.keys[self._rows, :, slots] = keys.transpose(1, 2).to(self.keys.dtype)
+        self.values[self._rows, :, slots] = values.transpose(1, 2).to(self.values.dtype)
         self.positions.scatter_(1, slots, positions)
 
     def stage(self, keys: torch.Tensor, values: torch.Tensor, first_node: int) -> None:

@@ -93,17 +93,22 @@ class DraftModel(PreTrainedModel):
         Raises:
             ValueError: If an override is unknown, or the target is not supported.
         """
+        view = TargetView(target)
         settings = {name: overrides.pop(name) for name in list(overrides) if name in cls.settings}
         known = set(vars(cls.config_class()))
         if unknown := sorted(set(overrides) - known):
             raise ValueError(f"unknown settings {unknown} for {cls.__name__}; it has {sorted(cls.settings)}.")
-        view = TargetView(target)
+        cls.check_structure(target)
         if not cls.weightless:  # drafts with weights depend on the target's structure; generate() checks it again
             refuse_target(view, cls)
         draft = cls(cls.config_class.from_target(target, **overrides))
         draft.generation_config.update(**settings)
         draft.check(view)
         return draft if cls.weightless else draft.to(*draft.place(target)).eval()
+
+    @classmethod
+    def check_structure(cls, target: PreTrainedModel) -> None:
+        """Refuse a target without the modules that drafts of this kind read."""
 
     def place(self, target: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
         """Return the device and dtype that a draft with weights runs with: those of the target's final norm."""
@@ -352,12 +357,13 @@ class DraftModel(PreTrainedModel):
         """
         settings = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.settings}
         wants_info = kwargs.pop("output_loading_info", False)
+        view = None if target is None else TargetView(target)
         if target is not None:
             kwargs.setdefault("dtype", target.get_input_embeddings().weight.dtype)
         draft, info = cls._load(pretrained_model_name_or_path, target, *args, **kwargs)
         draft.generation_config.update(**settings)
-        if target is not None:
-            draft.check(TargetView(target))
+        if view is not None:
+            draft.check(view)
             draft = draft if cls.weightless else draft.to(draft.place(target)[0])
         return (draft, info) if wants_info else draft
 

@@ -7,6 +7,8 @@ from typing import Any, Self, get_args, get_origin
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
+from ..generation.target_modules import shape_of
+
 # Fields that a draft copies from the target's text config. A target that differs in one of them is refused.
 TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
@@ -127,11 +129,3 @@ def _check_size(name: str, value: Any) -> None:
 def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:
     """Return the part of a model's configuration that describes its language model."""
     return getattr(target, "config", target).get_text_config(decoder=True)
-
-
-def shape_of(config: Any, name: str) -> Any:
-    """Return a field of a target's text config: a list if its layers differ (gemma4), `None` if it does not exist."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # transformers refuses to read a field that differs between layers
-        return [getattr(layer, name, None) for layer in config.per_layer_config]

@@ -259,6 +259,23 @@ def test_a_mask_may_be_longer_than_the_keys(name):
     assert torch.equal(short, long)
 
 
+@pytest.mark.parametrize("name", [None, *NAMES[1:]])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_autocast_gives_what_it_gives_with_sdpa(name, half):
+    """Rotated queries and keys come in float32, values in half precision, and prefix and tree are merged."""
+    query, key, value = tensors()
+    value = value.to(half)
+    mask = torch.ones(3, 7, dtype=torch.bool).tril(4)
+    context = TreeContext(SeqLens([4, 4]), torch.arange(4, 7).repeat(2, 1), mask[None, :, 4:].expand(2, -1, -1))
+    with torch.autocast("cpu", dtype=half):
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+        for options in ({}, {"tree": context}):
+            out, _ = attention_forward(Layer(layer_idx=0), query, key, value, None, backend_name=name, **options)
+            assert out.dtype == half and torch.is_autocast_enabled("cpu")
+            # both add up in float32 and round the result, which is below 2
+            torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0.0, atol=2 * torch.finfo(half).eps)
+
+
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 2.0}, {"s_aux": torch.ones(4)}], ids=str)
 def test_training_computes_the_same(options):
     for nodes in (1, 3, 7):

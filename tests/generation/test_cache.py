@@ -70,6 +70,28 @@ def test_plain_updates_append_and_return_what_is_stored():
     assert not ledger.cache.is_compileable and not any(ledger.cache.is_sliding)
 
 
+@pytest.mark.parametrize("lengths", [[4, 4], [4, 2]])
+def test_buffers_become_as_wide_as_what_is_written(lengths):
+    """As concatenation does: what autocast stored in half precision stays, and new entries keep all of theirs."""
+    cache, half = make_cache(), torch.bfloat16
+    made = torch.Generator().manual_seed(0)
+    first, more, narrow = (torch.randn(2, HEADS, 4, 3, generator=made) for _ in range(3))
+    cache.update(first, first.to(half), 0)
+    cache.set_lengths(lengths)
+    cache.stage(4)
+    layer, layout = cache.layers[0], cache.layout
+    for keys, values, kinds in ((more.to(half), more, 2 * [torch.float32]), (narrow.to(half), narrow.to(half), None)):
+        cache.update(keys, values, 0)
+        assert [layer.keys.dtype, layer.values.dtype] == (kinds or 2 * [torch.float32])
+        for row, length in enumerate(lengths):
+            stored = slice(length, length + 4)
+            assert torch.equal(layer.keys[row, :, :length], first[row, :, :length])
+            assert torch.equal(layer.values[row, :, :length], first[row, :, :length].to(half).float())
+            assert torch.equal(layer.keys[row, :, stored], keys[row].float())
+            assert torch.equal(layer.values[row, :, stored], values[row].float())
+    assert cache.layout != layout and cache.layout == (layout[0] + 1,)
+
+
 @pytest.mark.parametrize(
     ("lengths", "path", "kept"),
     [
@@ -293,6 +315,46 @@ class TestSecondTurn:
         if lengths != (9, 9):
             with pytest.raises(ValueError, match="plain generation needs rows of one length without padding"):
                 model.generate(out, **options)
+
+    @pytest.mark.parametrize(("kind", "make"), [("specattn", None), ("tree", SpeculativeCache), ("tree", DynamicCache)])
+    @pytest.mark.parametrize("first", [True, False])
+    def test_inside_and_outside_of_inference_mode(self, plain_run, kind, make, first):
+        """A cache that was made and filled in one goes on in the other; none is a cache that the first call returns."""
+        run = plain_run("gemma3", (14, 14), max_new_tokens=6, eos_token_id=1)
+        draft, cache, text = run.draft(kind), None, run.inputs["input_ids"]
+        for mode in (first, not first, first):
+            with torch.inference_mode(mode):
+                if cache is None and make is not None:
+                    cache = make(run.model.config, 2, 24) if make is SpeculativeCache else make()
+                options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": 1, "return_dict_in_generate": True}
+                mask = torch.ones_like(text)
+                out = run.model.generate(
+                    text, attention_mask=mask, assistant_model=draft, past_key_values=cache, **options
+                )
+                cache, text = out.past_key_values, out.sequences.clone()
+        assert torch.equal(text, run.again(None, max_new_tokens=18))
+
+    @pytest.mark.parametrize("make", [SpeculativeCache, DynamicCache])
+    @pytest.mark.parametrize("first", [True, False])
+    def test_inside_and_outside_of_autocast(self, plain_run, make, first):
+        """The entries of both precisions are those that a stock cache has, up to rounding."""
+        run = plain_run("llama", (14,), max_new_tokens=6, eos_token_id=1)
+        texts, caches = [], []
+        for draft in (None, run.draft("tree")):
+            cache = make(run.model.config, 1, 24) if make is SpeculativeCache and draft else DynamicCache()
+            text = run.inputs["input_ids"]
+            for mode in (first, not first):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mode):
+                    options = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": 1}
+                    text = run.model.generate(text, assistant_model=draft, past_key_values=cache, **options)
+            texts.append(text)
+            caches.append(cache)
+        assert torch.equal(*texts)
+        held = slice(0, texts[0].shape[1] - 1)
+        for stock, own in zip(*(cache.layers for cache in caches), strict=True):
+            # bfloat16 has 8 bits, and these numbers are below 8
+            torch.testing.assert_close(own.keys[:, :, held], stock.keys, rtol=0, atol=8 / 2**7)
+            torch.testing.assert_close(own.values[:, :, held], stock.values, rtol=0, atol=8 / 2**7)
 
 
 class TestGrowth:

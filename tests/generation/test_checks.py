@@ -160,6 +160,8 @@ class OldModel(PreTrainedModel, GenerationMixin):
             )
             for name in ("output_attentions", "output_hidden_states")
         ),
+        # plain generate refuses it too, as the code for it is in a repository
+        ({"dola_layers": "high"}, "dola_layers='high': DoLa compares the logits of several layers.*Drop dola_layers"),
         ({"position_ids": torch.tensor([list(range(5, 14))])}, r"position_ids of shape \(1, 9\)"),
         *(
             ({name: value}, f"{name}={value!r} would have no effect.*draft.generation_config")
@@ -290,13 +292,12 @@ class TestProcessorsWithState:
 
 class TestDrafts:
     def test_another_vocabulary(self, llama):
-        """transformers compares vocabularies first, in words of its own."""
+        """Before transformers, which would ask for the tokenizers of both; also if the config is doctored."""
         other = tiny_target("llama", vocab_size=100)
         draft = PlainDraftModel.from_target(other)
-        with pytest.raises(ValueError, match="tokenizer"):
-            llama.generate(tiny_prompts(100, (9,))[0], max_new_tokens=3, assistant_model=draft)
-        draft.config.vocab_size = 128  # and if that is doctored, what the draft recorded still tells
-        refused(llama, draft, "made for a target with vocab_size=100, and this target has vocab_size=128")
+        for size in (100, 128):
+            draft.config.vocab_size = size
+            refused(llama, draft, "made for a target with vocab_size=100, and this target has vocab_size=128. Load the")
 
     @pytest.mark.parametrize(
         ("name", "changes", "field"),
@@ -331,6 +332,31 @@ class TestWhatWouldHaveNoEffect:
         assert model.generate(inputs, assistant_model=draft, **options).tolist() == (
             model.generate(inputs, **options).tolist()
         )
+
+    @pytest.mark.parametrize(
+        ("make", "rate"),
+        [
+            (
+                lambda: tiny_target("llama", attention_dropout=0.1),
+                r"LlamaAttention has dropout \(attention_dropout=0.1",
+            ),
+            (lambda: tiny_target("mixtral", router_jitter_noise=0.2), r"MixtralSparse.* dropout \(jitter_noise=0.2"),
+            (lambda: build("gpt2"), r"Dropout has dropout \(p=0.1"),
+        ],
+    )
+    def test_dropout(self, make, rate):
+        """By its name, and in training mode only: `generate` leaves the mode of a model as it is."""
+        model = make().train()
+        inputs, mask = tiny_prompts(128, (9, 5))
+        options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+        refused(model, PlainDraftModel.from_target(model), rf"{rate}\): no two forwards are the same.*model.eval\(\)")
+        model.eval()
+        expected = model.generate(inputs, **options)
+        for module in model.modules():
+            vars(module).update(dict.fromkeys({"attention_dropout", "jitter_noise", "p"} & vars(module).keys(), 0.0))
+        model.train()
+        draft = SpecAttnDraftModel.from_target(model)
+        assert torch.equal(model.generate(inputs, assistant_model=draft, **options), expected)
 
     def test_a_compiled_forward_gives_out_no_hidden_state(self):
         """Drafts that read it are refused; others work."""

@@ -122,6 +122,18 @@ class TestState:
         change(model)
         assert state_of(model) != before
 
+    def test_it_changes_with_the_mode_of_the_call(self, model, monkeypatch):
+        """Tensors of inference mode cannot be changed outside of it, and autocast chooses other dtypes."""
+        found = [state_of(model)]
+        with torch.inference_mode():
+            found.append(state_of(model))
+        for half in (torch.bfloat16, torch.float16):
+            monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
+            monkeypatch.setattr(torch, "get_autocast_dtype", lambda device_type, half=half: half)
+            found.append(state_of(model))
+        monkeypatch.undo()
+        assert len({*found}) == 4 and state_of(model) == found[0]
+
 
 def test_results_lie_outside_of_the_memory_that_graphs_share(pair):
     """An older graph, replayed before they are read, would overwrite them."""

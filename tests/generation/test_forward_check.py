@@ -252,6 +252,20 @@ def test_half_precision_warns_once(monkeypatch, blind):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch announces that its quantisation moves to torchao
+def test_autocast_is_another_precision(monkeypatch):
+    """It is checked apart from float32, and differences of half precision are no reason to refuse."""
+    model, found = tiny_target("gemma2"), []  # eager attention, which rounds the probabilities
+    monkeypatch.setattr(forward_check, "TOLERANCE", 1e-3)
+    compare = forward_check._compare
+    monkeypatch.setattr(forward_check, "_compare", lambda *args: found.append(args) or compare(*args))
+    for half in (False, True, True, False):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            generate(model)
+    assert len(found) == 2
+    gaps = [(one - other).abs().max() / other.std() for _, one, other in found]
+    assert gaps[0] < 1e-4 and 1e-3 < gaps[1] < forward_check.HALF_TOLERANCE
+
+
 def test_quantised_activations_are_no_reason_to_refuse(monkeypatch):
     """A token's logits depend on the other tokens of its forward, also without a tree."""
     model = torch.ao.quantization.quantize_dynamic(tiny_target("llama"), {torch.nn.Linear}, dtype=torch.qint8)

@@ -1,6 +1,8 @@
 """The way into the loop: one patch that can be put on twice and taken off, and the ways without it."""
 
 import contextlib
+import copy
+import json
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 import hf_longspec
+from hf_longspec import SpecAttnDraftModel
 from hf_longspec.generation import route
 from hf_longspec.testing import TINY_TARGETS, tiny_target
+from tests.robustness.drafts import make_draft
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +144,73 @@ def test_without_the_route_a_draft_is_refused(plain_run):
         assert draft.last_speculation.num_forwards > 0
 
 
+class TestNames:
+    """`assistant_model="org/draft"`: a saved draft by its folder or id, loaded once for each target."""
+
+    @pytest.fixture
+    def run(self, plain_run):
+        return plain_run(tiny_target("llama"), (21, 8), max_new_tokens=6)
+
+    @pytest.mark.parametrize("kind", ["specattn", "longspec"])
+    def test_the_draft_is_loaded_once(self, run, kind, tmp_path, monkeypatch):
+        draft = make_draft(kind, run.model)
+        draft.save_pretrained(tmp_path / "saved")
+        loaded, load = [], type(draft).from_pretrained
+
+        def spy(*args, **kwargs):
+            loaded.append(load(*args, **kwargs))
+            return loaded[-1]
+
+        monkeypatch.setattr(type(draft), "from_pretrained", spy)
+        for name in (str(tmp_path / "saved"), tmp_path / "saved"):
+            out = run.again(name, return_dict_in_generate=True)
+            assert torch.equal(out.sequences, run.sequences) and out.speculation is loaded[0].last_speculation
+        other = tiny_target("llama")
+        assert torch.equal(other.generate(**run.inputs, assistant_model=name), run.sequences)
+        assert len(loaded) == 2 and type(loaded[0]) is type(draft)
+
+    def test_what_is_no_draft_is_refused(self, run, tmp_path):
+        run.model.save_pretrained(tmp_path / "model")
+        before = copy.deepcopy(run.model.generation_config.to_dict()), sorted(vars(run.model))
+        for name, error, message in (
+            (
+                str(tmp_path / "model"),
+                ValueError,
+                "model'? has model_type='llama', and only a saved draft can be.*Load the",
+            ),
+            (tmp_path / "missing", OSError, r"missing'? cannot be loaded \(.*\): pass a draft, or folder or Hub id"),
+            (
+                SpecAttnDraftModel,
+                ValueError,
+                r"is the class SpecAttnDraftModel: pass a draft, made by .* from_target\(mod",
+            ),
+            (type(run.model), ValueError, "is the class LlamaForCausalLM: pass"),
+        ):
+            with pytest.raises(error, match=message):
+                run.again(name)
+        tiny_draft = SpecAttnDraftModel.from_target(tiny_target("llama", vocab_size=100))
+        tiny_draft.save_pretrained(tmp_path / "other")
+        for _ in range(2):
+            with pytest.raises(ValueError, match="made for a target with vocab_size=100"):
+                run.again(str(tmp_path / "other"))
+        assert (run.model.generation_config.to_dict(), sorted(vars(run.model))) == before
+
+    @pytest.mark.parametrize("kind", ["specattn", "unknown_kind"])
+    def test_the_code_of_a_repository_is_not_run(self, run, kind, tmp_path):
+        SpecAttnDraftModel.from_target(run.model).save_pretrained(tmp_path)
+        (tmp_path / "code.py").write_text("raise SystemExit('the code was run')")
+        config = json.loads((tmp_path / "config.json").read_text())
+        config |= {"model_type": kind, "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if kind == "specattn":  # a class of this package
+            assert torch.equal(run.again(str(tmp_path)), run.sequences)
+        else:
+            with pytest.raises(ValueError, match="model_type='unknown_kind', and only a saved draft"):
+                run.again(str(tmp_path))
+
+
 def test_no_architecture_overrides_what_is_patched(target):
     for name in TINY_TARGETS:
         classes = set(type(target(name)).__mro__) - {GenerationMixin}
-        assert not any("_assisted_decoding" in vars(cls) for cls in classes)
+        for patched in ("_assisted_decoding", "_validate_generation_mode"):
+            assert not any(patched in vars(cls) for cls in classes)

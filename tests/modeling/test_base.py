@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from hf_longspec import SpecAttnDraftModel
+from hf_longspec import AssistantDraftModel, SpecAttnDraftModel
+from hf_longspec.modeling.register_draft import DRAFTS
 from hf_longspec.testing import tiny_target
 
 
@@ -67,3 +68,21 @@ def test_what_users_do_to_models_in_general(draft, tmp_path):
         draft(torch.zeros(1, 1, dtype=torch.long))
     # loaded with a config at hand, as AutoModel does
     assert SpecAttnDraftModel.from_pretrained(tmp_path, config=draft.config).config is draft.config
+
+
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_only_a_loaded_model_is_a_target(kind):
+    """Not its name, its class or its config, for a draft that is made and for one that is loaded."""
+    draft, model = DRAFTS[kind].model, tiny_target("llama")
+    for given, shown in (("org/model", "'org/model'"), (None, "None"), (type(model), "Llama"), (model.config, "Llama")):
+        with pytest.raises(ValueError, match=rf"got .*{shown}.*: load it with AutoModelForCausalLM.from_pretrained"):
+            draft.from_target(given)
+    with pytest.raises(ValueError, match="got 'org/model': load it"):
+        draft.from_pretrained("org/draft", target="org/model")
+
+
+def test_only_a_loaded_model_drafts():
+    model = tiny_target("llama")
+    for models in (("org/model", model), (model, "org/model")):
+        with pytest.raises(ValueError, match="got 'org/model': load it"):
+            AssistantDraftModel.from_model(*models)

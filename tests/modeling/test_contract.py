@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModel, DynamicCache
 
 from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec.auditing import NOT_LOSSLESS, audit
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.register_draft import DRAFTS
 from hf_longspec.testing import TINY_TARGETS, randomize, tiny_prompts, tiny_target
@@ -99,6 +100,24 @@ def test_sampled_text_is_that_of_the_plain_loop(target, kind, name, options):
         texts.append(generate(model, draft, do_sample=True, **options))
     assert torch.equal(*texts)
     check_drafted(draft, model)
+
+
+# Rotated keys in float32 beside values in half precision; attention by matrix products; sinks and windows.
+AUTOCAST = [*zip(DRAFTS, cycle(("llama", "gemma2", "gpt_oss")), cycle((torch.bfloat16, torch.float16)))]
+
+
+@pytest.mark.parametrize(("kind", "name", "half"), AUTOCAST, ids=str)
+def test_under_autocast_every_token_is_the_choice_of_the_target(target, kind, name, half):
+    """Up to rounding, as the target's own forwards under autocast have it; weights stay in float32."""
+    model = target(name, **FEW_TOKENS)
+    draft, (_, mask) = draft_of(kind, model), tiny_prompts(model.config.vocab_size, LENGTHS)
+    with torch.autocast("cpu", dtype=half):
+        text = generate(model, draft)
+        report = audit(model, text, max(LENGTHS), mask, pad_token_id=NEVER, eos_token_id=NEVER)
+    assert report.verdict != NOT_LOSSLESS and report.num_tokens == len(LENGTHS) * NEW
+    assert model.dtype == torch.float32
+    check_drafted(draft, model)
+    assert torch.equal(generate(model, draft), stock_text(model))  # nothing of it is left
 
 
 @KINDS

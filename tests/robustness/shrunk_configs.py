@@ -196,9 +196,9 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _of_layer(name: str, value: Any, default: Any) -> Any:
-    """The settings of one layer; heads whose size differs from that of other layers keep a different size."""
+    """The settings of one layer; heads and latents whose size differs from that of other layers keep another size."""
     shrunk = _by_rule(name, value)
-    return 2 * shrunk if name == "head_dim" and value != default else shrunk
+    return 2 * shrunk if name in ("head_dim", "kv_lora_rank") and value != default else shrunk
 
 
 def _shrunk_value(name: str, default: Any, kept: list[int], depth: int) -> Any:

@@ -86,8 +86,9 @@ class AssistantDraftModel(DraftModel):
         """
         if assistant is None:
             return super().from_target(target, **({"window": OWN_WINDOW} | overrides))
-        refuse_other_tokens(assistant, target)
+        TargetView(assistant)  # refuses a name
         draft = super().from_target(target, **overrides)
+        refuse_other_tokens(assistant, target)
         draft.assistant = assistant
         draft.config.assistant_name_or_path = assistant.config._name_or_path or BESIDE
         if draft.config.pard_token is None:

@@ -319,7 +319,7 @@ class Eagle3Drafter(BeamDrafter):
                 return query
             if index < last_layer and query.shape[2] > self.most_new:  # the ring has no room for all at once
                 seen = visible(positions, positions, ring.window, ring.sinks)
-                return self._kernels.tree_attention(query, key, value, seen, scaling=self.scaling)[0]
+                return self.attend(query, key, value, seen)
             return self._attend(ring, query, ring.visible(wanted if index == last_layer else positions))
 
         embedded = self.draft.embed(tokens, self.binding.target.model).to(self.device, self.dtype)
@@ -331,8 +331,7 @@ class Eagle3Drafter(BeamDrafter):
     def _attend(self, ring: WindowRing, query: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         """Attend queries `(B, H, n, D)` to the first slots of a ring, as many as the mask `(B, n, slots)` has."""
         slots = seen.shape[2]
-        stored = ring.keys[:, :, :slots], ring.values[:, :, :slots]
-        return self._kernels.tree_attention(query, *stored, seen, scaling=self.scaling)[0]
+        return self.attend(query, ring.keys[:, :, :slots], ring.values[:, :, :slots], seen)
 
     def _spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits `(B, n, vocab)` of the target's tokens; those that the draft does not have get -inf."""

@@ -72,10 +72,14 @@ class Eagle3DraftModel(DraftModel):
     @classmethod
     def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
         """Return an untrained draft for `target` in eval mode at its `place`, with copies of embedding and head."""
-        final_norm_of(target)  # refuses targets without a final norm
         draft = super().from_target(target, **overrides)
         draft.copy_from(target)
         return draft
+
+    @classmethod
+    def check_structure(cls, target: PreTrainedModel) -> None:
+        """Refuse targets without a final norm."""
+        final_norm_of(target)
 
     @torch.no_grad()
     def copy_from(self, target: PreTrainedModel) -> None:

@@ -4,8 +4,8 @@ from typing import Any, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...generation.target_modules import last_full_layer
-from ..configuration_base import DraftConfig, shape_of, text_config
+from ...generation.target_modules import last_full_layer, shape_of
+from ..configuration_base import DraftConfig, text_config
 
 
 class LongSpecConfig(DraftConfig):

@@ -7,13 +7,14 @@ not depend on the context length. The target has no keys for drafted tokens yet;
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
-from ...attention_backends.registry import AttentionBackend
+from ...attention_backends.registry import AttentionBackend, outside_autocast
 from ...generation.beam import Beam
 from ...generation.beam_drafter import BeamDrafter
 from ...generation.draft_tree import DraftTree
@@ -46,12 +47,15 @@ class Prefix:
     def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the entries of the prefix."""
         if self.window is None:
-            used = (states[:, :, : self.lengths.longest] for states in (self.keys, self.values))
-            return kernels.prefix_attention(query, *used, self.lengths, scaling=scaling)[0]
-        if self._chosen is None:
-            self._chosen = self._choose(self.window)
-        keys, values, seen = self._chosen
-        return kernels.tree_attention(query, keys, values, seen.expand(-1, query.shape[2], -1), scaling=scaling)[0]
+            keys, values = (states[:, :, : self.lengths.longest] for states in (self.keys, self.values))
+            attention = partial(kernels.prefix_attention, lengths=self.lengths, scaling=scaling)
+        else:
+            if self._chosen is None:
+                self._chosen = self._choose(self.window)
+            keys, values, seen = self._chosen
+            attention = partial(kernels.tree_attention, mask=seen.expand(-1, query.shape[2], -1), scaling=scaling)
+        out: torch.Tensor = outside_autocast(attention, query, keys, values)[0]
+        return out
 
     def _choose(self, window: int) -> tuple[torch.Tensor, ...]:
         """Copy the first `ANCHORS` entries and the last `window`, in shapes that do not depend on the lengths."""
@@ -223,8 +227,7 @@ class LongSpecDrafter(BeamDrafter):
                 key, value = key[:, :, 1:], value[:, :, 1:]
             self.ring.stage(key, value, reach.shape[2] - reach.shape[1])
             end = self.ring.size + reach.shape[2]
-            stored = self.ring.keys[:, :, :end], self.ring.values[:, :, :end]
-            return self._kernels.tree_attention(query, *stored, seen, scaling=self.scaling)[0]
+            return self.attend(query, self.ring.keys[:, :, :end], self.ring.values[:, :, :end], seen)
 
         def attend_target(query: torch.Tensor) -> torch.Tensor:
             ranks = self.binding.target.ranks

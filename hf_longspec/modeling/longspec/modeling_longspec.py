@@ -1,7 +1,7 @@
 """LongSpecDraftModel: one block with a windowed self-attention and a cross-attention to the target's cache."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -49,10 +49,9 @@ class LongSpecDraftModel(DraftModel):
         self.post_init()
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
-        """Return an untrained draft for `target` in eval mode at its `place`."""
-        decoder_of(target)  # refuses targets without rotary positions
-        return super().from_target(target, **overrides)
+    def check_structure(cls, target: PreTrainedModel) -> None:
+        """Refuse targets without rotary positions."""
+        decoder_of(target)
 
     def place(self, target: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
         """Return device and dtype of the target's layer that is read."""

@@ -1,6 +1,6 @@
 """TokenSwiftDraftModel: heads that predict the tokens after the next one from the target's last residual stream."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -51,10 +51,9 @@ class TokenSwiftDraftModel(DraftModel):
         self.post_init()
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
-        """Return untrained heads for `target` in eval mode at their `place`."""
-        final_norm_of(target)  # refuses targets without a final norm
-        return super().from_target(target, **overrides)
+    def check_structure(cls, target: PreTrainedModel) -> None:
+        """Refuse targets without a final norm."""
+        final_norm_of(target)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
         """Return the normalised hidden states of all heads, for the target's language-model head.
