@@ -281,7 +281,6 @@ COUPLED, REJECTION = {"acceptance": "coupled"}, {"acceptance": "rejection"}
         ("specattn", COUPLED, RAGGED, {"logits_processor": [SpoiledByRank(torch.inf)]}),
         ("specattn", REJECTION, RAGGED, {"logits_processor": [SpoiledByRank(-torch.inf)]}),
     ],
-    ids=str,
 )
 def test_scores_without_a_distribution_are_the_error_of_stock_generate(plain_run, kind, settings, lengths, options):
     run = plain_run("llama", lengths, max_new_tokens=12)
@@ -315,7 +314,6 @@ def test_scores_after_the_text_need_no_distribution(plain_run, kind, lengths):
         ("specattn", RAGGED, SpoiledByRank(torch.nan)),
         ("tree", RAGGED, SpoiledByRank(-torch.inf)),
     ],
-    ids=str,
 )
 def test_greedy_text_with_such_scores_is_that_of_stock_generate(plain_run, kind, lengths, processor):
     run = plain_run("llama", lengths, max_new_tokens=9, logits_processor=[processor])
