@@ -163,7 +163,7 @@ def compare(
 
 
 def chosen(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the systems of `--systems` and the two baselines, or all."""
+    """Return the systems of `--system` and the two baselines, or all."""
     found = systems(model, args.cards)
     return {name: how for name, how in found.items() if not args.systems or name in (HF, PLAIN, *args.systems)}
 
@@ -172,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
     made = harness.parser(__doc__, "figure", minutes=0, prompts=True)
     made.add_argument("--preset", choices=sorted(PRESETS), default="short", help="sizes (default: %(default)s)")
     made.add_argument("--cards", type=Path, default=harness.HUB_CARDS, help="folder of the trained drafts")
-    made.add_argument("--systems", type=harness.names, help="only these, and the two baselines")
+    made.add_argument("--system", dest="systems", action="append", help="only this, and the two baselines; repeatable")
     made.add_argument("--modes", type=harness.names, default="greedy,sample", help="default: %(default)s")
     made.add_argument("--contexts", type=harness.integers, help="in place of those of the preset")
     made.add_argument("--batches", type=harness.integers, help="in place of those of the preset")
