@@ -50,9 +50,6 @@ GPU_TESTS := tests/attention_backends/triton tests/attention_backends/test_parit
 
 GPU = $(or $(GPU_PYTHON),$(VENV)/bin/python)
 
-# Results that docs/results.md shows, in its order.
-SHOWN := figure verification memory
-
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-min test-torch-min test-cpu gpu install install-min lint soak bench figure tables models mutants package cards docs clean
 
@@ -113,9 +110,9 @@ figure: $(READY) ## compare every kind of draft on the tiny target, in 20 minute
 	@echo "Measuring every kind of draft after 1K to 16K tokens. Leave the machine alone meanwhile."
 	$(VENV)/bin/python -m benchmarks.figure $(ARGS)
 
-tables: $(READY) ## put the committed results into docs/results.md, and draw the figure
-	@echo "Writing docs/results.md and docs/images/drafts.svg."
-	$(VENV)/bin/python -m benchmarks.tables $(SHOWN:%=benchmarks/results/%.jsonl) --page docs/results.md
+tables: $(READY) ## put the committed results into README and docs/, and draw the figures
+	@echo "Writing the tables of README.md, docs/ and benchmarks/results, and the figures in docs/images."
+	$(VENV)/bin/python -m benchmarks.tables --reports
 	$(VENV)/bin/python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg
 
 models: $(READY) ## run every draft on every decoder of transformers, and put the table into docs/models.md

@@ -129,12 +129,12 @@ SETTINGS = (
     Setting.of(selection="last_accepted"),
     Setting.of(selection="accepted_rows"),
     Setting.of(selection="pages"),
-    Setting.of(selection="two_rows", score="logits"),
-    Setting.of(selection="all_rows", score="logits"),
+    Setting.of(selection="two_rows", score="weights"),
+    Setting.of(selection="all_rows", score="weights"),
     Setting.of("greedy", selection="two_rows"),
     Setting.of("greedy", selection="window"),
     Setting.of("greedy", selection="all_rows"),
-    Setting.of("greedy", selection="two_rows", score="logits"),
+    Setting.of("greedy", selection="two_rows", score="weights"),
 )
 # At the middle length only.
 MINOR_SETTINGS = (

@@ -3,6 +3,8 @@
     make figure
     python -m benchmarks.figure --preset full --resume
 
+`full` also runs in bfloat16 where the processor has it, with fewer prompts and lengths.
+
 Each prompt is prefilled once for all systems. All systems continue the same prompts, in turns, so that every ratio is
 one of neighbours in time. Chains have four drafted tokens; trees are named. tau is the number of tokens per
 verification, the target's own included. The cost is the time of an iteration in steps of the plain loop. The speed-up
@@ -11,6 +13,7 @@ is tau over that cost.
 A run that was interrupted goes on with `--resume`. The report and the figure are written at the end, from the file.
 """
 
+import argparse
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
@@ -36,11 +39,19 @@ HEADS = {"self_draft": "verify_hidden", "tree_branching": CHAIN}
 VARIANTS = Path(__file__).parent / "drafts"
 
 
-# Contexts, batches, prompts of each length, and minutes that a run may take.
+# Contexts, batches, prompts of each length, minutes that a run may take, and prompts of each length in bfloat16.
 PRESETS: dict[str, dict[str, Any]] = {
-    "short": {"contexts": [1024, 4096, 16128], "batches": [1], "prompts": 6, "minutes": 20},
-    "full": {"contexts": [1024, 2048, 4096, 8192, 16128], "batches": [1, 4], "prompts": 24, "minutes": 600},
+    "short": {"contexts": [1024, 4096, 16128], "batches": [1], "prompts": 6, "minutes": 20, "bfloat16": 0},
+    "full": {
+        "contexts": [1024, 2048, 4096, 8192, 16128],
+        "batches": [1, 4],
+        "prompts": 24,
+        "minutes": 600,
+        "bfloat16": 8,
+    },
 }
+# Contexts in bfloat16.
+FEWER_CONTEXTS = (1024, 4096, 16128)
 
 
 def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
@@ -56,6 +67,7 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
     trained: dict[str, tuple[str, dict[str, Any]]] = {
         "LongSpec": ("tiny-longspec", {"tree_widths": CHAIN}),
         "LongSpec, tree": ("tiny-longspec", {"tree_widths": TREE}),
+        "LongSpec, last 1,020 keys": ("tiny-longspec", {"tree_widths": CHAIN, "cross_attention_window": 1020}),
         "EAGLE-3, window": ("tiny-eagle3", {"tree_widths": CHAIN}),
         "EAGLE-3, tree": ("tiny-eagle3", {"tree_widths": TREE}),
         "EAGLE-3, all": ("tiny-eagle3", {"tree_widths": CHAIN, "window": None}),
@@ -75,7 +87,7 @@ def systems(model: PreTrainedModel, cards: Path) -> dict[str, Any]:
     own = hf_longspec.SpecAttnDraftModel
     found |= {
         "SpecAttn": own.from_target(model, **chain),
-        "SpecAttn, logits": own.from_target(model, **chain, score="logits"),
+        "SpecAttn, weights": own.from_target(model, **chain, score="weights"),
         "SpecAttn, all rows": own.from_target(model, **chain, selection="all_rows"),
         "SpecAttn, last accepted": own.from_target(model, **chain, selection="last_accepted"),
         "SpecAttn, window": own.from_target(model, **chain, selection="window"),
@@ -110,12 +122,13 @@ def compare(
     already are not repeated.
 
     Args:
-        model (`PreTrainedModel`): The target, in float32.
+        model (`PreTrainedModel`): The target.
         methods (`Mapping[str, Any]`): From [`systems`].
-        prompts ([`PrefilledPrompts`]): One row per prompt.
+        prompts ([`PrefilledPrompts`]): One row per prompt, in the type of the target.
         tokens (`int`): New tokens per prompt.
     """
     decoder, warm = Decoder(model, prompts, tokens), set()
+    dtype = str(model.dtype).removeprefix("torch.")
     windows = [
         (slice(turn * batch, (turn + 1) * batch), batch, turn)
         for batch in batches
@@ -124,7 +137,8 @@ def compare(
     for rows, batch, turn in sorted(windows, key=lambda window: window[0].stop):
         fitting = [name for name, how in methods.items() if getattr(how, "max_batch", None) in (None, batch)]
         for context, mode, name in product(contexts, modes, rotated(fitting, turn)):
-            what: dict[str, Any] = {"mode": mode, "context": context, "batch": batch, "system": name, "turn": turn}
+            what: dict[str, Any] = {"dtype": dtype, "mode": mode, "context": context, "batch": batch}
+            what |= {"system": name, "turn": turn}
             if of_kind(results.records, "call", **what):
                 continue
             if not results.has_time(**what):
@@ -141,35 +155,46 @@ def compare(
                 steps=call.steps,
                 seconds=significant(call.decode_seconds, 6),
                 taus=[significant(call.tokens / len(call.text) / max(1, steps)) for steps in call.row_steps],
+                shares={name: significant(share) for name, share in call.shares.items()},
                 draft_state_bytes=call.draft_state_bytes,
                 text=hashlib.sha256(call.text.numpy().tobytes()).hexdigest()[:16],  # by which greedy texts are compared
             )
-        results.say(f"prompts {rows.start + 1} to {rows.stop} in a batch of {batch}: done")
+        results.say(f"prompts {rows.start + 1} to {rows.stop} in a batch of {batch}, {dtype}: done")
+
+
+def chosen(model: PreTrainedModel, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the systems of `--system` and the two baselines, or all."""
+    found = systems(model, args.cards)
+    return {name: how for name, how in found.items() if not args.systems or name in (HF, PLAIN, *args.systems)}
 
 
 def main(arguments: list[str] | None = None) -> None:
     made = harness.parser(__doc__, "figure", minutes=0, prompts=True)
     made.add_argument("--preset", choices=sorted(PRESETS), default="short", help="sizes (default: %(default)s)")
     made.add_argument("--cards", type=Path, default=harness.HUB_CARDS, help="folder of the trained drafts")
-    made.add_argument("--systems", type=harness.names, help="only these, and the two baselines")
+    made.add_argument("--system", dest="systems", action="append", help="only this, and the two baselines; repeatable")
     made.add_argument("--modes", type=harness.names, default="greedy,sample", help="default: %(default)s")
     made.add_argument("--contexts", type=harness.integers, help="in place of those of the preset")
     made.add_argument("--batches", type=harness.integers, help="in place of those of the preset")
     made.add_argument("--prompts", type=int, help="in place of those of the preset")
+    made.add_argument("--bfloat16", type=int, help="prompts in bfloat16, in place of those of the preset")
     made.add_argument("--tokens", type=int, default=64, help="new tokens per prompt (default: %(default)s)")
     made.add_argument("--resume", action="store_true", help="go on with the result file")
+    made.set_defaults(minutes=None)
     args = made.parse_args(arguments)
     for name, value in PRESETS[args.preset].items():
-        setattr(args, name, getattr(args, name) or value)
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     rows, origin = harness.load_prompts(args.target, args.data, max(args.contexts), args.prompts)
     model = harness.load_target(args.target, torch.float32)
     sizes = {"tokens": args.tokens, "contexts": args.contexts, "batches": args.batches}
     with harness.start(args, "figure", {**sizes, **origin}, resume=args.resume or None) as run:
-        methods = systems(model, args.cards)
-        if args.systems:
-            methods = {name: how for name, how in methods.items() if name in (HF, PLAIN, *args.systems)}
         prompts = harness.prefilled(model, rows, run)
-        compare(run, model, methods, prompts, modes=args.modes, **sizes)
+        compare(run, model, chosen(model, args), prompts, modes=args.modes, **sizes)
+        if args.bfloat16 and run.records[0]["native_bfloat16"]:
+            model = harness.load_target(args.target, torch.bfloat16)
+            prompts = prompts.first(args.bfloat16).to(torch.bfloat16)
+            sizes |= {"contexts": [size for size in FEWER_CONTEXTS if size <= max(args.contexts)], "batches": [1]}
+            compare(run, model, chosen(model, args), prompts, modes=args.modes, **sizes)
     draw(run.records, args.output.with_suffix(".svg"))
 
 

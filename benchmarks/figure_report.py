@@ -1,301 +1,493 @@
-"""The report and the picture of `benchmarks/figure.py`: tau, cost and speed-up per system, and the papers' claims.
+"""The report and the pictures of `benchmarks/figure.py`: tau, cost and speed-up per system, goals, the papers' claims.
 
 python -m benchmarks.figure_report benchmarks/results/figure.jsonl docs/images/drafts.svg
 """
 
+import math
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from hf_longspec.bench.calls import HF, PLAIN
-from hf_longspec.bench.markdown import pivot, plus_minus, table
+from hf_longspec.bench.markdown import estimate, pivot, table
 from hf_longspec.bench.results import Record, of_kind, read_records
-from hf_longspec.bench.summaries import FEWEST, mean_interval
+from hf_longspec.bench.summaries import FEWEST, holm, mean_interval, ratio_interval
 
 NOTE = (
-    "tau: tokens per verification, the target's own included; mean over prompts with its 95 % interval. Cost: time of "
-    "an iteration in steps of the plain loop. Speed-ups: tokens per second from the first token to the last, over "
-    "those of the plain loop and of `generate` after the same prompt in the same turn; means over turns with 95 % "
-    "intervals. Prompts were read before; a small model without a window reads its prompt after the first token, which "
-    "is part of its cost. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per level. A "
-    "greedy text that is not that of `generate` is marked, and has no speed."
+    "tau: tokens per verification, the target's own included. Cost: time of an iteration in steps of the plain loop. "
+    "Speed-ups: tokens per second from the first token to the last, over those of the plain loop and of `generate` "
+    "after the same prompt in the same turn. All are means over prompts or turns with Student's 95 % intervals. No "
+    "draft is the plain loop. Prompts were read before; a small model without a window reads its prompt after the "
+    "first token, which is part of its cost. Chains have 4 drafted tokens; a tree has 4, 4, 4 and 3 nodes per level. A "
+    "greedy text in float32 that is not that of `generate` is marked, and has no speed."
 )
 MODES = {"greedy": "Greedy", "sample": "Sampling at temperature 1"}
-SPEEDS = (("cost", "cost"), ("to_plain", "x plain loop"), ("to_generate", "x `generate`"))
+SPEEDS = {"cost": "cost", "to_plain": "x plain loop", "to_generate": "x `generate`"}
 TITLES = ("Time of an iteration in plain steps", "Speed-up over the plain loop", "Speed-up over `generate`")
-Cell = tuple[str, int, int, str]
+PHASES = ("draft", "verify", "rest")
+# Each ratio within a turn: numerator, denominator, and the system of the denominator.
+RATIOS = {
+    "cost": ("step", "step", PLAIN),
+    "to_plain": ("speed", "speed", PLAIN),
+    "to_generate": ("speed", "speed", HF),
+    **{phase: (phase, "step", PLAIN) for phase in PHASES},
+}
+CELL = ["dtype", "mode", "batch", "context"]
+
+# Settings of a draft, or drafts of one kind, of which pictures and goals take the fastest.
+METHODS = {
+    "LongSpec": ("LongSpec", "LongSpec, tree", "LongSpec, last 1,020 keys"),
+    "EAGLE-3": ("EAGLE-3, window", "EAGLE-3, tree", "EAGLE-3, all"),
+    "TokenSwift": ("TokenSwift", "TokenSwift, paper's heads"),
+    "SpecAttn": (
+        "SpecAttn",
+        "SpecAttn, logits",
+        "SpecAttn, weights",
+        "SpecAttn, all rows",
+        "SpecAttn, last accepted",
+        "SpecAttn, window",
+    ),
+    "Quest": ("Quest",),
+    "n-grams": ("n-grams",),
+    "small model": ("small model", "small model, window"),
+    "Token Recycling": ("Token Recycling",),
+}
 
 
-def cells(records: Sequence[Record]) -> dict[Cell, dict[int, Record]]:
-    """Return the calls by (mode, batch, context, system) and by turn."""
-    found: dict[Cell, dict[int, Record]] = {}
-    for call in of_kind(records, "call"):
-        at = call["mode"], call["batch"], call["context"], call["system"]
-        found.setdefault(at, {})[call["turn"]] = call
-    return found
+def calls_of(records: Sequence[Record]) -> Any:
+    """Return a frame with one line per call: its place, its taus, and the seconds of an iteration and of its phases."""
+    import pandas as pd
+
+    calls = pd.DataFrame([{"dtype": "float32", "shares": {}} | call for call in of_kind(records, "call")])
+    if calls.empty:
+        return calls
+    calls["tau"] = [taus[0] for taus in calls.taus]
+    calls["step"] = calls.seconds * calls.batch / calls.steps
+    calls["speed"] = calls.tokens / calls.seconds
+    for phase in PHASES:
+        calls[phase] = calls.step * [shares.get(phase, math.nan) for shares in calls.shares]
+    return calls
 
 
 def rows(records: Sequence[Record]) -> list[Record]:
-    """Return one row per cell: tau, cost and the speed-ups with their intervals."""
-    calls, found = cells(records), []
-    for (mode, batch, context, system), own in calls.items():
-        plain, stock = (calls.get((mode, batch, context, base), {}) for base in (PLAIN, HF))
-        wrong = mode == "greedy" and any(own[turn]["text"] != stock[turn]["text"] for turn in own.keys() & stock.keys())
-        row: Record = {"mode": mode, "batch": batch, "context": context, "system": system, "wrong": wrong}
-        row["tau"] = mean_interval([tau for call in own.values() for tau in call["taus"]], least=1.0)
-        row["draft_state_bytes"] = max(call["draft_state_bytes"] for call in own.values())
-        if not wrong:
-            row["cost"] = _paired(own, plain, lambda call: call["seconds"] * call["batch"] / call["steps"])
-            row["to_plain"] = _paired(own, plain, lambda call: call["tokens"] / call["seconds"])
-            row["to_generate"] = _paired(own, stock, lambda call: call["tokens"] / call["seconds"])
+    """Return one row per cell and system: tau, cost and its phases, and the speed-ups, with their intervals.
+
+    The loop without a draft comes first in its cell. The system `generate` has no row.
+    """
+    calls, found = calls_of(records), []
+    if calls.empty:
+        return []
+    wide = {
+        name: calls.pivot(index=[*CELL, "turn"], columns="system", values=name)
+        for name in ("step", "speed", "text", *PHASES)
+    }
+    ratios = {
+        name: wide[above].div(wide[below].get(base, math.nan), axis=0) for name, (above, below, base) in RATIOS.items()
+    }
+    for (*at, system), own in calls.groupby([*CELL, "system"], sort=False):
+        row: Record = dict(zip(CELL, at, strict=True)) | {"system": system}
+        if system == HF:
+            continue
+        row["tau"] = mean_interval(list(own.taus.explode()))
+        row["ms"] = mean_interval(list(own.step * 1e3))
+        texts = wide["text"].loc[tuple(at)]
+        row["wrong"] = (
+            row["mode"] == "greedy"
+            and row["dtype"] == "float32"
+            and HF in texts
+            and bool((texts[system] != texts[HF])[texts[[system, HF]].notna().all(axis=1)].any())
+        )
+        for name, ratio in {} if row["wrong"] else ratios.items():
+            if values := list(ratio.loc[tuple(at), system].dropna()):
+                row[name] = mean_interval(values)
         found.append(row)
-    return found
+    return sorted(found, key=lambda row: row["system"] != PLAIN)
 
 
-def _paired(
-    own: Mapping[int, Record], base: Mapping[int, Record], value: Callable[[Record], float]
-) -> dict[str, float] | None:
-    turns = sorted(own.keys() & base.keys())
-    return mean_interval([value(own[turn]) / value(base[turn]) for turn in turns], least=0.0) if turns else None
+def name_of(row: Record) -> str:
+    """Return the name that tables and pictures show."""
+    return "no draft" if row["system"] == PLAIN else str(row["system"])
 
 
-@dataclass(frozen=True)
-class Claim:
-    """A claim of a paper about tau, as the relative difference between two measurements on the same prompts."""
-
-    text: str  # the claim
-    paper: str  # the figure of the paper
-    system: str  # the system, at the longest context
-    other: str  # what it is compared with, at the longest context too; with itself, at the shortest one
-    expected: int  # 1 if `system` has the larger tau by the claim, -1 if the smaller, 0 if neither
-
-    # Largest relative difference that counts as none.
-    SAME = 0.05
-
-    def verdict(self, calls: Mapping[Cell, Mapping[int, Record]], mode: str) -> Record | None:
-        """Return the difference with its interval, and whether it agrees; `None` if one side was not measured."""
-        contexts = sorted({at[2] for at in calls if at[0] == mode and at[1] == 1})
-        if not contexts:
-            return None
-        own = calls.get((mode, 1, contexts[-1], self.system), {})
-        base = calls.get((mode, 1, contexts[0 if self.other == self.system else -1], self.other), {})
-        turns = sorted(own.keys() & base.keys())
-        if len(turns) < FEWEST or own is base:
-            return None
-        found = mean_interval([own[turn]["taus"][0] / base[turn]["taus"][0] - 1 for turn in turns])
-        low, high = found["low"], found["high"]
-        agrees = {1: low > 0, -1: high < 0, 0: max(abs(low), abs(high)) <= self.SAME}[self.expected]
-        refuted = {1: high < 0, -1: low > 0, 0: low > self.SAME or high < -self.SAME}[self.expected]
-        return {"gap": found, "verdict": "agrees" if agrees else "does not agree" if refuted else "cannot be told"}
+def _shown(row: Record, key: str) -> str:
+    if row["wrong"] and key != "tau":
+        return "another text"
+    return estimate(row[key]) if key in row else ""
 
 
-CLAIMS = (
-    Claim("LongSpec: tau does not fall with the context", "flat", "LongSpec", "LongSpec", 0),
-    Claim(
-        "EAGLE-3 that attends to all of a long context accepts less than with a window",
-        "falls beyond its training length",
-        "EAGLE-3, all",
-        "EAGLE-3, window",
-        -1,
-    ),
-    Claim("EAGLE-3 with a window: tau does not fall with the context", "flat", "EAGLE-3, window", "EAGLE-3, window", 0),
-    Claim(
-        "MagicDec: a small model with a window accepts more than with a context beyond its training",
-        "more",
-        "small model, window",
-        "small model",
-        1,
-    ),
-    Claim(
-        "Anchor-Offset Indices: LongSpec accepts more than a draft trained without them",
-        "+4 to +5 %",
-        "LongSpec",
-        "LongSpec, no offsets",
-        1,
-    ),
-    Claim(
-        "Flash Noisy Training: LongSpec accepts more than a draft trained without gaps",
-        "+14.7 %",
-        "LongSpec",
-        "LongSpec, no noise",
-        1,
-    ),
-    Claim(
-        "Cross-attention to the target's cache: LongSpec accepts more than a draft without it",
-        "more",
-        "LongSpec",
-        "LongSpec, no cross-attention",
-        1,
-    ),
-    Claim("SpecAttn accepts more than Quest", "more", "SpecAttn", "Quest", 1),
-    Claim("SpecAttn accepts more than a window (StreamingLLM)", "more", "SpecAttn", "SpecAttn, window", 1),
-    Claim(
-        "SpecAttn: a selection by logits accepts more than one by attention weights",
-        "6.11 against 5.89 tokens",
-        "SpecAttn, logits",
-        "SpecAttn",
-        1,
-    ),
-    Claim("Two query rows select as well as all of them", "within 1 %", "SpecAttn", "SpecAttn, all rows", 0),
-    Claim(
-        "SpecAttn accepts more than a selection by the last accepted token (SpecExtend)",
-        "more",
-        "SpecAttn",
-        "SpecAttn, last accepted",
-        1,
-    ),
-)
+def fastest(found: Iterable[Record], systems: Sequence[str] = ()) -> Record | None:
+    """Return the row of the fastest draft, among these systems or among all."""
+    fitting = [row for row in found if row["system"] != PLAIN and (not systems or row["system"] in systems)]
+    return max((row for row in fitting if "to_plain" in row), key=lambda row: row["to_plain"]["mean"], default=None)
 
 
-def claims(records: Sequence[Record]) -> str:
-    """Return a table of the claims that could be compared, one line per mode; nothing if none could."""
-    calls = cells(records)
-    found = [
-        {"claim": claim.text, "paper": claim.paper, "mode": mode, **verdict}
-        for claim in CLAIMS
-        for mode in MODES
-        if (verdict := claim.verdict(calls, mode)) is not None
-    ]
-
-    def gap(row: Record) -> str:
-        return f"{row['gap']['mean']:+.1%}, {row['gap']['low']:+.1%} to {row['gap']['high']:+.1%}"
-
-    if not found:
-        return ""
-    columns = {"claim": "claim", "paper": "paper", "mode": "mode", "difference of tau, 95 % interval": gap}
-    return table(found, columns | {"verdict": "verdict"})
+def at_longest(found: Sequence[Record], mode: str) -> list[Record]:
+    """Return the rows of one mode after the longest context, of single prompts in float32."""
+    own = [row for row in found if row["mode"] == mode and row["batch"] == 1 and row["dtype"] == "float32"]
+    return [row for row in own if row["context"] == max(row["context"] for row in own)]
 
 
-def headline(records: Sequence[Record]) -> str:
-    """Return tau of all systems by context, one table per mode."""
-    found = [row for row in rows(records) if row["batch"] == 1 and row["system"] not in (HF, PLAIN)]
+def headline(found: Sequence[Record], dtype: str = "float32", heading: str = "####") -> str:
+    """Return tau by context and the speeds after the longest one, one table per mode."""
+    found = [row for row in found if row["batch"] == 1 and row["dtype"] == dtype]
     contexts = sorted({row["context"] for row in found})
-    names = ["draft", *(f"tau at {context:,}" for context in contexts)]
-    names += [f"{label} at {contexts[-1]:,}" for _, label in SPEEDS if contexts]
     parts = []
     for mode, title in MODES.items():
         lines: dict[str, Record] = {}
         for row in found:
             if row["mode"] == mode:
-                keys = (("tau", "tau"), *(SPEEDS if row["context"] == contexts[-1] else ()))
-                cells = {f"{label} at {row['context']:,}": _shown(row, key) for key, label in keys}
-                lines[row["system"]] = lines.get(row["system"], {"draft": row["system"]}) | cells
+                shown = {f"tau at {row['context']:,}": _shown(row, "tau")}
+                if row["context"] == contexts[-1]:
+                    shown |= {f"{label} at {contexts[-1]:,}": _shown(row, key) for key, label in SPEEDS.items()}
+                lines[row["system"]] = lines.get(row["system"], {"draft": name_of(row)}) | shown
         if lines:
-            parts.append(f"#### {title}\n\n{table(list(lines.values()), {name: name for name in names})}")
+            names = ["draft", *(f"tau at {context:,}" for context in contexts)]
+            names += [f"{label} at {contexts[-1]:,}" for label in SPEEDS.values()]
+            parts.append(f"{heading} {title}\n\n{table(list(lines.values()), {name: name for name in names})}")
     return "\n\n".join(parts)
 
 
-def _shown(row: Record, key: str) -> str:
-    if row["wrong"]:
-        return "another text"
-    return "" if row.get(key) is None else f"{row[key]['mean']:.2f}{plus_minus(row[key])}"
+def taus_of(records: Sequence[Record]) -> Any:
+    """Return log tau of single prompts in float32: lines by mode and turn, columns by system and context."""
+    import numpy as np
+
+    calls = calls_of(records)
+    if calls.empty:
+        return calls
+    single = calls[(calls.batch == 1) & (calls.dtype == "float32")]
+    return np.log(single.pivot(index=["mode", "turn"], columns=["system", "context"], values="tau"))
 
 
-def summary(records: Sequence[Record]) -> str:
-    """Return what documents quote: tau by context, and the claims."""
-    found = claims(records)
-    return "\n\n".join([headline(records), *([f"#### Claims of the papers\n\n{found}"] if found else [])])
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper: the ratio of two taus on the same prompts, all lengths together, is larger than `least`."""
+
+    text: str
+    paper: str  # what the paper reports
+    system: str
+    other: str | None = None  # what it is compared with; by default itself, the longest text with the shortest
+    least: float = 1.0
+
+    def log_ratios(self, taus: Any, mode: str) -> list[float]:
+        """Return one log-ratio per prompt that was measured at all lengths.
+
+        Two systems are compared by the mean over lengths. One system is compared with itself by the slope of a line
+        through its log tau over the logarithm of the length, times the range of the latter.
+        """
+        import numpy as np
+
+        if mode not in taus.index or not {self.system, self.other or self.system} <= set(taus.columns.levels[0]):
+            return []
+        own = taus.loc[mode][self.system]
+        if self.other is not None:
+            return list((own - taus.loc[mode][self.other]).dropna().mean(axis=1))
+        own, lengths = own.dropna(), np.log(own.columns.to_numpy(dtype=float))
+        return list(np.polyfit(lengths, own.T, 1)[0] * np.ptp(lengths)) if len(lengths) > 1 and len(own) else []
 
 
-def tables(records: Sequence[Record]) -> list[str]:
-    """Return the report: tau, cost and speed by context, throughput of batches, and the claims."""
-    found = [row for row in rows(records) if row["system"] not in (HF, PLAIN)]
-    parts = [headline(records)] if any(row["batch"] == 1 for row in found) else []
-    for (key, _), title in zip(SPEEDS, TITLES, strict=True):
-        for mode, mode_title in MODES.items():
-            single = [row for row in found if row["batch"] == 1 and row["mode"] == mode]
-            if single:
-                shown = pivot(single, {"draft": "system"}, "context", "{:,}", lambda row, key=key: _shown(row, key))
-                parts.append(f"## {title}. {mode_title}\n\n{shown}")
-    large = [row for row in found if row["batch"] > 1]
-    columns: dict[str, Any] = {"mode": "mode", "batch": "batch", "context": "context", "draft": "system"}
-    for key, label in (("tau", "tau"), *SPEEDS[1:]):
-        columns[label] = lambda row, key=key: _shown(row, key)
-    if large:
-        parts.append(f"## Several rows together\n\n{table(large, columns)}")
-    if judged := claims(records):
-        parts.append(f"## Claims of the papers\n\n{judged}")
-    return parts
+# Part of tau that may be lost where a claim is that nothing changes.
+SAME = 0.95
+LONGSPEC, EAGLE_WINDOW, SMALL_WINDOW = "LongSpec", "EAGLE-3, window", "small model, window"
+CLAIMS = (
+    Claim("LongSpec: tau falls by less than 5 % with the context", "flat", LONGSPEC, least=SAME),
+    Claim("EAGLE-3 with a window: tau falls by less than 5 % with the context", "flat", EAGLE_WINDOW, least=SAME),
+    Claim("EAGLE-3 accepts more with a window than attending to all of the text", "more", EAGLE_WINDOW, "EAGLE-3, all"),
+    Claim("MagicDec: a small model accepts more with a window than without", "more", SMALL_WINDOW, "small model"),
+    Claim("Anchor-Offset Indices: LongSpec accepts more", "+4 to +5 %", LONGSPEC, "LongSpec, no offsets"),
+    Claim("Flash Noisy Training: LongSpec accepts more", "+14.7 %", LONGSPEC, "LongSpec, no noise"),
+    Claim("Cross-attention: LongSpec accepts more", "more", LONGSPEC, "LongSpec, no cross-attention"),
+    Claim("SpecAttn accepts more than Quest", "more", "SpecAttn", "Quest"),
+    Claim("SpecAttn accepts more than a window (StreamingLLM)", "more", "SpecAttn", "SpecAttn, window"),
+    Claim("SpecAttn: logits accept more than weights", "6.11 and 5.89 tokens", "SpecAttn", "SpecAttn, weights"),
+    Claim(
+        "SpecAttn: two query rows accept 95 % of all rows or more", "99 %", "SpecAttn", "SpecAttn, all rows", least=SAME
+    ),
+    Claim("SpecAttn accepts more than with the last accepted token", "more", "SpecAttn", "SpecAttn, last accepted"),
+)
+CLAIMS_NOTE = (
+    "Differences of tau are ratios of the same prompt, averaged over all lengths by their logarithms; for a change "
+    "with the context, the line through all lengths is taken from its one end to the other. One t-test per line; p is "
+    "corrected for the number of tests by Holm's method, and decides at 0.05. Intervals are not corrected."
+)
 
 
-# Systems that the picture shows, the table shows all. Colour and dashes are those of the family, for readers who see no
-# colour.
-STYLES = {
-    "LongSpec, tree": ("#1b5e9b", "-"),
-    "LongSpec": ("#1b5e9b", "-"),
-    "EAGLE-3, window": ("#b3541e", "--"),
-    "EAGLE-3, all": ("#b3541e", "--"),
-    "small model": ("#2e7d4f", "-."),
-    "small model, window": ("#2e7d4f", "-."),
-    "TokenSwift": ("#7b3fa0", "-"),
-    "SpecAttn": ("#a3243b", ":"),
-    "Quest": ("#555555", ":"),
-    "n-grams": ("#888888", "-"),
-    "Token Recycling": ("#888888", "--"),
-    "hf assisted": ("#bbbbbb", "-"),
+def claims(records: Sequence[Record], only: str = "") -> str:
+    """Return a table of the claims that could be compared, one line per mode; nothing if none could.
+
+    Args:
+        only (`str`, *optional*): Show claims about systems whose names begin so; p is corrected for all.
+    """
+    from scipy.stats import ttest_1samp
+
+    taus, found = taus_of(records), []
+    measured = [(claim, mode, claim.log_ratios(taus, mode)) for claim in CLAIMS for mode in MODES if len(taus)]
+    measured = [(claim, mode, logs) for claim, mode, logs in measured if len(logs) >= FEWEST]
+    tests = [float(ttest_1samp(logs, math.log(claim.least)).pvalue) for claim, _, logs in measured]
+    # equal values, as of a draft with itself, have no p: they tell nothing
+    for (claim, mode, logs), p in zip(measured, holm([1.0 if math.isnan(p) else p for p in tests]), strict=True):
+        ratio = ratio_interval(logs)
+        verdict = "cannot be told" if p >= 0.05 else "agrees" if ratio["mean"] > claim.least else "does not agree"
+        found.append({"claim": claim, "mode": mode, "ratio": ratio, "p": p, "verdict": verdict})
+    columns = {
+        "claim": lambda row: row["claim"].text,
+        "paper": lambda row: row["claim"].paper,
+        "mode": "mode",
+        "difference of tau": lambda row: estimate(row["ratio"], "+.1%", minus=1.0),
+        "p, corrected": lambda row: "< 0.001" if row["p"] < 1e-3 else f"{row['p']:.3f}",
+        "verdict": "verdict",
+    }
+    shown = [row for row in found if row["claim"].system.startswith(only)]
+    return f"{table(shown, columns)}\n\n{CLAIMS_NOTE}" if shown else ""
+
+
+# Speed over the plain loop after the longest context, greedily and sampled; "" is the fastest draft of all.
+SPEED_GOALS = {"LongSpec": (1.35, 1.1), "TokenSwift": (1.6, 1.2), "": (1.8, 1.3)}
+# tau of LongSpec after the longest context over that after the shortest.
+TAU_GOAL = 0.97
+# Shortest context from which cross-attention is to accept more than none.
+LONG = 4096
+
+
+def goals(records: Sequence[Record], found: Sequence[Record]) -> str:
+    """Return what the drafts are to reach beside what they reached; nothing if nothing of it was measured.
+
+    Args:
+        found (`Sequence[Record]`): From [`rows`].
+    """
+    taus, lines = taus_of(records), []
+
+    def add(goal: str, mode: str, least: float, reached: Record, system: str = "") -> None:
+        measured = estimate(reached) + (f" ({system})" if system else "")
+        met = "yes" if reached["mean"] >= least else "no"
+        lines.append({"goal": goal, "mode": mode, "at least": f"{least:g}", "measured": measured, "met": met})
+
+    for method, leasts in SPEED_GOALS.items():
+        for mode, least in zip(MODES, leasts, strict=True):
+            if best := fastest(at_longest(found, mode), METHODS.get(method, ())):
+                goal = f"{method or 'the fastest draft'}: x plain loop at {best['context']:,}"
+                add(goal, mode, least, best["to_plain"], best["system"])
+    for mode in MODES:
+        own = taus.loc[mode].get(LONGSPEC) if len(taus) and mode in taus.index else None
+        if own is None or len(own.columns) < 2:
+            continue
+        first, last = own.columns[0], own.columns[-1]
+        change = (own[last] - own[first]).dropna()
+        add(f"LongSpec: tau at {last:,} over tau at {first:,}", mode, TAU_GOAL, ratio_interval(list(change)))
+        without = taus.loc[mode].get("LongSpec, no cross-attention")
+        for context in own.columns if without is not None else ():
+            if context >= LONG:
+                gain = ratio_interval(list((own[context] - without[context]).dropna()))
+                add(f"LongSpec: tau with cross-attention over tau without at {context:,}", mode, 1.0, gain)
+    return table(lines, {name: name for name in lines[0]}) if lines else ""
+
+
+def fill(records: Sequence[Record], text: str) -> str:
+    """Write the speeds of drafts over `generate` into a table that names the class of a draft in each line.
+
+    The columns are those whose headings begin with "x `generate`", one per mode. A line has the fastest system of its
+    class after the longest context.
+    """
+    found, lines = rows(records), text.strip().split("\n")
+    headings = [cell.strip() for cell in lines[0].split("|")]
+    columns = [index for index, heading in enumerate(headings) if heading.startswith("x `generate`")]
+    for place, line in enumerate(lines):
+        if named := re.search(r"`(\w+)DraftModel`", line):
+            cells = line.split("|")
+            for index, mode in zip(columns, MODES, strict=True):
+                at = at_longest(found, mode)
+                if named[1] == "Plain":
+                    best = next((row for row in at if row["system"] == PLAIN), None)
+                else:
+                    best = fastest(at, METHODS[CLASSES[named[1]]])
+                cells[index] = f" {_shown(best, 'to_generate') if best else ''} "
+            lines[place] = "|".join(cells)
+    return "\n".join(lines)
+
+
+# Methods by the class of their drafts.
+CLASSES = {
+    "LongSpec": "LongSpec",
+    "Eagle3": "EAGLE-3",
+    "TokenSwift": "TokenSwift",
+    "SpecAttn": "SpecAttn",
+    "Quest": "Quest",
+    "Ngram": "n-grams",
+    "Assistant": "small model",
+    "TokenRecycling": "Token Recycling",
 }
 
 
+def part(records: Sequence[Record], name: str) -> str:
+    """Return tau and speeds of the systems whose names begin with `name`, beside no draft, and claims about them."""
+    own = [row for row in rows(records) if row["system"] == PLAIN or row["system"].startswith(name)]
+    return "\n\n".join(filter(None, [headline(own), claims(records, name)]))
+
+
+def summary(records: Sequence[Record]) -> str:
+    """Return what documents quote: tau by context, the goals and the claims."""
+    found = rows(records)
+    titled = {"Goals": goals(records, found), "Claims of the papers": claims(records)}
+    return "\n\n".join([headline(found), *(f"#### {title}\n\n{text}" for title, text in titled.items() if text)])
+
+
+def tables(records: Sequence[Record]) -> list[str]:
+    """Return the report: tau, cost and speed by context, phases of an iteration, batches, goals and claims."""
+    found = rows(records)
+    single = [row for row in found if row["batch"] == 1 and row["dtype"] == "float32"]
+    parts = [headline(single)] if single else []
+    titled = {"Goals": goals(records, found), "Claims of the papers": claims(records)}
+    parts += [f"## {title}\n\n{text}" for title, text in titled.items() if text]
+    for key, title in zip(SPEEDS, TITLES, strict=True):
+        parts += _by_context(single, title, lambda row, key=key: _shown(row, key))
+    timed = [row for row in single if all(phase in row for phase in PHASES)]
+    title = "Draft, verification and rest of an iteration, in plain steps"
+    parts += _by_context(timed, title, lambda row: " + ".join(f"{row[phase]['mean']:.2f}" for phase in PHASES))
+    parts += _by_context(single, "Milliseconds of an iteration", lambda row: estimate(row["ms"]))
+    if reduced := headline(found, "bfloat16", "###"):
+        parts.append(f"## bfloat16\n\n{reduced}")
+    columns: dict[str, Any] = {"mode": "mode", "batch": "batch", "context": "context", "draft": name_of}
+    for key, label in {"tau": "tau", **SPEEDS}.items():
+        columns[label] = lambda row, key=key: _shown(row, key)
+    if large := [row for row in found if row["batch"] > 1]:
+        place = {system: number for number, system in enumerate(dict.fromkeys(row["system"] for row in found))}
+        large.sort(key=lambda row: (list(MODES).index(row["mode"]), row["batch"], row["context"], place[row["system"]]))
+        parts.append(f"## Several rows together\n\n{table(large, columns)}")
+    return parts
+
+
+def _by_context(found: Sequence[Record], title: str, cell: Any) -> list[str]:
+    """Return one table per mode, a line per system and a column per context."""
+    by_mode = {mode: [row for row in found if row["mode"] == mode] for mode in MODES}
+    return [
+        f"## {title}. {MODES[mode]}\n\n{pivot(own, {'draft': name_of}, 'context', '{:,}', cell)}"
+        for mode, own in by_mode.items()
+        if own
+    ]
+
+
+# Curves of the first picture: colours that readers who see no red or green tell apart, and dashes.
+STYLES: dict[str, tuple[str, Any]] = {
+    "LongSpec": ("#0072b2", "-"),
+    "EAGLE-3": ("#d55e00", "--"),
+    "TokenSwift": ("#8e3a80", "-."),
+    "SpecAttn": ("#00795c", (0, (5, 1, 1, 1, 1, 1))),
+    "n-grams": ("#9c6f00", (0, (8, 2))),
+}
+NO_DRAFT: tuple[str, Any] = ("black", (0, (1, 1.2)))
+# Panels of the pictures of settings, whose curves have the styles above in this order.
+SETTINGS = {
+    "LongSpec": METHODS["LongSpec"],
+    "LongSpec, trained otherwise": (
+        "LongSpec",
+        "LongSpec, no offsets",
+        "LongSpec, no noise",
+        "LongSpec, no cross-attention",
+    ),
+    "EAGLE-3": METHODS["EAGLE-3"],
+    "SpecAttn": METHODS["SpecAttn"],
+    "TokenSwift and tables of tokens": (*METHODS["TokenSwift"], "n-grams", "Token Recycling", "hf prompt lookup"),
+    "small models and Quest": (*METHODS["small model"], "hf assisted", "Quest"),
+}
+AXES = {"tau": "tau, tokens per verification", "to_generate": "speed, times that of generate"}
+# A picture is 800 pixels wide at 100 per inch.
+WIDTH, PANEL_HEIGHT, POINTS = 8.0, 2.9, 9
+Panel = tuple[str, str, str, dict[str, tuple[str, Any]]]  # title, mode, quantity, style of each system
+
+
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Write the picture: tau and the speed-up over the plain loop versus the context, one column of panels per mode."""
+    """Write the pictures: the fastest setting of each method, and for each mode, in files of their own, all settings.
+
+    Args:
+        path (`Path`): The first picture. The others have the same name with `-settings-greedy` or `-settings-sample`.
+    """
+    found = [row for row in rows(records) if row["batch"] == 1 and row["dtype"] == "float32" and not row["wrong"]]
+    systems = {row["system"] for row in found}
+    best, modes = {}, [mode for mode in MODES if any(row["mode"] == mode for row in found)]
+    for mode in modes:
+        rank = {method: fastest(at_longest(found, mode), METHODS[method]) for method in STYLES}
+        best[mode] = {row["system"]: STYLES[method] for method, row in rank.items() if row}
+        panels: list[list[Panel]] = [
+            [(title, mode, key, dict(zip(own, STYLES.values(), strict=False))) for key in AXES]
+            for title, names in SETTINGS.items()
+            if (own := [name for name in names if name in systems])
+        ]
+        _draw(found, panels, path.with_stem(f"{path.stem}-settings-{mode}"))
+    if modes:
+        _draw(found, [[(MODES[mode], mode, key, best[mode]) for mode in modes] for key in AXES], path)
+
+
+def _draw(found: Sequence[Record], panels: list[list[Panel]], path: Path) -> None:
+    import matplotlib
     from matplotlib.figure import Figure  # no pyplot: it keeps figures, and may look for a display
 
-    found = [row for row in rows(records) if row["batch"] == 1 and row["system"] in STYLES and not row["wrong"]]
-    modes = [mode for mode in MODES if any(row["mode"] == mode for row in found)]
-    if not modes:
+    if not panels:
         return
-    figure = Figure(figsize=(7.6 * len(modes), 10), layout="constrained")
-    panels = figure.subplots(2, len(modes), squeeze=False)
-    for column, mode in enumerate(modes):
-        for line, (key, label) in enumerate((("tau", "tau, tokens per verification"), ("to_plain", "x plain loop"))):
-            panel = panels[line][column]
-            of_mode = [row for row in found if row["mode"] == mode and row.get(key)]
-            _panel(panel, of_mode, key)
-            panel.set_ylabel(label)
-            if line == 0:
-                panel.set_title(MODES[mode])
-            else:
-                panel.hlines(1.0, *panel.get_xticks()[[0, -1]], color="black", linewidth=0.8)  # not through the labels
-                panel.set_xlabel("tokens of context")
-    figure.savefig(path)
+    with matplotlib.rc_context({"font.size": POINTS, "svg.hashsalt": path.stem}):
+        figure = Figure((WIDTH, PANEL_HEIGHT * len(panels)), layout="constrained")
+        axes = figure.subplots(len(panels), len(panels[0]), squeeze=False)
+        labels = [
+            (axis, _curves(axis, found, panel))
+            for line, own in zip(axes, panels, strict=True)
+            for axis, panel in zip(line, own, strict=True)
+        ]
+        figure.draw_without_rendering()  # lays the panels out, labels included
+        for axis, own in labels:
+            height = axis.get_window_extent().height / figure.dpi * 72  # points
+            bottom, top = axis.get_ylim()
+            gap = 1.25 * POINTS / height * (top - bottom)
+            for label, place in zip(own, _apart([label.xy[1] for label in own], gap, top), strict=True):
+                label.set_y(place)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=100)
 
 
-def _panel(panel: Any, found: Sequence[Record], key: str) -> None:
-    contexts = sorted({row["context"] for row in found})
-    ends = []
-    for system, (colour, dashes) in STYLES.items():
-        own = sorted((row for row in found if row["system"] == system), key=lambda row: row["context"])
-        if not own:
+def _curves(axis: Any, found: Sequence[Record], panel: Panel) -> list[Any]:
+    """Draw the curves of a panel, and return their labels, which stand beside the last points."""
+    title, mode, key, styles = panel
+    labels, method = [], title.partition(",")[0] + ", "
+    own = [row for row in found if row["mode"] == mode and key in row]
+    contexts = sorted({row["context"] for row in own})
+    for system, (colour, dashes) in (styles | ({PLAIN: NO_DRAFT} if key != "tau" else {})).items():
+        points = sorted((row for row in own if row["system"] == system), key=lambda row: row["context"])
+        if not points:
             continue
-        places = [row["context"] for row in own]
-        panel.plot(places, [row[key]["mean"] for row in own], color=colour, linestyle=dashes, linewidth=1.8)
-        band = [row[key]["low"] for row in own], [row[key]["high"] for row in own]
-        panel.fill_between(places, *band, color=colour, alpha=0.06, linewidth=0)
-        ends.append((own[-1][key]["mean"], system, colour))
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(contexts, [f"{round(context / 1024)}K" for context in contexts])
-    panel.minorticks_off()
-    panel.set_ylim(bottom=0)
-    panel.set_xlim(contexts[0] / 1.1, contexts[-1] * max(2, (contexts[-1] / contexts[0]) ** 0.55))  # room for labels
-    panel.grid(axis="y", alpha=0.25)
-    for place, (value, system, colour) in zip(_apart([end[0] for end in ends], panel), ends, strict=True):
-        start, text = (contexts[-1], value), (contexts[-1] * 1.18, place)
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5)}  # from the left of a label
-        panel.annotate(system, start, text, color=colour, fontsize=10, va="center", arrowprops=line)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+        places, values = [row["context"] for row in points], [row[key]["mean"] for row in points]
+        axis.plot(places, values, color=colour, linestyle=dashes, linewidth=1.7)
+        axis.fill_between(
+            places, *([row[key][end] for row in points] for end in ("low", "high")), color=colour, alpha=0.07, lw=0
+        )
+        labels.append(
+            axis.annotate(
+                name_of(points[0]).removeprefix(method),
+                (places[-1], values[-1]),
+                (1.06, values[-1]),
+                textcoords=axis.get_yaxis_transform(),
+                color=colour,
+                va="center",
+                arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 2},
+            )
+        )
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(contexts, [f"{round(context / 1024)}K" for context in contexts])
+    axis.minorticks_off()
+    axis.set_ylim(bottom=1 if key == "tau" else 0)
+    axis.set(title=title, ylabel=AXES[key], xlabel="tokens of context")
+    axis.grid(axis="y", alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    return labels
 
 
-def _apart(values: Sequence[float], panel: Any) -> list[float]:
-    """Return places for labels at these values, moved apart so that they do not overlap."""
-    gap = panel.get_ylim()[1] * 0.042
+def _apart(values: Sequence[float], gap: float, top: float) -> list[float]:
+    """Return places for labels at these values, at least `gap` apart and not above `top`."""
     order = sorted(range(len(values)), key=lambda index: values[index])
     places = list(values)
     for before, index in pairwise(order):
         places[index] = max(places[index], places[before] + gap)
+    for after, index in pairwise([None, *reversed(order)]):
+        places[index] = min(places[index], top if after is None else places[after] - gap)
     return places
 
 

@@ -123,7 +123,7 @@ def _time_backend(run: GpuRun, name: str, case: DeviceAttention, exact: Attentio
             case.attend(backend, layer, context, index)
 
     def scored() -> None:
-        context.capture = ScoreCapture(last, score="weights")
+        context.capture = ScoreCapture(last)
         plain()
         context.capture = None
 

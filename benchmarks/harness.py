@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.pages import PAGES
 from hf_longspec.bench.calls import endless
@@ -274,7 +274,7 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
     Raises:
         ValueError: If no source has one.
     """
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer, config = AutoTokenizer.from_pretrained(target), AutoConfig.from_pretrained(target).get_text_config()
     found, described = [], []
     for source in sources or [STDLIB]:
         documents, _ = read_source(BUILTIN if source == STDLIB else source)
@@ -288,7 +288,8 @@ def load_prompts(target: str, sources: Sequence[str] | None, window: int, count:
         raise ValueError(f"no text of {window} tokens in {sources}. Pass longer texts with --data.")
     parts = [cut_windows(documents, window, -(-count // len(found))) for documents in found]
     turns = torch.stack(parts, dim=1).flatten(0, 1)[:count]
-    return turns, {"target": Path(target).name, "sources": described, "prompts": count, "window": window}
+    named = f"{Path(target).name}, {config.num_hidden_layers} layers"
+    return turns, {"target": named, "sources": described, "prompts": count, "window": window}
 
 
 def prefilled(model: PreTrainedModel, tokens: torch.Tensor, run: Run) -> PrefilledPrompts:

@@ -20,7 +20,6 @@ from transformers import AutoModel, PreTrainedModel
 import hf_longspec
 from benchmarks.harness import HUB_CARDS, Run, integers, load_prompts, load_target, parser, start
 from benchmarks.hf_side import dynamic_cache
-from examples.distinct_ngrams import ORDERS, distinct
 from hf_longspec.bench.calls import HF, MODES, PLAIN, Call, Decoding, HfMethod, run_call
 from hf_longspec.bench.summaries import significant
 from hf_longspec.generation.cache import SpeculativeCache
@@ -109,7 +108,6 @@ class LongBenchmark:
         )
         cache = self._cache(row.draft, row)
         call = self._call(row.draft, row, self.prompt, row.tokens, cache, on_arrival=reached)
-        text = call.text[0].tolist()
         for mark in marks:
             stats = reached.stats[mark]
             logits = max(1, LEVELS * stats.num_spec_steps)
@@ -123,7 +121,6 @@ class LongBenchmark:
                 tau=significant(stats.mean_acceptance_length),
                 alpha=significant(stats.num_accepted_draft_tokens / logits),
                 beta=significant(stats.num_accepted_ngram_tokens / logits),
-                distinct=[list(distinct(text[:mark], n).values()) for n in ORDERS],
             )
         return torch.cat([self.prompt, call.text], dim=1), cache
 

@@ -10,8 +10,8 @@ from hf_longspec.bench.markdown import (
     Column,
     acceptance_table,
     environment_line,
+    estimate,
     pivot,
-    plus_minus,
     range_of,
     table,
     with_defaults,
@@ -73,8 +73,8 @@ OFFSETS_NOTE = (
 OFFSETS: Columns = {
     "offset": "offset",
     "anchors": "anchors",
-    "target's loss": lambda row: f"{row['loss']['mean']:.3f}{plus_minus(row['loss'])}",
-    "difference to offset 0": lambda row: f"{row['difference']['mean']:+.4f}{plus_minus(row['difference'], 4)}",
+    "target's loss": lambda row: estimate(row["loss"], ".3f"),
+    "difference to offset 0": lambda row: estimate(row["difference"], "+.4f"),
 }
 
 LONG_NOTE = (
@@ -82,8 +82,7 @@ LONG_NOTE = (
     "loop, as in the paper. Near: over the 1,000 tokens before the mark, compared with the plain loop and with "
     "plain `model.generate` (DynamicCache, sdpa), both continued after it. tau: tokens per verification; alpha and "
     "beta: accepted tokens, and those that n-grams alone proposed, over the rows of logits of a draft (Eqs. 4 and 6 of "
-    "the paper, whose beta credits ties with the heads too). Distinct-n: different n-grams over all, mean over "
-    "windows of 1,000 tokens / whole text."
+    "the paper, whose beta credits ties with the heads too)."
 )
 
 
@@ -96,9 +95,6 @@ def long_headline(records: Sequence[Record]) -> str:
     def near_over(name: str) -> Callable[[Record], str]:
         return lambda row: _times(row[f"{speed}_near"], near.get((name, _run_of(row))))
 
-    def distinct(order: int) -> Callable[[Record], str]:
-        return lambda row: " / ".join(f"{share:.2f}" for share in row["distinct"][order - 1])
-
     columns: Columns = {
         "mode": "mode",
         "penalty": lambda row: "yes" if row["penalised"] else "no",
@@ -110,7 +106,6 @@ def long_headline(records: Sequence[Record]) -> str:
         "x plain near": near_over(PLAIN),
         "x `generate` near": near_over(HF),
         **{name: fixed(name, 2) for name in ("tau", "alpha", "beta")},
-        **{f"Distinct-{order}": distinct(order) for order in (1, 2, 3, 4)},
     }
     return table(rows, columns)
 
@@ -198,6 +193,8 @@ GATE: Columns = {
         f"{decision['choice']} at {decision['length']}" for decision in row["decisions"]
     ),
 }
+
+GATE_QUOTED = ("context", "method", "time over plain loop", "over the faster one", "same text")
 
 GPU_NOTE = (
     "Milliseconds, median of the repeats with the lowest and highest. The target has random weights, keys and "
@@ -310,10 +307,17 @@ class Page:
     headline: Callable[[Sequence[Record]], str]  # the part that documents quote
     parts: Callable[[Sequence[Record]], list[str]] | None = None  # the report; the headline by default
     report_title: str | None = None  # heading of the report
+    about: Callable[[Sequence[Record], str], str] | None = None  # what documents quote about one thing
+
+    def part(self, records: Sequence[Record], name: str) -> str:
+        """What is known of `name`, which benchmarks of one thing ignore."""
+        return self.about(records, name) if self.about else self.headline(records)
 
     def report(self, records: Sequence[Record]) -> str:
-        """The report, with its environment and what was left out."""
+        """The report, with its target, its environment and what was left out."""
         head = [f"# {self.report_title or self.title}", environment_line(records), with_defaults(self.note, records)]
+        if target := of_kind(records, "environment")[0].get("settings", {}).get("target"):
+            head.insert(1, f"Target: {target}.")
         parts = [self.headline(records)] if self.parts is None else self.parts(records)
         return "\n\n".join([*head, *parts, *left_out(records)]) + "\n"
 
@@ -324,7 +328,13 @@ def _one_table(kind: str, columns: Columns) -> Callable[[Sequence[Record]], str]
 
 # By the name of the benchmark, in the order in which a document shows them.
 PAGES = {
-    "figure": Page("Every kind of draft", figure_report.NOTE, figure_report.summary, figure_report.tables),
+    "figure": Page(
+        "Every kind of draft",
+        figure_report.NOTE,
+        figure_report.summary,
+        figure_report.tables,
+        about=figure_report.part,
+    ),
     "verification": Page(
         "One verification after a long prefix",
         VERIFICATION_NOTE,
@@ -338,5 +348,10 @@ PAGES = {
     "acceptance": Page(
         "Tokens per verification (tau)", ACCEPTANCE_NOTE, acceptance_table, report_title="Tokens per verification"
     ),
-    "gate": Page("The gate", GATE_NOTE, _one_table("gate", GATE)),
+    "gate": Page(
+        "The gate",
+        GATE_NOTE,
+        _one_table("gate", {name: GATE[name] for name in GATE_QUOTED}),
+        lambda records: [table(of_kind(records, "gate"), GATE)],
+    ),
 }

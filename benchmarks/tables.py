@@ -1,22 +1,31 @@
-"""Write the tables of result files into a page, between `<!-- bench:start -->` and `<!-- bench:end -->`.
+"""Write what result files say into the pages, between `<!-- bench:start NAME -->` and `<!-- bench:end -->`.
 
-python -m benchmarks.tables benchmarks/results/figure.jsonl --page docs/results.md
-python -m benchmarks.tables benchmarks/results/*.jsonl --reports
+NAME says which result files: `figure` is the part of its report that documents quote, with a note and its environment,
+`figure:LongSpec` the systems whose names begin so, alone, and `figure:fill` fills columns of the table in the block.
+
+    python -m benchmarks.tables                    # README.md and all pages of docs/
+    python -m benchmarks.tables --reports          # and the report beside each result file
 """
 
 import argparse
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.figure_report import fill
 from benchmarks.pages import PAGES, Page
 from hf_longspec.bench.markdown import environment_line, with_defaults
+from hf_longspec.bench.report import matrix_report
 from hf_longspec.bench.results import Record, of_kind, read_records
 
-START, END = "<!-- bench:start -->", "<!-- bench:end -->"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- bench:start (?P<what>[^>]+) -->)(?P<old>.*?)(<!-- bench:end -->)", re.DOTALL)
 
 
-def page_of(records: Sequence[Record]) -> tuple[str, Page]:
-    """Name of the benchmark, and how its results are shown.
+def page_of(records: Sequence[Record]) -> Page:
+    """How the results of a benchmark are shown.
 
     Raises:
         ValueError: If the records are of no known benchmark.
@@ -25,58 +34,72 @@ def page_of(records: Sequence[Record]) -> tuple[str, Page]:
     name = found[0].get("benchmark") if found else None
     if name not in PAGES:
         raise ValueError(f"benchmark {name!r}: expected one of {', '.join(PAGES)}. Is this a result file?")
-    return name, PAGES[name]
+    return PAGES[name]
 
 
-def section(records: Sequence[Record]) -> tuple[str, str]:
-    """Name of the benchmark, and its headline table with a note and the environment below it."""
-    name, page = page_of(records)
+def section(records: Sequence[Record]) -> str:
+    """The headline table of a benchmark with its title, and a note and the environment below it."""
+    page = page_of(records)
     parts = [f"### {page.title}", page.headline(records), with_defaults(page.note, records), environment_line(records)]
-    return name, "\n\n".join(parts)
+    return "\n\n".join(parts)
 
 
-def replace_between(text: str, content: str) -> str:
-    """`text` with everything between the two markers replaced.
+def report(records: Sequence[Record]) -> str:
+    """The whole report, also of `hf-longspec bench`."""
+    is_matrix = of_kind(records, "environment", benchmark="bench")
+    return matrix_report(records) if is_matrix else page_of(records).report(records)
+
+
+def refreshed(path: Path, results: Path = RESULTS) -> str:
+    """The text of a page with all its blocks written anew.
+
+    Args:
+        path (`Path`): The page.
+        results (`Path`, *optional*): Folder of the result files.
 
     Raises:
-        ValueError: If a marker is missing or they are in the wrong order.
-
-    >>> print(replace_between("a <!-- bench:start --> old <!-- bench:end --> z", "new"))
-    a <!-- bench:start -->
-    <BLANKLINE>
-    new
-    <BLANKLINE>
-    <!-- bench:end --> z
+        ValueError: If a block begins or ends twice, names nothing, or names a file of no known benchmark.
+        OSError: If a file cannot be read.
     """
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not start or not end:
-        raise ValueError(f"the text has no {START} followed by {END}. Put both on lines of their own.")
-    return f"{before}{START}\n\n{content}\n\n{END}{after}"
+
+    def block(match: re.Match[str]) -> str:
+        parts = []
+        for name in match["what"].split():
+            file, colon, part = name.partition(":")
+            records = read_records(results / f"{file}.jsonl")
+            link = os.path.relpath(results / f"{file}.md", path.parent)
+            if not colon:
+                parts.append(section(records))
+            elif part == "fill":
+                parts.append(fill(records, match["old"]))
+            else:
+                parts += [page_of(records).part(records, part.replace("_", " ")), f"All numbers: [{file}.md]({link})."]
+        return "\n\n".join([match[1], *parts, match[4]])
+
+    text = path.read_text(encoding="utf-8")
+    if not len(BLOCK.findall(text)) == text.count("<!-- bench:start") == text.count("<!-- bench:end"):
+        raise ValueError(f"{path}: a block begins with <!-- bench:start NAME --> and ends with <!-- bench:end -->.")
+    return BLOCK.sub(block, text)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="result files, .jsonl")
-    parser.add_argument("--page", "--readme", type=Path, help="Markdown file that gets the tables of all results")
-    parser.add_argument("--reports", action="store_true", help="write the report beside each result file anew")
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    parser.add_argument("pages", type=Path, nargs="*", default=pages, help="Markdown files (default: README and docs)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    parser.add_argument("--reports", action="store_true", help="write the report beside each result file anew, too")
     args = parser.parse_args(arguments)
-    if not (args.page or args.reports):
-        parser.error("nothing to write. Pass --page or --reports.")
     try:
-        for path in args.results if args.reports else ():
-            records = read_records(path)
-            path.with_suffix(".md").write_text(page_of(records)[1].report(records), encoding="utf-8")
-        if args.page:
-            sections = [section(read_records(path)) for path in args.results]
-            sections.sort(key=lambda found: list(PAGES).index(found[0]))
-            page = args.page.read_text(encoding="utf-8")
-            content = "\n\n".join(text for _, text in sections)
-            args.page.write_text(replace_between(page, content), encoding="utf-8")
-            print(f"{args.page}: {', '.join(name for name, _ in sections)}")
+        written = {path: refreshed(path, args.results) for path in args.pages}
+        for path in args.results.glob("*.jsonl") if args.reports else ():
+            written[path.with_suffix(".md")] = report(read_records(path))
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    for path, text in written.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(path)
 
 
 if __name__ == "__main__":

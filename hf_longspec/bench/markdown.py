@@ -93,11 +93,30 @@ def range_of(summary: dict[str, Any] | None, digits: int = 2) -> str:
     return f"{summary['median']:.{digits}f} ({summary['low']:.{digits}f}-{summary['high']:.{digits}f})"
 
 
-def plus_minus(interval: dict[str, Any], digits: int = 2) -> str:
-    """Half of a confidence interval after a sign; nothing for fewer than three values, which have none."""
-    if interval.get("count", FEWEST) < FEWEST:
-        return ""
-    return f" ± {(interval['high'] - interval['low']) / 2:.{digits}f}"
+# Of the largest value of an interval whose three values have four significant digits, the most that rounding moves its
+# middle from the mean, twice.
+ROUNDED = 2e-3
+
+
+def estimate(interval: dict[str, Any], form: str = ".2f", minus: float = 0.0) -> str:
+    """A mean with its 95 % interval: after a sign if it is symmetric, else both ends in brackets.
+
+    Fewer than three values have no interval, and equal values one of no width.
+
+    Args:
+        form (`str`, *optional*): Format of the numbers; only the mean and the ends have its sign.
+        minus (`float`, *optional*): Subtracted from the mean and the ends, such as 1 to show a ratio as a difference.
+
+    >>> estimate({"mean": 2.31, "low": 2.1, "high": 2.52}), estimate({"mean": 2.31, "low": 2.1, "high": 2.6})
+    ('2.31 ± 0.21', '2.31 [2.10, 2.60]')
+    """
+    mean, low, high = interval["mean"], interval["low"], interval["high"]
+    shown = format(mean - minus, form)
+    if interval.get("count", FEWEST) < FEWEST or low == high:
+        return shown
+    if abs(high + low - 2 * mean) <= ROUNDED * max(abs(low - minus), abs(high - minus)):
+        return f"{shown} ± {format((high - low) / 2, form.removeprefix('+'))}"
+    return f"{shown} [{format(low - minus, form)}, {format(high - minus, form)}]"
 
 
 def acceptance_table(records: Sequence[Record]) -> str:
@@ -112,8 +131,7 @@ def _options(row: Record) -> str:
 
 def _tau(row: Record) -> str:
     gap = row.get("difference")
-    difference = "" if gap is None else f" ({gap['mean']:+.2f}{plus_minus(gap)})"
-    return f"{row['tau']['mean']:.2f}{plus_minus(row['tau'])}{difference}"
+    return estimate(row["tau"]) + ("" if gap is None else f" ({estimate(gap, '+.2f')})")
 
 
 def acceptance_section(results: Path, draft: str) -> str:

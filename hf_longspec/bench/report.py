@@ -7,7 +7,7 @@ from typing import Any
 
 from ..auditing import EXACT, NEAR_TIE, NOT_LOSSLESS
 from .calls import HF, PLAIN
-from .markdown import environment_line, pivot, plus_minus, range_of, table
+from .markdown import environment_line, estimate, pivot, range_of, table
 from .matrix import NO_TIME, title_of
 from .results import Record, grouped, of_kind
 from .summaries import FEWEST, mean_interval, significant, summarize
@@ -208,7 +208,7 @@ def _tau(row: Record) -> str:
 
 def _difference(row: Record) -> str:
     gap = row["tau_difference"]
-    return "" if gap is None else f"{gap['mean']:+.2f}{plus_minus(gap)}"
+    return "" if gap is None else estimate(gap, "+.2f")
 
 
 # Headings of the tables, with the cell below them.

@@ -48,6 +48,29 @@ def mean_interval(values: Sequence[float], least: float = -math.inf, most: float
     return {"mean": significant(mean), "low": significant(low), "high": significant(high), "count": len(values)}
 
 
+def ratio_interval(logs: Sequence[float]) -> dict[str, float]:
+    """Geometric mean of ratios, given by their logarithms, with Student's 95 % interval, which is not symmetric.
+
+    >>> ratio_interval([0.0, 0.0, 0.0])["mean"]
+    1.0
+    """
+    found = mean_interval(logs)
+    return {name: value if name == "count" else math.exp(value) for name, value in found.items()}
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p-values of several tests, corrected for their number: the chance of any error stays below the level.
+
+    >>> holm([0.01, 0.5, 0.02])
+    [0.03, 0.5, 0.04]
+    """
+    corrected, largest = list(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=lambda index: values[index])):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        corrected[index] = largest
+    return corrected
+
+
 def significant(value: float, digits: int = 4) -> float:
     """`value` rounded to significant digits.
 

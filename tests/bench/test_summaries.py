@@ -3,12 +3,15 @@
 import math
 import random
 import statistics
+from itertools import combinations
 
 import pytest
+from scipy import stats
 
 from benchmarks.harness import ratios, time_in_turns
+from hf_longspec.bench.markdown import estimate
 from hf_longspec.bench.results import ResultFile
-from hf_longspec.bench.summaries import in_turns, mean_interval, significant, summarize
+from hf_longspec.bench.summaries import holm, in_turns, mean_interval, ratio_interval, significant, summarize
 
 
 def test_summary_is_median_and_range():
@@ -67,6 +70,45 @@ def test_interval_covers_the_mean_95_times_in_100(draw, mean, bounds):
     samples = [mean_interval([draw(source) for _ in range(8)], **bounds) for _ in range(1000)]
     covered = statistics.fmean(sample["low"] <= mean <= sample["high"] for sample in samples)
     assert abs(covered - 0.95) < 4 * math.sqrt(0.95 * 0.05 / 1000) + (0.02 if bounds else 0)
+
+
+def test_intervals_of_ratios_are_students_on_the_scale_of_logarithms():
+    logs = [0.1, 0.3, -0.2, 0.4, 0.2]
+    low, high = stats.t.interval(0.95, len(logs) - 1, statistics.fmean(logs), stats.sem(logs))
+    found = ratio_interval(logs)
+    expected = [math.exp(value) for value in (low, statistics.fmean(logs), high)]
+    assert [found["low"], found["mean"], found["high"]] == pytest.approx(expected, rel=1e-3)
+
+
+def test_holm_is_closed_testing_by_bonferroni():
+    """The corrected p of a test is the largest Bonferroni p of all sets of tests that it belongs to."""
+    source = random.Random(0)
+    for count in (1, 2, 5):
+        values = [source.choice([0.001, 0.01, 0.04, 0.2]) * source.random() for _ in range(count)]
+        sets = [group for size in range(1, count + 1) for group in combinations(range(count), size)]
+        expected = [
+            max(min(1.0, len(group) * min(values[index] for index in group)) for group in sets if own in group)
+            for own in range(count)
+        ]
+        assert holm(values) == pytest.approx(expected)
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "form", "minus", "shown"),
+    [
+        (1.9, 2.1, ".2f", 0.0, "2.00 ± 0.10"),
+        (1.904, 2.1, ".2f", 0.0, "2.00 ± 0.10"),  # as rounding to four digits may make it
+        (1.92, 2.1, ".2f", 0.0, "2.00 [1.92, 2.10]"),
+        (1.9, 2.1, "+.1%", 2.0, "+0.0% ± 10.0%"),
+        (1.92, 2.1, "+.1%", 2.0, "+0.0% [-8.0%, +10.0%]"),
+        (2.0, 2.0, ".2f", 0.0, "2.00"),
+    ],
+)
+def test_asymmetric_intervals_are_shown_with_both_ends(low, high, form, minus, shown):
+    interval = {"mean": 2.0, "low": low, "high": high, "count": 5}
+    assert estimate(interval, form, minus) == shown
+    assert estimate(interval | {"count": 2}, form, minus) == shown.partition(" ")[0]
 
 
 def test_significant_keeps_zero_and_nan():

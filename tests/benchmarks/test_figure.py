@@ -1,13 +1,24 @@
 """Comparison of all drafts: what is measured, what is compared, and what the report makes of it."""
 
 import json
+import math
+import random
+from itertools import combinations, product
 
+import numpy as np
 import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from scipy import stats
 
 from benchmarks import figure, figure_report
 from benchmarks.harness import Run
-from hf_longspec.bench.calls import HF, PLAIN, HfMethod
+from hf_longspec.bench.calls import HF, PLAIN, HfMethod, endless
+from hf_longspec.bench.markdown import estimate
+from hf_longspec.bench.prefill import prefill
 from hf_longspec.bench.results import of_kind, read_records
+from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.bench.conftest import make_drafts
 
 SIZES = {"modes": ["greedy"], "contexts": [24], "batches": [1, 2]}
@@ -83,7 +94,7 @@ def call(system, context, tau, turn=0, text="same", seconds=1.0):
 def test_a_wrong_text_has_no_speed():
     records = [call(HF, 1024, 1.0), call(PLAIN, 1024, 1.0), call("SpecAttn", 1024, 2.0, text="another", seconds=0.5)]
     row = next(row for row in figure_report.rows(records) if row["system"] == "SpecAttn")
-    assert row["wrong"] and "to_plain" not in row and "another text" in figure_report.headline(records)
+    assert row["wrong"] and "to_plain" not in row and "another text" in figure_report.headline([row])
 
 
 def test_cost_times_speed_up_is_tau():
@@ -93,22 +104,190 @@ def test_cost_times_speed_up_is_tau():
     assert row["cost"]["mean"] * row["to_plain"]["mean"] == pytest.approx(2.5)
 
 
+LENGTHS = (1024, 4096, 16128)
+
+
+def made_up(systems, turns=6, mode="greedy", spread=0.03):
+    """Calls with taus of `systems`: by name, a factor for each length; taus scatter by `spread`."""
+    source = random.Random(0)
+    records = []
+    for turn, context in product(range(turns), LENGTHS):
+        common = source.uniform(2, 3)  # of the prompt, whichever the system
+        for name, factors in systems.items():
+            scatter = source.uniform(1 - spread, 1 + spread)
+            tau = 1.0 if name in (HF, PLAIN) else common * factors[LENGTHS.index(context)] * scatter
+            seconds = {HF: 3.0, PLAIN: 2.0}.get(name, 1.0) * source.uniform(0.9, 1.1)
+            records.append(call(name, context, tau, turn, seconds=seconds) | {"mode": mode})
+    return records
+
+
+def taus(records, system):
+    """Log tau, a line per turn and a column per length."""
+    own = sorted(of_kind(records, "call", system=system), key=lambda call: (call["turn"], call["context"]))
+    return np.log([call["taus"][0] for call in own]).reshape(-1, len(LENGTHS))
+
+
+def test_a_claim_is_one_paired_test_over_all_lengths():
+    records = made_up({"LongSpec": (1, 1.1, 0.9), "LongSpec, no noise": (0.6, 0.5, 0.7)}, spread=0.2)
+    (claim,) = [claim for claim in figure_report.CLAIMS if claim.other == "LongSpec, no noise"]
+    logs = claim.log_ratios(figure_report.taus_of(records), "greedy")
+    own, other = (taus(records, name).mean(axis=1) for name in ("LongSpec", "LongSpec, no noise"))
+    assert stats.ttest_1samp(logs, 0.0).pvalue == pytest.approx(stats.ttest_rel(own, other).pvalue)
+    shown = next(line for line in figure_report.claims(records).splitlines() if "Noisy" in line).split(" | ")
+    assert shown[3].startswith(f"{np.exp((own - other).mean()) - 1:+.1%}") and shown[5] == "agrees |"
+    low, high = np.exp(stats.ttest_rel(own, other).confidence_interval(0.95)) - 1
+    assert f"[{low:+.1%}, {high:+.1%}]" in shown[3]
+    assert claim.log_ratios(figure_report.taus_of(records), "sample") == []
+
+
+def test_a_change_with_the_context_is_that_of_a_line_through_all_lengths():
+    records = made_up({"LongSpec": (1, 0.9, 0.7)})
+    logs = figure_report.CLAIMS[0].log_ratios(figure_report.taus_of(records), "greedy")
+    slopes = [stats.linregress(np.log(LENGTHS), line).slope for line in taus(records, "LongSpec")]
+    assert logs == pytest.approx([slope * math.log(LENGTHS[-1] / LENGTHS[0]) for slope in slopes])
+    assert "does not agree" in figure_report.claims(records)
+
+
 @pytest.mark.parametrize(
-    ("last", "verdict"),
-    [
-        ([3.0, 3.01, 2.99, 3.0], "agrees"),
-        ([2.0, 2.1, 1.9, 2.0], "does not agree"),
-        ([1.5, 4.0, 3.0, 2.5], "cannot be told"),
-    ],
+    ("factor", "verdict"), [(1.1, "agrees"), (1.0, "cannot be told"), (0.9, "does not agree")], ids=str
 )
-def test_claims_follow_from_the_interval(last, verdict):
-    """LongSpec has tau 3 at the shortest context in all turns; its claim is that tau does not fall."""
-    records = [call("LongSpec", 1024, 3.0, turn) for turn in range(4)]
-    records += [call("LongSpec", 16128, tau, turn) for turn, tau in enumerate(last)]
-    claim = figure_report.CLAIMS[0]
-    assert claim.verdict(figure_report.cells(records), "greedy")["verdict"] == verdict
-    assert claim.verdict(figure_report.cells(records), "sample") is None
-    assert verdict in figure_report.claims(records)
+def test_verdicts_are_those_of_the_corrected_test(factor, verdict):
+    """Of two claims, the second one is about equal drafts: the p of the first is doubled."""
+    systems = {"SpecAttn": (factor,) * 3, "Quest": (1, 1, 1), "SpecAttn, window": (factor,) * 3}
+    records = made_up(systems)
+    first = next(line for line in figure_report.claims(records).splitlines() if "Quest" in line).split(" | ")
+    own, other = (taus(records, name).mean(axis=1) for name in ("SpecAttn", "Quest"))
+    p = stats.ttest_rel(own, other).pvalue
+    assert first[5] == f"{verdict} |"
+    if factor == 1.0:
+        assert first[4] == f"{min(1, 2 * p):.3f}"
+
+
+def test_a_draft_that_is_as_another_tells_nothing():
+    records = made_up({"SpecAttn": (1, 1, 1)})
+    same = [record | {"system": "Quest"} for record in records]
+    assert "| +0.0% | 1.000 | cannot be told |" in figure_report.claims(records + same)
+
+
+def test_a_prompt_that_lacks_a_length_does_not_count():
+    records = made_up({"SpecAttn": (1, 1, 1), "Quest": (1, 1, 1)})
+    cut = [record for record in records if (record["turn"], record["context"]) != (5, 16128)]
+    (claim,) = [claim for claim in figure_report.CLAIMS if claim.other == "Quest"]
+    assert len(claim.log_ratios(figure_report.taus_of(cut), "greedy")) == 5
+    assert not figure_report.claims([record for record in cut if record["turn"] < 2])
+
+
+ALL = {HF: (), PLAIN: (), "LongSpec": (1, 1, 1), "LongSpec, tree": (1, 1.2, 1.2), "TokenSwift": (1.5, 1, 1)}
+
+
+def test_rows_are_students_intervals_of_ratios_within_turns():
+    records = made_up(ALL)
+    row = next(
+        row for row in figure_report.rows(records) if row["system"] == "LongSpec, tree" and row["context"] == 4096
+    )
+    own, plain, stock = (
+        [call["seconds"] for call in of_kind(records, "call", system=name, context=4096)]
+        for name in ("LongSpec, tree", PLAIN, HF)
+    )
+    found = np.exp(taus(records, "LongSpec, tree")[:, 1])
+    ratios = {"to_plain": np.divide(plain, own), "to_generate": np.divide(stock, own), "tau": found}
+    for name, values in ratios.items():
+        low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+        measured = row[name]["low"], row[name]["mean"], row[name]["high"]
+        assert measured == pytest.approx((low, np.mean(values), high), rel=1e-3)  # four significant digits
+
+
+def test_goals_name_the_fastest_setting_and_all_lengths_from_4k_on():
+    records = made_up(ALL | {"LongSpec, no cross-attention": (1, 0.5, 2)})
+    found = figure_report.rows(records)
+    lines = figure_report.goals(records, found).splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    at = figure_report.at_longest(found, "greedy")
+    speeds = {row["system"]: row["to_plain"]["mean"] for row in at}
+    fastest = max(("LongSpec", "LongSpec, tree"), key=speeds.__getitem__)
+    assert cells[0][3].startswith(f"{speeds[fastest]:.2f}") and cells[0][3].endswith(f"({fastest})")
+    assert cells[0][4] == ("yes" if speeds[fastest] >= 1.35 else "no")
+    own = taus(records, "LongSpec")
+    (flat,) = [line for line in cells if "over tau at 1,024" in line[0]]
+    assert flat[3].startswith(f"{np.exp((own[:, 2] - own[:, 0]).mean()):.2f}")
+    crossed = {line[0].rpartition(" ")[2]: line[4] for line in cells if "cross-attention" in line[0]}
+    assert crossed == {"4,096": "yes", "16,128": "no"}
+    assert figure_report.goals([], []) == ""
+
+
+def test_the_parts_of_an_iteration_add_up_to_its_cost():
+    shares = {"draft": 0.5, "verify": 0.375, "rest": 0.125}
+    records = [record | {"shares": {} if record["system"] == HF else shares} for record in made_up(ALL)]
+    for row in figure_report.rows(records):
+        assert sum(row[phase]["mean"] for phase in shares) == pytest.approx(row["cost"]["mean"], rel=1e-3)
+    report = "\n\n".join(figure_report.tables(records))
+    assert "| no draft | 0.50 + 0.38 + 0.12 |" in report
+    old = "\n\n".join(figure_report.tables(made_up(ALL)))  # result files from before have no shares
+    assert "Draft, verification" in report and "Draft, verification" not in old
+
+
+def test_every_table_with_a_speed_begins_with_no_draft():
+    records = made_up(ALL)
+    records += [record | {"batch": 4} for record in records]
+    for part in figure_report.tables(records):
+        for text in part.split("\n\n"):
+            if "x `generate`" in text.partition("\n")[0] or "Speed-up" in part:
+                first = text.splitlines()[2:3]
+                assert not first or "no draft" in first[0], text
+
+
+def test_bfloat16_has_tables_of_its_own_and_other_texts_are_right_there():
+    records = made_up(ALL)
+    reduced = [record | {"dtype": "bfloat16", "text": record["system"]} for record in records if record["turn"] < 4]
+    report = "\n\n".join(figure_report.tables(records + reduced))
+    assert "another text" not in report and report.count("## bfloat16") == 1
+    assert report.partition("## bfloat16")[0] == "\n\n".join(figure_report.tables(records)).rstrip() + "\n\n"
+
+
+def test_bfloat16_is_measured_beside_float32(tmp_path):
+    target = endless(tiny_target("llama", attn_implementation="sdpa", dtype=torch.bfloat16))
+    tokens, _ = tiny_prompts(target.config.vocab_size, [30] * 3)
+    few = prefill(target.float(), torch.as_tensor(tokens)).first(2).to(torch.bfloat16)
+    records = measure(target.bfloat16(), few, tmp_path / "figure.jsonl", batches=[1])
+    calls = of_kind(records, "call")
+    assert {call["dtype"] for call in calls} == {"bfloat16"} and {call["turn"] for call in calls} == {0, 1}
+    assert all(bool(call["shares"]) == (call["system"] in (PLAIN, "SpecAttn")) for call in calls)
+
+
+def test_pictures_have_at_most_six_curves_and_labels_that_do_not_touch(tmp_path, monkeypatch):
+    names = {name for group in figure_report.SETTINGS.values() for name in group}
+    systems = {HF: (), PLAIN: ()} | dict.fromkeys(sorted(names - {"SpecAttn, logits"}), (1, 1, 1))
+    records = made_up(systems, turns=3) + made_up(systems, turns=3, mode="sample")
+    drawn = {}
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: drawn.update({path.name: self}))
+    figure_report.draw(records, tmp_path / "p.png")
+    assert sorted(drawn) == ["p-settings-greedy.png", "p-settings-sample.png", "p.png"]
+    for picture in drawn.values():
+        assert picture.get_size_inches()[0] * picture.dpi == 800
+        for axis in picture.axes:
+            assert len(axis.get_lines()) <= 6
+            looks = [(line.get_color(), str(line._dash_pattern)) for line in axis.get_lines()]
+            assert len(set(looks)) == len(looks)
+            labels = axis.texts
+            assert len(labels) == len(axis.get_lines()) and len({label.get_text() for label in labels}) == len(labels)
+            if "speed" in axis.get_ylabel():
+                assert "no draft" in [label.get_text() for label in labels]
+            boxes = [Text.get_window_extent(label) for label in labels]
+            assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
+            assert all(picture.bbox.x1 >= box.x1 and axis.bbox.x1 < box.x0 for box in boxes)
+
+
+def test_columns_of_speeds_are_filled_by_the_class_of_a_draft():
+    head = "| draft | x `generate`, greedy | x `generate`, sampled | note |\n|---|---|---|---|\n"
+    page = f"{head}| `PlainDraftModel` | old | | |\n| [`LongSpecDraftModel`](l.md) | | | a |\n| other | kept | | |"
+    records = made_up(ALL)
+    lines = figure_report.fill(records, page).splitlines()
+    at = {row["system"]: row for row in figure_report.at_longest(figure_report.rows(records), "greedy")}
+    fastest = max(("LongSpec", "LongSpec, tree"), key=lambda name: at[name]["to_plain"]["mean"])
+    for line, system in ((lines[2], PLAIN), (lines[3], fastest)):
+        assert line.split("|")[2].strip() == estimate(at[system]["to_generate"])
+        assert not line.split("|")[3].strip()  # no sampled call
+    assert lines[4] == "| other | kept | | |" and lines[3].endswith("| a |")
 
 
 def test_drafts_that_are_missing_are_left_out(target, tmp_path):

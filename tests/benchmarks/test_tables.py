@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import Run
-from benchmarks.pages import PAGES
-from benchmarks.tables import main, replace_between, section
+from benchmarks.tables import BLOCK, main, refreshed, report, section
 from hf_longspec.bench.markdown import environment_line
-from hf_longspec.bench.report import matrix_report
 from hf_longspec.bench.results import read_records
 
 PROJECT = Path(__file__).resolve().parents[2]
 RESULTS = PROJECT / "benchmarks" / "results"
-PAGE = "# Title\n\nbefore\n\n<!-- bench:start -->\nold table\n<!-- bench:end -->\n\nafter\n"
+PAGE = "# Title\n\nbefore\n\n<!-- bench:start memory offsets -->\nold table\n<!-- bench:end -->\n\nafter\n"
 BEFORE, AFTER = PAGE.split("old table\n")
 
 
@@ -27,36 +25,54 @@ def page(tmp_path):
 
 @pytest.mark.parametrize("file", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_the_report_beside_a_result_file_is_made_of_it(file):
-    """`python -m benchmarks.tables benchmarks/results/*.jsonl --reports` writes them."""
-    records = read_records(file)
-    name = records[0]["benchmark"]
-    report = matrix_report if name == "bench" else PAGES[name].report  # `bench`: of the command line
-    assert report(records) == file.with_suffix(".md").read_text(encoding="utf-8")
+    """`make tables` writes them."""
+    assert report(read_records(file)) == file.with_suffix(".md").read_text(encoding="utf-8")
 
 
-def test_a_page_gets_all_tables_in_their_order_and_keeps_the_rest(page, capsys):
-    files = [str(RESULTS / f"{name}.jsonl") for name in ("memory", "long", "acceptance", "figure")]
-    main([*files, "--readme", str(page)])
+def test_a_page_gets_the_tables_that_it_names_and_keeps_the_rest(page, capsys):
+    main([str(page)])
     text = page.read_text()
     assert text.startswith(BEFORE) and text.endswith(AFTER) and "old table" not in text
-    order = [name for name in PAGES if name in ("memory", "long", "acceptance", "figure")]
-    places = [text.index(section(read_records(RESULTS / f"{name}.jsonl"))[1]) for name in order]
-    assert places == sorted(places)
-    assert ", ".join(order) in capsys.readouterr().out
-    main([*files, "--readme", str(page)])
-    assert page.read_text() == text
+    places = [text.index(section(read_records(RESULTS / f"{name}.jsonl"))) for name in ("memory", "offsets")]
+    assert places == sorted(places) and str(page) in capsys.readouterr().out
+    main([str(page)])
+    assert page.read_text() == text and not capsys.readouterr().out
 
 
-def test_reports_are_written_anew(tmp_path):
+def test_a_part_of_a_result_file_is_a_table_with_a_link(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench:start figure:small_model -->\n<!-- bench:end -->\n")
+    lines = refreshed(page).splitlines()
+    names = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.startswith("| ") and " ± " in line]
+    assert names[:3] == ["no draft", "small model", "small model, window"]
+    assert {name for name in names if "no draft" not in name} <= {
+        "small model",
+        "small model, window",
+        "MagicDec: a small model accepts more with a window than without",
+    }
+    assert any("benchmarks/results/figure.md" in line for line in lines)
+
+
+def test_reports_are_written_anew(page, tmp_path):
     shutil.copy(RESULTS / "offsets.jsonl", tmp_path)
-    main([str(tmp_path / "offsets.jsonl"), "--reports"])
+    page.write_text("no block")
+    main([str(page), "--results", str(tmp_path), "--reports"])
     assert (tmp_path / "offsets.md").read_bytes() == (RESULTS / "offsets.md").read_bytes()
 
 
-@pytest.mark.parametrize("text", ["no markers", "<!-- bench:end --> <!-- bench:start -->"])
-def test_missing_markers_are_refused(text):
-    with pytest.raises(ValueError, match="bench:start"):
-        replace_between(text, "new")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- bench:start memory --> no end",
+        "<!-- bench:end --> <!-- bench:start memory -->",
+        "<!-- bench:start memory --> <!-- bench:start offsets --> <!-- bench:end --> <!-- bench:end -->",
+        "<!-- bench:start --> names nothing <!-- bench:end -->",
+    ],
+)
+def test_blocks_that_do_not_begin_and_end_are_refused(text, page):
+    page.write_text(text)
+    with pytest.raises(ValueError, match="a block begins with <!-- bench:start NAME -->"):
+        refreshed(page)
 
 
 def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
@@ -80,23 +96,32 @@ def test_an_interrupted_run_leaves_its_records_and_no_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "options", "message"),
-    [
-        (RESULTS / "memory.jsonl", [], "nothing to write"),
-        ("{folder}/other.jsonl", ["--page", "{page}"], "benchmark 'kitchen': expected one of figure, verification"),
-    ],
-    ids=["nothing to write", "something else"],
+    ("name", "message"),
+    [("other", "benchmark 'kitchen': expected one of figure, verification"), ("none", "none.jsonl")],
 )
-def test_what_cannot_be_written_is_refused(file, options, message, page, tmp_path, capsys):
+def test_what_cannot_be_written_is_refused(name, message, page, tmp_path, capsys):
     (tmp_path / "other.jsonl").write_text('{"kind": "environment", "benchmark": "kitchen"}\n')
+    page.write_text(PAGE.replace("memory", name))
     with pytest.raises(SystemExit):
-        main([str(file).format(folder=tmp_path), *(option.format(page=page) for option in options)])
+        main([str(page), "--results", str(tmp_path)])
     assert message in capsys.readouterr().err
-    assert page.read_text() == PAGE
+    assert page.read_text() == PAGE.replace("memory", name)
 
 
-def test_the_committed_page_is_that_of_the_result_files():
-    """`make tables` mends it."""
-    text = (PROJECT / "docs" / "results.md").read_text(encoding="utf-8")
-    written = [section(read_records(RESULTS / f"{name}.jsonl"))[1] for name in ("figure", "verification", "memory")]
-    assert replace_between(text, "\n\n".join(written)) == text
+PAGES_WITH_BLOCKS = [
+    path
+    for path in (PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md")))
+    if "<!-- bench:start" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("path", PAGES_WITH_BLOCKS, ids=lambda path: path.stem)
+def test_the_committed_pages_are_those_of_the_result_files(path):
+    """`make tables` mends them."""
+    assert refreshed(path) == path.read_text(encoding="utf-8")
+
+
+def test_measured_numbers_stand_in_blocks_alone():
+    """No interval elsewhere in README and docs, but for the tables of what other authors or rules give."""
+    for path in (PROJECT / "README.md", *sorted((PROJECT / "docs").glob("*.md"))):
+        assert "±" not in BLOCK.sub("", path.read_text(encoding="utf-8")), path

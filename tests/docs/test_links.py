@@ -12,7 +12,7 @@ import pytest
 from tests.docs.blocks import PAGES, PROJECT, prose_of, read
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-GENERATED = re.compile(r"<!-- (bench|models):start -->.*?<!-- \1:end -->", re.DOTALL)
+GENERATED = re.compile(r"<!-- (bench|models):start.*? -->.*?<!-- \1:end -->", re.DOTALL)
 SPAN = re.compile(r"`([^`\n]+)`")
 # Identifiers, but not the options and names of data that a `-`, `<` or another sign is part of.
 NAME = re.compile(r"(?<![\w.<-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*(?![\w<>-])")

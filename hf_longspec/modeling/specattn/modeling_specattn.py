@@ -44,8 +44,7 @@ class SpecAttnDraftModel(SelfDraftModel):
     config_class = SpecAttnConfig
     settings: ClassVar[dict[str, Any]] = SelfDraftModel.settings | {
         "selection": "two_rows",
-        # On real text 2.5 tokens are accepted with the paper's raw logits and 3.8 with weights: benchmarks/results.
-        "score": "weights",
+        "score": "logits",
         "granularity": "layer",
     }
 

@@ -160,3 +160,23 @@ def test_weights_are_the_attention_that_transformers_reports(name, rows):
         counted = weights[:, [0, -1]] if rows == "two_rows" else weights
         expected = counted.sum(1).view(kv_heads, -1, 39 - nodes).sum(1)
         torch.testing.assert_close(capture.scores[layer][0], expected, **rounding(expected, layer + 1))
+
+
+def test_the_default_score_is_that_of_the_paper_and_a_stored_one_is_kept(tmp_path):
+    """Drafts by default, by Eq. 3, and by weights; the last are those of a folder that stores them."""
+    model = tiny_target("llama")
+
+    def drafted(draft):
+        draft.generation_config.gate = False
+        generate(model, draft, LENGTHS, max_new_tokens=NEW_TOKENS)
+        return [list(row) for row in draft.last_speculation.emitted_per_step]
+
+    few = {"sparse_min_tokens": 6, "sparse_ratio": 0.1}
+    default, logits, weights = (
+        SpecAttnDraftModel.from_target(model, **few, **score)
+        for score in ({}, {"score": "logits"}, {"score": "weights"})
+    )
+    assert drafted(default) == drafted(logits) != drafted(weights)
+    weights.save_pretrained(tmp_path)
+    stored = SpecAttnDraftModel.from_pretrained(tmp_path)
+    assert stored.setting("score") == "weights" and drafted(stored) == drafted(weights)
