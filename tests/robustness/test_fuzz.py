@@ -1,0 +1,57 @@
+"""Random calls of `generate` with a draft against the text without one; see tests/robustness/fuzz.py.
+
+FUZZ_SEED=<number> chooses other calls. A failure prints the script of the smallest call that fails in the same way.
+"""
+
+import os
+import runpy
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.generation.conftest import graphs
+from tests.robustness.fuzz import calls, script_of
+
+__all__ = ["graphs"]
+SEED = int(os.environ.get("FUZZ_SEED", 0))
+CHUNKS, OF_CHUNK, SAMPLE, COMPILED = 50, 40, 15, 6
+# Later examples of one run of hypothesis resemble earlier ones.
+OF_RUN = 5
+GENEROUS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+
+
+def check(path, chunk, count, phases=(Phase.generate, Phase.shrink), **how):
+    """Make that many different calls; the first that fails is shrunk and printed."""
+    path, passed, run = path / "call.py", set(), 10_000 * (CHUNKS * SEED + chunk)
+
+    def try_out(call):
+        script = script_of(call)
+        if len(passed) < count and script not in passed:
+            path.write_text(script)
+            runpy.run_path(str(path))
+            passed.add(script)
+
+    while len(passed) < count:
+        run += 1
+        every_call = settings(max_examples=OF_RUN, phases=phases, **GENEROUS)(given(calls(**how))(try_out))
+        try:
+            seed(run)(every_call)()
+        except Exception as error:
+            pytest.fail(f"FUZZ_SEED={SEED}: {type(error).__name__}: {error}\n\n{path.read_text()}", pytrace=False)
+
+
+def test_some_calls(tmp_path):
+    check(tmp_path, 0, SAMPLE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_many_calls(chunk, tmp_path):
+    check(tmp_path, chunk, OF_CHUNK)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("chunk", range(COMPILED))
+def test_compiled_calls(chunk, tmp_path, graphs):
+    """Few, and not shrunk: steps are compiled in half a minute."""
+    check(tmp_path, chunk, 1, phases=(Phase.generate,), compiles=True)
