@@ -23,6 +23,8 @@ from hf_longspec.generation.draft_tree import DraftTree, trie_of, trie_table
 SHORT_ROWS = 20_000
 # The evidence: resolves frequencies to about 0.001.
 LONG_ROWS = 200_000
+# Counts that Pearson's test needs of every outcome, by the usual rule of thumb.
+FEWEST_OF_PEARSON = 5
 
 
 def distribution_rows() -> int:
@@ -49,6 +51,46 @@ def z_scores(samples: Tensor, distribution: Tensor) -> Tensor:
     >>> z_scores(torch.tensor([0, 1]).repeat_interleave(100), torch.tensor([0.5, 0.5, 0.0])).tolist()
     [0.0, 0.0, 0.0]
     """
+    counts, p = _counts(samples, distribution)
+    impossible = counts[p == 0].sum() / 0 if counts[p == 0].any() else torch.zeros(())
+    counts, p = _pool_rare(counts[p > 0], p[p > 0])
+    spread = (len(samples) * p * (1 - p)).clamp_min(0).sqrt()
+    z = torch.where(spread > 0, (counts - len(samples) * p) / spread, 0.0)
+    return torch.cat([z, impossible[None].double()])
+
+
+def p_value(samples: Tensor, distribution: Tensor) -> float:
+    """Probability that samples of the distribution deviate as much: Pearson's test over all outcomes at once.
+
+    Small deviations of many outcomes add up here, so that it sees wrong samplers in fewer rows than [`max_z_score`].
+    It is 0 if an impossible outcome occurred. The rarest outcomes are pooled.
+
+    >>> p_value(torch.tensor([0, 1]).repeat_interleave(100), torch.tensor([0.5, 0.5, 0.0]))
+    1.0
+    >>> round(p_value(torch.tensor([0] * 120 + [1] * 80), torch.tensor([0.5, 0.5, 0.0])), 4)
+    0.0047
+    """
+    counts, p = _counts(samples, distribution)
+    if counts[p == 0].any():
+        return 0.0
+    counts, p = _pool_rare(counts[p > 0], p[p > 0], FEWEST_OF_PEARSON)
+    counts, expected = counts[p > 0], len(samples) * p[p > 0]
+    deviation = ((counts - expected).square() / expected).sum()
+    freedom = torch.tensor(len(counts) - 1, dtype=torch.double)
+    return float(torch.special.gammaincc(freedom / 2, deviation / 2))
+
+
+def max_z_score(samples: Tensor, distribution: Tensor) -> float:
+    """The largest of [`z_scores`] in absolute value, to be compared with `MAX_SIGMA`.
+
+    >>> max_z_score(torch.tensor([0, 0, 2]), torch.tensor([0.5, 0.5, 0.0]))
+    inf
+    """
+    return z_scores(samples, distribution).abs().max().item()
+
+
+def _counts(samples: Tensor, distribution: Tensor) -> tuple[Tensor, Tensor]:
+    """Count of every outcome and its probability, the rarest first."""
     samples = samples if samples.dim() == 2 else samples[:, None]
     if distribution.dim() != samples.shape[1] or abs(distribution.double().sum().item() - 1) > 1e-5:
         raise ValueError(
@@ -61,26 +103,13 @@ def z_scores(samples: Tensor, distribution: Tensor) -> Tensor:
     counts = torch.bincount(outcome, minlength=distribution.numel()).double()
     p, order = distribution.double().flatten().cpu().sort()
     counts = counts.cpu()[order]
-    impossible = counts[p == 0].sum() / 0 if counts[p == 0].any() else torch.zeros(())
-    counts, p = _pool_rare(counts[p > 0], p[p > 0])
-    spread = (len(samples) * p * (1 - p)).clamp_min(0).sqrt()
-    z = torch.where(spread > 0, (counts - len(samples) * p) / spread, 0.0)
-    return torch.cat([z, impossible[None].double()])
+    return counts, p
 
 
-def max_z_score(samples: Tensor, distribution: Tensor) -> float:
-    """The largest of [`z_scores`] in absolute value, to be compared with `MAX_SIGMA`.
-
-    >>> max_z_score(torch.tensor([0, 0, 2]), torch.tensor([0.5, 0.5, 0.0]))
-    inf
-    """
-    return z_scores(samples, distribution).abs().max().item()
-
-
-def _pool_rare(counts: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum the smallest outcomes, sorted by probability, until `MIN_EXPECTED` counts are expected of the sum."""
+def _pool_rare(counts: Tensor, p: Tensor, fewest: int = MIN_EXPECTED) -> tuple[Tensor, Tensor]:
+    """Sum the smallest outcomes, sorted by probability, until `fewest` counts are expected of the sum."""
     expected = p * counts.sum()
-    rare = (expected < MIN_EXPECTED) | (expected.cumsum(0) - expected < MIN_EXPECTED)
+    rare = (expected < fewest) | (expected.cumsum(0) - expected < fewest)
     counts, p = ((torch.cat([x[~rare], x[rare].sum()[None]])) for x in (counts, p))
     return counts, p
 

@@ -16,14 +16,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from .differentiable import differentiable_attention
 from .lengths import SeqLens
 from .merge import AttentionState, merge_attention_states
-from .registry import AttentionCall, backend_names, choose, outside_autocast, select
-from .torch_backend import TORCH_BACKEND  # noqa: F401 - registers it
+from .registry import AttentionBackend, AttentionCall, choose, outside_autocast, select
+from .torch_backend import TORCH_BACKEND
 
-try:  # importing them registers them
-    from .flash import FLASH_BACKEND  # noqa: F401
-    from .triton.backend import TRITON_BACKEND  # noqa: F401
+try:
+    from .flash import FLASH_BACKEND
+    from .triton.backend import TRITON_BACKEND
+
+    BACKENDS: tuple[AttentionBackend, ...] = (TORCH_BACKEND, TRITON_BACKEND, FLASH_BACKEND)
 except ImportError:  # a published draft computes with torch alone
-    pass
+    BACKENDS = (TORCH_BACKEND,)
 
 # Transformers handles names with "flash", "sdpa", "/" or "paged|" in a special way.
 AUTOMATIC = "hf_longspec"
@@ -157,9 +159,9 @@ def attention_mask(
     return mask
 
 
-def register() -> None:
-    """Register the backends with transformers under their names. Repeat this after `register_backend`."""
-    for name in (None, *backend_names()):
+def register(*backends: AttentionBackend) -> None:
+    """Register the backends of this package, and others, with transformers under their names. It may be repeated."""
+    for name in (None, *(backend.name for backend in (*BACKENDS, *backends))):
         AttentionInterface.register(name or AUTOMATIC, partial(attention_forward, backend_name=name))
         AttentionMaskInterface.register(name or AUTOMATIC, attention_mask)
 

@@ -149,7 +149,7 @@ class Session:
         # the place of every token, where windows count the padding between tokens too
         self.columns = self._columns() if counts_gaps else None
         if self.user_cache is not None:
-            take_over(self.user_cache, self.cache, self.prompts.mask if self.prompts.is_padded else None)
+            take_over(self.user_cache, self.cache, self.prompts.mask)
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part
@@ -199,8 +199,10 @@ class Session:
         self.stats.draft_seconds += drafted - started + time.perf_counter() - committed
         self.stats.verify_seconds += verified - drafted
 
-    def _columns(self) -> torch.Tensor:
-        return columns_of(self.prompts.mask, self.cache.max_length + self.cache.tree_slots)
+    def _columns(self) -> torch.Tensor | None:
+        """Return the columns of all tokens of padded texts; `None` without padding."""
+        mask = self.prompts.mask
+        return None if mask is None else columns_of(mask, self.cache.max_length + self.cache.tree_slots)
 
     def _highest(self) -> int:
         """Return the number of positions that the next forward may use."""
@@ -313,7 +315,7 @@ class Session:
         rows = zip(self.prompts.texts, self.sequences.generated, strict=True)
         lengths = (len(text) + len(new) - 1 for text, new in rows)
         self.cache.set_lengths([min(held) for held in zip(self.cache.lengths.host, lengths, strict=True)])
-        columns = self._columns() if self.prompts.is_padded and self.returns_cache else None
+        columns = self._columns() if self.returns_cache else None
         if self.user_cache is not None:
             bring_up_to_date(self.user_cache, self.cache, columns)
         else:

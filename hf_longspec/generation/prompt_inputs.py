@@ -151,9 +151,8 @@ class Prompts:
         model_kwargs (`dict[str, Any]`): Keyword arguments for the model, checked by [`refuse_inputs`].
 
     Attributes:
-        mask (`torch.LongTensor` of shape `(batch, P)`): 0 at padding.
+        mask (`torch.LongTensor` of shape `(batch, P)`, *optional*): 0 at padding; `None` if there is none.
         held (`list[int]`): Number of tokens of every row that the cache holds.
-        is_padded (`bool`): Whether there is padding.
         has_gaps (`bool`): Whether there is padding between tokens of a row.
         texts (`list[torch.LongTensor]`): Tokens `(T,)` of every row, those in the cache included.
         logits (`torch.Tensor` of shape `(batch, vocab)`, *optional*): Logits of the last token of each prompt, once it
@@ -162,15 +161,15 @@ class Prompts:
 
     def __init__(self, target: TargetView, input_ids: torch.Tensor, cache: Any, model_kwargs: dict[str, Any]):
         mask = model_kwargs.get("attention_mask")
-        self.mask = mask = torch.ones_like(input_ids) if mask is None else mask
+        mask = torch.ones_like(input_ids) if mask is None else mask
         values = inputs_beside_tokens(target, model_kwargs)
         self.types = {name: _unpadded(value, mask) for name, value in values.items() if name in TOKEN_TYPES}
         self.others = {name: value for name, value in values.items() if name not in TOKEN_TYPES}
         self.texts = _unpadded(input_ids, mask)
         self.logits: torch.Tensor | None = None
         self.held = held_by(cache, mask)
-        self.is_padded = sum(map(len, self.texts)) < input_ids.numel()
-        self.has_gaps = self.is_padded and has_gaps(mask)
+        self.mask = mask if sum(map(len, self.texts)) < input_ids.numel() else None
+        self.has_gaps = self.mask is not None and has_gaps(mask)
         self._new = [text[count:] for text, count in zip(self.texts, self.held, strict=True)]
 
     def prefill(

@@ -32,7 +32,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "cache": (
         "generation/cache",
         "generation/user_cache",
-        "generation/rotary",
+        "generation/padding",
         "generation/windowed_cache",
         "generation/window_ring",
     ),
@@ -48,6 +48,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "generation/standins",
     ),
     "gate": ("generation/gate",),
+    "rotary": ("generation/rotary",),
     "decoding": tuple(f"generation/{name}" for name in ("checks", "forward_check", "outputs", "decoding", "route")),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),

@@ -147,4 +147,4 @@ REFERENCE_BACKEND = register_backend(
         why_not=lambda call: None,
     )
 )
-interface.register()
+interface.register(REFERENCE_BACKEND)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from benchmarks.harness import load_prompts
 from hf_longspec.bench.prompts import (
@@ -220,6 +220,7 @@ def test_too_short_texts_are_refused_with_their_length():
 
 def test_sources_take_turns(tmp_path, monkeypatch):
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda target: tokenizer)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda target: LlamaConfig())
 
     for name, letter in (("first", "a"), ("second", "b")):
         (tmp_path / name).mkdir()

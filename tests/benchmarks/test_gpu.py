@@ -37,6 +37,7 @@ from hf_longspec.bench.calls import PLAIN
 from hf_longspec.bench.results import read_records
 from hf_longspec.generation import cuda_graphs, decoding
 from hf_longspec.testing import tiny_target
+from tests.attention_backends import reference  # noqa: F401 - registers its name
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -422,7 +423,6 @@ class Hiding:
         return None if name.split(".")[0] in HIDDEN else self.finder.find_spec(name, path, target)
 sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 import torch, transformers.generation.utils, transformers.modeling_utils
-from tests.attention_backends import reference  # noqa: F401 - registers its name
 for folder, *arguments in json.loads(sys.argv[1]):
     if os.fork():
         assert os.wait()[1] == 0, arguments

@@ -1,28 +1,23 @@
 """Sampling through the whole loop.
 
 With the coupled rule, the same seed gives the same text with and without speculation. With rejection sampling, the text
-follows the distribution of the bare model.
+follows the distribution of the bare model: test_distribution_of_texts.py.
 """
 
-from dataclasses import replace
 from itertools import cycle
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation.logits_process import (
-    EtaLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, QuestDraftModel, SpecAttnDraftModel
-from hf_longspec.auditing_sampling import MAX_SIGMA
+from hf_longspec import ContextualPenaltyLogitsProcessor, PlainDraftModel, SpecAttnDraftModel
 from hf_longspec.generation import decoding
-from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
 from hf_longspec.testing import RandomTreeDraftModel, tiny_prompts
-from tests.distributions import max_z_score
 from tests.generation.tiny_models import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("every_step_speculates")
@@ -126,97 +121,6 @@ def test_temperature_near_zero_is_greedy(plain_run):
     run = plain_run("llama", RAGGED, max_new_tokens=8)
     for kind in ("tree", "specattn"):
         assert run.again(run.draft(kind), do_sample=True, temperature=1e-4).tolist() == run.sequences.tolist()
-
-
-class TestDistribution:
-    """Frequencies of the first three tokens of many equal prompts, against the distribution of the bare model.
-
-    The first token comes from the prompt alone, the second and the third come from speculation. Only rejection sampling
-    needs this: with the coupled rule the text is that of the plain loop, which the tests above replay token by token.
-    """
-
-    ROWS, RUNS, VOCAB, PROMPT = 768, 2, 7, 40
-
-    @pytest.fixture
-    def model(self, target):
-        return target("llama", seed=1, vocab_size=self.VOCAB)
-
-    def prompt(self):
-        return tiny_prompts(self.VOCAB, (self.PROMPT,))[0]
-
-    def exact(self, model, options):
-        """Return the joint distribution `(V, V, V)` of three tokens by forwards of the bare model."""
-        processors = []
-        if "repetition_penalty" in options:
-            processors.append(RepetitionPenaltyLogitsProcessor(options["repetition_penalty"]))
-        processors += options.get("logits_processor", [])
-        processors.append(TemperatureLogitsWarper(options["temperature"]))
-        if options["top_k"]:
-            processors.append(TopKLogitsWarper(options["top_k"]))
-        if "top_p" in options:
-            processors.append(TopPLogitsWarper(options["top_p"]))
-        if "eta_cutoff" in options:
-            processors.append(EtaLogitsWarper(options["eta_cutoff"]))
-
-        def next_token(ids):
-            with torch.no_grad():
-                logits = model(ids).logits[:, -1]
-            return LogitsProcessorList(processors)(ids, logits).double().softmax(-1)
-
-        tokens = torch.arange(self.VOCAB)
-        pairs = torch.cartesian_prod(tokens, tokens)
-        first = next_token(self.prompt())
-        second = next_token(torch.cat([self.prompt().expand(self.VOCAB, -1), tokens[:, None]], 1))
-        third = next_token(torch.cat([self.prompt().expand(len(pairs), -1), pairs], 1))
-        joint = first[0][:, None] * second
-        return joint[:, :, None] * third.view(self.VOCAB, self.VOCAB, -1)
-
-    def draws(self, model, draft, options, runs=RUNS):
-        prompts = self.prompt().expand(self.ROWS, -1)
-        samples, histogram = [], torch.zeros(2)
-        for seed in range(runs):
-            torch.manual_seed(seed)
-            out = model.generate(
-                prompts, do_sample=True, max_new_tokens=3, eos_token_id=None, assistant_model=draft, **options
-            )
-            samples.append(out[:, self.PROMPT :])
-            histogram += torch.tensor(draft.last_speculation.acceptance_histogram)
-        # a drafted token was taken in some rows, and refused in others
-        assert (histogram / histogram.sum()).min() > 0.05
-        return torch.cat(samples)
-
-    def specattn(self, model):
-        settings = {"num_assistant_tokens": 2, "sparse_ratio": 0.3, "sparse_min_tokens": 5}
-        return SpecAttnDraftModel.from_target(model, acceptance="rejection", **settings)
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.2},
-            {"temperature": 1.3, "top_k": 0, "eta_cutoff": 0.05} | PENALISED,
-        ],
-        ids=["warped", "eta-penalised"],
-    )
-    def test_specattn_follows_the_target_distribution(self, model, options):
-        samples = self.draws(model, self.specattn(model), options)
-        assert max_z_score(samples, self.exact(model, options)) < MAX_SIGMA
-
-    def test_quest_follows_the_target_distribution(self, model):
-        settings = {"num_assistant_tokens": 2, "sparse_ratio": 0.3, "sparse_min_tokens": 5, "page_size": 3}
-        draft = QuestDraftModel.from_target(model, num_dense_layers=0, acceptance="rejection", **settings)
-        options = {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.2}
-        assert max_z_score(self.draws(model, draft, options), self.exact(model, options)) < MAX_SIGMA
-
-    def test_a_wrong_draft_distribution_is_detected(self, model, monkeypatch):
-        propose = SpecAttnDrafter.propose
-
-        def uniform(self, root):
-            tree = propose(self, root)
-            return replace(tree, q=torch.full_like(tree.q, 1 / tree.q.shape[-1]))
-
-        monkeypatch.setattr(SpecAttnDrafter, "propose", uniform)
-        samples = self.draws(model, self.specattn(model), FREE, runs=1)
-        assert max_z_score(samples, self.exact(model, FREE)) > 2 * MAX_SIGMA
 
 
 def test_noise_is_not_drawn_when_nothing_is_sampled(plain_run, monkeypatch):

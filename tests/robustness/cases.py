@@ -5,6 +5,7 @@ Everything that is drawn is plain data, so that a failing case prints as what ha
 
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,6 +121,13 @@ class LastToken(StoppingCriteria):
         return (input_ids[:, -1] + input_ids[:, -2]) % self.divisor == self.remainder
 
 
+class AnyLastToken(LastToken):
+    """Ends all rows where one of them has such a token."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return bool(super().__call__(input_ids, scores, **kwargs).any())
+
+
 def allowed_tokens(vocab: int, divisor: int) -> Any:
     """A constraint that depends on the row, the length and the last token."""
 
@@ -223,6 +231,62 @@ def drafts(draw) -> tuple[str, dict[str, Any]]:
     }
     heads = {"num_heads": len(branching) - 1, "tree_branching": branching, "self_draft": self_draft}
     return kind, heads | draw(st.fixed_dictionaries(numbers)) | ngrams
+
+
+NUMBERS = st.integers(1, 5)
+WIDTHS = st.lists(st.integers(1, 8), min_size=1, max_size=4)
+QUEST = {
+    "num_assistant_tokens": NUMBERS,
+    "sparse_ratio": st.sampled_from([0.05, 0.5, 1.0]),
+    "sparse_min_tokens": st.integers(1, 20),
+    "acceptance": st.sampled_from(["rejection", "coupled"]),
+    "page_size": st.integers(1, 8),
+    "num_dense_layers": st.integers(0, 2),
+}
+RECYCLING = {"num_nodes": st.integers(2, 20), "max_depth": NUMBERS, "num_candidates": st.integers(1, 16)}
+ASSISTANT = {
+    "window": st.sampled_from([None, 3, 16]),
+    "sinks": st.integers(0, 4),
+    "acceptance": st.sampled_from(["rejection", "coupled"]),
+    "prefill_chunk_size": st.sampled_from([3, 2048]),
+}
+EAGLE3 = {
+    "tree_widths": WIDTHS,
+    "window": st.sampled_from([None, "trained", 4, 9]),
+    "sinks": st.integers(0, 4),
+}
+EAGLE3_FLAGS = ("own_embedding", "own_head", "norm_before_residual", "norm_output", "qk_norm", "attention_bias")
+EAGLE3_CHECKPOINTS = Path(__file__).parents[1] / "modeling" / "eagle3" / "fixtures"
+
+
+@st.composite
+def further_drafts(draw, vocab: int) -> tuple[str, dict[str, Any]]:
+    """Kind and settings of drafts that [`drafts`] leaves out; `fixture` is a checkpoint of another project."""
+    kind = draw(st.sampled_from(["eagle3", "eagle3", "fixture", "quest", "recycling", "assistant", "assistant"]))
+    rows = {"quest": QUEST, "recycling": RECYCLING, "assistant": ASSISTANT}.get(kind, EAGLE3)
+    settings = draw(st.fixed_dictionaries(rows)) | (draw(maybe(NGRAMS)) or {})
+    if kind == "assistant":
+        shape = draw(st.sampled_from(["chain", "tree", "PARD"]))
+        if shape == "tree":
+            return kind, settings | {"tree_widths": draw(WIDTHS.filter(lambda widths: set(widths) != {1}))}
+        return kind, settings | {"num_assistant_tokens": draw(NUMBERS)} | (
+            {"pard_token": vocab - 1} if shape == "PARD" else {}
+        )
+    if kind == "fixture":
+        names = sorted(path.name for path in EAGLE3_CHECKPOINTS.iterdir())
+        return kind, {"folder": draw(st.sampled_from(names))} | settings
+    if kind == "eagle3":
+        flags = {name: st.booleans() for name in EAGLE3_FLAGS}
+        settings |= draw(st.fixed_dictionaries(flags | {"num_hidden_layers": st.integers(1, 2)}))
+        options = {
+            "layer_windows": st.lists(st.integers(2, 9), min_size=(n := settings["num_hidden_layers"]), max_size=n),
+            "draft_vocab_size": st.integers(3, vocab),
+            "target_layer_ids": st.lists(st.integers(0, 1), min_size=3, max_size=3),
+        }
+        settings |= {name: value for name in options if (value := draw(maybe(options[name]))) is not None}
+        if norm := draw(st.sampled_from([None, "norm_before_fc", "fc_norm"])):
+            settings[norm] = True
+    return kind, settings
 
 
 @st.composite

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from hf_longspec import PlainDraftModel, SpeculativeCache
 from tests.robustness.cases import END, Case, cases, drafts
-
-# Only tokens this close may be taken for each other: a thousand roundings of float32 logits with a standard deviation
-# of 3, and rarely met.
-TIE = 1e-3
-SCORE_TOLERANCE = 1e-3  # of logits with a standard deviation of 3, processed by the same processors
-WANTED = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+from tests.robustness.comparison import WANTED, check_scores, tied
 
 
 def plain(case: Case):
@@ -48,37 +43,10 @@ def with_draft(case: Case, draft, **more):
     return out
 
 
-def tied(expected, out, prompt_length: int) -> bool:
-    """Whether the first tokens that differ were so close that rounding chose between them."""
-    for row, (left, right) in enumerate(zip(expected.sequences.tolist(), out.sequences.tolist(), strict=True)):
-        place = next((i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), None)
-        if place is not None:
-            scores = expected.scores[place - prompt_length][row]
-            return bool((scores[left[place]] - scores[right[place]]).abs() < TIE)
-    return False
-
-
 def check_text(case: Case, expected, out) -> None:
     if expected.sequences.tolist() != out.sequences.tolist():
-        assume(not (not case.do_sample and tied(expected, out, max(case.lengths))))
+        assume(not (not case.do_sample and tied(expected, out.sequences, max(case.lengths))))
     assert out.sequences.tolist() == expected.sequences.tolist()
-
-
-def check_scores(case: Case, expected, out) -> None:
-    """Processed scores and raw logits of every token of a row, up to its end."""
-    prompt_length = max(case.lengths)
-    new = out.sequences[:, prompt_length:]
-    assert len(out.scores) == len(out.logits) == new.shape[1]
-    for row in range(len(new)):
-        for place in range(new.shape[1]):
-            if not bool(out.logits[place][row].any()):
-                break  # the row was done
-            for ours, theirs in ((out.scores, expected.scores), (out.logits, expected.logits)):
-                mine, bare = ours[place][row], theirs[place][row].float()
-                torch.testing.assert_close(mine, bare, atol=SCORE_TOLERANCE, rtol=SCORE_TOLERANCE, equal_nan=True)
-        else:
-            place = new.shape[1]
-        assert place > 0
 
 
 @given(case=cases())
@@ -97,7 +65,7 @@ def test_text_and_scores(case: Case):
         assert with_draft(case, draft).sequences.tolist() == out.sequences.tolist()
         return
     check_text(case, expected, out)
-    check_scores(case, expected, out)
+    check_scores(expected, out, max(case.lengths))
     stats = out.speculation
     event("something was accepted" if stats.num_accepted_draft_tokens else "nothing was accepted")
     assert stats.num_emitted_tokens == stats.num_spec_steps + stats.num_accepted_draft_tokens
@@ -132,6 +100,6 @@ def test_a_second_turn(case: Case, other, extra: int, more: int):
     draft = second.draft(expected.sequences[:, text.shape[1] :].tolist())
     again = second.model().generate(**turn, past_key_values=cache, assistant_model=draft)
     if again.sequences.tolist() != expected.sequences.tolist():
-        assume(not tied(expected, again, text.shape[1]))
+        assume(not tied(expected, again.sequences, text.shape[1]))
     assert again.sequences.tolist() == expected.sequences.tolist()
     assert cache.get_seq_length() == again.sequences.shape[1] - 1

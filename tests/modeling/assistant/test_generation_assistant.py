@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from hf_longspec import AssistantDraftModel, PlainDraftModel, SpeculativeCache
-from hf_longspec.auditing_sampling import MAX_SIGMA
 from hf_longspec.generation.beam import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
-from tests.distributions import max_z_score
 from tests.generation.test_on_simulated_cuda import generate as generate_until
 from tests.generation.test_on_simulated_cuda import make_draft
 from tests.generation.tiny_models import ATTENTION
@@ -223,34 +221,6 @@ def test_tau_is_that_of_transformers_assisted_generation(length):
     assert torch.equal(ours, stock)
     assert stats.num_forwards == rounds
     assert 60 / (length + 1) < rounds < 60
-
-
-ROWS, TOKENS, FEWEST, TEMPERATURE = 2000, 3, 6, 1.5
-
-
-@torch.no_grad()
-def joint(model, prompt):
-    """The exact distribution of the next tokens, by one plain forward for each text."""
-    texts = torch.cartesian_prod(*[torch.arange(FEWEST)] * TOKENS)
-    whole = torch.cat([prompt.expand(len(texts), -1), texts], 1)
-    logits = model(whole).logits[:, prompt.shape[1] - 1 : -1].double() / TEMPERATURE
-    return logits.log_softmax(-1).gather(2, texts[..., None]).sum((1, 2)).exp().view([FEWEST] * TOKENS)
-
-
-@pytest.mark.parametrize("settings", [{"window": 3, "sinks": 1}, {"pard_token": 5}], ids=str)
-def test_rejection_sampling_gives_the_distribution_of_the_target(settings):
-    """Coupled drafts need no such test: their text is that of the plain loop."""
-    model = tiny_target("qwen3", vocab_size=FEWEST)
-    small = tiny_target("llama", 5, vocab_size=FEWEST, num_hidden_layers=1)
-    prompt, _ = tiny_prompts(FEWEST, (5,))
-    settings = {"num_assistant_tokens": 2, "acceptance": "rejection"} | settings
-    draft = AssistantDraftModel.from_model(small, model, **settings)
-    torch.manual_seed(11)
-    options = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "eos_token_id": 999, "pad_token_id": 999}
-    text = model.generate(prompt.repeat(ROWS, 1), assistant_model=draft, max_new_tokens=TOKENS, **options)
-    stats = draft.last_speculation
-    assert ROWS / 10 < stats.num_accepted_draft_tokens < stats.num_draft_tokens - ROWS / 10
-    assert max_z_score(text[:, prompt.shape[1] :], joint(model, prompt)) < MAX_SIGMA
 
 
 # Captured steps are tested on a simulated device, with those of all drafters.

@@ -1,0 +1,346 @@
+"""Random calls of `generate` with a draft, each written as a script that makes the call and compares: the nightly fuzz.
+
+tests/robustness/cases.py draws most of a call; here are further targets, drafts and ways to call. The test executes the
+very script that a failure prints. Run it in the repository with `python - < script.py`.
+
+To cover more, extend a strategy, and the part of the script that it feeds; add what is refused to `Call.refusal`.
+"""
+
+import math
+import os
+from dataclasses import dataclass, replace
+from inspect import getsource
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.robustness import comparison
+from tests.robustness.architecture_variants import LIMIT, LIMIT_OF_DYNAMIC, VARIANTS
+from tests.robustness.cases import (
+    EAGLE3_CHECKPOINTS,
+    END,
+    AnyLastToken,
+    Case,
+    LastToken,
+    allowed_tokens,
+    cases,
+    character,
+    further_drafts,
+    maybe,
+)
+from tests.robustness.test_threads import in_threads
+from tests.tiny_tokenizers import SPECIAL, character_tokenizer
+
+OF_CHECKPOINTS = {"hidden_size": 32, "num_hidden_layers": 6, "vocab_size": 97}  # fields of their target
+ROPES = {label: fields for label, (name, fields) in VARIANTS.items() if label.startswith("rope") and name == "llama"}
+ROPE_TARGETS = ("llama", "qwen2", "qwen3", "olmo2", "granite")
+# Where frequencies depend on the forward, the text of a chunk or a further turn depends on it too.
+LIMITS = {"longrope": LIMIT, "dynamic": LIMIT_OF_DYNAMIC - 1}
+SMALL = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+CACHED = ("lent", "bare", "returned")
+PLANS = ("once",) * 5 + ("again", *CACHED, "threads")
+# In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/losslessness.md), and
+# by more where rounding chose another expert. Logits have a standard deviation of 3.
+GAP, GAP_OF_EXPERTS = 2.5, 8.0
+
+
+@dataclass(frozen=True)
+class Call(Case):
+    """One call, or a few that belong together.
+
+    Args:
+        weights (`int`): Seed of the target's weights.
+        dtype (`str`): Of the target.
+        attention (`str`, *optional*): `attn_implementation` of the target that speculates.
+        plan (`str`): `once`, `again` (twice with the same draft), `lent`, `bare` or `returned` (a second turn on a
+            cache with or without a config, or on the returned one), `threads` (two calls at once), or `several`
+            (`num_return_sequences`).
+        beside (`bool`): Whether the second thread or the second turn has no draft.
+        gate (`bool`): Of the draft.
+        compiles (`bool`): Whether the draft compiles its steps.
+        wanted (`str`): `text` for a tensor, `dict`, or `scores` for scores and logits as well.
+        masked (`bool`): Whether the attention mask is passed.
+        streamed (`bool`): Whether a streamer is passed.
+        custom (`bool`): Whether the draft is passed as `custom_generate`.
+        small (`tuple`, *optional*): Name, config fields and dtype of the model that drafts.
+        end (`int`): The end token, if the options name no other.
+        d2t (`int`, *optional*): Seed of the tokens that an EAGLE-3 draft has, if not the first ones.
+        gaps (`int`, *optional*): Distance of the zeros between tokens in the attention mask.
+        int32 (`bool`): Whether prompts are int32.
+        stops_all (`bool`): Whether the stopping criterion answers for all rows at once.
+    """
+
+    weights: int
+    dtype: str
+    attention: str | None
+    plan: str
+    beside: bool
+    gate: bool
+    compiles: bool
+    wanted: str
+    masked: bool
+    streamed: bool
+    custom: bool
+    small: tuple | None
+    end: int
+    d2t: int | None
+    gaps: int | None
+    int32: bool
+    stops_all: bool
+
+    @property
+    def limit(self) -> float:
+        """Position at which the rotary frequencies change."""
+        return LIMITS.get(self.overrides.get("rope_parameters", {}).get("rope_type"), math.inf)
+
+    @property
+    def text_is_fixed(self) -> bool:
+        return not (self.do_sample and self.settings.get("acceptance", "coupled") == "rejection")
+
+    @property
+    def refusal(self) -> str | None:
+        """Pattern of the message, if the call is to be refused."""
+        settings = self.settings
+        if self.target[0] == "deepseek_v3" and (
+            self.kind in ("longspec", "quest") or settings.get("granularity") == "kv_head"
+        ):
+            return "MLA"
+        if not self.text_is_fixed:
+            if settings.get("tree_widths"):
+                return "acceptance='rejection' with tree_widths"
+            if settings.get("ngram_candidates"):
+                return "acceptance='rejection' with ngram_candidates"
+        if self.plan == "several":
+            return "num_return_sequences"
+        if self.options.get("prefill_chunk_size") and max(self.lengths) > self.limit:
+            return "prefill_chunk_size=.* with a prompt of"
+        return None
+
+
+@st.composite
+def calls(draw: Any, compiles: bool = False) -> Call:
+    """One call of a [`Case`], with what a case does not vary."""
+    case = draw(cases())
+    name, overrides = case.target[0], dict(case.target[1])
+    kind, settings = draw(further_drafts(case.vocab)) if draw(st.booleans()) else (case.kind, dict(case.settings))
+    if kind == "fixture":
+        name, overrides = "llama", OF_CHECKPOINTS
+    elif name in ROPE_TARGETS and draw(st.booleans()):
+        name, overrides = "llama", overrides | ROPES[draw(st.sampled_from(sorted(ROPES)))]
+    elif name in ("llama", "gemma3", "qwen3"):
+        overrides["tie_word_embeddings"] = draw(st.booleans())
+    dtype = draw(st.sampled_from(["float32"] * 3 + ["bfloat16"]))
+    gate, small, vocab = draw(st.booleans()), None, overrides["vocab_size"]
+    if kind == "assistant" and (settings["window"] is None or draw(st.booleans())):
+        size = max(vocab + draw(st.sampled_from([0, 0, 3, -2])), settings.get("pard_token", 0) + 1)
+        small = draw(st.sampled_from(SMALL)), {"vocab_size": size}, draw(st.sampled_from(["float32", dtype]))
+    if kind == "tokenswift":
+        settings |= draw(st.sampled_from([{}, {"chained": False}, {"sequential": True}]))
+    options, lengths = dict(case.options), (*case.lengths, 1) if draw(st.booleans()) else case.lengths
+    if limit := LIMITS.get(overrides.get("rope_parameters", {}).get("rope_type"), 0):
+        dtype = "float32"  # the audit of other types runs one forward, of one set of frequencies
+        longer = limit - draw(st.integers(-4, 10)) - max(lengths)  # texts that reach the change
+        lengths = tuple(max(1, length + longer) for length in lengths)
+        options |= {name: options[name] + longer for name in ("max_length", "min_length") if name in options}
+    if implementation := draw(maybe(st.sampled_from(["static", "dynamic"]))):
+        options["cache_implementation"] = implementation
+    call = Call(
+        **vars(case)
+        | {"target": (name, tuple(sorted(overrides.items()))), "ours": False, "kind": kind, "settings": settings}
+        | {"lengths": lengths, "options": options},
+        weights=draw(st.integers(0, 2)),
+        dtype=dtype,
+        attention=draw(st.sampled_from([None, None, "hf_longspec", "eager"])),
+        plan="once" if limit else "several" if draw(st.integers(0, 60)) == 60 else draw(st.sampled_from(PLANS)),
+        beside=draw(st.booleans()),
+        gate=gate,
+        compiles=compiles,
+        wanted=draw(st.sampled_from(["text", "dict", "scores"])),
+        masked=draw(st.sampled_from([True, True, True, False])),
+        streamed=draw(st.sampled_from([False, False, True])),
+        custom=draw(st.sampled_from([False, False, False, True])),
+        small=small,
+        end=END,
+        d2t=draw(maybe(st.integers(0, 99))) if "draft_vocab_size" in settings else None,
+        gaps=None if limit else draw(maybe(st.integers(2, 5))),
+        int32=draw(st.booleans()),
+        stops_all=draw(st.booleans()),
+    )
+    return within_reach(call)
+
+
+def within_reach(call: Call) -> Call:
+    """The nearest call that transformers itself can make, and whose text can be compared."""
+    changes: dict[str, Any] = {}
+    options, lengths = dict(call.options), call.lengths
+    if call.plan in CACHED:
+        changes |= {"masked": True}
+    equal_rows = call.plan in CACHED and len(lengths) > 1  # none of which may end before the others
+    if call.kind == "fixture" or call.dtype == "bfloat16" or call.plan == "threads" or equal_rows:
+        # tokens were drawn for another vocabulary; the audit is of plain logits; threads share the random numbers
+        kept = ("max_length", "max_new_tokens", "prefill_chunk_size", "cache_implementation")
+        options = {name: options[name] for name in kept if name in options}
+        changes |= {"do_sample": False, "penalty": None, "allowed": None, "stop_at": None}
+        changes |= {"end": comparison.NEVER} if equal_rows else {}
+    if options.get("forced_eos_token_id") in options.get("begin_suppress_tokens", ()):
+        del options["begin_suppress_tokens"]  # both at once forbid all tokens
+    forbids_ends = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
+    if call.allowed is not None or forbids_ends & options.keys():
+        options.pop("exponential_decay_length_penalty", None)  # the stock score of a forbidden end is NaN
+    if call.plan in CACHED:
+        options.pop("cache_implementation", None)
+    if call.plan != "once":
+        changes |= {"streamed": False, "custom": False}
+    if call.gaps is not None:  # only a mask has them, and the audit knows none
+        changes |= {"masked": True} if call.dtype == "float32" else {"gaps": None}
+    if call.streamed or "stop_strings" in options:  # transformers passes neither streamer nor tokenizer there
+        changes |= {"custom": False}
+    if call.do_sample and not call.text_is_fixed:
+        changes |= {"gate": False}  # where drafts end decides the text
+    return replace(call, options=options, lengths=lengths, **changes)
+
+
+IMPORTS = """# In the repository: python - < this file
+import re, sys, tempfile, threading
+from functools import partial
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+from hf_longspec import *
+from hf_longspec.testing import *
+"""
+CONSTANTS = {name: getattr(comparison, name) for name in ("TIE", "SCORE_TOLERANCE", "WANTED", "NEVER")}
+CONSTANTS["SPECIAL"] = SPECIAL
+MAKERS = {
+    **{kind: f"random_{kind}_draft(model" for kind in ("longspec", "tokenswift", "eagle3")},
+    "plain": "PlainDraftModel.from_target(model",
+    "ngram": "NgramDraftModel.from_target(model",
+    "specattn": "SpecAttnDraftModel.from_target(model",
+    "quest": "QuestDraftModel.from_target(model",
+    "recycling": "TokenRecyclingDraftModel.from_target(model",
+    "assistant": "AssistantDraftModel.from_target(model",
+}
+# What scripts repeat; each comes after those that it uses.
+PARTS = (
+    *(LastToken, AnyLastToken, allowed_tokens, character_tokenizer, in_threads),
+    *(getattr(comparison, name) for name in ("Streamed", "state_of", "tied", "check_scores", "check_text")),
+    *(getattr(comparison, f"check_{name}") for name in ("rounding", "calls", "two_turns", "threads", "refusal")),
+)
+
+
+def script_of(call: Call) -> str:
+    """The call as a script, which ends without an error if everything is as without a draft."""
+    reference = "None"
+    if call.do_sample and call.refusal is None:
+        reference = "PlainDraftModel.from_target(stock)" if call.text_is_fixed else "make_draft(stock)"
+    gap = GAP_OF_EXPERTS if call.target[0] in EXPERTS else GAP
+    check = "check_text" if call.dtype == "float32" else f"partial(check_rounding, stock, {gap}, {call.end})"
+    gaps = "" if call.gaps is None else f"\n    attention_mask[:, start // 2 : -1 : {call.gaps}] = 0"
+    int32 = "\n    input_ids = input_ids.int()" if call.int32 else ""
+    how = '{"custom_generate": draft.custom_generate}' if call.custom else '{"assistant_model": draft}'
+    mask = '{"attention_mask": attention_mask}' if call.masked else "{}"
+    body = f"""
+def target(attention=None):
+    how = dict(seed={call.weights}, dtype=torch.{call.dtype}, attn_implementation=attention)
+    return tiny_target({call.target[0]!r}, **how, **{call.overrides})
+
+
+{_draft(call)}
+
+{_arguments(call)}
+
+def generate(model, draft=None, seed=0, **more):
+    input_ids, attention_mask = tiny_prompts({call.vocab}, {call.lengths}, seed){gaps}{int32}
+    how = {{}} if draft is None else {how}
+    mask = {mask}
+    torch.manual_seed(5)
+    return model.generate(input_ids, **(arguments() | mask | how | more))
+
+
+torch.set_num_threads(1)
+start, stock, model = {max(call.lengths)}, target(), target({call.attention!r})
+check, streamed = {check}, {"Streamed()" if call.streamed else None}
+expected = generate(stock, {reference}, streamer=streamed, **WANTED)
+{_plan(call)}
+"""
+    used, parts = body, []
+    for part in reversed(PARTS):  # those that the script uses, and what they use
+        if part.__name__ in used:
+            source = getsource(part)
+            used, parts = used + source, [source, *parts]
+    constants = "\n".join(f"{name} = {value!r}" for name, value in CONSTANTS.items())
+    return "\n\n".join([IMPORTS + "\n" + constants, *parts, body])
+
+
+def _draft(call: Call) -> str:
+    settings, before, after = dict(call.settings), [], []
+    if call.kind == "tree":
+        maker = "RandomTreeDraftModel.from_target(model)"
+        after = [f"draft.{name} = {value!r}" for name, value in settings.items()]
+        after += ["draft.hints = expected.sequences[:, start:].tolist()"]
+    elif call.kind == "fixture":
+        folder = os.path.relpath(EAGLE3_CHECKPOINTS / settings.pop("folder"))
+        maker = f"Eagle3DraftModel.from_pretrained({folder!r}, target=model, **{settings})"
+    elif call.small is not None:
+        name, fields, dtype = call.small
+        maker = f"AssistantDraftModel.from_model(small, model, **{settings})"
+        before = [f"small = tiny_target({name!r}, 5, dtype=torch.{dtype}, **{fields})"]
+        if fields["vocab_size"] != call.vocab:  # without names of tokenizers, models of two sizes are refused
+            characters = "".join(map(character, range(3, min(fields["vocab_size"], call.vocab))))
+            before += ["folder = tempfile.mkdtemp()", f"character_tokenizer({characters!r}).save_pretrained(folder)"]
+            before += ["model.config._name_or_path = small.config._name_or_path = folder"]
+    else:
+        maker = f"{MAKERS[call.kind]}, **{settings})"
+    if call.d2t is not None:
+        size, seed = settings["draft_vocab_size"], call.d2t
+        after += [f"ids = torch.randperm({call.vocab}, generator=torch.Generator().manual_seed({seed}))[:{size}]"]
+        after += [f"draft.d2t.copy_(ids.sort().values - torch.arange({size}))"]
+    after += [f"draft.generation_config.gate = {call.gate}"]
+    after += ["draft.generation_config.compile = 'compile'"] if call.compiles else []
+    return _function("make_draft(model)", [*before, f"draft = {maker}", *after, "return draft"])
+
+
+def _arguments(call: Call) -> str:
+    """New objects every time."""
+    options = {"do_sample": call.do_sample, "eos_token_id": call.end, "pad_token_id": 0} | call.options
+    lines = [f"options = {options}"]
+    if "stop_strings" in options:
+        characters = "".join(map(character, range(3, call.vocab)))
+        lines += [f"options['tokenizer'] = character_tokenizer({characters!r})"]
+    if call.stop_at is not None:
+        rule = "AnyLastToken" if call.stops_all else "LastToken"
+        lines += [f"options['stopping_criteria'] = [{rule}{call.stop_at}]"]
+    if call.penalty is not None:
+        lines += [f"options['logits_processor'] = [ContextualPenaltyLogitsProcessor{call.penalty}]"]
+    if call.allowed is not None:
+        lines += [f"options['prefix_allowed_tokens_fn'] = allowed_tokens({call.vocab}, {call.allowed})"]
+    return _function("arguments()", [*lines, "return options"])
+
+
+def _function(signature: str, lines: list[str]) -> str:
+    return f"def {signature}:\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _plan(call: Call) -> str:
+    first, second = "make_draft(model)", None if call.beside else "draft"
+    caches = {"lent": "DynamicCache(config=model.config)", "bare": "DynamicCache()", "returned": "None"}
+    if call.refusal is not None:
+        more = {"several": "num_return_sequences=2"} | {plan: f"past_key_values={caches[plan]}" for plan in CACHED}
+        return (
+            f"check_refusal(lambda: generate(model, {first}, {more.get(call.plan, '')}), {call.refusal!r})\n"
+            "check(expected, generate(model), start)"
+        )
+    if call.plan == "threads":
+        return f"check_threads(generate, target, model, [{first}, {second and first}], start, check)"
+    if call.plan in CACHED:
+        gaps = "" if call.gaps is None else f"mask[:, start // 2 : -1 : {call.gaps}] = 0\n"
+        mask = f"mask = tiny_prompts({call.vocab}, {call.lengths})[1]\n{gaps}"
+        arguments = f"generate, target, model, draft, expected, mask, start, check, {caches[call.plan]}, {second}"
+        return f"{mask}draft = {first}\ncheck_two_turns({arguments})"
+    wanted = {"text": {}, "dict": {"return_dict_in_generate": True}, "scores": comparison.WANTED}[call.wanted]
+    times, is_repeatable = 1 + (call.plan == "again"), not call.do_sample and call.limit == math.inf
+    arguments = f"generate, model, {first}, expected, start, check, {times}, {wanted}, streamed, {is_repeatable}"
+    return f"check_calls({arguments})"
