@@ -17,27 +17,37 @@ SEED = int(os.environ.get("FUZZ_SEED", 0))
 # The first call of every chunk is the simplest one.
 CHUNKS, OF_CHUNK, SAMPLE, COMPILED = 50, 41, 15, 3
 OF_RUN = 5  # later examples of one run of hypothesis resemble earlier ones
-GENEROUS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+GENEROUS = {
+    "deadline": None,
+    "database": None,
+    "report_multiple_bugs": False,
+    "suppress_health_check": list(HealthCheck),
+}
 
 
 def check(path, chunk, count, phases=(Phase.generate, Phase.shrink), **how):
     """Make that many different calls; the first that fails is shrunk and printed."""
-    path, passed, run = path / "call.py", set(), 10_000 * (CHUNKS * SEED + chunk)
+    path, passed, failed, run = path / "call.py", set(), [], 10_000 * (CHUNKS * SEED + chunk)
 
     def try_out(call):
         script = script_of(call)
-        if len(passed) < count and script not in passed:
-            path.write_text(script)
+        if not failed and (script in passed or len(passed) == count):
+            return
+        path.write_text(script)
+        try:
             runpy.run_path(str(path))
-            passed.add(script)
+        except Exception:
+            failed.append(script)
+            raise
+        passed.add(script)
 
     while len(passed) < count:
         run += 1
         every_call = settings(max_examples=OF_RUN, phases=phases, **GENEROUS)(given(calls(**how))(try_out))
         try:
             seed(run)(every_call)()
-        except Exception as error:
-            pytest.fail(f"FUZZ_SEED={SEED}: {type(error).__name__}: {error}\n\n{path.read_text()}", pytrace=False)
+        except Exception as error:  # the last call that failed is the smallest
+            pytest.fail(f"FUZZ_SEED={SEED}: {type(error).__name__}: {error}\n\n{failed[-1]}", pytrace=False)
 
 
 def test_some_calls(tmp_path):
