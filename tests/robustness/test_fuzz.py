@@ -46,7 +46,10 @@ def check(path, chunk, count, phases=(Phase.generate, Phase.shrink), **how):
         every_call = settings(max_examples=OF_RUN, phases=phases, **GENEROUS)(given(calls(**how))(try_out))
         try:
             seed(run)(every_call)()
-        except Exception as error:  # the last call that failed is the smallest
+        except Exception as error:
+            if not failed:  # no call was made
+                raise
+            # the last call that failed is the smallest
             pytest.fail(f"FUZZ_SEED={SEED}: {type(error).__name__}: {error}\n\n{failed[-1]}", pytrace=False)
 
 
