@@ -39,6 +39,9 @@ SMALL = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 CACHED = ("lent", "bare", "returned")
 PLANS = ("once",) * 5 + ("again", *CACHED, "threads")
+# Options under which the end token may be forbidden.
+FORBIDDING = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
+FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where drafted tokens follow
 # Trees that a gate may choose beside the configured one.
 OTHER_TREES: dict[str, list[Any]] = {
     **{kind: [[3], [1]] for kind in ("longspec", "eagle3", "fixture")},
@@ -187,8 +190,7 @@ def within_reach(call: Call) -> Call:
         changes |= {"end": comparison.NEVER} if equal_rows else {}
     if options.get("forced_eos_token_id") in options.get("begin_suppress_tokens", ()):
         del options["begin_suppress_tokens"]  # both at once forbid all tokens
-    forbids_ends = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
-    if call.allowed is not None or forbids_ends & options.keys():
+    if call.allowed is not None or FORBIDDING & options.keys():
         options.pop("exponential_decay_length_penalty", None)  # the stock score of a forbidden end is NaN
     if call.plan in CACHED:
         options.pop("cache_implementation", None)
