@@ -228,8 +228,11 @@ MAKERS = {
 # What scripts repeat; each comes after those that it uses.
 PARTS = (
     *(LastToken, allowed_tokens, character_tokenizer, in_threads),
-    *(getattr(comparison, name) for name in ("Streamed", "state_of", "tied", "check_scores", "check_text")),
-    *(getattr(comparison, f"check_{name}") for name in ("rounding", "calls", "two_turns", "threads", "refusal")),
+    *(getattr(comparison, name) for name in ("Streamed", "state_of", "tied", "is_unstable", "with_noise")),
+    *(
+        getattr(comparison, f"check_{name}")
+        for name in ("scores", "text", "rounding", "calls", "two_turns", "threads", "refusal")
+    ),
 )
 
 
@@ -260,10 +263,14 @@ def generate(model, draft=None, seed=0, **more):
     return model.generate(input_ids, **(arguments() | mask | how | more))
 
 
+def reference(stock, **more):
+    return generate(stock, {reference}, **more)
+
+
 torch.set_num_threads(1)
 start, stock, model = {max(call.lengths)}, target(), target({call.attention!r})
 check, streamed = {check}, {"Streamed()" if call.streamed else None}
-expected = generate(stock, {reference}, streamer=streamed, **WANTED)
+expected = reference(stock, streamer=streamed, **WANTED)
 {_plan(call)}
 """
     used, parts = body, []
@@ -339,5 +346,5 @@ def _plan(call: Call) -> str:
         return f"draft = {first}\ncheck_two_turns({arguments})"
     wanted = {"text": {}, "dict": {"return_dict_in_generate": True}, "scores": comparison.WANTED}[call.wanted]
     times, is_repeatable = 1 + (call.plan == "again"), not call.do_sample and call.limit == math.inf
-    arguments = f"generate, model, {first}, expected, start, check, {times}, {wanted}, streamed, {is_repeatable}"
-    return f"check_calls({arguments})"
+    arguments = f"generate, model, {first}, expected, start, check, rerun, {times}, {wanted}, streamed, {is_repeatable}"
+    return f"rerun = lambda seed: reference(with_noise(target(), seed))\ncheck_calls({arguments})"
