@@ -40,6 +40,9 @@ SMALL = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3")
 EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 CACHED = ("lent", "bare", "returned")
 PLANS = ("once",) * 5 + ("again", *CACHED, "threads")
+# Options under which the end token may be forbidden.
+FORBIDDING = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
+FORBIDDING |= {"no_repeat_ngram_size"}  # also after the end of a row, where drafted tokens follow
 # In bfloat16, two computations of a logit of these models differ by about 1 in dense ones (docs/losslessness.md), and
 # by more where rounding chose another expert. Logits have a standard deviation of 3.
 GAP, GAP_OF_EXPERTS = 2.5, 8.0
@@ -185,8 +188,7 @@ def within_reach(call: Call) -> Call:
         changes |= {"end": comparison.NEVER} if equal_rows else {}
     if options.get("forced_eos_token_id") in options.get("begin_suppress_tokens", ()):
         del options["begin_suppress_tokens"]  # both at once forbid all tokens
-    forbids_ends = {"min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"}
-    if call.allowed is not None or forbids_ends & options.keys():
+    if call.allowed is not None or FORBIDDING & options.keys():
         options.pop("exponential_decay_length_penalty", None)  # the stock score of a forbidden end is NaN
     if call.plan in CACHED:
         options.pop("cache_implementation", None)
@@ -226,8 +228,11 @@ MAKERS = {
 # What scripts repeat; each comes after those that it uses.
 PARTS = (
     *(LastToken, AnyLastToken, allowed_tokens, character_tokenizer, in_threads),
-    *(getattr(comparison, name) for name in ("Streamed", "state_of", "tied", "check_scores", "check_text")),
-    *(getattr(comparison, f"check_{name}") for name in ("rounding", "calls", "two_turns", "threads", "refusal")),
+    *(getattr(comparison, name) for name in ("Streamed", "state_of", "tied", "is_unstable", "with_noise")),
+    *(
+        getattr(comparison, f"check_{name}")
+        for name in ("scores", "text", "rounding", "calls", "two_turns", "threads", "refusal")
+    ),
 )
 
 
@@ -260,10 +265,14 @@ def generate(model, draft=None, seed=0, **more):
     return model.generate(input_ids, **(arguments() | mask | how | more))
 
 
+def reference(stock, **more):
+    return generate(stock, {reference}, **more)
+
+
 torch.set_num_threads(1)
 start, stock, model = {max(call.lengths)}, target(), target({call.attention!r})
 check, streamed = {check}, {"Streamed()" if call.streamed else None}
-expected = generate(stock, {reference}, streamer=streamed, **WANTED)
+expected = reference(stock, streamer=streamed, **WANTED)
 {_plan(call)}
 """
     used, parts = body, []
@@ -342,5 +351,5 @@ def _plan(call: Call) -> str:
         return f"{mask}draft = {first}\ncheck_two_turns({arguments})"
     wanted = {"text": {}, "dict": {"return_dict_in_generate": True}, "scores": comparison.WANTED}[call.wanted]
     times, is_repeatable = 1 + (call.plan == "again"), not call.do_sample and call.limit == math.inf
-    arguments = f"generate, model, {first}, expected, start, check, {times}, {wanted}, streamed, {is_repeatable}"
-    return f"check_calls({arguments})"
+    arguments = f"generate, model, {first}, expected, start, check, rerun, {times}, {wanted}, streamed, {is_repeatable}"
+    return f"rerun = lambda seed: reference(with_noise(target(), seed))\ncheck_calls({arguments})"
