@@ -128,7 +128,6 @@ SETTINGS = (
     Setting.of(selection="all_rows"),
     Setting.of(selection="last_accepted"),
     Setting.of(selection="accepted_rows"),
-    Setting.of(selection="pages"),
     Setting.of(selection="two_rows", score="weights"),
     Setting.of(selection="all_rows", score="weights"),
     Setting.of("greedy", selection="two_rows"),

@@ -21,7 +21,6 @@ import torch
 from .lengths import SeqLens
 
 GRANULARITIES = ("layer", "kv_head")
-PAGE = 16
 # Keys cast at a time on a CPU: 4 MB in float32, which stays in its cache.
 CAST_BLOCK = 2**20
 
@@ -68,9 +67,7 @@ class ScoreCapture:
         last_node (`torch.LongTensor` of shape `(B,)`): Index of every row's last node.
         rows (`str`): Queries that count: `two_rows` (node 0 and the last node), `all_rows`, or `each_row` (one set of
             scores for every node, to choose from once the acceptance is known).
-        score (`str`): `logits` (Eq. 3), `weights` (attention probabilities, comparable between heads), or `pages`
-            (upper bound of the logits within pages of 16 entries: the bound of Quest,
-            https://huggingface.co/papers/2406.10774, for the queries of this verification).
+        score (`str`): `logits` (Eq. 3), or `weights` (attention probabilities, comparable between heads).
         granularity (`str`): One score per `layer`, or one per `kv_head`.
         skipped_layers (`frozenset[int]`): Layers without scores.
         sum_ranks (`Callable`, *optional*): Where the heads of a layer are divided among processes: sums a tensor over
@@ -92,7 +89,7 @@ class ScoreCapture:
     @property
     def score_rows(self) -> ScoreRows | None:
         """Return the scores that a backend may write in place of `collect`; `None` if they need a pass of their own."""
-        if self.rows != "two_rows" or self.score == "pages":
+        if self.rows != "two_rows":
             return None
         return ScoreRows(self.score == "weights", self.granularity == "layer", self.skipped_layers)
 
@@ -118,8 +115,6 @@ class ScoreCapture:
         grouped = query.unflatten(1, (key.shape[1], -1))  # [B, K, G, N, D]
         if self.score == "weights":
             scores = self._weights(grouped, prefix, lse.unflatten(1, (key.shape[1], -1)), scaling, softcap)
-        elif self.score == "pages":
-            scores = self._pages(grouped, prefix)
         else:
             summed = self._sum_of_rows(grouped).sum(2)  # [B, K, R, D]
             scores = key_products(summed, prefix) if _emulated(prefix) else summed @ prefix.transpose(2, 3)
@@ -166,15 +161,6 @@ class ScoreCapture:
         if self.rows == "two_rows":
             return weights.sum((2, 3))[:, :, None]
         return self._sum_of_rows(weights).sum(2)
-
-    def _pages(self, grouped: torch.Tensor, prefix: torch.Tensor) -> torch.Tensor:
-        """Sum over heads and rows the highest logit that any key inside the page's bounds could have."""
-        pages = torch.arange(prefix.shape[2], device=prefix.device) // PAGE
-        lowest, highest = page_extremes(prefix, PAGE)
-        positive = self._sum_of_rows(grouped.clamp_min(0)).sum(2)
-        negative = self._sum_of_rows(grouped.clamp_max(0)).sum(2)
-        bounds = positive @ highest.transpose(2, 3) + negative @ lowest.transpose(2, 3)  # [B, K, R, pages]
-        return bounds.index_select(-1, pages)
 
 
 @dataclass

@@ -39,7 +39,6 @@ def test_every_kind_of_attention(plain_run, name):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("llama", {"selection": "pages"}),
         ("gemma2", {"score": "weights", "selection": "all_rows", "granularity": "kv_head"}),
         ("gpt_oss", {"score": "logits", "selection": "last_accepted", "granularity": "kv_head"}),
         ("llama", {"selection": "accepted_rows", "granularity": "kv_head"}),

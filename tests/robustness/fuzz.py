@@ -345,6 +345,8 @@ def _plan(call: Call) -> str:
     if call.plan == "threads":
         return f"check_threads(generate, target, model, [{first}, {second and first}], start, check)"
     if call.plan in CACHED:
+        if call.plan == "returned" and (call.gaps is not None or len(set(call.lengths)) > 1):
+            second = "draft"  # plain generation refuses a cache without columns for the padding
         gaps = "" if call.gaps is None else f"mask[:, start // 2 : -1 : {call.gaps}] = 0\n"
         mask = f"mask = tiny_prompts({call.vocab}, {call.lengths})[1]\n{gaps}"
         arguments = f"generate, target, model, draft, expected, mask, start, check, {caches[call.plan]}, {second}"

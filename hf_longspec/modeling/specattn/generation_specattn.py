@@ -25,7 +25,6 @@ CAPTURED_ROWS = {
     "all_rows": "all_rows",
     "accepted_rows": "each_row",
     "last_accepted": "each_row",
-    "pages": "two_rows",
 }
 SELECTIONS = (*CAPTURED_ROWS, "window")
 
@@ -81,7 +80,7 @@ class SpecAttnDrafter(SelfDrafter):
         return ScoreCapture(
             last_node=tree.last_node,
             rows=CAPTURED_ROWS[self.selection],
-            score="pages" if self.selection == "pages" else self.score,
+            score=self.score,
             granularity=self.granularity,
             skipped_layers=self.selected.dense_layers,
             sum_ranks=self.binding.target.sum_ranks,

@@ -34,8 +34,8 @@ class SpecAttnDraftModel(SelfDraftModel):
     ```
 
     Settings:
-        selection (`str`): `two_rows` (the paper's), `all_rows`, `accepted_rows`, `last_accepted`, `window` or `pages`.
-        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities). `pages` has its own score.
+        selection (`str`): `two_rows` (the paper's), `all_rows`, `accepted_rows`, `last_accepted` or `window`.
+        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities).
         granularity (`str`): One selection per `layer` or per `kv_head`.
 
     Source: https://huggingface.co/papers/2602.07223.
@@ -54,12 +54,6 @@ class SpecAttnDraftModel(SelfDraftModel):
 
     def check_settings(self, target: TargetView) -> None:
         """Refuse unknown choices, numbers out of range, and per-head selection if heads share their cache."""
-        if self.setting("selection") == "quest":
-            raise ValueError(
-                "selection='quest': this selection is called 'pages', since it is made once per verification by the "
-                "queries of that verification, and Quest selects anew in every drafting step. Set selection='pages', "
-                "or draft with QuestDraftModel."
-            )
         for name, choices in CHOICES.items():
             check_choice(name, self.setting(name), choices)
         super().check_settings(target)

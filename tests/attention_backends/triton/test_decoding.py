@@ -98,7 +98,7 @@ def test_selections_and_text(name, settings):
 
 @pytest.mark.parametrize(
     "selection",
-    ["last_accepted", *(pytest.param(name, marks=pytest.mark.soak) for name in ("window", "all_rows", "pages"))],
+    ["last_accepted", *(pytest.param(name, marks=pytest.mark.soak) for name in ("window", "all_rows"))],
 )
 def test_other_selections_take_the_way_they_had(selection):
     model = tiny_target("llama", num_hidden_layers=1)

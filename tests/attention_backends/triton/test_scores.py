@@ -127,10 +127,9 @@ def test_the_selection_is_that_of_the_second_pass(kernel_device, monkeypatch, na
     [
         ({"rows": "all_rows"}, 3),
         ({"rows": "each_row"}, 3),
-        ({"score": "pages"}, 3),
         ({"score": "weights"}, 9),  # 18 rows of two nodes do not fit in one program of 16
     ],
-    ids=["all_rows", "each_row", "pages", "too_many_heads"],
+    ids=["all_rows", "each_row", "too_many_heads"],
 )
 def test_other_scores_take_the_second_pass(kernel_device, options, groups):
     """And give what they give on the torch backend."""
