@@ -105,6 +105,8 @@ class Call(Case):
     def refusal(self) -> str | None:
         """Pattern of the message, if the call is to be refused."""
         settings = self.settings
+        if self.plan == "several":
+            return "num_return_sequences"
         if self.target[0] == "deepseek_v3" and (
             self.kind in ("longspec", "quest") or settings.get("granularity") == "kv_head"
         ):
@@ -114,8 +116,6 @@ class Call(Case):
                 return "acceptance='rejection' with tree_widths"
             if settings.get("ngram_candidates"):
                 return "acceptance='rejection' with ngram_candidates"
-        if self.plan == "several":
-            return "num_return_sequences"
         if self.options.get("prefill_chunk_size") and max(self.lengths) > self.limit:
             return "prefill_chunk_size=.* with a prompt of"
         return None
