@@ -413,7 +413,7 @@ MUTATIONS = (
     ),
     Mutation(
         "The lowest values bound the products of negative queries, and the highest those of positive ones",
-        "attention_backends/scores.py",
+        "attention_backends/pages.py",
         "key_products(grouped.clamp_min(0), highest) + key_products(grouped.clamp_max(0), lowest)",
         "key_products(grouped.clamp_min(0), lowest) + key_products(grouped.clamp_max(0), highest)",
         "tests/attention_backends/test_pages.py::test_bounds",

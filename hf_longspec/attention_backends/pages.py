@@ -12,10 +12,47 @@ import torch
 
 from .contexts import GraphStep, LayerInputs, StepContext
 from .merge import AttentionState, merge_attention_states
-from .scores import page_bounds, page_extremes
+from .scores import key_products
 
 # Pages whose keys are gathered at a time, so that a long prefix is not copied as a whole.
 PAGES_AT_ONCE = 256
+
+
+def page_extremes(keys: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lowest and the highest value of every channel in every page of keys `(B, K, S, D)`.
+
+    Args:
+        keys (`torch.Tensor` of shape `(B, K, S, D)`): Keys, S at least 1.
+        page_size (`int`): Entries of a page. The last page may have fewer.
+
+    Returns:
+        `tuple`: Two tensors of shape `(B, K, pages, D)`.
+    """
+    full = keys.shape[2] // page_size
+    whole, rest = keys[:, :, : full * page_size], keys[:, :, full * page_size :]
+    parts = [whole.unflatten(2, (full, page_size))] if full else []
+    if rest.shape[2]:
+        parts.append(rest[:, :, None])
+    return torch.cat([part.amin(3) for part in parts], 2), torch.cat([part.amax(3) for part in parts], 2)
+
+
+def page_bounds(query: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
+    """Return an upper bound of `q . k` over the keys of every page and the queries that share a KV head.
+
+    The bound of Quest (https://huggingface.co/papers/2406.10774, Section 3.3): every channel adds the larger one of its
+    products with the two extremes. A group of query heads reads the same pages, so their largest bound counts.
+
+    Args:
+        query (`torch.Tensor` of shape `(B, H, N, D)`): Queries.
+        lowest (`torch.Tensor` of shape `(B, K, P, D)`): Lowest value of every channel of every page.
+        highest (`torch.Tensor` of shape `(B, K, P, D)`): Highest value.
+
+    Returns:
+        `torch.Tensor` of shape `(B, K, P)`, float32.
+    """
+    grouped = query.unflatten(1, (lowest.shape[1], -1)).flatten(2, 3)  # [B, K, G * N, D]
+    bounds = key_products(grouped.clamp_min(0), highest) + key_products(grouped.clamp_max(0), lowest)
+    return bounds.amax(2)
 
 
 class KeyPages:

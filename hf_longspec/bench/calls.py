@@ -308,29 +308,6 @@ def changed(draft: Any, options: dict[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def watched_drafters(draft: Any, watch: Callable[[Any, Any], None]) -> Iterator[None]:
-    """Call `watch(drafter, binding)` for every drafter that `draft` makes while the context is open; may be nested.
-
-    `watch` may replace methods of both, which live for one call.
-    """
-    make, held = draft.drafter, vars(draft).get("drafter")
-
-    def watched(binding: Any) -> Any:
-        drafter = make(binding)
-        watch(drafter, binding)
-        return drafter
-
-    draft.drafter = watched
-    try:
-        yield
-    finally:
-        if held is None:
-            del draft.drafter
-        else:
-            draft.drafter = held
-
-
-@contextmanager
 def accepted_depths(draft: Any) -> Iterator[list[int]]:
     """Count how deep every verification is accepted, also the last of a row, which is cut at the token limit.
 
@@ -338,8 +315,9 @@ def accepted_depths(draft: Any) -> Iterator[list[int]]:
         `list[int]`: Entry k counts the verifications, row by row, that accepted k drafted tokens.
     """
     histogram: list[int] = []
+    make, held = draft.drafter, vars(draft).get("drafter")
 
-    def watch(drafter: Any, binding: Any) -> None:
+    def watched(binding: Any) -> Any:
         sequences = binding.rule.sequences
         append, calls = sequences.append, count(1)
 
@@ -352,6 +330,13 @@ def accepted_depths(draft: Any) -> Iterator[list[int]]:
             return append(chosen, scores)
 
         sequences.append = counting_append
+        return make(binding)
 
-    with watched_drafters(draft, watch):
+    draft.drafter = watched
+    try:
         yield histogram
+    finally:
+        if held is None:
+            del draft.drafter
+        else:
+            draft.drafter = held

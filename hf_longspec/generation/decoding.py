@@ -149,7 +149,7 @@ class Session:
         # the place of every token, where windows count the padding between tokens too
         self.columns = self._columns() if counts_gaps else None
         if self.user_cache is not None:
-            take_over(self.user_cache, self.cache, self.prompts.mask)
+            take_over(self.user_cache, self.cache, self.held, self.prompts.mask)
         binding = Binding(target, self.cache, self.rule, self.max_length)
         if self.workspace is not None:
             binding.part = self.workspace.part

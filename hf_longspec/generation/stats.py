@@ -16,7 +16,7 @@ class GateDecision:
         choice (`str`): The fastest choice: `plain` or `draft`.
         length (`int`): Tokens of the longest row at that time, prompt included.
         plain_tokens_per_second (`float`): Speed of steps without drafting, all growing rows together.
-        draft_tokens_per_second (`float`): Speed of speculation with the fastest tree.
+        draft_tokens_per_second (`float`): Speed of speculation.
         tau (`float`): Tokens per verification and row in the steps that this speed was measured on. 0 if speculation
             was not tried. The speed then is the bound that holds if every draft is accepted.
     """

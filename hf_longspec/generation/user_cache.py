@@ -5,6 +5,7 @@ layers become views of the used part of the loop's own buffers instead, without 
 copies, with slots for the padding, which the loop drops.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -108,7 +109,9 @@ def _stand_in(cache: SpeculativeCache, held: list[int], columns: torch.Tensor) -
     return not bool((is_held & (columns != of_cache)).any())
 
 
-def take_over(cache: DynamicCache, own: SpeculativeCache, mask: torch.Tensor | None = None) -> None:
+def take_over(
+    cache: DynamicCache, own: SpeculativeCache, held: Sequence[int], mask: torch.Tensor | None = None
+) -> None:
     """Copy the entries of the user's cache to `own`, layer by layer, and point its layers to the copy.
 
     This frees the original. A layer with a sliding window holds its last tokens only. The slots before them stay zero,
@@ -119,11 +122,11 @@ def take_over(cache: DynamicCache, own: SpeculativeCache, mask: torch.Tensor | N
     Args:
         cache (`DynamicCache`): The user's cache.
         own ([`SpeculativeCache`]): The loop's cache.
+        held (`Sequence[int]`): Result of [`held_by`].
         mask (`torch.Tensor` of shape `(batch, P)`, *optional*): 0 at padding. Nothing is padded by default.
     """
     stored = _stored(cache)
-    lengths = [stored] * own.batch_size if mask is None else held_by(cache, mask)
-    columns = None if mask is None else columns_of(mask, max(lengths))
+    columns = None if mask is None else columns_of(mask, max(held))
     for layer, taken in zip(cache.layers, own.layers, strict=False):
         if _holds(layer):
             taken.lazy_initialization(layer.keys, layer.values)
@@ -134,9 +137,9 @@ def take_over(cache: DynamicCache, own: SpeculativeCache, mask: torch.Tensor | N
                 _point(layer, taken.keys, taken.values, stored)
             else:  # what a window has dropped is filled with any entry, as no later token attends to it
                 places = (columns - first).clamp(0, layer.keys.shape[2] - 1)
-                taken.keys[:, :, : max(lengths)] = _slots_of(layer.keys, places)
-                taken.values[:, :, : max(lengths)] = _slots_of(layer.values, places)
-    own.set_lengths(lengths)
+                taken.keys[:, :, : max(held)] = _slots_of(layer.keys, places)
+                taken.values[:, :, : max(held)] = _slots_of(layer.values, places)
+    own.set_lengths(held)
 
 
 def bring_up_to_date(cache: DynamicCache, own: SpeculativeCache, columns: torch.Tensor | None = None) -> None:

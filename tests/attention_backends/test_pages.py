@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.pages import KeyPages, PageContext, PageSizes
-from hf_longspec.attention_backends.scores import page_bounds, page_extremes
+from hf_longspec.attention_backends.pages import KeyPages, PageContext, PageSizes, page_bounds, page_extremes
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND
 from tests.attention_backends.oracle import SCALING, assert_within_budget, double_loop, plain_attention

@@ -6,7 +6,7 @@ not depend on the context length. The target has no keys for drafted tokens yet;
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,6 @@ class Prefix:
     values: torch.Tensor
     lengths: SeqLens
     window: int | None = None
-    _chosen: tuple[torch.Tensor, ...] | None = field(default=None, init=False, repr=False)
 
     def attend(self, kernels: AttentionBackend, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention output `(B, H, N, D)` of queries `(B, H, N, D)` over the entries of the prefix."""
@@ -50,22 +49,19 @@ class Prefix:
             keys, values = (states[:, :, : self.lengths.longest] for states in (self.keys, self.values))
             attention = partial(kernels.prefix_attention, lengths=self.lengths, scaling=scaling)
         else:
-            if self._chosen is None:
-                self._chosen = self._choose(self.window)
-            keys, values, seen = self._chosen
-            attention = partial(kernels.tree_attention, mask=seen.expand(-1, query.shape[2], -1), scaling=scaling)
+            keys, values = self.keys, self.values
+            indices, counts = self._chosen(self.window)
+            attention = partial(kernels.sparse_attention, indices=indices, counts=counts, scaling=scaling)
         out: torch.Tensor = outside_autocast(attention, query, keys, values)[0]
         return out
 
-    def _choose(self, window: int) -> tuple[torch.Tensor, ...]:
-        """Copy the first `ANCHORS` entries and the last `window`, in shapes that do not depend on the lengths."""
-        lengths = self.lengths.on(self.keys.device)[:, None]
-        first = (lengths - window).clamp_min(ANCHORS)
-        places = torch.arange(window, device=first.device)
-        slots = torch.cat([places.new_tensor(range(ANCHORS)).expand(len(first), -1), first + places], 1)
-        index = slots.clamp_max(self.keys.shape[2] - 1)[:, None, :, None].expand(-1, self.keys.shape[1], -1, -1)
-        copies = (states.gather(2, index.expand(-1, -1, -1, states.shape[3])) for states in (self.keys, self.values))
-        return *copies, (slots < lengths)[:, None]
+    def _chosen(self, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the slots `(B, 1, T)` of the first `ANCHORS` entries and the last `window`, and how many are used."""
+        lengths = self.lengths.on(self.keys.device)
+        first = (lengths - window).clamp_min(ANCHORS)[:, None]
+        slots = first + torch.arange(-ANCHORS, window, device=first.device)
+        slots[:, :ANCHORS] -= first - ANCHORS
+        return slots.clamp_max(self.keys.shape[2] - 1)[:, None], lengths.clamp_max(ANCHORS + window)
 
 
 logger = logging.get_logger(__name__)
