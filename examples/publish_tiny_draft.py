@@ -163,12 +163,14 @@ def training_facts(run: Path) -> dict[str, Any]:
 
 def learning_curve(log: list[dict[str, float]]) -> str:
     """Return a table of tokens, minutes and expected tau, of at most `CURVE_POINTS` entries of the log."""
-    log = [entry for entry in log if expected_tau(entry) is not None]
-    if not log:
+    points = [(entry, tau) for entry in log if (tau := expected_tau(entry)) is not None]
+    if not points:
         return ""
-    chosen = sorted({place * (len(log) - 1) // (CURVE_POINTS - 1) for place in range(CURVE_POINTS)})
-    points = [(log[i]["num_input_tokens_seen"] / 1e6, log[i]["cpu_minutes"], expected_tau(log[i])) for i in chosen]
-    rows = [f"| {tokens:.2f}M | {minutes:.1f} | {tau:.2f} |" for tokens, minutes, tau in points]
+    chosen = sorted({place * (len(points) - 1) // (CURVE_POINTS - 1) for place in range(CURVE_POINTS)})
+    rows = [
+        f"| {entry['num_input_tokens_seen'] / 1e6:.2f}M | {entry['cpu_minutes']:.1f} | {tau:.2f} |"
+        for entry, tau in (points[place] for place in chosen)
+    ]
     return "\n".join([CURVE, "", "| tokens | minutes | tau |", "|---|---|---|", *rows])
 
 

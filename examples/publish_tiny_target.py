@@ -44,7 +44,7 @@ def main() -> None:
     args = parse_arguments()
     check_files(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    context = model.config.max_position_embeddings
+    context, texts = model.config.max_position_embeddings, held_out(args.eval)
     evaluation = {
         "environment": {
             "torch": torch.__version__,
@@ -53,13 +53,11 @@ def main() -> None:
         },
         "context": context,
         "measured": {"long": long_from(context), "short": SHORT, "passage": PASSAGE, "cue": CUE},
-        "sources": {
-            source: evaluate(model, texts, context, args.windows) for source, texts in held_out(args.eval).items()
-        },
+        "sources": {source: evaluate(model, found, context, args.windows) for source, found in texts.items()},
     }
     training = json.loads((args.model / "training.json").read_text(encoding="utf-8"))
     if len({stage.get("layers") for stage in training["stages"]}) > 1:
-        evaluation["without_added_layers"] = cost_of_skipping(model, held_out(args.eval))
+        evaluation["without_added_layers"] = cost_of_skipping(model, texts)
     publish(args.model, args.output, evaluation, write_card(model, evaluation, training))
 
 

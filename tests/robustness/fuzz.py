@@ -257,8 +257,13 @@ def target(attention=None):
 
 {_arguments(call)}
 
-def generate(model, draft=None, seed=0, **more):
+def prompts(seed):
     input_ids, attention_mask = tiny_prompts({call.vocab}, {call.lengths}, seed){gaps}{int32}
+    return input_ids, attention_mask
+
+
+def generate(model, draft=None, seed=0, **more):
+    input_ids, attention_mask = prompts(seed)
     how = {{}} if draft is None else {how}
     mask = {mask}
     torch.manual_seed(5)
@@ -347,10 +352,9 @@ def _plan(call: Call) -> str:
     if call.plan in CACHED:
         if call.plan == "returned" and (call.gaps is not None or len(set(call.lengths)) > 1):
             second = "draft"  # plain generation refuses a cache without columns for the padding
-        gaps = "" if call.gaps is None else f"mask[:, start // 2 : -1 : {call.gaps}] = 0\n"
-        mask = f"mask = tiny_prompts({call.vocab}, {call.lengths})[1]\n{gaps}"
-        arguments = f"generate, target, model, draft, expected, mask, start, check, {caches[call.plan]}, {second}"
-        return f"{mask}draft = {first}\ncheck_two_turns({arguments})"
+        where = "expected, prompts(0)[1], start"
+        arguments = f"generate, target, model, draft, {where}, check, {caches[call.plan]}, {second}"
+        return f"draft = {first}\ncheck_two_turns({arguments})"
     wanted = {"text": {}, "dict": {"return_dict_in_generate": True}, "scores": comparison.WANTED}[call.wanted]
     times, is_repeatable = 1 + (call.plan == "again"), not call.do_sample and call.limit == math.inf
     arguments = f"generate, model, {first}, expected, start, check, rerun, {times}, {wanted}, streamed, {is_repeatable}"
