@@ -1,21 +1,28 @@
-"""Drafter: a draft bound to a target for one call of `generate`."""
+"""Drafter: a draft bound to a target for one call of `generate`, and the bases of drafters of beams and of chains."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from ..attention_backends.contexts import StepContext
 from ..attention_backends.lengths import SeqLens
+from ..attention_backends.registry import AttentionBackend, AttentionCall, outside_autocast, select
 from .cache import SpeculativeCache
 from .draft_tree import DraftTree
-from .sampling import TokenRule
+from .sampling import Coupling, TokenRule, warped
 from .target import Step, TargetView, chain_of_last_tokens
-from .verification import draw_noise
+from .verification import chain_q, draw_noise, exponential_race
+
+# Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
+# small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
+KV_FACTOR = 16
 
 
 @dataclass
@@ -228,3 +235,236 @@ class Drafter(CandidateGenerator):
         cache.commit(None, sizes)
         path = torch.arange(sizes[0], device=tokens.device)[None]
         self.start([tokens], Verification.of(tree, step, path, sizes, [[root]]))
+
+
+class BeamDrafter(Drafter):
+    """Draft trees with a fixed number of nodes per level. Subclasses implement `propose` and `observe`.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        weight (`torch.Tensor`): A weight of the module, whose device and dtype its keys and values have.
+        head_dim (`int`): Size of a head of the module.
+        widths (`list[int]`): Number of nodes of each level, root excluded.
+
+    Attributes:
+        coupling ([`Coupling`]): Ranks the candidates.
+        scaling (`float`): Factor of the attention scores.
+    """
+
+    def __init__(self, binding: Binding, weight: torch.Tensor, head_dim: int, widths: list[int]):
+        super().__init__(binding)
+        self.coupling = Coupling(binding.rule)
+        self.widths = widths
+        self.num_nodes = 1 + sum(widths)
+        self.max_depth = len(widths)
+        self.device, self.dtype = weight.device, weight.dtype
+        self.scaling = head_dim**-0.5
+        self._kernels: AttentionBackend = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Return the attention output `(B, H, n, D)` of queries to the keys that a mask `(B, n, M)` leaves."""
+        attention = partial(self._kernels.tree_attention, mask=seen, scaling=self.scaling)
+        out: torch.Tensor = outside_autocast(attention, query, key, value)[0]
+        return out
+
+    def runner(self) -> Any:
+        """Return what runs steps compiled or captured after the present prefixes, if anything does."""
+        runner = self.binding.target.runner
+        return runner if runner is not None and runner.takes(self.binding.cache.lengths) else None
+
+
+def drafted_chain(
+    rule: TokenRule | None,
+    root: torch.Tensor,
+    count: int,
+    logits_after: Callable[[int, torch.Tensor], torch.Tensor],
+    draws: torch.Tensor | None = None,
+) -> DraftTree:
+    """Draft a chain under the target's rule.
+
+    Args:
+        rule ([`TokenRule`], *optional*): The target's rule; the argmax without one.
+        root (`torch.LongTensor` of shape `(B,)`): Last emitted tokens.
+        count (`int`): Number of tokens to draft.
+        logits_after (`Callable`): Function of a depth and of the tokens `(B,)` there, to the logits `(B, vocab)` that
+            follow.
+        draws (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Result of [`independent_draws`].
+    """
+    noise = noise_of_chain(rule, count, draws)
+    tokens, q = drafted_tokens(rule, root, count, logits_after, noise[0] if noise else None, draws is not None)
+    return DraftTree.chain(tokens, q=q)
+
+
+def drafted_tokens(
+    rule: TokenRule | None,
+    root: torch.Tensor,
+    count: int,
+    logits_after: Callable[[int, torch.Tensor], torch.Tensor],
+    noise: torch.Tensor | None,
+    with_q: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Draft the tokens of a chain. It may be part of a graph if the rule `fits_graphs`.
+
+    Args:
+        rule ([`TokenRule`], *optional*): As of [`drafted_chain`], like `root`, `count` and `logits_after`.
+        noise (`torch.Tensor` of shape `(count, B, vocab)`, *optional*): Decides the tokens; the argmax does without it.
+        with_q (`bool`): Whether to return the distributions that the tokens were drawn from.
+
+    Returns:
+        `tuple`: The roots and the drafted tokens `(B, count + 1)`, and distributions `(B, count + 1, vocab)` or `None`.
+    """
+    tokens, distributions = [root], []
+    for depth in range(count):
+        scores = logits_after(depth, tokens[-1])
+        if rule is not None and rule.history_free:
+            scores = warped(rule.processors, scores[:, None])[:, 0]
+        elif rule is not None:
+            scores = rule.scores_at(scores, depth)
+        tokens.append(scores.argmax(-1) if noise is None else exponential_race(scores, noise[depth]))
+        if rule is not None and not rule.history_free:
+            rule.try_out(depth, tokens[-1])
+        if with_q:
+            distributions.append(scores.softmax(-1))
+    return torch.stack(tokens, 1), chain_q(distributions) if with_q else None
+
+
+def noise_of_chain(rule: TokenRule | None, count: int, draws: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Return the noise `(count, B, vocab)` that decides a chain; none if its tokens are not sampled.
+
+    It is `draws`, or else that with which the target will decide these positions.
+    """
+    if draws is not None:
+        return (draws,)
+    return (rule.noise_of(count).transpose(0, 1),) if rule is not None and rule.do_sample else ()
+
+
+def speedup_bound(gamma: int, share: float, weights: float, kv: float) -> float:
+    """Return an upper bound on the tokens per second of speculation, relative to plain steps.
+
+    Args:
+        gamma (`int`): Number of drafted tokens.
+        share (`float`): Share of the keys and values that a drafting step reads, from 0 to 1.
+        weights (`float`): Bytes of weights that a plain step reads.
+        kv (`float`): Bytes of keys and values that a plain step reads, all rows together.
+
+    >>> speedup_bound(gamma=4, share=0.0, weights=1.0, kv=0.0), speedup_bound(4, 1.0, 1.0, 1e9)
+    (1.0, 1.0)
+    >>> speedup_bound(gamma=4, share=0.0, weights=0.0, kv=1.0)
+    5.0
+    """
+    if not weights and not kv:
+        return float(gamma + 1)
+    kv *= KV_FACTOR
+    return (gamma + 1) * (weights + kv) / ((gamma + 1) * weights + kv * (1 + gamma * share))
+
+
+def weight_bytes(target: TargetView) -> int:
+    """Return a lower bound on the bytes of weights that every step reads in this process.
+
+    Only linear layers outside of experts count, since a step reads some of the experts only.
+    """
+    total = sum(
+        module.weight.numel() * module.weight.element_size()
+        for name, module in target.model.named_modules()
+        if isinstance(module, nn.Linear) and "expert" not in name
+    )
+    return total // (1 if target.ranks is None else target.ranks.size)
+
+
+def entry_bytes(layers: Sequence[Any]) -> int:
+    """Return the bytes of the keys and values of one token in the given layers of a cache."""
+    parts = [part for layer in layers for part in (layer.keys, layer.values)]
+    return sum(part.shape[1] * part.shape[3] * part.element_size() for part in parts)
+
+
+class SelfDrafter(Drafter):
+    """Draft chains with the target itself on a part of its cache.
+
+    Subclasses implement `propose` and `observe`, and say which part of which layers a drafting step reads.
+
+    Args:
+        binding ([`Binding`]): Target, cache and rule of this call.
+        gamma (`int`): Number of drafted tokens.
+        acceptance (`str`): When sampling, `rejection` or `coupled`.
+    """
+
+    def __init__(self, binding: Binding, gamma: int, acceptance: str):
+        super().__init__(binding)
+        self.gamma = self.max_depth = gamma
+        self.num_nodes = gamma + 1
+        self._is_drawn = acceptance == "rejection"
+
+    @property
+    def sparse_layers(self) -> Sequence[int]:
+        """Indices of the layers of which a drafting step reads a part only."""
+        raise NotImplementedError
+
+    def num_selected(self, length: int) -> int:
+        """Return how many of `length` committed tokens a drafting step reads in a sparse layer, or fewer."""
+        raise NotImplementedError
+
+    def speedup_bound(self) -> float:
+        """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
+        lengths = self.binding.cache.lengths.host
+        share = sum(map(self.num_selected, lengths)) / max(1, sum(lengths))
+        layers = [self.binding.cache.layers[index] for index in self.sparse_layers]
+        return speedup_bound(self.max_depth, share, self._weight_bytes, entry_bytes(layers) * sum(lengths))
+
+    @cached_property
+    def _weight_bytes(self) -> int:
+        """Bytes of the target's weights, counted once per call."""
+        return weight_bytes(self.binding.target)
+
+    def draws(self, root: torch.Tensor) -> torch.Tensor | None:
+        """Return noise to draw the tokens after `root` `(batch,)` with; `None` if they are not drawn."""
+        return independent_draws(self.binding, root, self.gamma) if self._is_drawn else None
+
+    def captured(
+        self,
+        context: Callable[..., StepContext],
+        cache: Any,
+        tensors: tuple[torch.Tensor, ...],
+        draws: torch.Tensor | None,
+        fixed: tuple,
+        settings: tuple,
+        **options: Any,
+    ) -> DraftTree | None:
+        """Return a chain that is drafted in one graph; `None`, with nothing done, if it cannot be captured.
+
+        Args:
+            context (`Callable`): Function of lengths that include the query, its positions `(B, 1)`, the windows of all
+                layers, `changing` and `fixed`, to the context of a drafting step. It has no closure.
+            cache ([`SpeculativeCache`] or [`CompactCache`]): Cache of the drafting steps.
+            tensors (`tuple[torch.Tensor, ...]`): The roots `(B,)`, their positions `(B,)`, and `changing`.
+            draws (`torch.Tensor` of shape `(gamma, B, vocab)`, *optional*): Result of `draws`.
+            fixed (`tuple`): Objects that stay the same for the same `cache` and `settings`.
+            settings (`tuple`): Hashable values.
+            options (`Any`): Options of [`FixedSteps.forwards`].
+        """
+        rule, target = self.binding.rule, self.binding.target
+        if not target.captures or not (rule is None or rule.fits_graphs):
+            return None
+        noise = noise_of_chain(rule, self.gamma, draws)
+        steps = self.gamma, self.binding.max_length, draws is not None, target.windows
+        key = context, *settings, () if rule is None else rule.key, *steps
+        found = target.forwards_replayed(
+            _chain, (*tensors, *noise), (rule, *steps, context, fixed), key, cache, self.gamma, **options
+        )
+        return None if found is None else DraftTree.chain(found[0], q=found[1])
+
+
+def _chain(forward, starts, inputs, rule, gamma, limit, is_drawn, windows, context_of, fixed):
+    """Draft a chain inside a graph; see [`SelfDrafter.captured`] and [`FixedSteps.forwards`]."""
+    has_noise = is_drawn or (rule is not None and rule.do_sample)
+    root, first, *changing = inputs
+    noise = changing.pop() if has_noise else None
+    mask = root.new_ones(len(root), 1, 1, 1, dtype=torch.bool)
+
+    def logits_after(depth: int, token: torch.Tensor) -> torch.Tensor:
+        positions = (first + depth)[:, None].clamp_max(limit - 1)
+        here = [start.plus(depth) for start in starts]
+        context = context_of([start.plus(1) for start in here], positions, windows, *changing, *fixed)
+        found: torch.Tensor = forward(token[:, None], positions, mask, context, *here)
+        return found[:, 0]
+
+    return drafted_tokens(rule, root, gamma, logits_after, noise, is_drawn)

@@ -9,7 +9,7 @@ from transformers.generation.logits_process import EtaLogitsWarper, MinPLogitsWa
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
-from hf_longspec.generation.beam import Beam
+from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.noise import NoiseRows
 from hf_longspec.generation.sampling import SHARPNESS, Coupling, TokenRule
 from hf_longspec.generation.sequences import Sequences

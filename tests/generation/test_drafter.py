@@ -1,9 +1,15 @@
 """Drafters as candidate generators of transformers' own loop; tests/modeling/test_contract.py compares its texts."""
 
+from itertools import product
+
 import pytest
 import torch
 
-from hf_longspec import SpecAttnDraftModel
+from hf_longspec import QuestDraftModel, SpecAttnDraftModel
+from hf_longspec.generation.cache import SpeculativeCache
+from hf_longspec.generation.drafter import KV_FACTOR, entry_bytes, speedup_bound, weight_bytes
+from hf_longspec.generation.gate import PLAIN, TRIAL_SHARE, gate_of
+from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
 
 NEW_TOKENS = 21
@@ -65,3 +71,83 @@ def test_rotary_frequencies_that_change_within_the_text_are_refused(monkeypatch)
     # any assisted mode leads to the stock loop, which then asks for its candidate generator
     assert torch.equal(model.generate(input_ids, prompt_lookup_num_tokens=3, **options), expected)
     assert len(forwards) < NEW_TOKENS
+
+
+def seconds_added_up(gamma, share, weights, kv, factor):
+    """Return the speed-up with every draft accepted, summed over steps; a byte of keys and values takes `factor`."""
+    plain = drafted = 0.0
+    for step in range(gamma + 1):
+        plain += weights + factor * kv
+        drafted += weights + factor * (kv if step == gamma else share * kv)
+    return plain / drafted
+
+
+def test_no_machine_exceeds_the_bound():
+    sizes = [(1.0, 1e-9), (1.0, 0.01), (1.0, 1.0), (1.0, 100.0), (1e-9, 1.0)]
+    for gamma, share, (weights, kv) in product((1, 4, 16), (0.0, 0.07, 0.5, 1.0), sizes):
+        bound = speedup_bound(gamma, share, weights, kv)
+        for factor in (0.0, 0.1, 1.0, 7.0, KV_FACTOR):
+            assert seconds_added_up(gamma, share, weights, kv, factor) <= bound + 1e-12
+        assert bound == pytest.approx(seconds_added_up(gamma, share, weights, kv, KV_FACTOR), rel=1e-12)
+
+
+def test_the_bound_without_a_cache_and_without_weights():
+    """The bound is 1 without a cache or if drafting reads all of it, and gamma + 1 without weights."""
+    assert speedup_bound(4, 0.07, 16e9, 0.0) == speedup_bound(4, 1.0, 1.0, 1e12) == 1.0
+    assert speedup_bound(4, 0.0, 0.0, 1.0) == speedup_bound(4, 0.3, 0.0, 0.0) == 5.0
+    # 8 billion bfloat16 weights and 128 KiB per token: one token of context is too little, a thousand may pay
+    one = 2 * 32 * 8 * 128 * 2
+    assert speedup_bound(4, 0.07, 16e9, one) < 1 + TRIAL_SHARE < speedup_bound(4, 0.07, 16e9, 1000 * one)
+
+
+def test_bytes_match_the_shapes_of_a_model():
+    target = TargetView(tiny_target("llama", num_hidden_layers=1))
+    model, config = target.model, target.config
+    size, kv = config.hidden_size, config.num_key_value_heads * config.head_dim
+    query = config.num_attention_heads * config.head_dim
+    linear = 2 * size * query + 2 * size * kv + 3 * size * config.intermediate_size + size * config.vocab_size
+    assert weight_bytes(target) == 4 * linear
+    assert weight_bytes(TargetView(tiny_target("llama", num_hidden_layers=1).to(torch.bfloat16))) == 2 * linear
+    cache = SpeculativeCache(config, 1, 20)
+    model(torch.tensor([[1, 2, 3]]), past_key_values=cache, use_cache=True)
+    assert entry_bytes(cache.layers) == 4 * 2 * kv
+
+
+def test_experts_do_not_count():
+    """A step reads only some of them, so with all of them the bound would be too low."""
+    target = TargetView(tiny_target("qwen3_moe"))
+    experts = [name for name, _ in target.model.named_parameters() if "expert" in name]
+    others = sum(parameter.numel() for name, parameter in target.model.named_parameters() if "expert" not in name)
+    assert experts and weight_bytes(target) <= 4 * others
+
+
+@pytest.fixture
+def gated(monkeypatch):
+    monkeypatch.setattr("hf_longspec.generation.gate.gate_of", gate_of)
+
+
+@pytest.mark.parametrize("cls", [QuestDraftModel, SpecAttnDraftModel])
+def test_speculation_that_reads_the_whole_context_is_not_tried(cls, plain_run, gated):
+    """Below `sparse_min_tokens` a drafting step reads the whole context, in pages of one token too."""
+    run = plain_run("llama", (21, 30), max_new_tokens=40, eos_token_id=None)
+    settings = {"page_size": 1, "num_dense_layers": 0} if cls is QuestDraftModel else {}
+    draft = cls.from_target(run.model, sparse_min_tokens=256, **settings)
+    out = run.again(draft, return_dict_in_generate=True)
+    assert out.sequences.tolist() == run.sequences.tolist()
+    assert out.speculation.num_spec_steps == 0 and out.speculation.num_plain_steps == 2 * 39
+    (decision,) = out.speculation.gate_decisions
+    assert (decision.choice, decision.tau) == (PLAIN, 0.0)
+    assert decision.draft_tokens_per_second == pytest.approx(decision.plain_tokens_per_second)
+    again = cls.from_target(run.model, sparse_min_tokens=6, **settings)
+    run.again(again)
+    assert again.last_speculation.num_spec_steps > 0
+
+
+def test_speculation_is_tried_when_the_text_has_grown(plain_run, gated):
+    run = plain_run("llama", (21,), max_new_tokens=60, eos_token_id=None)
+    draft = run.draft("specattn", sparse_min_tokens=40, sparse_ratio=0.1)
+    assert isinstance(draft, SpecAttnDraftModel)
+    assert run.again(draft).tolist() == run.sequences.tolist()
+    stats = draft.last_speculation
+    assert stats.num_spec_steps > 0
+    assert list(stats.drafted_per_step[0][:18]) == [0] * 18

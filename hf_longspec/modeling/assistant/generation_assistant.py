@@ -21,10 +21,17 @@ from transformers.utils import logging
 
 from ...attention_backends.contexts import LevelContext, TreeContext
 from ...attention_backends.lengths import SeqLens, on_device
-from ...generation.beam import Beam
-from ...generation.draft_tree import DraftTree
-from ...generation.drafted_chain import drafted_chain, drafted_tokens, noise_of_chain
-from ...generation.drafter import Binding, Drafter, Verification, independent_draws, last_of
+from ...generation.draft_tree import Beam, DraftTree
+from ...generation.drafter import (
+    Binding,
+    Drafter,
+    Verification,
+    drafted_chain,
+    drafted_tokens,
+    independent_draws,
+    last_of,
+    noise_of_chain,
+)
 from ...generation.sampling import Coupling
 from ...generation.target import TargetView
 from ...generation.windowed_cache import WindowedCache

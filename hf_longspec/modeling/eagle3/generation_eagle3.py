@@ -13,10 +13,8 @@ from typing import Any
 
 import torch
 
-from ...generation.beam import Beam
-from ...generation.beam_drafter import BeamDrafter
-from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Verification
+from ...generation.draft_tree import Beam, DraftTree
+from ...generation.drafter import BeamDrafter, Binding, Verification
 from ...generation.target_modules import LayerInputs
 from ...generation.window_ring import WindowRing, visible
 

@@ -15,10 +15,8 @@ from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionBackend, outside_autocast
-from ...generation.beam import Beam
-from ...generation.beam_drafter import BeamDrafter
-from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, Verification, last_of
+from ...generation.draft_tree import Beam, DraftTree
+from ...generation.drafter import BeamDrafter, Binding, Verification, last_of
 from ...generation.target_modules import TargetParts
 from ...generation.window_ring import WindowRing
 

@@ -17,10 +17,8 @@ from ...attention_backends.pages import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache
 from ...generation.draft_tree import DraftTree
-from ...generation.drafted_chain import drafted_chain
-from ...generation.drafter import Binding, Verification
+from ...generation.drafter import Binding, SelfDrafter, Verification, drafted_chain
 from ...generation.selection import SINK_TOKENS, budget, capacity_for
-from ...generation.self_drafter import SelfDrafter
 from ...generation.target import TargetView
 
 

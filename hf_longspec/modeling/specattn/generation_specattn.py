@@ -14,10 +14,8 @@ from ...attention_backends.contexts import SparseContext
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
-from ...generation.drafted_chain import drafted_chain
-from ...generation.drafter import Binding, Verification
+from ...generation.drafter import Binding, SelfDrafter, Verification, drafted_chain
 from ...generation.selection import SelectedCache, budget, select_top, select_window
-from ...generation.self_drafter import SelfDrafter
 
 # Query rows whose scores the verification collects, for each selection.
 CAPTURED_ROWS = {

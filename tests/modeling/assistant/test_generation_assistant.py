@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_longspec import AssistantDraftModel, PlainDraftModel, SpeculativeCache
-from hf_longspec.generation.beam import Beam
+from hf_longspec.generation.draft_tree import Beam
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.testing import tiny_prompts, tiny_target
