@@ -4,8 +4,8 @@ Node 0 is the root, the last emitted token. Every other node has one parent with
 by following parents, so a tree is two integer tensors of a fixed size. Rows with fewer candidates are padded.
 
 [`trie_table`] builds trees from token lists on the host, [`merge_trees`] joins two trees on their device.
-[`static_tree`] and [`sibling_tree`] fill trees whose structure is known in advance. [`Beam`] grows a tree by levels, each
-of which keeps the continuations with the largest cumulative log-probability.
+[`static_tree`] and [`sibling_tree`] fill trees whose structure is known in advance. [`Beam`] grows a tree by level,
+each of which keeps the continuations with the largest cumulative log-probability.
 """
 
 from collections.abc import Sequence
