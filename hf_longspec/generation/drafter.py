@@ -15,10 +15,12 @@ from ..attention_backends.contexts import StepContext
 from ..attention_backends.lengths import SeqLens
 from ..attention_backends.registry import AttentionBackend, AttentionCall, outside_autocast, select
 from .cache import SpeculativeCache
-from .draft_tree import DraftTree
+from .draft_tree import Beam, DraftTree
 from .sampling import Coupling, TokenRule, warped
+from .selection import budget
 from .target import Step, TargetView, chain_of_last_tokens
 from .verification import chain_q, draw_noise, exponential_race
+from .window_ring import WindowRing
 
 # Upper bound on the time per byte of keys and values, relative to that of weights. An attention kernel may reach only a
 # small part of the bandwidth of matrix products, and weights may come from a cache of the processor.
@@ -238,39 +240,150 @@ class Drafter(CandidateGenerator):
 
 
 class BeamDrafter(Drafter):
-    """Draft trees with a fixed number of nodes per level. Subclasses implement `propose` and `observe`.
+    """Draft trees with a fixed number of nodes per level, by a module that runs once for each level.
+
+    Subclasses set `rings` and implement `inputs`, `begin`, `level_inputs`, `level` and `observe`. Those that read the
+    target's cache also define `prefix`, `graph_of` and `prefix_in_graph`.
 
     Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
-        weight (`torch.Tensor`): A weight of the module, whose device and dtype its keys and values have.
-        head_dim (`int`): Size of a head of the module.
-        widths (`list[int]`): Number of nodes of each level, root excluded.
+        binding ([`Binding`]): As of [`Drafter`].
+        draft (`DraftModel`): The draft. It owns the compiled functions, which later calls use again.
 
     Attributes:
+        draft (`DraftModel`): The draft, or a copy of it on the device and in the dtype that it drafts with.
+        rings (`list[WindowRing]`): Keys and values of the committed text, for each layer of the draft.
         coupling ([`Coupling`]): Ranks the candidates.
         scaling (`float`): Factor of the attention scores.
     """
 
-    def __init__(self, binding: Binding, weight: torch.Tensor, head_dim: int, widths: list[int]):
+    rings: list[WindowRing]
+
+    def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
+        self._owner, self.draft = draft, draft.beside(binding.target.model)
         self.coupling = Coupling(binding.rule)
-        self.widths = widths
-        self.num_nodes = 1 + sum(widths)
-        self.max_depth = len(widths)
-        self.device, self.dtype = weight.device, weight.dtype
+        self.widths: list[int] = draft.setting("tree_widths")
+        self.num_nodes = 1 + sum(self.widths)
+        self.max_depth = len(self.widths)
+        self.device, self.dtype = self.draft.device, self.draft.dtype
+        head_dim = draft.config.head_dim
         self.scaling = head_dim**-0.5
         self._kernels: AttentionBackend = select(AttentionCall(self.device, self.dtype, head_dim, head_dim))
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the rings, the same at every context length."""
+        return sum(ring.nbytes for ring in self.rings)
+
+    @property
+    def _holder(self) -> Any:
+        """The object that graphs go with. They hold the addresses of weights: those of a copy are dropped with it."""
+        return self.rings[0] if self.draft is self._owner else self.draft
+
+    def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that a tree is drafted from, `root` `(batch,)` first."""
+        raise NotImplementedError
+
+    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: Any) -> tuple[torch.Tensor, ...]:
+        """Return what all levels of a tree share."""
+        raise NotImplementedError
+
+    def level_inputs(
+        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the inputs of `level` for the newest level of a beam; `states` are further results of the last one."""
+        raise NotImplementedError
+
+    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Any) -> tuple[torch.Tensor, ...]:
+        """Return logits `(B, n, V)` after the newest level of a beam, and states `(B, n, hidden)` if there are any.
+
+        Args:
+            changing (`tuple[torch.Tensor, ...]`): Result of `level_inputs`.
+            depth (`int`): Depth of the level, 0 for the root.
+            prefix (`Any`): Result of `prefix`.
+        """
+        raise NotImplementedError
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits `(B, n, vocab)` of the target's tokens."""
+        return logits
+
+    def prefix(self) -> Any:
+        """Return what the draft reads of the target's cache; nothing by default."""
+
+    def graph_of(self, runner: Any, prefix: Any) -> tuple[tuple[torch.Tensor, ...], tuple, tuple]:
+        """Return changing tensors and fixed objects, from which a graph makes `prefix` again, and hashable settings."""
+        return (), (), ()
+
+    def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Any:
+        """Return `prefix` inside a graph; see `graph_of`."""
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """Return a beam of the chosen widths after `root` `(batch,)`."""
+        inputs, known, prefix = self.inputs(root), self.coupling.known(len(self.widths)), self.prefix()
+        runner, fields = self.binding.target.runner, None
+        if runner is not None and not runner.takes(self.binding.cache.lengths):
+            runner = None
+        if runner is not None and self.coupling.fits_graphs:
+            fields = self._run(runner, _grow, (*inputs, *known), prefix, len(inputs))
+            runner = None
+        fields = fields or self.grow(inputs, known, prefix, runner)
+        return DraftTree.of_fields(fields, len(self.widths))
+
+    def grow(
+        self,
+        inputs: tuple[torch.Tensor, ...],
+        known: Sequence[torch.Tensor] = (),
+        prefix: Any = None,
+        runner: Any = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Draft all levels, and return the [`DraftTree.fields`] of the tree.
+
+        It writes to the rings and reads nothing on the host.
+
+        Args:
+            inputs (`tuple[torch.Tensor, ...]`): Result of `inputs`.
+            known (sequence of `torch.Tensor`, *optional*): Result of [`Coupling.known`].
+            prefix (*optional*): Result of `prefix`.
+            runner (*optional*): Runs the draft level by level, compiled or captured. Candidates are ranked in between.
+        """
+        beam, shared = Beam(inputs[0]), self.begin(inputs, prefix)
+        states: Sequence[torch.Tensor] = ()
+        for depth, width in enumerate(self.widths):
+            changing = self.level_inputs(beam, depth, shared, states)
+            found = None if runner is None else self._run(runner, _level, changing, prefix, depth)
+            logits, *states = found or self.level(changing, depth, prefix)
+            scores = self.coupling.scores(self.spread(logits.to(inputs[0].device)), known, depth, beam.paths)
+            beam.grow(scores, width)
+        return beam.fields()
+
+    def _run(self, runner: Any, function: Any, changing: tuple[torch.Tensor, ...], prefix: Any, number: int) -> Any:
+        """Return the result of `_grow` or `_level`, compiled or captured; `None` if that is not possible."""
+        of_prefix, fixed, settings = self.graph_of(runner, prefix)
+        shape = len(changing[0]), tuple(self.widths), *settings, self.coupling.key, number
+        inputs, fixed = (*changing, *of_prefix), (self, len(changing), number, fixed)
+        return runner(function, shape, inputs, fixed, self._owner, self._holder)
+
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Return the attention output `(B, H, n, D)` of queries to the keys that a mask `(B, n, M)` leaves."""
+        """Return the attention output `(B, H, n, D)` of queries to the keys that a mask `(B, n, M)` leaves.
+
+        There may be more keys `(B, K, slots, D)` than the mask has.
+        """
+        key, value = key[:, :, : seen.shape[2]], value[:, :, : seen.shape[2]]
         attention = partial(self._kernels.tree_attention, mask=seen, scaling=self.scaling)
         out: torch.Tensor = outside_autocast(attention, query, key, value)[0]
         return out
 
-    def runner(self) -> Any:
-        """Return what runs steps compiled or captured after the present prefixes, if anything does."""
-        runner = self.binding.target.runner
-        return runner if runner is not None and runner.takes(self.binding.cache.lengths) else None
+
+def _grow(changing, drafter, count, num_inputs, fixed):
+    """Run [`BeamDrafter.grow`] inside a graph."""
+    prefix = drafter.prefix_in_graph(changing[count:], *fixed)
+    return drafter.grow(tuple(changing[:num_inputs]), changing[num_inputs:count], prefix)
+
+
+def _level(changing, drafter, count, depth, fixed):
+    """Run [`BeamDrafter.level`] inside a graph."""
+    return drafter.level(tuple(changing[:count]), depth, drafter.prefix_in_graph(changing[count:], *fixed))
 
 
 def drafted_chain(
@@ -380,28 +493,41 @@ def entry_bytes(layers: Sequence[Any]) -> int:
 class SelfDrafter(Drafter):
     """Draft chains with the target itself on a part of its cache.
 
-    Subclasses implement `propose` and `observe`, and say which part of which layers a drafting step reads.
+    Subclasses set `sparse` and implement `graph_of` and `observe`.
 
     Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
-        gamma (`int`): Number of drafted tokens.
-        acceptance (`str`): When sampling, `rejection` or `coupled`.
+        binding ([`Binding`]): As of [`Drafter`].
+        draft (`SelfDraftModel`): The draft, whose settings are read.
+
+    Attributes:
+        sparse ([`CompactCache`]): What drafting steps read of the target's cache.
     """
 
-    def __init__(self, binding: Binding, gamma: int, acceptance: str):
+    sparse: Any
+    steps_compile: bool = True
+    """Whether drafting steps may be compiled. Others are captured as they are, or not at all."""
+
+    def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding)
-        self.gamma = self.max_depth = gamma
-        self.num_nodes = gamma + 1
-        self._is_drawn = acceptance == "rejection"
+        self.gamma = self.max_depth = draft.setting("num_assistant_tokens")
+        self.num_nodes = self.gamma + 1
+        self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
+        self._is_drawn = draft.setting("acceptance") == "rejection"
 
     @property
     def sparse_layers(self) -> Sequence[int]:
         """Indices of the layers of which a drafting step reads a part only."""
-        raise NotImplementedError
+        layers: Sequence[int] = self.sparse.sparse_layers
+        return layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that are kept beside the target's cache."""
+        return int(self.sparse.nbytes)
 
     def num_selected(self, length: int) -> int:
         """Return how many of `length` committed tokens a drafting step reads in a sparse layer, or fewer."""
-        raise NotImplementedError
+        return budget(length, self.sparse_ratio, self.sparse_min_tokens)
 
     def speedup_bound(self) -> float:
         """Return an upper bound on the tokens per second after the present prefixes, relative to plain steps."""
@@ -415,46 +541,47 @@ class SelfDrafter(Drafter):
         """Bytes of the target's weights, counted once per call."""
         return weight_bytes(self.binding.target)
 
-    def draws(self, root: torch.Tensor) -> torch.Tensor | None:
-        """Return noise to draw the tokens after `root` `(batch,)` with; `None` if they are not drawn."""
-        return independent_draws(self.binding, root, self.gamma) if self._is_drawn else None
+    def graph_of(
+        self, root: torch.Tensor
+    ) -> tuple[Callable[..., StepContext], Any, tuple[torch.Tensor, ...], tuple, tuple]:
+        """Return what a graph of a whole chain after `root` `(batch,)` consists of.
 
-    def captured(
-        self,
-        context: Callable[..., StepContext],
-        cache: Any,
-        tensors: tuple[torch.Tensor, ...],
-        draws: torch.Tensor | None,
-        fixed: tuple,
-        settings: tuple,
-        **options: Any,
-    ) -> DraftTree | None:
-        """Return a chain that is drafted in one graph; `None`, with nothing done, if it cannot be captured.
-
-        Args:
-            context (`Callable`): Function of lengths that include the query, its positions `(B, 1)`, the windows of all
-                layers, `changing` and `fixed`, to the context of a drafting step. It has no closure.
-            cache ([`SpeculativeCache`] or [`CompactCache`]): Cache of the drafting steps.
-            tensors (`tuple[torch.Tensor, ...]`): The roots `(B,)`, their positions `(B,)`, and `changing`.
-            draws (`torch.Tensor` of shape `(gamma, B, vocab)`, *optional*): Result of `draws`.
-            fixed (`tuple`): Objects that stay the same for the same `cache` and `settings`.
-            settings (`tuple`): Hashable values.
-            options (`Any`): Options of [`FixedSteps.forwards`].
+        Returns:
+            `tuple`: A function of lengths that include the query, its positions `(B, 1)`, the windows of all layers,
+            further `changing` tensors and `fixed` objects, to the context of a drafting step; it has no closure. The
+            cache of the drafting steps. The roots `(B,)`, their positions `(B,)`, and `changing`. `fixed`, which stays
+            the same for the same cache and settings. Hashable settings.
         """
+        raise NotImplementedError
+
+    def propose(self, root: torch.Tensor) -> DraftTree:
+        """Return a chain of gamma tokens after `root` `(batch,)`, drafted in one graph if that is possible."""
+        draws = independent_draws(self.binding, root, self.gamma) if self._is_drawn else None
         rule, target = self.binding.rule, self.binding.target
-        if not target.captures or not (rule is None or rule.fits_graphs):
-            return None
-        noise = noise_of_chain(rule, self.gamma, draws)
-        steps = self.gamma, self.binding.max_length, draws is not None, target.windows
-        key = context, *settings, () if rule is None else rule.key, *steps
-        found = target.forwards_replayed(
-            _chain, (*tensors, *noise), (rule, *steps, context, fixed), key, cache, self.gamma, **options
-        )
-        return None if found is None else DraftTree.chain(found[0], q=found[1])
+        context, cache, tensors, fixed, settings = self.graph_of(root)
+        if target.captures and (rule is None or rule.fits_graphs):
+            noise = noise_of_chain(rule, self.gamma, draws)
+            steps = self.gamma, self.binding.max_length, draws is not None, target.windows
+            key = context, *settings, () if rule is None else rule.key, *steps
+            changing, further = (*tensors, *noise), (rule, *steps, context, fixed)
+            found = target.forwards_replayed(
+                _chain, changing, further, key, cache, self.gamma, is_compiled=self.steps_compile
+            )
+            if found is not None:
+                return DraftTree.chain(found[0], q=found[1])
+        return drafted_chain(rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
+
+    def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
+        """Run the target on one token per row over what it reads, and return logits `(batch, vocab)`."""
+        target, runner = self.binding.target, self.binding.target.runner
+        is_fixed = self.steps_compile or (runner is not None and runner.captures and runner.inner is None)
+        logits: torch.Tensor = self.sparse.step(target, token, self.binding.max_length, fixed_shape=is_fixed)[0]
+        self.sparse.advance()
+        return logits
 
 
 def _chain(forward, starts, inputs, rule, gamma, limit, is_drawn, windows, context_of, fixed):
-    """Draft a chain inside a graph; see [`SelfDrafter.captured`] and [`FixedSteps.forwards`]."""
+    """Draft a chain inside a graph; see [`SelfDrafter.graph_of`] and [`FixedSteps.forwards`]."""
     has_noise = is_drawn or (rule is not None and rule.do_sample)
     root, first, *changing = inputs
     noise = changing.pop() if has_noise else None

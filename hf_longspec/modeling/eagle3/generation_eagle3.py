@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...generation.draft_tree import Beam, DraftTree
+from ...generation.draft_tree import Beam
 from ...generation.drafter import BeamDrafter, Binding, Verification
 from ...generation.target_modules import LayerInputs
 from ...generation.window_ring import WindowRing, visible
@@ -99,23 +99,20 @@ class Eagle3Drafter(BeamDrafter):
     """Draft a tree of fixed size with one small decoder.
 
     Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
-        draft (`Eagle3DraftModel`): The draft. It owns the compiled functions, which later calls use again.
+        binding ([`Binding`]): As of [`Drafter`].
+        draft (`Eagle3DraftModel`): The draft.
         window (`int`, *optional*): Number of last entries that are kept. All by default.
     """
 
     def __init__(self, binding: Binding, draft: Any, window: int | None):
-        here = draft.beside(binding.target.model)
-        super().__init__(binding, here.norm.weight, draft.config.head_dim, draft.setting("tree_widths"))
-        self._owner = draft
-        self.draft = here
+        super().__init__(binding, draft)
         self.wants_hidden = draft.layers_of(binding.target.config)
         self.window = binding.max_length if window is None else min(window, binding.max_length)
         self.sinks = min(draft.setting("sinks"), binding.max_length)
         # kept for later calls, as graphs read its tensors
         theta = draft.effective("rope_theta")
         self.rotary: Angles = binding.part(
-            (Angles, theta, self.device), lambda: Angles(here.rotary_embedding(self.device))
+            (Angles, theta, self.device), lambda: Angles(self.draft.rotary_embedding(self.device))
         )
         self._prompts: PromptTaps | None = None
         self.pending: Entries | None = None
@@ -126,7 +123,7 @@ class Eagle3Drafter(BeamDrafter):
         return max(self.max_depth, self.foreign_depth) + 1
 
     @cached_property
-    def rings(self) -> list[WindowRing]:
+    def rings(self) -> list[WindowRing]:  # type: ignore[override]
         """Entries of the committed text, for each layer. Layers trained with a window saw no sinks beside it."""
         config, rings = self.draft.config, []
         sizes = self.binding.cache.batch_size, config.num_key_value_heads, config.head_dim, self.dtype, self.device
@@ -142,7 +139,7 @@ class Eagle3Drafter(BeamDrafter):
     def state_bytes(self) -> int:
         """Bytes of the rings and of the taps of the last verification."""
         pending = () if self.pending is None else self.pending
-        return sum(ring.nbytes for ring in self.rings) + sum(x.numel() * x.element_size() for x in pending)
+        return super().state_bytes + sum(x.numel() * x.element_size() for x in pending)
 
     @contextmanager
     def watch_prefill(self, lengths: Sequence[int], starts: Sequence[int]) -> Iterator[None]:
@@ -203,55 +200,33 @@ class Eagle3Drafter(BeamDrafter):
         positions = torch.where(places < counts, lengths + places, -1)
         return taps, tokens, positions, (counts - 1).clamp_min(0)
 
-    def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return a beam of the chosen widths after `root` `(batch,)`."""
+    def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the roots `(B,)`, and the entries that the draft stores first."""
         assert self.pending is not None
-        runner = self.runner()
-        inputs, known = (root, *self.pending), self.coupling.known(len(self.widths))
-        if runner is None or not self.coupling.fits_graphs:
-            fields = self.grow(*inputs, known, runner)
-        else:
-            fields = self._run_by(runner, _grow, (*inputs, *known)) or self.grow(*inputs, known)
-        return DraftTree.of_fields(fields, len(self.widths))
+        return root, *self.pending
 
-    def grow(
-        self,
-        root: torch.Tensor,
-        taps: torch.Tensor,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        last: torch.Tensor,
-        known: Sequence[torch.Tensor] = (),
-        runner: Any = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Draft all levels, and return the [`DraftTree.fields`] of the tree.
-
-        It writes to the rings and reads nothing on the host.
-
-        Args:
-            root (`torch.LongTensor` of shape `(B,)`): Last emitted token of every row.
-            taps (`torch.Tensor` of shape `(B, M, taps)`): The target's states at the tokens that were committed last.
-            tokens (`torch.LongTensor` of shape `(B, M)`): The token after each of them, but for the last.
-            positions (`torch.LongTensor` of shape `(B, M)`): Their positions; a negative one marks padding.
-            last (`torch.LongTensor` of shape `(B, 1)`): Place of the last of them, whose next token is the root.
-            known (sequence of `torch.Tensor`, *optional*): Result of [`Coupling.known`].
-            runner (*optional*): Runs the draft level by level, compiled or captured. Candidates are ranked in between.
-        """
-        beam, end = Beam(root), positions.gather(1, last)
+    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: None) -> tuple[torch.Tensor, ...]:
+        """Return the entries with the root as the last token, and the position of the last one `(B, 1)`."""
+        root, taps, tokens, positions, last = inputs
         tokens = tokens.scatter(1, last, root[:, None].to(tokens.device))
-        states = taps  # of no level yet
-        for depth, width in enumerate(self.widths):
-            inputs: tuple[torch.Tensor, ...] = taps, tokens, positions, last
-            function = _first_level
-            if depth:
-                parents = beam.parent_places.to(self.device)[..., None].expand(-1, -1, states.shape[2])
-                inputs = states.gather(1, parents), beam.tokens, beam.reach, end + depth, end
-                function = _next_level
-            found = None if runner is None else self._run_by(runner, function, inputs, depth)
-            logits, states = function(inputs, self) if found is None else found
-            scores = self.coupling.scores(self._spread(logits.to(root.device)), known, depth, beam.paths)
-            beam.grow(scores, width)
-        return beam.fields()
+        return taps, tokens, positions, last, positions.gather(1, last)
+
+    def level_inputs(
+        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the inputs of `first_level` or `next_level`."""
+        if not depth:
+            return shared[:4]
+        parents = beam.parent_places.to(self.device)[..., None].expand(-1, -1, states[0].shape[2])
+        return states[0].gather(1, parents), beam.tokens, beam.reach, shared[4] + depth, shared[4]
+
+    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: None) -> tuple[torch.Tensor, ...]:
+        """Return logits `(B, n, draft vocabulary)` and states `(B, n, hidden)` after the newest level of a beam."""
+        return self.next_level(*changing) if depth else self.first_level(*changing)
+
+    def graph_of(self, runner: Any, prefix: None) -> tuple[tuple[torch.Tensor, ...], tuple, tuple]:
+        """Return the sizes that distinguish graphs."""
+        return (), (), (self.most_new, *(ring.size for ring in self.rings))
 
     def remember(self, taps: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Store entries in the rings.
@@ -296,7 +271,7 @@ class Eagle3Drafter(BeamDrafter):
             ring = self.rings[index]
             ring.stage(key, value, first)
             seen = torch.cat([ring.visible(end).expand(-1, own.shape[1], -1), own], -1)
-            return self._attend(ring, query, seen)
+            return self.attend(query, ring.keys, ring.values, seen)
 
         embedded = self.draft.embed(tokens.to(self.device), self.binding.target.model).to(self.device, self.dtype)
         angles = self.rotary(states, positions.expand_as(tokens))
@@ -318,7 +293,9 @@ class Eagle3Drafter(BeamDrafter):
             if index < last_layer and query.shape[2] > self.most_new:  # the ring has no room for all at once
                 seen = visible(positions, positions, ring.window, ring.sinks)
                 return self.attend(query, key, value, seen)
-            return self._attend(ring, query, ring.visible(wanted if index == last_layer else positions))
+            return self.attend(
+                query, ring.keys, ring.values, ring.visible(wanted if index == last_layer else positions)
+            )
 
         embedded = self.draft.embed(tokens, self.binding.target.model).to(self.device, self.dtype)
         states = self.draft.features(taps.to(self.device, self.dtype))
@@ -326,25 +303,12 @@ class Eagle3Drafter(BeamDrafter):
         result: tuple[torch.Tensor, torch.Tensor] = self.draft.run(states, embedded, angles, attend, kept)
         return result
 
-    def _attend(self, ring: WindowRing, query: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """Attend queries `(B, H, n, D)` to the first slots of a ring, as many as the mask `(B, n, slots)` has."""
-        slots = seen.shape[2]
-        return self.attend(query, ring.keys[:, :, :slots], ring.values[:, :, :slots], seen)
-
-    def _spread(self, logits: torch.Tensor) -> torch.Tensor:
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
         """Return logits `(B, n, vocab)` of the target's tokens; those that the draft does not have get -inf."""
         if self.draft.d2t is None:
             return logits
         everywhere = logits.new_full((*logits.shape[:-1], self.binding.target.vocab_size), -torch.inf)
         return everywhere.index_copy(2, self.draft.token_ids.to(logits.device), logits)
-
-    def _run_by(self, runner: Any, function: Any, changing: tuple[torch.Tensor, ...], *depth: int) -> Any:
-        """Return the result of a function of these inputs, compiled or captured; `None` if that is not possible."""
-        sizes = tuple(ring.size for ring in self.rings)
-        shape = len(changing[0]), tuple(self.widths), self.most_new, sizes, self.coupling.key, *depth
-        # a copy in another dtype is made for every call, and its graphs go with it
-        holder = self.rings[0] if self.draft is self._owner else self.draft
-        return runner(function, shape, changing, (self,), self._owner, holder)
 
     def _read(self, prompts: PromptTaps, texts: Sequence[torch.Tensor]) -> None:
         """Store the entries of the prompts whose taps were kept."""
@@ -371,18 +335,3 @@ def _newest(changing, drafter):
     newest, before = drafter.newest(*changing[:5]), changing[5:]
     masks = grew[..., None], grew, grew, grew
     return tuple(torch.where(*three) for three in zip(masks, newest, before, strict=True))
-
-
-def _grow(changing, drafter):
-    """Run [`Eagle3Drafter.grow`] inside a graph."""
-    return drafter.grow(*changing[:5], changing[5:])
-
-
-def _first_level(changing, drafter):
-    """Run [`Eagle3Drafter.first_level`], inside a graph or not."""
-    return drafter.first_level(*changing)
-
-
-def _next_level(changing, drafter):
-    """Run [`Eagle3Drafter.next_level`], inside a graph or not."""
-    return drafter.next_level(*changing)

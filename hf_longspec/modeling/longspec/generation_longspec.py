@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ...attention_backends.lengths import SeqLens
 from ...attention_backends.registry import AttentionBackend, outside_autocast
-from ...generation.draft_tree import Beam, DraftTree
+from ...generation.draft_tree import Beam
 from ...generation.drafter import BeamDrafter, Binding, Verification, last_of
 from ...generation.target_modules import TargetParts
 from ...generation.window_ring import WindowRing
@@ -69,29 +69,21 @@ class LongSpecDrafter(BeamDrafter):
     """Draft a tree of fixed size with one block.
 
     Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
-        draft (`LongSpecDraftModel`): The draft. It owns the compiled functions, which later calls use again.
+        binding ([`Binding`]): As of [`Drafter`].
+        draft (`LongSpecDraftModel`): The draft.
     """
 
     def __init__(self, binding: Binding, draft: Any):
-        config, here = draft.config, draft.beside(binding.target.model)
-        super().__init__(binding, here.block.input_layernorm.weight, config.head_dim, draft.setting("tree_widths"))
-        self._owner = draft
-        self.block = here.block
-        self.config = config
+        super().__init__(binding, draft)
+        config = self.config = draft.config
+        self.block = self.draft.block
         self.cross_attention_window: int | None = draft.setting("cross_attention_window")
         self.parts = TargetParts(binding.target.model, config.kv_layer)
         sizes = (config.num_key_value_heads, config.head_dim)
         shape = (config.window, self.num_nodes, binding.cache.batch_size, *sizes, self.dtype, self.device)
         self.ring: WindowRing = binding.part((WindowRing, *shape), lambda: WindowRing(*shape))
         self.ring.clear()
-        # Graphs hold the addresses of the block's weights: those of a copy are dropped with it.
-        self._holder: Any = self.ring if here is draft else here
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the ring, the same at every context length."""
-        return self.ring.nbytes
+        self.rings = [self.ring]
 
     def start(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Fill the ring with the last tokens of the texts, which is the only prefill of this draft."""
@@ -109,62 +101,40 @@ class LongSpecDrafter(BeamDrafter):
         # with the stride that observe gives it, also for one row; another stride would need another graph
         self.last_token = tokens[:, -1].clone(memory_format=torch.contiguous_format)
 
-    def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return a beam of the chosen widths after `root` `(batch,)`."""
+    def inputs(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the last emitted and the last committed token of every row, `(B,)` each."""
+        return root, self.last_token
+
+    def prefix(self) -> Prefix:
+        """Return keys and values of the target."""
         cache = self.binding.cache
         layer = cache.layers[self.parts.kv_layer]
-        target = Prefix(layer.keys, layer.values, cache.lengths, self.cross_attention_window)
-        runner = self.runner()
-        inputs, known = (root, self.last_token), self.coupling.known(len(self.widths))
-        if runner is None or not self.coupling.fits_graphs:
-            fields = self.grow(*inputs, target, known, runner)
-        else:
-            changing = *inputs, cache.lengths.on(self.device), *known
-            fields = self._run_by(runner, _grow, changing, target) or self.grow(*inputs, target, known)
-        return DraftTree.of_fields(fields, len(self.widths))
+        return Prefix(layer.keys, layer.values, cache.lengths, self.cross_attention_window)
 
-    def grow(
-        self,
-        root: torch.Tensor,
-        last_token: torch.Tensor,
-        target: Prefix,
-        known: Sequence[torch.Tensor] = (),
-        runner: Any = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Draft all levels, and return the [`DraftTree.fields`] of the tree.
-
-        It writes to the ring and reads nothing on the host.
-
-        Args:
-            root (`torch.LongTensor` of shape `(B,)`): Last emitted token of every row.
-            last_token (`torch.LongTensor` of shape `(B,)`): Last committed token of every row.
-            target ([`Prefix`]): Keys and values of the target.
-            known (sequence of `torch.Tensor`, *optional*): Result of [`Coupling.known`].
-            runner (*optional*): Runs the block level by level, compiled or captured. Candidates are ranked in between.
-        """
-        # one column per depth, and one for the last committed token, whose keys may be missing, see observe
-        positions = target.lengths.on(self.device)[:, None] + torch.arange(-1, len(self.widths), device=self.device)
-        rotary = self.parts.rotary(positions, self.ring.keys)
-        beam = Beam(root)
-        for depth, width in enumerate(self.widths):
-            changing = beam.tokens, beam.reach, last_token, positions, *rotary
-            logits = None
-            if runner is not None:
-                inputs = *changing, target.lengths.on(self.device)
-                logits = self._run_by(runner, _level, inputs, target, depth)
-            if logits is None:
-                logits = self.level(changing, depth, target)
-            beam.grow(self.coupling.scores(logits.to(root.device), known, depth, beam.paths), width)
-        return beam.fields()
-
-    def _run_by(self, runner: Any, function: Any, changing: Sequence[torch.Tensor], target: Prefix, *depth: int) -> Any:
-        """Return the result of a function of these inputs, compiled or captured; `None` if that is not possible."""
-        known = runner.knows(target.lengths)
-        sizes = runner.sizes(target.lengths, 0, target.keys.shape[2])
-        fixed = self, known, sizes, runner.buffer(target.keys), runner.buffer(target.values), *depth
+    def graph_of(self, runner: Any, prefix: Prefix) -> tuple[tuple[torch.Tensor, ...], tuple, tuple]:
+        """Return the lengths, the keys and values of the target, and what distinguishes graphs over them."""
+        known = runner.knows(prefix.lengths)
+        sizes = runner.sizes(prefix.lengths, 0, prefix.keys.shape[2])
+        fixed = known, sizes, runner.buffer(prefix.keys), runner.buffer(prefix.values)
         graph = runner.key_of(sizes, *self.binding.cache.layout)
-        shape = len(changing[0]), tuple(self.widths), target.window, known, self.coupling.key, *depth, graph
-        return runner(function, shape, changing, fixed, self._owner, self._holder)
+        return (prefix.lengths.on(self.device),), fixed, (prefix.window, known, graph)
+
+    def prefix_in_graph(self, changing: tuple[torch.Tensor, ...], *fixed: Any) -> Prefix:
+        """Return keys and values of the target inside a graph."""
+        known, sizes, keys, values = fixed
+        return Prefix(keys, values, SeqLens.in_graph(changing[0], sizes, known), self.cross_attention_window)
+
+    def begin(self, inputs: tuple[torch.Tensor, ...], prefix: Prefix) -> tuple[torch.Tensor, ...]:
+        """Return the last committed tokens `(B,)`, and positions, cosines and sines of all levels."""
+        # one column per depth, and one for the last committed token, whose keys may be missing, see observe
+        positions = prefix.lengths.on(self.device)[:, None] + torch.arange(-1, len(self.widths), device=self.device)
+        return inputs[1], positions, *self.parts.rotary(positions, self.ring.keys)
+
+    def level_inputs(
+        self, beam: Beam, depth: int, shared: tuple[torch.Tensor, ...], states: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return tokens and ancestors of the level, and what all levels share."""
+        return beam.tokens, beam.reach, *shared
 
     def observe(self, verification: Verification) -> None:
         """Keep the keys of the accepted nodes. Nodes of the deepest level have none until the next draft."""
@@ -199,15 +169,8 @@ class LongSpecDrafter(BeamDrafter):
                 "text stays exact, but fewer drafts may be accepted. Train it further with larger offsets."
             )
 
-    def level(self, changing: tuple[torch.Tensor, ...], depth: int, target: Prefix) -> torch.Tensor:
-        """Return the logits `(B, n, V)` after the newest level of a beam.
-
-        Args:
-            changing (`tuple[torch.Tensor, ...]`): Tokens and reach of that level, the last committed token of each
-                row, positions, and cosines and sines of the positions.
-            depth (`int`): Depth of the level, 0 for the root.
-            target ([`Prefix`]): Keys and values of the target.
-        """
+    def level(self, changing: tuple[torch.Tensor, ...], depth: int, prefix: Prefix) -> tuple[torch.Tensor, ...]:
+        """Return the logits `(B, n, V)` after the newest level of a beam; see [`BeamDrafter.level`]."""
         level, reach, last_token, positions, cos, sin = changing
         first = 0 if depth == 0 else depth + 1
         own = slice(first, depth + 2)
@@ -220,39 +183,23 @@ class LongSpecDrafter(BeamDrafter):
                 self.ring.fill(key[:, :, :1], value[:, :, :1], positions[:, :1])
                 key, value = key[:, :, 1:], value[:, :, 1:]
             self.ring.stage(key, value, reach.shape[2] - reach.shape[1])
-            end = self.ring.size + reach.shape[2]
-            return self.attend(query, self.ring.keys[:, :, :end], self.ring.values[:, :, :end], seen)
+            return self.attend(query, self.ring.keys, self.ring.values, seen)
 
         def attend_target(query: torch.Tensor) -> torch.Tensor:
             ranks = self.binding.target.ranks
-            if ranks is None or target.keys.shape[1] == self.config.num_key_value_heads:
-                return target.attend(self._kernels, query, self.scaling)
+            if ranks is None or prefix.keys.shape[1] == self.config.num_key_value_heads:
+                return prefix.attend(self._kernels, query, self.scaling)
             # the cache holds the key/value heads of this rank, while every rank has the whole block
-            return ranks.all_heads(target.attend(self._kernels, ranks.own_heads(query), self.scaling))
+            return ranks.all_heads(prefix.attend(self._kernels, ranks.own_heads(query), self.scaling))
 
         here = cos[:, own], sin[:, own]
         hidden = self.block(hidden, here, self.parts, attend_self, attend_target, reach.shape[1])
-        logits: torch.Tensor = self.parts.head(hidden)
-        return logits
+        return (self.parts.head(hidden),)
 
     def _visible(self, reach: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
         """Return the mask `(B, n, window + N)` of the tokens in the window and of each node's ancestors."""
         ring = self.ring.visible(position).expand(-1, reach.shape[1], -1)
         return torch.cat([ring, reach.to(self.device)], dim=-1)
-
-
-def _grow(changing, drafter, known, sizes, keys, values):
-    """Run [`LongSpecDrafter.grow`] inside a graph."""
-    root, last_token, lengths, *decides = changing
-    target = Prefix(keys, values, SeqLens.in_graph(lengths, sizes, known), drafter.cross_attention_window)
-    return drafter.grow(root, last_token, target, decides)
-
-
-def _level(changing, drafter, known, sizes, keys, values, depth):
-    """Run [`LongSpecDrafter.level`] inside a graph."""
-    *inputs, lengths = changing
-    target = Prefix(keys, values, SeqLens.in_graph(lengths, sizes, known), drafter.cross_attention_window)
-    return drafter.level(tuple(inputs), depth, target)
 
 
 def _keep(changing, drafter):

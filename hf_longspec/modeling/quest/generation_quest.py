@@ -16,9 +16,8 @@ from ...attention_backends.lengths import on_device
 from ...attention_backends.pages import KeyPages, PageContext, PageSizes
 from ...generation.cache import SpeculativeCache
 from ...generation.compact_cache import CompactCache
-from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, SelfDrafter, Verification, drafted_chain
-from ...generation.selection import SINK_TOKENS, budget, capacity_for
+from ...generation.drafter import Binding, SelfDrafter, Verification
+from ...generation.selection import SINK_TOKENS, capacity_for
 from ...generation.target import TargetView
 
 
@@ -46,7 +45,7 @@ class PagedCache(CompactCache):
         self.forget()
 
     @property
-    def paged_layers(self) -> list[int]:
+    def sparse_layers(self) -> list[int]:
         """Indices of the layers that read pages, without layers that share the cache of another layer."""
         return [
             index
@@ -78,7 +77,7 @@ class PagedCache(CompactCache):
         """
         self.share_dense()
         before = self.pages.layout
-        for index in self.paged_layers:
+        for index in self.sparse_layers:
             self.pages.reserve(index, self.cache.layers[index].keys)
         if self.pages.layout != before:
             self.forget()
@@ -91,7 +90,7 @@ class PagedCache(CompactCache):
         if target.captures:  # graphs serve several lengths
             pages = min(self.cache.layers[0].capacity // size, capacity_for(max(full)))
             self.sizes = PageSizes(pages, min(pages, capacity_for(max(num_pages))), self.sizes.rest)
-        devices = {self.cache.layers[index].keys.device for index in self.paged_layers}
+        devices = {self.cache.layers[index].keys.device for index in self.sparse_layers}
         tables = [self.table(device) for device in devices]  # one copy in every iteration, not two in some
         if target.captures and 0 < count <= most and len(devices) == 1:
             target.replayed(_find_bounds, tuple(tables), (self,), self, (most, self.layout))
@@ -100,7 +99,7 @@ class PagedCache(CompactCache):
 
     def find_bounds(self, table: Callable[[torch.device], torch.Tensor], count: int) -> None:
         """Compute the bounds of at most `count` new pages of each row; `table` returns their numbers on a device."""
-        for index in self.paged_layers:
+        for index in self.sparse_layers:
             keys = self.cache.layers[index].keys
             first, full, _ = table(keys.device)
             self.pages.update(index, keys, first, full, count)
@@ -134,23 +133,19 @@ class QuestDrafter(SelfDrafter):
     """Draft chains with the target itself on the pages that fit the query of each step.
 
     Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
+        binding ([`Binding`]): As of [`Drafter`].
         draft (`QuestDraftModel`): The draft, whose settings are read.
     """
 
+    steps_compile = False  # a step would be compiled anew for other numbers of pages
+
     def __init__(self, binding: Binding, draft: Any):
-        super().__init__(binding, draft.setting("num_assistant_tokens"), draft.setting("acceptance"))
-        self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
+        super().__init__(binding, draft)
         self.page_size = draft.setting("page_size")
         dense_layers = binding.target.sliding_layers | frozenset(range(draft.setting("num_dense_layers")))
         shape = (binding.cache, dense_layers, self.page_size, self.max_depth)
-        self.paged: PagedCache = binding.part((PagedCache, *shape), lambda: PagedCache(*shape))
-        self.paged.forget()
-
-    @property
-    def sparse_layers(self) -> Sequence[int]:
-        """Indices of the layers that read pages."""
-        return self.paged.paged_layers
+        self.sparse: PagedCache = binding.part((PagedCache, *shape), lambda: PagedCache(*shape))
+        self.sparse.forget()
 
     def num_selected(self, length: int) -> int:
         """Return how many tokens of the full pages of a prefix are read."""
@@ -158,17 +153,12 @@ class QuestDrafter(SelfDrafter):
 
     def num_pages(self, length: int) -> int:
         """Return how many pages of a prefix of this length to read, at least those of the sinks."""
-        within = budget(length, self.sparse_ratio, self.sparse_min_tokens) // self.page_size
+        within = super().num_selected(length) // self.page_size
         return min(length // self.page_size, max(within, -(-SINK_TOKENS // self.page_size)))
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the bounds of pages."""
-        return self.paged.nbytes
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
         """Compute the bounds of all pages, since plain steps may have computed the keys again."""
-        self.paged.forget()
+        self.sparse.forget()
         self.observe(verification)
 
     def observe(self, verification: Verification) -> None:
@@ -176,23 +166,12 @@ class QuestDrafter(SelfDrafter):
         cache = self.binding.cache
         num_pages = list(map(self.num_pages, cache.lengths.host))
         most = 1 + max(self.max_depth, self.foreign_depth) // self.page_size
-        self.paged.extend(self.binding.target, num_pages, most)
+        self.sparse.extend(self.binding.target, num_pages, most)
 
-    def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return a chain of gamma tokens after `root` `(batch,)`."""
-        paged, draws = self.paged, self.draws(root)
+    def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:
+        """Return what a graph of a whole chain consists of; see [`SelfDrafter.graph_of`]."""
+        paged, cache = self.sparse, self.binding.cache
         paged.share_dense()
-        tensors = root, self.binding.cache.lengths.on(root.device), paged.table(root.device)
-        fixed, settings = (paged.pages, paged.sizes, list(paged.pages.bounds.values())), (paged.layout, paged.sizes)
-        if chain := self.captured(_context, self.binding.cache, tensors, draws, fixed, settings):
-            return chain
-        return drafted_chain(self.binding.rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
-
-    def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
-        """Run the target on one token per row over the pages of its query, and return logits `(batch, vocab)`."""
-        target, runner = self.binding.target, self.binding.target.runner
-        # captured as it is, or not at all: a compiled step would be built anew for other numbers of pages
-        is_captured = runner is not None and runner.captures and runner.inner is None
-        logits, _ = self.paged.step(target, token, self.binding.max_length, fixed_shape=is_captured)
-        self.paged.advance()
-        return logits
+        tensors = root, cache.lengths.on(root.device), paged.table(root.device)
+        fixed = paged.pages, paged.sizes, list(paged.pages.bounds.values())
+        return _context, cache, tensors, fixed, (paged.layout, paged.sizes)

@@ -5,7 +5,6 @@ selected entries and everything since the selection, verifies it with full atten
 verification's query rows, and selects again. Positions stay the true ones.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from ...attention_backends.contexts import SparseContext
 from ...attention_backends.lengths import on_device
 from ...attention_backends.scores import ScoreCapture
 from ...generation.draft_tree import DraftTree
-from ...generation.drafter import Binding, SelfDrafter, Verification, drafted_chain
-from ...generation.selection import SelectedCache, budget, select_top, select_window
+from ...generation.drafter import Binding, SelfDrafter, Verification
+from ...generation.selection import SelectedCache, select_top, select_window
 
 # Query rows whose scores the verification collects, for each selection.
 CAPTURED_ROWS = {
@@ -31,45 +30,26 @@ class SpecAttnDrafter(SelfDrafter):
     """Draft chains with the target itself on selected cache entries.
 
     Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
+        binding ([`Binding`]): As of [`Drafter`].
         draft (`SpecAttnDraftModel`): The draft, whose settings are read.
     """
 
     def __init__(self, binding: Binding, draft: Any):
-        super().__init__(binding, draft.setting("num_assistant_tokens"), draft.setting("acceptance"))
-        self.sparse_ratio, self.sparse_min_tokens = draft.setting("sparse_ratio"), draft.setting("sparse_min_tokens")
+        super().__init__(binding, draft)
         self.selection, self.score = draft.setting("selection"), draft.setting("score")
         self.granularity = draft.setting("granularity")
-        dense_layers = binding.target.sliding_layers
-        shape = (binding.cache, dense_layers, self.max_depth)
-        self.selected: SelectedCache = binding.part((SelectedCache, *shape), lambda: SelectedCache(*shape))
-
-    @property
-    def sparse_layers(self) -> Sequence[int]:
-        """Indices of the layers whose entries are selected."""
-        return self.selected.sparse_layers
-
-    def num_selected(self, length: int) -> int:
-        """Return how many entries are selected of a prefix."""
-        return budget(length, self.sparse_ratio, self.sparse_min_tokens)
+        shape = binding.cache, binding.target.sliding_layers, self.max_depth
+        self.sparse: SelectedCache = binding.part((SelectedCache, *shape), lambda: SelectedCache(*shape))
 
     @property
     def seed_tokens(self) -> int:
         """Number of nodes of the longest chain, so that the first phase has scores to select by."""
         return self.num_nodes
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the copies of selected entries."""
-        return self.selected.nbytes
-
-    def propose(self, root: torch.Tensor) -> DraftTree:
-        """Return a chain of gamma tokens after `root` `(batch,)`."""
-        draws, selected = self.draws(root), self.selected
-        tensors, dense = (root, selected.dense_used.lengths.on(root.device)), selected.dense_layers
-        if chain := self.captured(_context, selected, tensors, draws, (dense,), (dense,), is_compiled=True):
-            return chain
-        return drafted_chain(self.binding.rule, root, self.gamma, lambda _, token: self._draft_step(token), draws)
+    def graph_of(self, root: torch.Tensor) -> tuple[Any, Any, tuple[torch.Tensor, ...], tuple, tuple]:
+        """Return what a graph of a whole chain consists of; see [`SelfDrafter.graph_of`]."""
+        dense = self.sparse.dense_layers
+        return _context, self.sparse, (root, self.sparse.dense_used.lengths.on(root.device)), (dense,), (dense,)
 
     def capture(self, tree: DraftTree) -> ScoreCapture | None:
         """Return a capture of the prefix's scores, unless the selection needs none."""
@@ -80,14 +60,14 @@ class SpecAttnDrafter(SelfDrafter):
             rows=CAPTURED_ROWS[self.selection],
             score=self.score,
             granularity=self.granularity,
-            skipped_layers=self.selected.dense_layers,
+            skipped_layers=self.sparse.dense_layers,
             sum_ranks=self.binding.target.sum_ranks,
         )
 
     def observe(self, verification: Verification) -> None:
         """Select the entries of the next phase: the best ones of the scored prefix, and all tokens committed since."""
         counts = [self.num_selected(length) for length in verification.prefix_lengths.host]
-        selected, capture = self.selected, verification.capture
+        selected, capture = self.sparse, verification.capture
         selected.begin(counts, verification.num_nodes.host)
         if capture is not None and capture.is_replayed and selected.sparse_layers:
             scores = [capture.scores.pop(layer_idx) for layer_idx in selected.sparse_layers]
@@ -100,7 +80,7 @@ class SpecAttnDrafter(SelfDrafter):
 
     def _select_all(self, scores: list[torch.Tensor], verification: Verification) -> None:
         """Select the entries of all layers by scores that a graph wrote, in another graph."""
-        selected, device = self.selected, scores[0].device
+        selected, device = self.sparse, scores[0].device
         for layer_idx in selected.sparse_layers:
             selected.allocate(layer_idx)
         changing = verification.prefix_lengths.on(device), selected.table(device)
@@ -120,12 +100,6 @@ class SpecAttnDrafter(SelfDrafter):
         elif self.selection == "accepted_rows":
             scores = _sum_of_path(scores, verification.path.to(device), verification.num_nodes.on(device))
         return select_top(scores, prefix, max(counts))
-
-    def _draft_step(self, token: torch.Tensor) -> torch.Tensor:
-        """Run the target on one token per row over the selected entries, and return logits `(batch, vocab)`."""
-        logits, _ = self.selected.step(self.binding.target, token, self.binding.max_length)
-        self.selected.advance()
-        return logits
 
 
 def _sum_of_path(scores: torch.Tensor, path: torch.Tensor, num_nodes: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ def test_every_step_reads_the_pages_that_fit_its_own_query(name, monkeypatch):
 
 def assert_bounds(paged, page_size):
     """The bounds of all full pages are those of the keys in the target's cache."""
-    for layer in paged.paged_layers:
+    for layer in paged.sparse_layers:
         lowest, highest = paged.pages.bounds[layer]
         for row, length in enumerate(paged.cache.lengths.host):
             for page in range(length // page_size):
@@ -163,7 +163,7 @@ def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
 
     def checked(self, verification):
         observe(self, verification)
-        assert_bounds(self.paged, page_size)
+        assert_bounds(self.sparse, page_size)
         (buffer,) = {layer.keys.shape for layer in self.binding.cache.layers}
         pages = buffer[2] // page_size + 1
         assert self.state_bytes == model.config.num_hidden_layers * 2 * 4 * buffer[0] * buffer[1] * pages * buffer[3]
@@ -185,7 +185,7 @@ def test_bounds_are_up_to_date_after_every_commit(page_size, monkeypatch):
 
 def test_a_second_turn_and_a_cut_cache_have_their_own_bounds(monkeypatch):
     model, observe = tiny_target("llama"), QuestDrafter.observe
-    monkeypatch.setattr(QuestDrafter, "observe", lambda self, v: (observe(self, v), assert_bounds(self.paged, 3))[0])
+    monkeypatch.setattr(QuestDrafter, "observe", lambda self, v: (observe(self, v), assert_bounds(self.sparse, 3))[0])
     draft = QuestDraftModel.from_target(model, **SPARSE)
     cache = SpeculativeCache(model.config, 1, 40, tree_slots=draft.num_tree_nodes(TargetView(model)))
     first = generate(model, draft, lengths=(21,), past_key_values=cache)

@@ -67,7 +67,7 @@ def test_compact_buffers_hold_budget_and_tail(selection):
     ratio, floor = 0.3, 8
     model = tiny_target("llama")
     drafter, _ = seeded_drafter(model, selection=selection, sparse_ratio=ratio, sparse_min_tokens=floor)
-    cache, selected = drafter.binding.cache, drafter.selected
+    cache, selected = drafter.binding.cache, drafter.sparse
     for row, length in enumerate(LENGTHS):
         prefix = max(0, length - drafter.seed_tokens)
         count = min(prefix, max(floor, math.ceil(ratio * prefix)))
@@ -105,7 +105,7 @@ def test_selection_takes_the_entries_with_the_highest_scores(selection):
     drafter.observe(Verification(torch.tensor([[0, 1, 0]]), SeqLens([2]), SeqLens((57,)), capture))
     total = invented[0, 0, 0] + invented[0, 0, 1]
     order = [slot for slot in total.argsort(descending=True).tolist() if slot >= SINK_TOKENS]
-    for source, compact in zip(cache.layers, drafter.selected.layers, strict=True):
+    for source, compact in zip(cache.layers, drafter.sparse.layers, strict=True):
         match = (compact.keys[0, 0, :12, None] == source.keys[0, 0, None, :57]).all(-1)
         assert set(match.int().argmax(1).tolist()) == {*range(SINK_TOKENS), *order[: 12 - SINK_TOKENS]}
 
@@ -126,9 +126,9 @@ def test_drafting_leaves_the_committed_cache_alone(name):
     with drafter.binding.target.attention():
         drafter.propose(root)
     assert cache.lengths.host == lengths and all(map(torch.equal, committed(), before))
-    for index, (own, target) in enumerate(zip(drafter.selected.layers, cache.layers, strict=True)):
-        assert (own.keys.data_ptr() == target.keys.data_ptr()) == (index not in drafter.selected.sparse_layers)
-    assert name != "gemma3" or drafter.selected.sparse_layers == [1]
+    for index, (own, target) in enumerate(zip(drafter.sparse.layers, cache.layers, strict=True)):
+        assert (own.keys.data_ptr() == target.keys.data_ptr()) == (index not in drafter.sparse.sparse_layers)
+    assert name != "gemma3" or drafter.sparse.sparse_layers == [1]
 
 
 @pytest.mark.parametrize(
