@@ -1,6 +1,5 @@
 """Checks of targets and arguments: unsupported ones are refused with value, rule and remedy before any work is done."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -179,17 +178,3 @@ def pad_token_id_of(config: GenerationConfig) -> int:
     """Return the token that fills finished rows; 0 if the call has no padding token."""
     pad = getattr(config, "_pad_token_tensor", None)
     return int(pad) if pad is not None else 0
-
-
-# Settings that are True, the default, or False, with the meaning of both.
-FLAGS = {
-    "gate": "True switches speculation off while it does not pay, False always speculates.",
-    "check_target": ("True compares the first verification of a kind of target with a plain forward, False does not."),
-}
-
-
-def check_flags(setting: Callable[[str], Any]) -> None:
-    """Refuse a value of one of `FLAGS` that is not a bool. `setting` returns the value of a setting by its name."""
-    for name, meaning in FLAGS.items():
-        if type(value := setting(name)) is not bool:
-            raise ValueError(f"{name}={value!r}: expected True or False. {meaning}")

@@ -47,7 +47,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "decoding": tuple(f"generation/{name}" for name in ("outputs", "decoding", "route")),
     "assistant_drafter": ("modeling/assistant/generation_assistant",),
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),
-    "settings": ("modeling/setting_checks", "modeling/ngram/settings_ngram"),
+    "settings": ("modeling/settings",),
     "ngrams": ("modeling/ngram/generation_ngram",),
     "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "base", "self_draft")),
 }

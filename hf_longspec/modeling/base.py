@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
@@ -12,7 +13,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from ..attention_backends.interface import register
 from ..generation.cache import SpeculativeCache
-from ..generation.checks import FLAGS, check_flags, refuse_target
+from ..generation.checks import refuse_target
 from ..generation.decoding import decode
 from ..generation.drafter import Binding, Drafter
 from ..generation.rotary import FrequencyChange
@@ -22,7 +23,7 @@ from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
-from .ngram.settings_ngram import NGRAM_DEFAULTS, NgramSettings
+from .settings import COMMON, NGRAMS, Setting
 
 try:
     from ..generation.cuda_graphs import release_workspaces
@@ -45,9 +46,10 @@ class DraftModel(PreTrainedModel):
     """Base of all drafts. `config` holds the architecture, and `generation_config` the settings of drafting.
 
     Subclasses define `config_class`, `make_drafter`, `max_nodes` and `settings`, the keys of `generation_config` that
-    they add, with default values. Subclasses without parameters set `weightless`. Unless a subclass clears
-    `takes_ngrams`, it also gets the settings of n-grams, which are added to its trees. Callers therefore use `drafter`
-    and `num_tree_nodes`, which include n-grams.
+    they add: for each a [`Setting`], or its default value alone. The class then has the defaults in `settings`, and the
+    table of all in `declared`. Subclasses without parameters set `weightless`. Unless a subclass clears `takes_ngrams`,
+    it also gets the settings of n-grams, which are added to its trees. Callers therefore use `drafter` and
+    `num_tree_nodes`, which include n-grams.
     """
 
     config_class = DraftConfig
@@ -56,13 +58,17 @@ class DraftModel(PreTrainedModel):
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {}
+    declared: ClassVar[dict[str, Setting]] = COMMON
     # A marker for the route, because an installed class and one loaded from the Hub are different classes.
     _is_longspec_draft = True
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        ngrams = NGRAM_DEFAULTS if cls.takes_ngrams else {}
-        cls.settings = {"compile": "auto"} | dict.fromkeys(FLAGS, True) | ngrams | cls.settings
+        cls.declared = (cls.declared | NGRAMS if cls.takes_ngrams else cls.declared).copy()
+        for name, own in vars(cls).get("settings", {}).items():
+            known = cls.declared.get(name, Setting(own))
+            cls.declared[name] = own if isinstance(own, Setting) else replace(known, default=own)
+        cls.settings = {name: declared.default for name, declared in cls.declared.items()}
 
     def __init__(self, config: DraftConfig, *args: Any, **kwargs: Any):
         config.check_types()
@@ -149,8 +155,8 @@ class DraftModel(PreTrainedModel):
 
     def drafter(self, binding: Binding) -> Drafter:
         """Return the drafter of one call, with n-grams if the settings enable them."""
-        drafter, ngrams = self.make_drafter(binding), self._joined_ngrams()
-        return drafter if ngrams is None else JoinedDrafter(drafter, NgramDrafter(binding, ngrams))
+        drafter = self.make_drafter(binding)
+        return JoinedDrafter(drafter, NgramDrafter(binding, self.setting)) if self._num_ngram_nodes else drafter
 
     def candidate_generator(self, target: PreTrainedModel, max_length: int) -> Drafter:
         """Return a `CandidateGenerator` of transformers that proposes the chains of this draft for one text.
@@ -186,8 +192,7 @@ class DraftModel(PreTrainedModel):
 
     def num_tree_nodes(self, target: TargetView) -> int:
         """Return the maximum number of nodes of a verified tree: root, drafted tokens and n-grams."""
-        ngrams = self._joined_ngrams()
-        return self.max_nodes(target) + (0 if ngrams is None else ngrams.num_nodes)
+        return self.max_nodes(target) + self._num_ngram_nodes
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return the drafter of one call without n-grams; see `drafter`."""
@@ -226,8 +231,13 @@ class DraftModel(PreTrainedModel):
                 f"draft.generation_config has unknown settings {unknown}; {type(self).__name__} has "
                 f"{sorted(self.settings)}."
             )
-        self._joined_ngrams()  # refuses values out of range
-        check_flags(self.setting)
+        for name, declared in self.declared.items():
+            declared.check(name, self.setting(name))
+        if self._num_ngram_nodes and NgramDrafter is None:
+            raise ValueError(
+                f"ngram_candidates={self.setting('ngram_candidates')}: the code that this draft brings along has no "
+                "n-grams. Set it to 0, or `pip install hf_longspec`."
+            )
         self.check_settings(target)
         if (nodes := self.num_tree_nodes(target)) > MOST_NODES:
             raise ValueError(
@@ -236,21 +246,15 @@ class DraftModel(PreTrainedModel):
             )
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse values of `generation_config` that this kind of draft does not support."""
+        """Refuse what `declared` cannot say: settings that contradict each other, the config or the target."""
 
     def check_sampling(self) -> None:
         """Refuse settings that need greedy decoding. Called if the target samples."""
 
-    def _joined_ngrams(self) -> NgramSettings | None:
-        if not self.takes_ngrams:
-            return None
-        ngrams = NgramSettings.read(self.setting)
-        if ngrams.candidates and NgramDrafter is None:
-            raise ValueError(
-                f"ngram_candidates={ngrams.candidates}: the code that this draft brings along has no n-grams. Set it "
-                "to 0, or `pip install hf_longspec`."
-            )
-        return ngrams if ngrams.candidates else None
+    @property
+    def _num_ngram_nodes(self) -> int:
+        """Number of nodes that n-grams add to a tree."""
+        return self.setting("ngram_candidates") * self.setting("ngram_num_tokens") if self.takes_ngrams else 0
 
     def setting(self, name: str) -> Any:
         """Return the value of a setting of this draft, or its default."""

@@ -1,9 +1,10 @@
 """Base of all draft configurations, with the fields that describe the target."""
 
-from inspect import get_annotations
-from types import NoneType, UnionType
-from typing import Any, Self, get_args, get_origin
+from dataclasses import fields
+from math import inf
+from typing import Any, Self
 
+from huggingface_hub.dataclasses import type_validator
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -12,20 +13,21 @@ from ..generation.target_modules import shape_of
 # Fields that a draft copies from the target's text config. A target that differs in one of them is refused.
 TARGET_SHAPES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
-
-# Largest value of each size in a config.json, far above those of any model, so that a damaged file cannot take all
-# memory.
-MOST = {
-    "vocab_size": 2**24,
-    "hidden_size": 2**17,
-    "intermediate_size": 2**20,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**13,
-    "window": 2**20,
-    "kv_layer": 2**12,
-    "noise_range": 2**12,
-    "num_heads": 2**8,
+# Smallest and largest value of each size in a config.json. The largest are far above those of any model, so that a
+# damaged file cannot take all memory. Other integers are at least 0.
+SIZES = {
+    "vocab_size": (0, 2**24),
+    "hidden_size": (0, 2**17),
+    "intermediate_size": (0, 2**20),
+    "num_hidden_layers": (1, 2**12),
+    "num_attention_heads": (1, 2**12),
+    "num_key_value_heads": (1, 2**12),
+    "head_dim": (1, 2**13),
+    "window": (0, 2**20),
+    "kv_layer": (0, 2**12),
+    "noise_range": (0, 2**12),
+    "num_heads": (1, 2**8),
+    "num_taps": (1, 2**12),
 }
 
 
@@ -81,18 +83,23 @@ class DraftConfig(PreTrainedConfig):
         return facts | {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
     def check_types(self) -> None:
-        """Check the types of all fields, as a config.json may hold values of any type.
+        """Check the types and ranges of all fields, as a config.json may hold any values.
 
         Raises:
-            ValueError: If a field has a wrong type or a negative value, or `hidden_act` is no known activation.
+            ValueError: If a field has a wrong type or is out of range, or `hidden_act` is no known activation.
         """
-        for kind in type(self).__mro__:
-            if not issubclass(kind, DraftConfig):
-                break
-            for name, hint in get_annotations(kind).items():
-                if name != "model_type":
-                    _check_type(name, getattr(self, name), hint)
-                    _check_size(name, getattr(self, name))
+        of_all = {field.name for field in fields(PreTrainedConfig)}
+        for name, hint in ((field.name, field.type) for field in fields(self) if field.name not in of_all):
+            value, (least, most) = getattr(self, name), SIZES.get(name, (0, inf))
+            numbers = [n for n in (value if isinstance(value, list | tuple) else [value]) if isinstance(n, int)]
+            rule = f"at least {least}" if any(n < least for n in numbers) else ""
+            rule = f"at most {most:,}" if any(n > most for n in numbers) else rule
+            try:
+                type_validator(name, value, float | int if hint is float else hint)
+            except TypeError:
+                rule = getattr(hint, "__name__", "") or str(hint).replace("typing.", "")
+            if rule:
+                raise ValueError(f"{name}={value!r} in the draft's config.json: expected {rule}. Correct the file.")
         if (activation := getattr(self, "hidden_act", "silu")) not in ACT2FN:
             raise ValueError(
                 f"hidden_act={activation!r} in the draft's config.json: expected the name of an activation of "
@@ -104,26 +111,6 @@ class DraftConfig(PreTrainedConfig):
         """Return model type and shapes of a target, which a draft records and compares before drafting."""
         text = text_config(target)
         return {"model_type": text.model_type} | {name: shape_of(text, name) for name in TARGET_SHAPES}
-
-
-def _check_type(name: str, value: Any, hint: Any) -> None:
-    choices = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    kinds = tuple(get_origin(choice) or choice for choice in choices)
-    fits = isinstance(value, (*kinds, int) if float in kinds else kinds)
-    if isinstance(value, bool) and bool not in kinds:
-        fits = False
-    if not fits or (isinstance(value, int) and value < 0):
-        names = " or ".join("null" if kind is NoneType else kind.__name__ for kind in kinds)
-        rule = f"{names} of at least 0" if kinds == (int,) else names
-        raise ValueError(f"{name}={value!r} in the draft's config.json: expected {rule}. Correct the file.")
-
-
-def _check_size(name: str, value: Any) -> None:
-    sizes = value if isinstance(value, list | tuple) else [value]
-    if name in MOST and any(isinstance(size, int) and size > MOST[name] for size in sizes):
-        raise ValueError(
-            f"{name}={value!r} in the draft's config.json: expected at most {MOST[name]:,}. Correct the file."
-        )
 
 
 def text_config(target: PreTrainedModel | PreTrainedConfig) -> Any:

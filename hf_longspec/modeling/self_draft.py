@@ -4,40 +4,25 @@ from typing import Any, ClassVar
 
 from ..generation.target import TargetView
 from .base import DraftModel
-from .setting_checks import check_choice, check_integer
-
-ACCEPTANCES = ("rejection", "coupled")
+from .settings import ACCEPTANCE, Setting
 
 
 class SelfDraftModel(DraftModel):
-    """Draft chains with the target model itself on a part of its cache, without weights.
-
-    Settings:
-        num_assistant_tokens (`int`): Number of tokens drafted per iteration (gamma).
-        sparse_ratio (`float`): Share of the prefix that a drafting step reads in a sparse layer.
-        sparse_min_tokens (`int`): Minimum number of tokens to read. Shorter prefixes are read as a whole.
-        acceptance (`str`): When sampling, `rejection` or `coupled`.
-    """
+    """Draft chains with the target model itself on a part of its cache, without weights."""
 
     weightless: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {
-        "num_assistant_tokens": 4,
-        "sparse_ratio": 0.07,
-        "sparse_min_tokens": 256,
-        "acceptance": "rejection",
+        "num_assistant_tokens": Setting(4, "Number of tokens drafted per iteration (gamma).", int),
+        "sparse_ratio": Setting(
+            0.07, "Share of the prefix that a drafting step reads in a sparse layer.", float, most=1
+        ),
+        "sparse_min_tokens": Setting(256, "Minimum number of tokens to read; shorter prefixes are read whole.", int),
+        "acceptance": ACCEPTANCE,
     }
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of the chain, root included."""
         return int(self.setting("num_assistant_tokens")) + 1
-
-    def check_settings(self, target: TargetView) -> None:
-        """Refuse unknown choices and numbers out of range."""
-        check_choice("acceptance", self.setting("acceptance"), ACCEPTANCES)
-        for name in ("num_assistant_tokens", "sparse_min_tokens"):
-            check_integer(name, self.setting(name), 1)
-        if not isinstance(ratio := self.setting("sparse_ratio"), int | float) or not 0 < ratio <= 1:
-            raise ValueError(f"sparse_ratio={ratio!r}: expected a number in (0, 1].")
 
     def check_sampling(self) -> None:
         """Refuse n-grams together with drawn tokens, as rejection sampling supports chains of drawn tokens only."""

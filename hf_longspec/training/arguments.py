@@ -6,7 +6,7 @@ import torch
 from transformers import TrainingArguments
 from transformers.utils import is_torch_xla_available
 
-from ..modeling.setting_checks import check_choice
+from ..modeling.settings import Setting
 
 LOSSES = ("kl", "ce")
 NOISE_DISTRIBUTIONS = ("uniform", "reached")
@@ -86,8 +86,8 @@ class DraftTrainingArguments(TrainingArguments):
         if not (torch.accelerator.is_available() or is_torch_xla_available()):
             self.use_cpu = True
         super().__post_init__()
-        check_choice("loss", self.loss, LOSSES)
-        check_choice("noise_distribution", self.noise_distribution, NOISE_DISTRIBUTIONS)
+        Setting("kl", choices=LOSSES).check("loss", self.loss)
+        Setting("uniform", choices=NOISE_DISTRIBUTIONS).check("noise_distribution", self.noise_distribution)
         for name, least in {"anchors": 0, "max_offset": 0, "loss_chunk_size": 1, "target_chunk_size": 1}.items():
             value = getattr(self, name)
             if value is not None and value < least:

@@ -1,12 +1,14 @@
 """Settings of all drafts: what is refused, with the value, the rule and the remedy; nodes of a tree; what is saved."""
 
 import json
+import re
 
 import pytest
 import torch
 from transformers import AutoModel, GenerationConfig
 
 from hf_longspec import (
+    AssistantDraftModel,
     Eagle3DraftModel,
     LongSpecDraftModel,
     NgramDraftModel,
@@ -20,9 +22,10 @@ from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling import loading
+from hf_longspec.modeling.register_draft import DRAFTS
 from hf_longspec.testing import tiny_target
 
-E, L, N = Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
+A, E, L, N = AssistantDraftModel, Eagle3DraftModel, LongSpecDraftModel, NgramDraftModel
 Q, R, S, T = QuestDraftModel, TokenRecyclingDraftModel, SpecAttnDraftModel, TokenSwiftDraftModel
 
 
@@ -31,71 +34,125 @@ def model():
     return tiny_target("llama")
 
 
-REFUSED = [
-    (E, "tree_widths", [3, 0], r"tree_widths=\[3, 0\]: expected a list of positive integers"),
-    (E, "window", 0, "window=0: expected an integer of at least 1, 'trained' for the length that the draft was"),
-    (E, "window", "all", "window='all': expected an integer of at least 1"),
-    (E, "sinks", -1, "sinks=-1: expected an integer of at least 0"),
-    (E, "rope_theta", 0, "rope_theta=0: expected None for the draft's own, or a number above 0"),
-    (E, "target_layer_ids", [1, 2], r"target_layer_ids=\[1, 2\]: expected a list of 3 integers, as many as fc"),
-    (E, "target_layer_ids", [1, 2, 3], "layer 3: LlamaForCausalLM has 2 layers. Pass indices from 0 to 2"),
-    (E, "norm_output", "yes", "norm_output='yes': expected None, True or False"),
-    (L, "tree_widths", [], r"tree_widths=\[\]: expected a list of positive integers"),
-    (L, "tree_widths", 5, r"tree_widths=5: expected a list of positive integers"),
-    (L, "tree_widths", [1] * 511, "tree_widths has 511 levels, and window=512 allows at most 510"),
-    (L, "cross_attention_window", 0, "cross_attention_window=0: expected an integer of at least 1"),
-    (L, "ngram_candidates", -1, "ngram_candidates=-1: expected an integer of at least 0"),
-    (S, "ngram_num_tokens", 0, "ngram_num_tokens=0: expected an integer of at least 1"),
-    (S, "ngram_source", "all", "ngram_source='all'"),
-    (S, "selection", "pages", "selection='pages': expected one of two_rows, all_rows"),
-    (S, "selection", "best", "selection='best': expected one of two_rows, all_rows"),
-    (S, "score", "probabilities", "score='probabilities': expected one of logits, weights"),
-    (S, "granularity", "head", "granularity='head': expected one of layer, kv_head"),
-    (S, "acceptance", "typical", "acceptance='typical': expected one of rejection, coupled"),
-    (S, "num_assistant_tokens", 0, "num_assistant_tokens=0: expected an integer of at least 1"),
-    (S, "sparse_min_tokens", -1, "sparse_min_tokens=-1: expected an integer of at least 1"),
-    (S, "sparse_ratio", 0.0, r"sparse_ratio=0\.0: expected a number in \(0, 1\]"),
-    (S, "sparse_ratio", 7, r"sparse_ratio=7: expected a number in \(0, 1\]"),
-    (S, "sparse_ration", 0.2, r"unknown settings \['sparse_ration'\].*sparse_ratio"),
-    (Q, "num_assistant_tokens", 0, "num_assistant_tokens=0: expected an integer of at least 1"),
-    (Q, "page_size", 0, "page_size=0: expected an integer of at least 1"),
-    (Q, "num_dense_layers", -1, "num_dense_layers=-1: expected an integer of at least 0"),
-    (Q, "sparse_min_tokens", True, "sparse_min_tokens=True: expected an integer of at least 1"),
-    (Q, "sparse_ratio", "all", r"sparse_ratio='all': expected a number in \(0, 1\]"),
-    (Q, "acceptance", "typical", "acceptance='typical': expected one of rejection, coupled"),
-    (N, "num_assistant_tokens", 0, "num_assistant_tokens=0: expected an integer of at least 1"),
-    (N, "ngram_candidates", 0, "ngram_candidates=0: expected an integer of at least 1"),
-    (N, "ngram_size", 17, "ngram_size=17: expected an integer from 1 to 16"),
-    (N, "ngram_source", "web", "ngram_source='web': expected one of both, pool, lookup"),
-    (N, "ngram_preload", 1, "ngram_preload=1: expected True or False"),
-    (T, "self_draft", "hidden", "self_draft='hidden': expected one of verify_hidden, partial_kv"),
-    (T, "partial_kv_policy", "sliding", "partial_kv_policy='sliding': expected one of dynamic, static, full"),
-    (T, "partial_kv_recent", -1, "partial_kv_recent=-1: expected an integer of at least 0"),
-    (T, "partial_kv_budget", 72, r"partial_kv_budget=72.*at least 73, for 4 sinks, partial_kv_recent=64 and the 5"),
-    (T, "tree_branching", 3, "tree_branching=3: expected a list of integers from 1 to 128"),
-    (T, "tree_branching", [1, 0], r"tree_branching=\[1, 0\]: expected a list of integers from 1 to 128"),
-    (T, "tree_branching", [1, 129], r"tree_branching=\[1, 129\]: expected a list of integers from 1 to 128"),
-    (T, "tree_branching", [1, 2.5], r"tree_branching=\[1, 2\.5\]: expected a list of integers"),
-    (T, "tree_branching", [1], r"has 1 entries, expected 2 to 4: one for.*num_heads=3 heads.*train more heads"),
-    (T, "tree_branching", [1, 2, 2, 2, 2], "has 5 entries, expected 2 to 4"),
-    (R, "num_nodes", 1, "num_nodes=1: expected an integer from 2 to 512"),
-    (R, "max_depth", 0, "max_depth=0: expected an integer from 1 to 32"),
-    (R, "num_candidates", 17, "num_candidates=17: expected an integer from 1 to 16"),
-    (R, "num_nodes", 0, "num_nodes=0: expected an integer from 2 to 512"),
-    (PlainDraftModel, "tree_widths", [[1]], "unknown settings"),
-]
+# For each setting, values that are refused, and those next to them that are not.
+COUNT = [0, -1, True, 2.5, "four"], [1, 400]
+MAYBE_COUNT = [0, True, "four"], [None, 1]
+FROM_0 = [-1, False, "four"], [0, 7]
+WIDTHS = [[], [3, 0], [2, 2.5], [True], 5, "4"], [[1], (2, 3)]
+BOOL = ["auto", 1, 0], [True, False]
+OF_ALL = {
+    "compile": (["fast", True], ["auto", "graph", "compile", "off"]),
+    "gate": BOOL,
+    "check_target": BOOL,
+    "ngram_candidates": FROM_0,
+    "ngram_num_tokens": COUNT,
+    "ngram_size": ([0, 17, True], [1, 16]),
+    "ngram_source": (["all", "web", 3], ["both", "pool", "lookup"]),
+    "ngram_preload": BOOL,
+}
+SPARSE = {
+    "num_assistant_tokens": COUNT,
+    "sparse_ratio": ([0.0, -0.1, 1.01, 7, True, "all", float("nan")], [0.001, 1, 1.0]),
+    "sparse_min_tokens": COUNT,
+    "acceptance": (["typical", 1], ["rejection", "coupled"]),
+}
+RANGES = {
+    E: {
+        "tree_widths": WIDTHS,
+        "window": ([0, "all", True], [1, "trained"]),
+        "sinks": FROM_0,
+        "rope_theta": ([0, -1.0, True, "10000"], [None, 5000, 0.5]),
+        "target_layer_ids": ([[1, 2], [1, 2, 3], [0, 1, "2"], 3], []),
+        "norm_output": (["yes", 1], [None, True, False]),
+    },
+    L: {"tree_widths": (WIDTHS[0] + [[1] * 511], WIDTHS[1]), "cross_attention_window": MAYBE_COUNT},
+    S: SPARSE
+    | {
+        "selection": (["pages", "best"], ["two_rows", "all_rows", "accepted_rows", "last_accepted", "window"]),
+        "score": (["probabilities"], ["logits", "weights"]),
+        "granularity": (["head"], ["layer", "kv_head"]),
+    },
+    Q: SPARSE | {"page_size": COUNT, "num_dense_layers": FROM_0},
+    N: {"num_assistant_tokens": COUNT, "ngram_candidates": COUNT},
+    T: {
+        "self_draft": (["hidden"], ["verify_hidden", "partial_kv"]),
+        "tree_branching": (WIDTHS[0] + [[1, 129], [1], [1, 2, 2, 2, 2]], [[1, 128], [1, 1, 1, 1]]),
+        "partial_kv_policy": (["sliding"], ["dynamic", "static", "full"]),
+        "partial_kv_budget": ([0, 72, True], [73]),
+        "partial_kv_recent": (FROM_0[0], [0, 4000]),
+    },
+    R: {
+        "num_nodes": ([0, 1, 513], [2, 512]),
+        "max_depth": ([0, 33], [1, 32]),
+        "num_candidates": ([0, 17], [1, 16]),
+    },
+    A: {
+        "num_assistant_tokens": COUNT,
+        "tree_widths": (WIDTHS[0], [None, [3, 2]]),
+        "window": MAYBE_COUNT,
+        "sinks": FROM_0,
+        "acceptance": SPARSE["acceptance"],
+        "prefill_chunk_size": COUNT,
+    },
+    PlainDraftModel: {},
+}
+CASES = [(cls, name, *values) for cls, table in RANGES.items() for name, values in table.items()]
+CASES += [(T, name, *values) for name, values in OF_ALL.items()]
 
 
-@pytest.mark.parametrize(("cls", "setting", "value", "message"), REFUSED)
-def test_refused_settings(model, cls, setting, value, message):
+def test_every_setting_of_every_draft_has_a_row():
+    assert RANGES.keys() == {draft.model for draft in DRAFTS.values()}
+    for cls, table in RANGES.items():
+        others = {name for name in OF_ALL if cls.takes_ngrams or not name.startswith("ngram") or cls is N}
+        assert (
+            cls.declared.keys()
+            == cls.settings.keys()
+            == table.keys() | others - {"ngram_num_tokens"} | ({"ngram_num_tokens"} if cls.takes_ngrams else set())
+        )
+
+
+@pytest.mark.parametrize(("cls", "name", "refused", "allowed"), CASES, ids=str)
+def test_ranges(model, cls, name, refused, allowed):
     """When the draft is made, and, if the setting is changed later, before anything runs."""
-    with pytest.raises(ValueError, match=message):
-        cls.from_target(model, **{setting: value})
     draft = cls.from_target(model)
-    setattr(draft.generation_config, setting, value)
-    with pytest.raises(ValueError, match=message):
-        model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=4)
-    assert draft.last_speculation is None
+    for value in refused:
+        rule = rf"(^|\W){name}( has|=).*(expected|at most)|layer 3: .* has 2 layers"
+        with pytest.raises(ValueError, match=rule):
+            cls.from_target(model, **{name: value})
+        setattr(draft.generation_config, name, value)
+        with pytest.raises(ValueError, match=rule):
+            model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, max_new_tokens=4)
+        assert draft.last_speculation is None
+    for value in allowed:
+        cls.from_target(model, **({"ngram_candidates": 0} | {name: value} if cls.takes_ngrams else {name: value}))
+
+
+def test_the_message_has_value_rule_and_meaning(model):
+    for settings, message in (
+        ({"sparse_ratio": 7}, "sparse_ratio=7: expected a number above 0, at most 1. Share of the prefix that a draft"),
+        ({"ngram_size": 17}, "ngram_size=17: expected an integer from 1 to 16. Number of tokens of the longest key"),
+        ({"score": "sum"}, "score='sum': expected one of logits, weights. "),
+        ({"gate": 1}, "gate=1: expected True or False. True switches speculation off"),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            S.from_target(model, **settings)
+    with pytest.raises(ValueError, match="window='all': expected 'trained' or an integer of at least 1"):
+        E.from_target(model, window="all")
+    with pytest.raises(ValueError, match="window=0: expected None or an integer of at least 1"):
+        A.from_target(model, window=0)
+    for cls, settings in ((S, {"sparse_ration": 0.2}), (PlainDraftModel, {"tree_widths": [[1]]})):
+        with pytest.raises(ValueError, match=rf"unknown settings \['{next(iter(settings))}'\]"):
+            cls.from_target(model, **settings)
+
+
+def test_a_default_alone_is_a_setting_that_takes_anything():
+    """As drafts of other packages declare theirs; a subclass with another default keeps the range."""
+
+    class Fast(SpecAttnDraftModel):
+        settings = {"num_assistant_tokens": 9, "mood": "calm"}
+
+    assert Fast.settings == S.settings | {"num_assistant_tokens": 9, "mood": "calm"}
+    assert Fast.declared["mood"].allows(object()) and not Fast.declared["num_assistant_tokens"].allows(0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +161,7 @@ def test_refused_settings(model, cls, setting, value, message):
         (L, {"tree_widths": [2, 2, 2], "window": 4}, "tree_widths has 3 levels, and window=4 allows at most 2"),
         (L, {"kv_layer": 2}, "kv_layer=2: the target has layers 0 to 1"),
         (L, {"windows": 8}, "unknown settings"),
-        (T, {"num_heads": 0}, "num_heads=0: expected at least 1"),
+        (T, {"num_heads": 0}, "num_heads=0.*expected at least 1"),
         (T, {"heads": 3}, r"unknown settings \['heads'\]"),
         (T, {"chained": False, "sequential": True}, r"chained=False, sequential=True: .*Leave out chained=False"),
     ],

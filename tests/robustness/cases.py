@@ -15,7 +15,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.attention_backends.scores import GRANULARITIES
-from hf_longspec.modeling.ngram.settings_ngram import SOURCES
+from hf_longspec.modeling.settings import NGRAMS
 from hf_longspec.modeling.specattn.generation_specattn import SELECTIONS
 from hf_longspec.testing import TINY_TARGETS, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.robustness.drafts import make_draft
@@ -178,7 +178,7 @@ NGRAMS = st.fixed_dictionaries(
         "ngram_candidates": st.integers(0, 3),
         "ngram_num_tokens": st.integers(1, 6),
         "ngram_size": st.integers(1, 4),
-        "ngram_source": st.sampled_from(SOURCES),
+        "ngram_source": st.sampled_from(NGRAMS["ngram_source"].choices),
         "ngram_preload": st.booleans(),
     }
 )
@@ -202,7 +202,7 @@ def drafts(draw) -> tuple[str, dict[str, Any]]:
                     "num_assistant_tokens": st.integers(1, 8),
                     "ngram_candidates": st.integers(1, 4),
                     "ngram_size": st.integers(1, 4),
-                    "ngram_source": st.sampled_from(SOURCES),
+                    "ngram_source": st.sampled_from(NGRAMS["ngram_source"].choices),
                     "ngram_preload": st.booleans(),
                 }
             )

@@ -81,11 +81,11 @@ def test_model_type(broken):
 @pytest.mark.parametrize(
     ("kind", "changes", "match"),
     [
-        ("specattn", {"vocab_size": "x"}, "vocab_size='x' in the draft's config.json: expected int of at least 0"),
+        ("specattn", {"vocab_size": "x"}, "vocab_size='x' in the draft's config.json: expected int"),
         ("longspec", {"vocab_size": True}, "vocab_size=True"),
         ("tokenswift", {"vocab_size": -1}, "vocab_size=-1"),
         ("specattn", {"vocab_size": None}, "vocab_size=0: expected the target's, at least 1"),
-        ("longspec", {"target": "llama"}, "target='llama' in the draft's config.json: expected dict or null"),
+        ("longspec", {"target": "llama"}, "target='llama' in the draft's config.json: expected dict.*None"),
         ("longspec", {"window": "eight"}, "window='eight'"),
         ("longspec", {"noise_range": 3}, "noise_range=3 in the draft's config.json: expected list"),
         ("longspec", {"rms_norm_eps": "small"}, "rms_norm_eps='small'.*expected float"),

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -12,7 +13,7 @@ from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import text_config
 from ..loading import HUB_KWARGS, refuse_missing_weights
-from ..setting_checks import check_choice, check_integer, is_tree
+from ..settings import ACCEPTANCE, WIDTHS, Setting
 from .configuration_assistant import AssistantConfig
 from .generation_assistant import AssistantDrafter, Shape, size_of
 
@@ -35,14 +36,6 @@ class AssistantDraftModel(DraftModel):
     target.generate(**inputs, assistant_model=draft)
     ```
 
-    Settings:
-        num_assistant_tokens (`int`): Number of drafted tokens of a chain.
-        tree_widths (`list[int]`, *optional*): Nodes of each level of a tree, in place of chains.
-        window (`int`, *optional*): Number of last tokens that the model keeps.
-        sinks (`int`): Number of first tokens that it keeps besides.
-        acceptance (`str`): When sampling, `coupled`, or `rejection`: tokens are drawn from the model's distribution.
-        prefill_chunk_size (`int`): Tokens per forward of the prefill.
-
     Sources: https://huggingface.co/papers/2211.17192; with a window, https://huggingface.co/papers/2408.11049.
     """
 
@@ -50,12 +43,12 @@ class AssistantDraftModel(DraftModel):
     # The model is loaded by its own name, or saved in a folder of its own.
     weightless: ClassVar[bool] = True
     settings: ClassVar[dict[str, Any]] = {
-        "num_assistant_tokens": 5,
-        "tree_widths": None,
-        "window": None,
-        "sinks": 4,
-        "acceptance": "coupled",
-        "prefill_chunk_size": 2048,
+        "num_assistant_tokens": Setting(5, "Number of drafted tokens of a chain.", int),
+        "tree_widths": replace(WIDTHS, default=None, meaning="Nodes of each level of a tree; None drafts chains."),
+        "window": Setting(None, "Number of last tokens that the model keeps; None keeps all.", int),
+        "sinks": Setting(4, "Number of first tokens that it keeps besides.", int, least=0),
+        "acceptance": replace(ACCEPTANCE, default="coupled"),
+        "prefill_chunk_size": Setting(2048, "Tokens per forward of the prefill.", int),
     }
 
     def __init__(self, config: AssistantConfig, *args: Any, **kwargs: Any):
@@ -190,7 +183,7 @@ class AssistantDraftModel(DraftModel):
         return len(widths) if set(widths) == {1} else list(widths)
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse a model that is missing or not supported, and settings out of range."""
+        """Refuse a model that is missing or not supported, and trees of a model that proposes chains."""
         name = self.config.assistant_name_or_path
         if self.assistant is None and name is not None:
             raise ValueError(
@@ -201,21 +194,7 @@ class AssistantDraftModel(DraftModel):
             raise ValueError(
                 f"{type(self.assistant).__name__} cannot draft: {'; '.join(reasons)}. Take another model as the draft."
             )
-        self._check_numbers()
-        check_choice("acceptance", self.setting("acceptance"), ("rejection", "coupled"))
         self._check_pard(target)
-
-    def _check_numbers(self) -> None:
-        for name, least in (("num_assistant_tokens", 1), ("sinks", 0), ("prefill_chunk_size", 1)):
-            check_integer(name, self.setting(name), least)
-        widths, window = self.setting("tree_widths"), self.setting("window")
-        if widths is not None and not is_tree(widths):
-            raise ValueError(
-                f"tree_widths={widths!r}: expected None for chains, or a list of positive integers, the nodes of each "
-                "level."
-            )
-        if window is not None and (type(window) is not int or window < 1):
-            raise ValueError(f"window={window!r}: expected None, or an integer of at least 1.")
 
     def _check_pard(self, target: TargetView) -> None:
         token = self.config.pard_token

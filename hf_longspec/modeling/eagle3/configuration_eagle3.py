@@ -107,32 +107,20 @@ class Eagle3Config(DraftConfig):
             ValueError: With the value, the rule and the remedy.
         """
         super().check_types()
+        kind, windows = (self.rope_parameters or {}).get("rope_type", "default"), self.window_of_layers
+        reason = ""
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc=True and fc_norm=True exclude each other: the taps are normalised once.")
-        kind = (self.rope_parameters or {}).get("rope_type", "default")
-        if kind not in ROPE_TYPES:
-            raise ValueError(
-                f"rope_type={kind!r} in the draft's config.json: expected one of {', '.join(ROPE_TYPES)}, whose "
-                "frequencies do not change with the length of the text. Use another draft."
-            )
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "num_taps"):
-            if not getattr(self, name) and self.hidden_size:
-                raise ValueError(f"{name}=0 in the draft's config.json: expected at least 1. Correct the file.")
-        if self.num_key_value_heads and self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} is no multiple of "
-                f"num_key_value_heads={self.num_key_value_heads} in the draft's config.json. Correct the file."
-            )
-        if len(windows := self.window_of_layers) != self.num_hidden_layers:
-            raise ValueError(
-                f"layer_windows={windows!r} in the draft's config.json: expected one entry for each of the "
-                f"{self.num_hidden_layers} layers. Correct the file."
-            )
-        if (self.draft_vocab_size or 0) > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={self.draft_vocab_size} in the draft's config.json: expected at most "
-                f"vocab_size={self.vocab_size}. Correct the file."
-            )
+            reason = "norm_before_fc=True and fc_norm=True exclude each other: the taps are normalised once."
+        elif kind not in ROPE_TYPES:
+            reason = f"rope_type={kind!r}: expected one of {', '.join(ROPE_TYPES)}, whose frequencies do not change."
+        elif self.num_attention_heads % self.num_key_value_heads:
+            reason = f"num_attention_heads={self.num_attention_heads}: expected a multiple of num_key_value_heads."
+        elif len(windows) != self.num_hidden_layers:
+            reason = f"layer_windows={windows!r}: expected an entry for each of the {self.num_hidden_layers} layers."
+        elif (self.draft_vocab_size or 0) > self.vocab_size:
+            reason = f"draft_vocab_size={self.draft_vocab_size}: expected at most vocab_size={self.vocab_size}."
+        if reason:
+            raise ValueError(f"{reason} Correct the draft's config.json, or use another draft.")
 
 
 def default_layer_ids(num_layers: int) -> list[int]:

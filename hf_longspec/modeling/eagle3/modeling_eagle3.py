@@ -16,7 +16,7 @@ from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
 from ..base import DraftModel
 from ..loading import HUB_KWARGS
-from ..setting_checks import check_integer, check_widths
+from ..settings import WIDTHS, Setting
 from .configuration_eagle3 import Eagle3Config, default_layer_ids
 from .generation_eagle3 import Eagle3Drafter
 from .layers_eagle3 import Attend, ChainedAttention, Eagle3Layer, Rotary
@@ -44,12 +44,18 @@ class Eagle3DraftModel(DraftModel):
     config_class = Eagle3Config
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
-        "tree_widths": [4, 4, 4, 3],  # 16 nodes with the root, which is a whole tile of the kernels
-        "window": TRAINED,
-        "sinks": 4,
-        "rope_theta": None,
-        "target_layer_ids": None,
-        "norm_output": None,
+        "tree_widths": WIDTHS,  # 16 nodes with the root, which is a whole tile of the kernels
+        "window": Setting(
+            TRAINED,
+            "Number of last entries that are kept; 'trained' is the length that the draft was trained with, and None "
+            "keeps all of the text.",
+            int,
+            choices=(TRAINED,),
+        ),
+        "sinks": Setting(4, "Number of first entries that are kept besides.", int, least=0),
+        "rope_theta": Setting(None, "Base of the draft's rotary embedding, in place of the config's.", float),
+        "target_layer_ids": Setting(None, "The layers of the target that are read, in place of the config's."),
+        "norm_output": Setting(None, "As the field of the config, which it replaces.", bool),
     }
 
     def __init__(self, config: Eagle3Config, *args: Any, **kwargs: Any):
@@ -320,24 +326,11 @@ class Eagle3DraftModel(DraftModel):
         return 1 + sum(self.setting("tree_widths"))
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets of other sizes, layers that do not exist, and values out of range."""
+        """Refuse targets of other sizes, and layers that do not exist."""
         refuse_compiled_forward(target.model)
         self._check_target(target)
         for layer in self.layers_of(target.config):
             layer_at(target.model, layer)
-        check_widths("tree_widths", self.setting("tree_widths"))
-        check_integer("sinks", self.setting("sinks"), 0)
-        window = getattr(self.generation_config, "window", TRAINED)
-        if window not in (None, TRAINED) and (type(window) is not int or window < 1):
-            raise ValueError(
-                f"window={window!r}: expected an integer of at least 1, {TRAINED!r} for the length that the draft was "
-                "trained with, or None for all of the text."
-            )
-        theta = self.setting("rope_theta")
-        if theta is not None and (isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0):
-            raise ValueError(f"rope_theta={theta!r}: expected None for the draft's own, or a number above 0.")
-        if self.setting("norm_output") not in (None, True, False):
-            raise ValueError(f"norm_output={self.setting('norm_output')!r}: expected None, True or False.")
 
     def _check_target(self, target: TargetView) -> None:
         for name, size in (

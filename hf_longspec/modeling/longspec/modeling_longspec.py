@@ -14,7 +14,7 @@ from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, attention_of, decoder_of
 from ..base import DraftModel
-from ..setting_checks import check_integer, check_widths
+from ..settings import WIDTHS, Setting
 from .configuration_longspec import LongSpecConfig
 from .generation_longspec import LongSpecDrafter
 
@@ -39,8 +39,8 @@ class LongSpecDraftModel(DraftModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LongSpecBlock"]
     settings: ClassVar[dict[str, Any]] = {
-        "tree_widths": [4, 4, 4, 3],
-        "cross_attention_window": None,
+        "tree_widths": WIDTHS,
+        "cross_attention_window": Setting(None, "Number of last entries of the target's cache that are read.", int),
     }
 
     def __init__(self, config: LongSpecConfig, *args: Any, **kwargs: Any):
@@ -101,7 +101,7 @@ class LongSpecDraftModel(DraftModel):
         return 1 + sum(self.setting("tree_widths"))
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse MLA targets, a KV layer that does not exist, and invalid widths of trees."""
+        """Refuse MLA targets, a KV layer that does not exist, and trees that are deeper than the window."""
         if target.has_latent_cache:
             raise ValueError(
                 "this target caches one latent for all heads (MLA), which a LongSpec draft cannot cross-attend. Use "
@@ -112,10 +112,8 @@ class LongSpecDraftModel(DraftModel):
             raise ValueError(f"kv_layer={self.config.kv_layer}: the target has layers 0 to {target.num_layers - 1}.")
         attention_of(decoder, self.config.kv_layer)
         self._check_heads(target)
-        if (window := self.setting("cross_attention_window")) is not None:
-            check_integer("cross_attention_window", window, 1)
-        check_widths("tree_widths", widths := self.setting("tree_widths"))
-        if (room := self.config.window - 2) < len(widths):
+        widths, room = self.setting("tree_widths"), self.config.window - 2
+        if room < len(widths):
             raise ValueError(f"tree_widths has {len(widths)} levels, and window={room + 2} allows at most {room}.")
 
     def _check_heads(self, target: TargetView) -> None:

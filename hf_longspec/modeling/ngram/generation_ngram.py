@@ -12,7 +12,7 @@ same tokens share nodes.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +20,6 @@ import torch
 
 from ...generation.draft_tree import DraftTree, merge_trees, trie_of, trie_table
 from ...generation.drafter import Binding, Drafter, Verification
-from .settings_ngram import NgramSettings
 
 BYTES_PER_ENTRY = array("i").itemsize
 # Occurrences of a key that are compared or counted, the most recent ones, and tokens to which a match is followed back.
@@ -167,17 +166,19 @@ class NgramDrafter(Drafter):
     """Propose continuations from the row's own text.
 
     Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
-        settings ([`NgramSettings`]): How n-grams are proposed.
+        binding ([`Binding`]): As of [`Drafter`].
+        setting (`Callable[[str], Any]`): Returns the value of a setting of the draft; see `NGRAMS` of settings.py.
+        num_tokens (`str`, *optional*): Name of the setting for the number of tokens of a path.
     """
 
     first_ngram_node = 1
 
-    def __init__(self, binding: Binding, settings: NgramSettings):
+    def __init__(self, binding: Binding, setting: Callable[[str], Any], num_tokens: str = "ngram_num_tokens"):
         super().__init__(binding)
-        self.settings = settings
-        self.num_nodes = 1 + settings.num_nodes
-        self.max_depth = settings.num_tokens
+        self.max_depth: int = setting(num_tokens)
+        self.num_nodes = 1 + self.max_depth * setting("ngram_candidates")
+        self.longest_key, self.source = setting("ngram_size"), setting("ngram_source")
+        self.preload = setting("ngram_preload")
         self.indexes = [self._empty_index() for _ in range(binding.cache.batch_size)]
 
     @property
@@ -191,7 +192,7 @@ class NgramDrafter(Drafter):
             whole, known = [*text.tolist(), *tokens], self.indexes[row].text.tolist()
             if not known or whole[: len(known)] != known:
                 self.indexes[row] = self._empty_index()
-                self.indexes[row].extend(whole[: len(text)], indexed=self.settings.preload)
+                self.indexes[row].extend(whole[: len(text)], indexed=self.preload)
             self.indexes[row].extend(whole[len(self.indexes[row].text) :])
 
     def resume(self, texts: Sequence[torch.Tensor], verification: Verification) -> None:
@@ -206,25 +207,25 @@ class NgramDrafter(Drafter):
 
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return a trie of the best paths after `root` `(batch,)`, the last token of each row's text."""
-        target, cache, max_depth = self.binding.target, self.binding.cache, self.settings.num_tokens
+        target, cache, max_depth = self.binding.target, self.binding.cache, self.max_depth
         fields = target.replayed(_trie, (self.table(root), root), (), cache, (max_depth,))
         return DraftTree.of_fields(fields, max_depth)
 
     def table(self, root: torch.Tensor) -> torch.Tensor:
         """Return the [`trie_table`] of the best paths after `root` `(batch,)`."""
         paths = [self._paths(index) for index in self.indexes]
-        return trie_table(paths, root, 1 + self.settings.num_nodes, self.settings.num_tokens)
+        return trie_table(paths, root, self.num_nodes, self.max_depth)
 
     def _paths(self, index: TextIndex) -> list[tuple[int, ...]]:
         """Return the paths of one row, best first. They are more than `candidates`, because paths share nodes."""
-        length, source = self.settings.num_tokens, self.settings.source
+        length, source = self.max_depth, self.source
         lookup = index.lookup(length) if source != "pool" else []
         if source == "lookup":
             return lookup
-        return lookup[:1] + index.pool(length, count=self.settings.num_nodes)
+        return lookup[:1] + index.pool(length, count=self.num_nodes - 1)
 
     def _empty_index(self) -> TextIndex:
-        return TextIndex(self.settings.size, min(CAPACITY, self.binding.max_length))
+        return TextIndex(self.longest_key, min(CAPACITY, self.binding.max_length))
 
 
 class JoinedDrafter(Drafter):
@@ -280,7 +281,7 @@ class JoinedDrafter(Drafter):
     def propose(self, root: torch.Tensor) -> DraftTree:
         """Return one tree after `root` `(batch,)`: that of the other drafter, then n-grams that it does not contain."""
         own = self.inner.propose(root)
-        table, depths = self.ngrams.table(root), (own.max_depth, self.ngrams.settings.num_tokens)
+        table, depths = self.ngrams.table(root), (own.max_depth, self.ngrams.max_depth)
         target, cache = self.binding.target, self.binding.cache
         fields = target.replayed(_merged, (*own.fields, table, root), (), cache, depths)
         tree = DraftTree.of_fields(fields, max(depths))

@@ -1,13 +1,14 @@
 """NgramDraftModel: training-free drafting from the text itself."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
+from ..settings import NGRAMS
 from .generation_ngram import NgramDrafter
-from .settings_ngram import NgramSettings
 
 
 class NgramConfig(DraftConfig):
@@ -32,24 +33,15 @@ class NgramDraftModel(DraftModel):
     takes_ngrams: ClassVar[bool] = False  # its trees consist of n-grams already
     # On real text depth helps greedy decoding more than width. Sampled text seldom repeats itself. See docs/ngram.md.
     settings: ClassVar[dict[str, Any]] = {
-        "num_assistant_tokens": 8,
-        "ngram_candidates": 2,
-        "ngram_size": 3,
-        "ngram_source": "both",
-        "ngram_preload": True,
+        "num_assistant_tokens": replace(NGRAMS["ngram_num_tokens"], default=8),
+        **{name: setting for name, setting in NGRAMS.items() if name != "ngram_num_tokens"},
+        "ngram_candidates": replace(NGRAMS["ngram_candidates"], default=2, least=1),
     }
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
-        return NgramDrafter(binding, self._settings())
+        return NgramDrafter(binding, self.setting, "num_assistant_tokens")
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of a tree, root included."""
-        return 1 + self._settings().num_nodes
-
-    def check_settings(self, target: TargetView) -> None:
-        """Refuse numbers out of range and unknown choices."""
-        self._settings()
-
-    def _settings(self) -> NgramSettings:
-        return NgramSettings.read(self.setting, num_tokens="num_assistant_tokens", fewest=1)
+        return 1 + int(self.setting("num_assistant_tokens") * self.setting("ngram_candidates"))

@@ -6,7 +6,7 @@ from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..configuration_base import DraftConfig
 from ..self_draft import SelfDraftModel
-from ..setting_checks import check_integer
+from ..settings import Setting
 from .generation_quest import QuestDrafter
 
 
@@ -26,28 +26,24 @@ class QuestDraftModel(SelfDraftModel):
     target.generate(**inputs, assistant_model=draft)
     ```
 
-    Settings:
-        page_size (`int`): Tokens of a page.
-        num_dense_layers (`int`): Number of first layers that read the whole prefix.
-
     Sources: the selection is that of Quest, https://huggingface.co/papers/2406.10774; drafting with it is a draft of
     MagicDec, https://huggingface.co/papers/2408.11049.
     """
 
     config_class = QuestConfig
-    settings: ClassVar[dict[str, Any]] = SelfDraftModel.settings | {"page_size": 16, "num_dense_layers": 2}
+    settings: ClassVar[dict[str, Any]] = {
+        "page_size": Setting(16, "Tokens of a page.", int),
+        "num_dense_layers": Setting(2, "Number of first layers that read the whole prefix.", int, least=0),
+    }
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
         return QuestDrafter(binding, self)
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse unknown choices, numbers out of range, and targets without keys of their own."""
+        """Refuse targets without keys of their own."""
         if target.has_latent_cache:
             raise ValueError(
                 "this target caches one latent for all heads (MLA) and computes the keys from it in every step, so "
                 "there are no pages of keys to choose from. Use SpecAttnDraftModel, or another draft."
             )
-        super().check_settings(target)
-        for name, least in (("page_size", 1), ("num_dense_layers", 0)):
-            check_integer(name, self.setting(name), least)

@@ -7,14 +7,8 @@ from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..configuration_base import DraftConfig
 from ..self_draft import SelfDraftModel
-from ..setting_checks import check_choice
+from ..settings import Setting
 from .generation_specattn import SELECTIONS, SpecAttnDrafter
-
-CHOICES = {
-    "selection": SELECTIONS,
-    "score": ("logits", "weights"),
-    "granularity": GRANULARITIES,
-}
 
 
 class SpecAttnConfig(DraftConfig):
@@ -33,19 +27,23 @@ class SpecAttnDraftModel(SelfDraftModel):
     target.generate(**inputs, assistant_model=draft)
     ```
 
-    Settings:
-        selection (`str`): `two_rows` (the paper's), `all_rows`, `accepted_rows`, `last_accepted` or `window`.
-        score (`str`): `logits` (Eq. 3) or `weights` (attention probabilities).
-        granularity (`str`): One selection per `layer` or per `kv_head`.
-
     Source: https://huggingface.co/papers/2602.07223.
     """
 
     config_class = SpecAttnConfig
-    settings: ClassVar[dict[str, Any]] = SelfDraftModel.settings | {
-        "selection": "two_rows",
-        "score": "logits",
-        "granularity": "layer",
+    settings: ClassVar[dict[str, Any]] = {
+        "selection": Setting(
+            "two_rows",
+            "Query rows of the verification whose scores select the entries; `two_rows` is the paper's, and `window` "
+            "takes the last entries.",
+            choices=SELECTIONS,
+        ),
+        "score": Setting(
+            "logits",
+            "`logits` scores by Eq. 3 of the paper, `weights` by attention probabilities.",
+            choices=("logits", "weights"),
+        ),
+        "granularity": Setting("layer", "One selection per `layer` or per `kv_head`.", choices=GRANULARITIES),
     }
 
     def make_drafter(self, binding: Binding) -> Drafter:
@@ -53,10 +51,7 @@ class SpecAttnDraftModel(SelfDraftModel):
         return SpecAttnDrafter(binding, self)
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse unknown choices, numbers out of range, and per-head selection if heads share their cache."""
-        for name, choices in CHOICES.items():
-            check_choice(name, self.setting(name), choices)
-        super().check_settings(target)
+        """Refuse per-head selection if heads share their cache."""
         if target.has_latent_cache and self.setting("granularity") == "kv_head":
             raise ValueError(
                 "granularity='kv_head': this target caches one latent for all heads (MLA), which cannot be selected "

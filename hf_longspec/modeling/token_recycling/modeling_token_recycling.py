@@ -6,11 +6,8 @@ from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ..base import DraftModel
 from ..configuration_base import DraftConfig
-from ..setting_checks import check_integer
-from .generation_token_recycling import TokenRecyclingDrafter
-
-# Smallest and largest value of each setting. Chances are assumed for the first 16 candidates.
-RANGES = {"num_nodes": (2, 512), "max_depth": (1, 32), "num_candidates": (1, 16)}
+from ..settings import Setting
+from .generation_token_recycling import CHANCES, TokenRecyclingDrafter
 
 
 class TokenRecyclingConfig(DraftConfig):
@@ -36,20 +33,16 @@ class TokenRecyclingDraftModel(DraftModel):
     weightless: ClassVar[bool] = True
     # the sizes of the paper, whose 80 nodes would fill half of a tile of 128 rows
     settings: ClassVar[dict[str, Any]] = {
-        "num_nodes": 64,
-        "max_depth": 6,
-        "num_candidates": 8,
+        "num_nodes": Setting(64, "Number of nodes of the tree, root included.", int, least=2, most=512),
+        "max_depth": Setting(6, "Depth of the deepest node.", int, most=32),
+        # as many as chances are assumed for
+        "num_candidates": Setting(8, "Number of candidates after each token.", int, most=len(CHANCES)),
     }
 
     def make_drafter(self, binding: Binding) -> Drafter:
         """Return a drafter with the present settings."""
-        return TokenRecyclingDrafter(binding, *map(self.setting, RANGES))
+        return TokenRecyclingDrafter(binding, *map(self.setting, ("num_nodes", "max_depth", "num_candidates")))
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of a tree, root included."""
         return int(self.setting("num_nodes"))
-
-    def check_settings(self, target: TargetView) -> None:
-        """Refuse numbers out of range."""
-        for name, (least, most) in RANGES.items():
-            check_integer(name, self.setting(name), least, most)

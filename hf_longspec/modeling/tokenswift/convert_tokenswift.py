@@ -37,7 +37,7 @@ def tokenswift_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> TokenS
     """
     weights = checkpoint.read(HEADS)
     numbers = {name.removeprefix(HEADS).partition(".")[0] for name in weights}
-    highest = max((int(number) for number in numbers if number.isdecimal()), default=-1)
+    highest = max((int(number) for number in numbers if number.isdecimal()), default=0)
     draft = TokenSwiftDraftModel(TokenSwiftConfig.from_target(target, num_heads=highest + 1))
     checkpoint.check(weights, _as_published(draft), "TokenSwift heads")
     draft.heads.layers.load_state_dict({name.removeprefix(HEADS): value for name, value in weights.items()})

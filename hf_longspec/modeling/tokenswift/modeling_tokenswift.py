@@ -12,11 +12,9 @@ from ...generation.selection import SINK_TOKENS
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, refuse_compiled_forward
 from ..base import DraftModel
-from ..setting_checks import check_choice, check_integer
+from ..settings import Setting
 from .configuration_tokenswift import TokenSwiftConfig
 from .generation_tokenswift import POLICIES, SELF_DRAFTS, TokenSwiftDrafter
-
-CHOICES = {"self_draft": SELF_DRAFTS, "partial_kv_policy": POLICIES}
 
 
 class TokenSwiftDraftModel(DraftModel):
@@ -37,11 +35,17 @@ class TokenSwiftDraftModel(DraftModel):
     config_class = TokenSwiftConfig
     _no_split_modules = ["TokenSwiftHead"]
     settings: ClassVar[dict[str, Any]] = {
-        "self_draft": "verify_hidden",
-        "tree_branching": [1, 3, 3, 3],  # for 3 heads; fewer heads use the first entries
-        "partial_kv_policy": "dynamic",
-        "partial_kv_budget": 4096,  # as in the paper's scripts; shorter contexts fit as a whole
-        "partial_kv_recent": 64,
+        "self_draft": Setting(
+            "verify_hidden",
+            "Whether the heads read the state of the verification, or that of one more forward over a partial cache.",
+            choices=SELF_DRAFTS,
+        ),
+        # for 3 heads; fewer heads use the first entries
+        "tree_branching": Setting([1, 3, 3, 3], "Number of children of every node, level by level.", list),
+        "partial_kv_policy": Setting("dynamic", "Which tokens enter the partial cache.", choices=POLICIES),
+        # as in the paper's scripts; shorter contexts fit as a whole
+        "partial_kv_budget": Setting(4096, "Number of entries of the partial cache.", int),
+        "partial_kv_recent": Setting(64, "Number of newest entries that it keeps.", int, least=0),
     }
 
     def __init__(self, config: TokenSwiftConfig, *args: Any, **kwargs: Any):
@@ -94,28 +98,23 @@ class TokenSwiftDraftModel(DraftModel):
         return list(self.setting("tree_branching")[emitted:])
 
     def check_settings(self, target: TargetView) -> None:
-        """Refuse targets without a final norm, zero heads, unknown choices, and trees and budgets that do not fit."""
+        """Refuse targets without a final norm, and trees and budgets that do not fit."""
         final_norm_of(target.model)
         refuse_compiled_forward(target.model)
-        if self.config.num_heads < 1:
-            raise ValueError(f"num_heads={self.config.num_heads}: expected at least 1, the tokens ahead to predict.")
         if self.config.sequential and not self.config.chained:
             raise ValueError(
                 "chained=False, sequential=True: a head that sees the token before its own continues the head that "
                 "proposed it. Leave out chained=False."
             )
-        for name, choices in CHOICES.items():
-            check_choice(name, self.setting(name), choices)
         self._check_tree(target.vocab_size)
         self._check_budget()
 
     def _check_tree(self, vocab_size: int) -> None:
         branching = self.setting("tree_branching")
-        numbers = branching if isinstance(branching, list | tuple) else [0]
-        if not all(type(number) is int and 0 < number <= vocab_size for number in numbers):
+        if max(branching) > vocab_size:
             raise ValueError(
-                f"tree_branching={branching!r}: expected a list of integers from 1 to {vocab_size}, the size of the "
-                "vocabulary: the children of every node, level by level."
+                f"tree_branching={branching!r}: a node has at most {vocab_size} children, the size of the vocabulary. "
+                "Lower its numbers."
             )
         fewest = 2 if self.setting("self_draft") == "verify_hidden" else 1
         if not fewest <= len(branching) <= self.config.num_heads + 1:
@@ -128,11 +127,10 @@ class TokenSwiftDraftModel(DraftModel):
 
     def _check_budget(self) -> None:
         budget, recent = self.setting("partial_kv_budget"), self.setting("partial_kv_recent")
-        check_integer("partial_kv_recent", recent, 0)
         ngrams = self.setting("ngram_num_tokens") if self.setting("ngram_candidates") else 0
         step = max(len(self.setting("tree_branching")), ngrams) + 1
         least = SINK_TOKENS + recent + step
-        if type(budget) is not int or budget < least:
+        if budget < least:
             raise ValueError(
                 f"partial_kv_budget={budget!r}: expected an integer of at least {least}, for {SINK_TOKENS} sinks, "
                 f"partial_kv_recent={recent} and the {step} tokens of one step. Raise it, or lower partial_kv_recent."

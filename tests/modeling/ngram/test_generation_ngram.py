@@ -8,7 +8,6 @@ from hf_longspec import NgramDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.drafter import Verification
 from hf_longspec.modeling.ngram.generation_ngram import NgramDrafter
-from hf_longspec.modeling.ngram.settings_ngram import NgramSettings
 from hf_longspec.testing import tiny_prompts
 
 RAGGED = (33, 3, 13)
@@ -20,8 +19,8 @@ def drafter_of(batch_size, **settings):
     """A drafter without a target: it needs to know how many rows there are, and how long they can get."""
     target = SimpleNamespace(replayed=lambda function, changing, fixed, holder, settings: function(changing, *settings))
     binding = SimpleNamespace(target=target, cache=SimpleNamespace(batch_size=batch_size), max_length=500)
-    defaults = {"num_tokens": 3, "candidates": 2, "size": 3, "source": "both", "preload": True}
-    return NgramDrafter(binding, NgramSettings(**(defaults | settings)))
+    names = {"num_tokens": 3, "candidates": 2, "size": 3, "source": "both", "preload": True} | settings
+    return NgramDrafter(binding, {f"ngram_{name}": value for name, value in names.items()}.__getitem__)
 
 
 def begin(drafter, texts):

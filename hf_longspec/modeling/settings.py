@@ -1,0 +1,106 @@
+"""Settings of drafts as a table: for each one its default, the values that it may have, and its meaning."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a draft, which is an attribute of `draft.generation_config`. `None` there stands for the default.
+
+    Args:
+        default (`Any`): Its value unless another one is set.
+        meaning (`str`): What it decides, a sentence of the message about other values.
+        kind (`type`, *optional*): `int`, `float`, `bool`, or `list` for a list of positive integers. By default the
+            value is one of `choices`, or anything if there are none.
+        least (`int`, *optional*, defaults to 1): Smallest integer.
+        above (`float`, *optional*, defaults to 0): Number below all numbers that are no integers.
+        most (`float`, *optional*): Largest number.
+        choices (`tuple[str, ...]`, *optional*): Further values.
+
+    >>> Setting(4, "Drafted tokens.", int).check("gamma", 0)
+    Traceback (most recent call last):
+    ValueError: gamma=0: expected an integer of at least 1. Drafted tokens.
+    """
+
+    default: Any
+    meaning: str = ""
+    kind: type | None = None
+    least: int = 1
+    above: float = 0
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def rule(self) -> str:
+        """The values that the setting may have, in words."""
+        if self.kind is None:
+            return f"one of {', '.join(self.choices)}"
+        if self.kind is int:
+            rule = "an integer " + (
+                f"of at least {self.least}" if self.most is None else f"from {self.least} to {self.most}"
+            )
+        elif self.kind is float:
+            rule = f"a number above {self.above}" + ("" if self.most is None else f", at most {self.most}")
+        else:
+            rule = "True or False" if self.kind is bool else "a list of positive integers"
+        return " or ".join((*(["None"] if self.default is None else []), *map(repr, self.choices), rule))
+
+    def allows(self, value: Any) -> bool:
+        """Return whether the setting may have this value."""
+        if value is None or value in self.choices:
+            return value is not None or self.default is None
+        if self.kind is None:
+            return not self.choices
+        if self.kind is list:
+            return isinstance(value, list | tuple) and bool(value) and all(type(n) is int and n > 0 for n in value)
+        if self.kind is bool or isinstance(value, bool):
+            return self.kind is bool and isinstance(value, bool)
+        if not isinstance(value, int | float if self.kind is float else int):
+            return False
+        is_enough = value > self.above if self.kind is float else value >= self.least
+        return is_enough and (self.most is None or value <= self.most)
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse another value.
+
+        Raises:
+            ValueError: With the name and the value of the setting, the rule, and the meaning.
+        """
+        if not self.allows(value):
+            raise ValueError(f"{name}={value!r}: expected {self.rule}. {self.meaning}".rstrip())
+
+
+# Of several drafts.
+ACCEPTANCE = Setting(
+    "rejection",
+    "When sampling, `rejection` draws tokens from the draft's distribution, and `coupled` chooses them by the target's "
+    "noise.",
+    choices=("rejection", "coupled"),
+)
+WIDTHS = Setting([4, 4, 4, 3], "Number of nodes of each level of the tree.", list)
+
+# Of all drafts.
+COMMON = {
+    "compile": Setting("auto", "How steps run.", choices=("auto", "graph", "compile", "off")),
+    "gate": Setting(True, "True switches speculation off while it does not pay, False always speculates.", bool),
+    "check_target": Setting(
+        True, "True compares the first verification of a kind of target with a plain forward, False does not.", bool
+    ),
+}
+
+# Each length of keys has tables of its own, and hardly a text repeats this much without repeating more.
+LONGEST_KEY = 16
+# Of drafts whose trees n-grams may join.
+NGRAMS = {
+    "ngram_candidates": Setting(0, "Number of paths of n-grams; 0 for none.", int, least=0),
+    "ngram_num_tokens": Setting(8, "Number of tokens of a path of n-grams.", int),
+    "ngram_size": Setting(3, "Number of tokens of the longest key of n-grams.", int, most=LONGEST_KEY),
+    "ngram_source": Setting(
+        "both",
+        "`pool` ranks continuations by their counts, `lookup` by the length of the match; `both` takes the best one of "
+        "the lookup, then those of the pool.",
+        choices=("both", "pool", "lookup"),
+    ),
+    "ngram_preload": Setting(True, "Whether n-grams of the prompt count, or only those of what is generated.", bool),
+}
