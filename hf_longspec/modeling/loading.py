@@ -166,8 +166,8 @@ class Checkpoint:
             )
         self.names = sorted(self._files)
 
-    def read(self, prefix: str = "") -> dict[str, torch.Tensor]:
-        """Return the tensors whose names begin with `prefix`."""
+    def read(self, prefix: str = "", device: str = "cpu") -> dict[str, torch.Tensor]:
+        """Return the tensors whose names begin with `prefix`; on the device `"meta"` their shapes alone."""
         wanted = {name: file for name, file in self._files.items() if name.startswith(prefix)}
         files = sorted(set(wanted.values()))
         if self._on_hub:
@@ -175,7 +175,7 @@ class Checkpoint:
         tensors: dict[str, torch.Tensor] = {}
         for file in files:
             with _readable(self._folder / file):
-                tensors |= _tensors(self._folder / file, [name for name in wanted if wanted[name] == file])
+                tensors |= _tensors(self._folder / file, [name for name in wanted if wanted[name] == file], device)
         return tensors
 
     def check(self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
@@ -199,8 +199,8 @@ class Checkpoint:
         for name, value in tensors.items():
             if value.shape != expected[name].shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(value.shape)} in {self.source}, and this target needs "
-                    f"{tuple(expected[name].shape)}. Pass the target that the draft was trained for."
+                    f"{name} has shape {tuple(value.shape)} in {self.source}, expected {tuple(expected[name].shape)}. "
+                    "Pass the target that the draft was trained for, and take all files from one draft."
                 )
 
     def _find(self) -> str:
@@ -252,12 +252,14 @@ def _names(path: Path) -> list[str]:
     return list(_load(path))
 
 
-def _tensors(path: Path, names: list[str]) -> dict[str, torch.Tensor]:
+def _tensors(path: Path, names: list[str], device: str) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
+            if device == "meta":
+                return {name: torch.empty(file.get_slice(name).get_shape(), device=device) for name in names}
             return {name: file.get_tensor(name) for name in names}
     weights = _load(path)
-    return {name: weights[name] for name in names}
+    return {name: weights[name].to(device) for name in names}
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:

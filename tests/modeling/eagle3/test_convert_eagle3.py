@@ -13,6 +13,7 @@ from transformers import AutoModel
 from hf_longspec import Eagle3DraftModel
 from hf_longspec.modeling.convert import convert
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
+from hf_longspec.modeling.loading import Checkpoint
 from hf_longspec.modeling.register_draft import reader_of
 from hf_longspec.testing import tiny_target
 
@@ -221,46 +222,41 @@ def truncated(folder):
     return folder
 
 
+MLA = "layers.0.self_attn.kv_a_proj_with_mqa.weight"
 OTHERS = [
-    ("llama_plain", {"speculators_model_type": "dflash"}, "is a draft of the kind 'dflash', and only 'eagle3'"),
-    ("llama_plain", {"tensors": {"mask_hidden": torch.ones(1, 1, 96)}}, "of the kind 'peagle'"),
-    (
-        "llama_plain",
-        {"tensors": {"layers.0.self_attn.kv_a_proj_with_mqa.weight": torch.ones(3, 3)}},
-        r"latent attention \(MLA: kv_a_proj_with_mqa\)",
-    ),
-    ("llama_plain", {"drop": ("fc.weight",)}, "no EAGLE-3 draft: there is no tensor fc.weight"),
-    ("llama_norm_before_fc", {"drop": ("input_norm.weight",)}, "norm_before_fc=True, and there are no tensors"),
-    ("llama_norm_before_fc", {"norm_before_fc": False}, r"norm_before_fc=False, and there are tensors input_norm\.\*"),
-    ("llama_eagle31", {"fc_norm": False}, r"fc_norm=False, and there are tensors fc_norm\.\*"),
-    ("llama_plain", {"drop": ("norm.weight",)}, r"missing tensors \['norm.weight'\]"),
+    ("llama_plain", {"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
+    ("llama_plain", {"tensors": {"mask_hidden": torch.ones(1, 1, 96)}}, r"unknown tensors \['mask_hidden'\]"),
+    ("llama_plain", {"tensors": {MLA: torch.ones(3, 3)}}, rf"unknown tensors \['{MLA}'\]"),
     ("llama_plain", {"tensors": {"layers.0.extra": torch.ones(1)}}, r"unknown tensors \['layers.0.extra'\]"),
-    ("llama_norm_before_residual", {"drop": ("d2t",)}, "lacks the tensor d2t: 40 of 97 tokens are drafted"),
-    ("llama_norm_before_residual", {"draft_vocab_size": 41}, "draft_vocab_size=41, and lm_head.weight has 40 rows"),
-    (
-        "llama_norm_before_residual",
-        {"tensors": {"d2t": torch.arange(40) * -1}},
-        "d2t gives 40 draft tokens only 1 different ids",
-    ),
-    (
-        "llama_norm_before_residual",
-        {"tensors": {"d2t": torch.full((40,), 90)}},
-        r"d2t\[7\]=90 leads to token 97 of 97. d2t holds offsets",
-    ),
-    ("llama_norm_before_residual", {"tensors": {"t2d": torch.ones(97).bool()}}, "t2d marks other tokens than d2t"),
-    ("original_no_theta", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic', expected one of"),
-    ("original_no_theta", {"model_type": "llama4"}, "the layer of the draft is of model_type='llama4'"),
-    ("original_no_theta", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm=True, and EAGLE-3"),
-    ("original_no_theta", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
+    ("llama_plain", {"drop": ("fc.weight",)}, r"missing tensors \['fc.weight'\]"),
+    ("llama_plain", {"drop": ("norm.weight",)}, r"missing tensors \['norm.weight'\]"),
+    ("llama_norm_before_fc", {"drop": ("input_norm.weight",)}, r"missing tensors \['input_norm.weight'\]"),
+    ("llama_norm_before_fc", {"norm_before_fc": False}, r"unknown tensors \['input_norm.weight'\]"),
+    ("llama_eagle31", {"fc_norm": False}, r"unknown tensors \['fc_norm.0.weight'"),
+    ("llama_norm_before_residual", {"drop": ("d2t",)}, r"missing tensors \['d2t'\]"),
+    ("llama_norm_before_residual", {"draft_vocab_size": 41}, r"(d2t|lm_head.weight) has shape \(40"),
     ("llama_plain", {"tensors": {"embed_tokens.weight": torch.ones(96, 32)}}, r"embed_tokens.weight has shape \(96"),
+    ("llama_norm_before_residual", {"tensors": {"d2t": torch.arange(40) * -1}}, "d2t leads to 1 tokens"),
+    ("llama_norm_before_residual", {"tensors": {"d2t": torch.full((40,), 90)}}, "d2t .* from 90 to 129, .* of 97"),
+    ("llama_norm_before_residual", {"tensors": {"t2d": torch.ones(97).bool()}}, "those that t2d marks"),
+    ("original_no_theta", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    ("original_no_theta", {"model_type": "llama4"}, "model_type='llama4'"),
+    ("original_no_theta", {"eagle_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm=True"),
+    ("original_no_theta", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
 ]
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), OTHERS, ids=range(len(OTHERS)))
-def test_refusals_in_one_line(copy_of, name, changes, message):
+def test_refusals_in_one_line(copy_of, name, changes, message, monkeypatch):
+    """Before any tensor but d2t and its like is read."""
+    folder, read, devices = copy_of(name, **changes), Checkpoint.read, []
+    monkeypatch.setattr(
+        Checkpoint, "read", lambda self, prefix="", device="cpu": devices.append(device) or read(self, prefix, device)
+    )
     with pytest.raises(ValueError, match=message) as caught:
-        Eagle3DraftModel.from_pretrained(copy_of(name, **changes))
+        Eagle3DraftModel.from_pretrained(folder)
     assert "\n" not in str(caught.value)
+    assert "cpu" not in devices or "2d" in message or message.startswith("d2t")
 
 
 def test_a_truncated_file_is_refused(copy_of):
@@ -268,20 +264,23 @@ def test_a_truncated_file_is_refused(copy_of):
         Eagle3DraftModel.from_pretrained(truncated(copy_of("llama_plain")))
 
 
-def test_the_first_eagle_is_refused_by_name(tmp_path):
-    """Its fc joins embedding and state, and its layer is an ordinary one."""
+def test_the_first_eagle_and_a_pickle_of_code_are_refused(tmp_path):
+    """The first one's fc joins embedding and state, and its layer is an ordinary one."""
     (tmp_path / "config.json").write_text((FIXTURES / "original_no_theta" / "config.json").read_text())
     weights = {"fc.weight": torch.ones(32, 64), "embed_tokens.weight": torch.ones(97, 32)}
     weights |= {f"layers.0.self_attn.{part}_proj.weight": torch.ones(32, 32) for part in "qkvo"}
     torch.save(weights, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"EAGLE-1 or EAGLE-2 \(q_proj reads 32 numbers, EAGLE-3's 64\)"):
+    with pytest.raises(ValueError, match=r"missing tensors \['d2t', 'layers.0.hidden_norm.weight'"):
+        Eagle3DraftModel.from_pretrained(tmp_path)
+    torch.save({"fc.weight": print}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin cannot be read \(UnpicklingError\)"):
         Eagle3DraftModel.from_pretrained(tmp_path)
 
 
 def test_other_targets_are_refused(model):
     for other, message in (
         (tiny_target("llama", vocab_size=96, hidden_size=32), "the draft has vocab_size=97, and the target has 96"),
-        (tiny_target("llama", vocab_size=97), "made for another target"),
+        (tiny_target("llama", vocab_size=97), r"fc.weight has shape \(32, 96\).*Pass the target"),
     ):
         with pytest.raises(ValueError, match=message):
             Eagle3DraftModel.from_pretrained(FIXTURES / "llama_norm_before_residual", target=other)

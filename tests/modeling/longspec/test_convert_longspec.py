@@ -105,7 +105,7 @@ def test_missing_and_unknown_tensors_are_listed(target_config, tmp_path):
 
 def test_shapes_of_another_target_are_refused(tmp_path):
     tiny_target("llama", intermediate_size=80).config.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match=r"mlp\.\w+\.weight has shape .* and this target needs .*Pass the target"):
+    with pytest.raises(ValueError, match=r"mlp\.\w+\.weight has shape .* expected .*Pass the target"):
         convert(str(as_safetensors(published_tensors(), tmp_path)), str(tmp_path / "other"))
 
 

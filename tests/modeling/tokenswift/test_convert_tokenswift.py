@@ -95,5 +95,5 @@ def test_missing_and_unknown_tensors_are_listed(merged, config):
 
 
 def test_shapes_of_another_target_are_refused(merged, config):
-    with pytest.raises(ValueError, match=r"has shape \(32, 32\) in .* and this target needs \(64, 64\).*Pass the tar"):
+    with pytest.raises(ValueError, match=r"has shape \(32, 32\) in .* expected \(64, 64\).*Pass the tar"):
         convert(merged(published_heads(width=32)), config)
