@@ -406,7 +406,7 @@ MUTATIONS = (
     ),
     Mutation(
         "A token keeps the candidates after its last accepted occurrence",
-        "modeling/token_recycling/generation_token_recycling.py",
+        "modeling/token_recycling/modeling_token_recycling.py",
         "place + nodes * on_path",
         "place",
         "tests/modeling/token_recycling/test_token_recycling.py",
@@ -427,7 +427,7 @@ MUTATIONS = (
     ),
     Mutation(
         "The pages that a commit fills get bounds",
-        "modeling/quest/generation_quest.py",
+        "modeling/quest/modeling_quest.py",
         "        elif count:\n            self.find_bounds",
         "        elif count > 4:\n            self.find_bounds",
         "tests/modeling/quest/test_generation_quest.py::test_bounds_are_up_to_date_after_every_commit",

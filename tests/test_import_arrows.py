@@ -5,7 +5,7 @@
     modeling/*/training_*.py, convert_*.py -> training, registry -> modeling
 
 Arrows are transitive. A room is a part of the package. The registry of drafts is a room of its own:
-`modeling/register_draft.py`, its reader `modeling/convert.py`, and the `__init__.py` of each draft's folder. `modeling`
+`modeling/register_draft.py` and the `__init__.py` of each draft's folder. `modeling`
 does not import it, so a published draft works without it. `training_<draft>.py` and `convert_<draft>.py` are a room of
 their own too: the registry names them, and they are imported when they are used. `auditing` and `bench` work without
 `modeling`: the draft is an argument. `testing` may build drafts; `hub` imports the registry alone, `streaming` no room.
@@ -104,7 +104,7 @@ def _room(parts: list[str]) -> str:
     """The room of a module, given the parts of its name below the package."""
     if parts[0] == "modeling" and parts[-1].startswith(("training_", "convert_")):
         return METHODS
-    if parts in (["modeling", "register_draft"], ["modeling", "convert"]) or (parts[1:-1] and parts[-1] == "__init__"):
+    if parts == ["modeling", "register_draft"] or (parts[1:-1] and parts[-1] == "__init__"):
         return REGISTRY
     return parts[0]
 
@@ -202,7 +202,7 @@ def test_arrows():
         ("generation/route.py", "from ..modeling.base import DraftModel", "generation may not import"),
         ("modeling/longspec/modeling_longspec.py", "from .training_longspec import x", "modeling may not import"),
         ("modeling/longspec/__init__.py", "from .training_longspec import x", "may not import"),
-        ("modeling/base.py", "from .convert import x", "modeling may not import"),
+        ("modeling/base.py", "from .register_draft import x", "modeling may not import"),
         ("modeling/longspec/training_longspec.py", "from ...bench.timing import x", "may not import"),
         ("training/method.py", "def f():\n    from ..modeling.longspec.training_longspec import x", "may not import"),
         ("training/method.py", "from ..modeling.longspec import training_longspec", "training may not import"),
@@ -243,7 +243,7 @@ def test_the_checker_sees(path, source, complaint):
             "from ..generation.route import install\nfrom .modeling_specattn import SpecAttnConfig",
         ),
         (
-            "modeling/specattn/generation_specattn.py",
+            "modeling/specattn/modeling_specattn.py",
             "from ...attention_backends.contexts import x\nfrom ..base import y\nimport re",
         ),
         ("attention_backends/triton/config.py", "try:\n    import triton\nexcept ImportError:\n    triton = None"),

@@ -246,7 +246,6 @@ class BeamDrafter(Drafter):
     target's cache also define `prefix`, `graph_of` and `prefix_in_graph`.
 
     Args:
-        binding ([`Binding`]): As of [`Drafter`].
         draft (`DraftModel`): The draft. It owns the compiled functions, which later calls use again.
 
     Attributes:
@@ -496,7 +495,6 @@ class SelfDrafter(Drafter):
     Subclasses set `sparse` and implement `graph_of` and `observe`.
 
     Args:
-        binding ([`Binding`]): As of [`Drafter`].
         draft (`SelfDraftModel`): The draft, whose settings are read.
 
     Attributes:

@@ -49,7 +49,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "eagle3_layers": ("modeling/eagle3/configuration_eagle3", "modeling/eagle3/layers_eagle3"),
     "settings": ("modeling/settings",),
     "ngrams": ("modeling/ngram/generation_ngram",),
-    "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "base", "self_draft")),
+    "draft": tuple(f"modeling/{name}" for name in ("configuration_base", "loading", "base")),
 }
 
 

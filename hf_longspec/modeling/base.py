@@ -1,4 +1,4 @@
-"""DraftModel, the base of all drafts. Importing it routes `generate(assistant_model=draft)` to the decoding loop."""
+"""The bases of all drafts. Importing this module routes `generate(assistant_model=draft)` to the decoding loop."""
 
 import copy
 import os
@@ -23,7 +23,7 @@ from ..generation.target import TargetView
 from ..generation.target_modules import device_of, final_norm_of
 from .configuration_base import DraftConfig, is_packaged
 from .loading import HUB_KWARGS, read_settings, readable_errors, require_complete
-from .settings import COMMON, NGRAMS, Setting
+from .settings import ACCEPTANCE, COMMON, NGRAMS, Setting
 
 try:
     from ..generation.cuda_graphs import release_workspaces
@@ -45,11 +45,11 @@ MOST_NODES = 4096
 class DraftModel(PreTrainedModel):
     """Base of all drafts. `config` holds the architecture, and `generation_config` the settings of drafting.
 
-    Subclasses define `config_class`, `make_drafter`, `max_nodes` and `settings`, the keys of `generation_config` that
-    they add: for each a [`Setting`], or its default value alone. The class then has the defaults in `settings`, and the
-    table of all in `declared`. Subclasses without parameters set `weightless`. Unless a subclass clears `takes_ngrams`,
-    it also gets the settings of n-grams, which are added to its trees. Callers therefore use `drafter` and
-    `num_tree_nodes`, which include n-grams.
+    Subclasses define `config_class`, `max_nodes`, `drafter_class`, the class of a drafter of one call, which gets the
+    [`Binding`] and the draft (or `make_drafter`), and `settings`, the keys of `generation_config` that they add: for
+    each a [`Setting`], or its default alone. The class then has all defaults in `settings`, and the table in `declared`.
+    Subclasses without parameters set `weightless`. Unless a subclass clears `takes_ngrams`, it also gets the settings of
+    n-grams, which are added to its trees. Callers therefore use `drafter` and `num_tree_nodes`, which include n-grams.
     """
 
     config_class = DraftConfig
@@ -57,6 +57,7 @@ class DraftModel(PreTrainedModel):
     main_input_name = "input_ids"
     weightless: ClassVar[bool] = False
     takes_ngrams: ClassVar[bool] = True
+    drafter_class: ClassVar[Any]
     settings: ClassVar[dict[str, Any]] = {}
     declared: ClassVar[dict[str, Setting]] = COMMON
     # A marker for the route, because an installed class and one loaded from the Hub are different classes.
@@ -195,8 +196,9 @@ class DraftModel(PreTrainedModel):
         return self.max_nodes(target) + self._num_ngram_nodes
 
     def make_drafter(self, binding: Binding) -> Drafter:
-        """Return the drafter of one call without n-grams; see `drafter`."""
-        raise NotImplementedError
+        """Return the drafter of one call with the present settings, without n-grams; see `drafter`."""
+        drafter: Drafter = self.drafter_class(binding, self)
+        return drafter
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of a tree without n-grams, root included; see `num_tree_nodes`."""
@@ -386,3 +388,30 @@ class DraftModel(PreTrainedModel):
         require_complete(path, info.get("missing_keys"), draft.config.vocab_size)
         read_settings(draft, path, **hub)
         return draft, info
+
+
+class SelfDraftModel(DraftModel):
+    """Draft chains with the target model itself on a part of its cache, without weights."""
+
+    weightless: ClassVar[bool] = True
+    settings: ClassVar[dict[str, Any]] = {
+        "num_assistant_tokens": Setting(4, "Number of tokens drafted per iteration (gamma).", int),
+        "sparse_ratio": Setting(
+            0.07, "Share of the prefix that a drafting step reads in a sparse layer.", float, most=1
+        ),
+        "sparse_min_tokens": Setting(256, "Minimum number of tokens to read; shorter prefixes are read whole.", int),
+        "acceptance": ACCEPTANCE,
+    }
+
+    def max_nodes(self, target: TargetView) -> int:
+        """Return the number of nodes of the chain, root included."""
+        return int(self.setting("num_assistant_tokens")) + 1
+
+    def check_sampling(self) -> None:
+        """Refuse n-grams together with drawn tokens, as rejection sampling supports chains of drawn tokens only."""
+        if self.setting("acceptance") == "rejection" and (candidates := self.setting("ngram_candidates")):
+            raise ValueError(
+                f"acceptance='rejection' with ngram_candidates={candidates}: when sampling, drafted tokens that are "
+                "drawn from a distribution cannot share a tree with n-grams. Use acceptance='coupled', or "
+                "ngram_candidates=0."
+            )

@@ -26,6 +26,6 @@ def test_errors_take_one_line(command, main, tmp_path, monkeypatch):
     assert result.exit_code == 2
     assert "error: no target is known for" in result.output and "Traceback" not in result.output
     (tmp_path / "file").touch()
-    monkeypatch.setattr("hf_longspec.modeling.convert.convert", None)  # the folder is checked before
+    monkeypatch.setattr("hf_longspec.modeling.register_draft.convert", None)  # the folder is checked before
     status, _, line = main("convert", tmp_path, "--output", tmp_path / "file" / "out")
     assert status == 2 and f"'--output': {tmp_path}/file is a file. Pass another folder." in line

@@ -16,7 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.attention_backends.scores import GRANULARITIES
 from hf_longspec.modeling.settings import NGRAMS
-from hf_longspec.modeling.specattn.generation_specattn import SELECTIONS
+from hf_longspec.modeling.specattn.modeling_specattn import SELECTIONS
 from hf_longspec.testing import TINY_TARGETS, RandomTreeDraftModel, tiny_prompts, tiny_target
 from tests.robustness.drafts import make_draft
 from tests.tiny_tokenizers import character_tokenizer

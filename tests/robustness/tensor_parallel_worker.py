@@ -23,7 +23,7 @@ from hf_longspec.generation import gate
 from hf_longspec.generation.drafter import Drafter
 from hf_longspec.generation.gate import SpeculationGate
 from hf_longspec.generation.parallel import Ranks
-from hf_longspec.modeling.specattn.generation_specattn import SpecAttnDrafter
+from hf_longspec.modeling.specattn.modeling_specattn import SpecAttnDrafter
 from hf_longspec.testing import tiny_prompts
 from tests.robustness.drafts import make_draft
 

@@ -30,10 +30,10 @@ def convert(
     Exit status: 0; 2 for what cannot be converted.
     """
     with options.one_line_errors(debug):
-        from ...modeling import convert as converting
+        from ...modeling import register_draft
 
         print(f"Reading {source}.", file=sys.stderr)
-        draft = converting.convert(source, target)
+        draft = register_draft.convert(source, target)
         draft.save_pretrained(output)
         parameters = sum(weight.numel() for weight in draft.parameters()) / 1e6
         print(f"{output}: {parameters:.1f}M parameters for {draft.config.target_name_or_path or target}.")

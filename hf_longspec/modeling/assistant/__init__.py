@@ -1,8 +1,7 @@
 """Any causal language model as a draft."""
 
 from ..register_draft import register_draft
-from .configuration_assistant import AssistantConfig
-from .modeling_assistant import AssistantDraftModel
+from .modeling_assistant import AssistantConfig, AssistantDraftModel
 
 __all__ = ["AssistantConfig", "AssistantDraftModel"]
 

@@ -60,7 +60,6 @@ class AssistantDrafter(Drafter):
     """Draft chains or trees with a causal language model.
 
     Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
         assistant ([`TargetView`]): The model that drafts.
         draft (`AssistantDraftModel`): The draft, whose settings are read.
     """

@@ -18,9 +18,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration_base import text_config
-from ..convert import Converter
 from ..loading import Checkpoint
-from ..register_draft import DRAFTS
+from ..register_draft import DRAFTS, Converter
 from .configuration_eagle3 import Eagle3Config
 
 logger = logging.get_logger(__name__)

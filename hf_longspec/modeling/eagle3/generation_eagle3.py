@@ -99,15 +99,13 @@ class Eagle3Drafter(BeamDrafter):
     """Draft a tree of fixed size with one small decoder.
 
     Args:
-        binding ([`Binding`]): As of [`Drafter`].
         draft (`Eagle3DraftModel`): The draft.
-        window (`int`, *optional*): Number of last entries that are kept. All by default.
     """
 
-    def __init__(self, binding: Binding, draft: Any, window: int | None):
+    def __init__(self, binding: Binding, draft: Any):
         super().__init__(binding, draft)
         self.wants_hidden = draft.layers_of(binding.target.config)
-        self.window = binding.max_length if window is None else min(window, binding.max_length)
+        self.window = min(draft.prompt_tokens, binding.max_length)
         self.sinks = min(draft.setting("sinks"), binding.max_length)
         # kept for later calls, as graphs read its tensors
         theta = draft.effective("rope_theta")

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ...generation.target_modules import final_norm_of, layer_at, refuse_compiled_forward
 from ..base import DraftModel
@@ -42,6 +41,7 @@ class Eagle3DraftModel(DraftModel):
     """
 
     config_class = Eagle3Config
+    drafter_class = Eagle3Drafter
     _no_split_modules = ["Eagle3Layer"]
     settings: ClassVar[dict[str, Any]] = {
         "tree_widths": WIDTHS,  # 16 nodes with the root, which is a whole tile of the kernels
@@ -290,19 +290,12 @@ class Eagle3DraftModel(DraftModel):
         known = set(self.token_ids.tolist())
         return sum(token not in known for row in rows for token in row)
 
-    def make_drafter(self, binding: Binding) -> Drafter:
-        """Return a drafter with the present settings, at the `place` of the draft."""
-        return Eagle3Drafter(binding, self, self._window)
-
-    @property
-    def _window(self) -> int | None:
-        window: Any = getattr(self.generation_config, "window", TRAINED)
-        return self.config.trained_max_length if window == TRAINED else window
-
     @property
     def prompt_tokens(self) -> int:
-        """Number of last tokens of a prompt whose entries are kept; practically all without a window."""
-        return sys.maxsize if self._window is None else self._window
+        """Number of last tokens of a text whose entries are kept; practically all without a window."""
+        window: Any = getattr(self.generation_config, "window", TRAINED)
+        window = self.config.trained_max_length if window == TRAINED else window
+        return sys.maxsize if window is None else int(window)
 
     def layers_of(self, text: Any) -> tuple[int, ...]:
         """Return the layers of a target with this text config whose inputs are read.

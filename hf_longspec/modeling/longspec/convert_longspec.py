@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..convert import Converter
 from ..loading import Checkpoint
+from ..register_draft import Converter
 from .configuration_longspec import LongSpecConfig
 from .modeling_longspec import LongSpecDraftModel
 

@@ -69,7 +69,6 @@ class LongSpecDrafter(BeamDrafter):
     """Draft a tree of fixed size with one block.
 
     Args:
-        binding ([`Binding`]): As of [`Drafter`].
         draft (`LongSpecDraftModel`): The draft.
     """
 

@@ -10,7 +10,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from ...attention_backends.differentiable import shifted_attention, windowed_attention
-from ...generation.drafter import Binding, Drafter
 from ...generation.target import TargetView
 from ...generation.target_modules import TargetParts, attention_of, decoder_of
 from ..base import DraftModel
@@ -36,6 +35,7 @@ class LongSpecDraftModel(DraftModel):
     """
 
     config_class = LongSpecConfig
+    drafter_class = LongSpecDrafter
     supports_gradient_checkpointing = True
     _no_split_modules = ["LongSpecBlock"]
     settings: ClassVar[dict[str, Any]] = {
@@ -91,10 +91,6 @@ class LongSpecDraftModel(DraftModel):
 
         hidden_states: torch.Tensor = self.block(hidden, rotary, parts, attend_self, attend_target)
         return hidden_states
-
-    def make_drafter(self, binding: Binding) -> Drafter:
-        """Return a drafter with the present settings, on the device of the target's layer that it reads."""
-        return LongSpecDrafter(binding, self)
 
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of a tree, root included."""

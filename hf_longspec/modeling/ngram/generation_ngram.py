@@ -166,7 +166,6 @@ class NgramDrafter(Drafter):
     """Propose continuations from the row's own text.
 
     Args:
-        binding ([`Binding`]): As of [`Drafter`].
         setting (`Callable[[str], Any]`): Returns the value of a setting of the draft; see `NGRAMS` of settings.py.
         num_tokens (`str`, *optional*): Name of the setting for the number of tokens of a path.
     """

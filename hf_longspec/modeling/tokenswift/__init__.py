@@ -1,8 +1,7 @@
 """TokenSwift: heads on the last hidden state of the target."""
 
 from ..register_draft import register_draft
-from .configuration_tokenswift import TokenSwiftConfig
-from .modeling_tokenswift import TokenSwiftDraftModel
+from .modeling_tokenswift import TokenSwiftConfig, TokenSwiftDraftModel
 
 __all__ = ["TokenSwiftConfig", "TokenSwiftDraftModel"]
 

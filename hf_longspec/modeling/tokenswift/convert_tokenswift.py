@@ -6,10 +6,9 @@ A checkpoint holds heads and target together. The target's weights are not read.
 import torch
 from transformers import PreTrainedConfig
 
-from ..convert import Converter
 from ..loading import Checkpoint
-from .configuration_tokenswift import TokenSwiftConfig
-from .modeling_tokenswift import TokenSwiftDraftModel
+from ..register_draft import Converter
+from .modeling_tokenswift import TokenSwiftConfig, TokenSwiftDraftModel
 
 # Published checkpoint -> target that its heads were trained for.
 TOKENSWIFT_TARGETS = {

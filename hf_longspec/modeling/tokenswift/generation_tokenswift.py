@@ -220,7 +220,6 @@ class TokenSwiftDrafter(Drafter):
     """Draft a tree of fixed shape from one hidden state.
 
     Args:
-        binding ([`Binding`]): Target, cache and rule of this call.
         draft (`TokenSwiftDraftModel`): The draft. It owns the compiled functions, which later calls use again.
     """
 

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from hf_longspec import Eagle3DraftModel
-from hf_longspec.modeling.convert import convert
 from hf_longspec.modeling.eagle3.convert_eagle3 import save_speculators
 from hf_longspec.modeling.loading import Checkpoint
-from hf_longspec.modeling.register_draft import reader_of
+from hf_longspec.modeling.register_draft import convert, reader_of
 from hf_longspec.testing import tiny_target
 
 FIXTURES = Path(__file__).with_name("fixtures")

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModel
 
-from hf_longspec.modeling.convert import convert
+from hf_longspec.modeling.register_draft import convert
 from hf_longspec.testing import tiny_prompts, tiny_target
 from tests.modeling.longspec.restated_longspec import Restated
 

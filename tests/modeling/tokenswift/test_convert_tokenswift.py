@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from transformers import AutoModel
 
 from hf_longspec import TokenSwiftDraftModel
-from hf_longspec.modeling.convert import convert
+from hf_longspec.modeling.register_draft import convert
 from hf_longspec.testing import tiny_target
 from tests.modeling.tokenswift.restated_heads import restated_heads
 from tests.rounding import rounding
