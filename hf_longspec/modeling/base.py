@@ -47,9 +47,10 @@ class DraftModel(PreTrainedModel):
 
     Subclasses define `config_class`, `max_nodes`, `drafter_class`, the class of a drafter of one call, which gets the
     [`Binding`] and the draft (or `make_drafter`), and `settings`, the keys of `generation_config` that they add: for
-    each a [`Setting`], or its default alone. The class then has all defaults in `settings`, and the table in `declared`.
-    Subclasses without parameters set `weightless`. Unless a subclass clears `takes_ngrams`, it also gets the settings of
-    n-grams, which are added to its trees. Callers therefore use `drafter` and `num_tree_nodes`, which include n-grams.
+    each a [`Setting`], or its default alone. The class then has all defaults in `settings`, and the whole table in
+    `declared`. Subclasses without parameters set `weightless`. Unless a subclass clears `takes_ngrams`, it also gets
+    the settings of n-grams, which are added to its trees. Callers therefore use `drafter` and `num_tree_nodes`, which
+    include n-grams.
     """
 
     config_class = DraftConfig
