@@ -215,11 +215,7 @@ class DraftModel(PreTrainedModel):
         return 0
 
     def check(self, target: TargetView) -> None:
-        """Refuse a target that this draft was not made for, and settings that do not exist or contradict each other.
-
-        Raises:
-            ValueError: With the value, the rule and the remedy.
-        """
+        """Refuse a target that this draft was not made for, and settings that do not exist or contradict each other."""
         found = self.config.describe(target.model)
         for name, recorded in (self.config.target or {}).items():
             if recorded != found.get(name):
@@ -252,7 +248,22 @@ class DraftModel(PreTrainedModel):
         """Refuse what `declared` cannot say: settings that contradict each other, the config or the target."""
 
     def check_sampling(self) -> None:
-        """Refuse settings that need greedy decoding. Called if the target samples."""
+        """Refuse settings that need greedy decoding. Called if the target samples.
+
+        Rejection sampling supports chains of drawn tokens only.
+        """
+        candidates = self.setting("ngram_candidates") if self.takes_ngrams else 0
+        if candidates and self.draws_tokens:
+            raise ValueError(
+                f"acceptance='rejection' with ngram_candidates={candidates}: when sampling, drafted tokens that are "
+                "drawn from a distribution cannot share a tree with n-grams. Use acceptance='coupled', or "
+                "ngram_candidates=0."
+            )
+
+    @property
+    def draws_tokens(self) -> bool:
+        """Whether the draft draws tokens from its own distribution when the target samples."""
+        return "acceptance" in self.declared and bool(self.setting("acceptance") == "rejection")
 
     @property
     def _num_ngram_nodes(self) -> int:
@@ -265,11 +276,7 @@ class DraftModel(PreTrainedModel):
         return self.settings[name] if value is None else value
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse transformers' own assisted decoding, which calls this method and does not support these drafts.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse transformers' own assisted decoding, which calls this method and does not support these drafts."""
         raise ValueError(
             f"{type(self).__name__} was given to transformers' own assisted decoding, because the route to the loop of "
             "hf_longspec is not installed. Call hf_longspec.generation.route.install(), or pass "
@@ -407,12 +414,3 @@ class SelfDraftModel(DraftModel):
     def max_nodes(self, target: TargetView) -> int:
         """Return the number of nodes of the chain, root included."""
         return int(self.setting("num_assistant_tokens")) + 1
-
-    def check_sampling(self) -> None:
-        """Refuse n-grams together with drawn tokens, as rejection sampling supports chains of drawn tokens only."""
-        if self.setting("acceptance") == "rejection" and (candidates := self.setting("ngram_candidates")):
-            raise ValueError(
-                f"acceptance='rejection' with ngram_candidates={candidates}: when sampling, drafted tokens that are "
-                "drawn from a distribution cannot share a tree with n-grams. Use acceptance='coupled', or "
-                "ngram_candidates=0."
-            )

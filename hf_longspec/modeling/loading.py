@@ -45,11 +45,7 @@ def readable_errors(path: Any) -> Iterator[None]:
 
 
 def require_complete(path: Any, missing: Any, vocab_size: int) -> None:
-    """Refuse a draft with missing weights, which would be random, or without a vocabulary size.
-
-    Raises:
-        ValueError: With the first missing names, or the size.
-    """
+    """Refuse a draft with missing weights, which would be random, or without a vocabulary size."""
     if missing:
         names = ", ".join(sorted(missing)[:3])
         raise ValueError(
@@ -66,9 +62,6 @@ def refuse_missing_weights(model: PreTrainedModel, info: Mapping[str, Any]) -> N
     Args:
         model (`PreTrainedModel`): A model that was just loaded.
         info (`Mapping[str, Any]`): The loading info that its `from_pretrained` returned.
-
-    Raises:
-        ValueError: With the first of the names.
     """
     for kind in ("missing", "mismatched"):
         if names := sorted(map(str, info.get(f"{kind}_keys") or ())):
@@ -129,6 +122,10 @@ WEIGHT_FILES = (
 )
 
 
+# What torch, safetensors and json raise for damaged files.
+UNREADABLE = SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError
+
+
 class Checkpoint:
     """Tensors of a checkpoint by name.
 
@@ -166,8 +163,8 @@ class Checkpoint:
             )
         self.names = sorted(self._files)
 
-    def read(self, prefix: str = "", device: str = "cpu") -> dict[str, torch.Tensor]:
-        """Return the tensors whose names begin with `prefix`; on the device `"meta"` their shapes alone."""
+    def read(self, prefix: str | tuple[str, ...] = "", device: str = "cpu") -> dict[str, torch.Tensor]:
+        """Return the tensors whose names begin with a prefix; on the device `"meta"` their shapes alone."""
         wanted = {name: file for name, file in self._files.items() if name.startswith(prefix)}
         files = sorted(set(wanted.values()))
         if self._on_hub:
@@ -178,30 +175,35 @@ class Checkpoint:
                 tensors |= _tensors(self._folder / file, [name for name in wanted if wanted[name] == file], device)
         return tensors
 
-    def check(self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str) -> None:
-        """Refuse tensors with other names or shapes than expected. Biases may be missing.
+    def tensors(
+        self, names: Mapping[str, str], expected: Mapping[str, torch.Tensor], what: str
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of a module, with zeros for biases that the checkpoint does not have.
+
+        Other names or shapes than expected are refused before a tensor is read.
 
         Args:
-            tensors (`Mapping[str, torch.Tensor]`): Tensors to check, by name.
+            names (`Mapping[str, str]`): Name in the module of every tensor, by its name in the checkpoint.
             expected (`Mapping[str, torch.Tensor]`): Tensors with the expected names and shapes.
-            what (`str`): Name of the module that they belong to, for the message.
-
-        Raises:
-            ValueError: With missing and unknown names, or both shapes.
+            what (`str`): Name of the module, for the message.
         """
-        missing = sorted(name for name in expected.keys() - tensors.keys() if not name.endswith(".bias"))
-        unknown = sorted(tensors.keys() - expected.keys())
+        own = tuple(names)
+        shapes = {names[name]: value.shape for name, value in self.read(own, "meta").items() if name in names}
+        missing = sorted(name for name in expected.keys() - shapes.keys() if not name.endswith(".bias"))
+        unknown = sorted(shapes.keys() - expected.keys())
         if missing or unknown:
             raise ValueError(
                 f"{self.source} has no {what}: missing tensors {missing}, unknown tensors {unknown}. Pass a checkpoint "
                 "as the authors' training writes it."
             )
-        for name, value in tensors.items():
-            if value.shape != expected[name].shape:
+        for name, shape in shapes.items():
+            if shape != expected[name].shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(value.shape)} in {self.source}, expected {tuple(expected[name].shape)}. "
-                    "Pass the target that the draft was trained for, and take all files from one draft."
+                    f"{name} has shape {tuple(shape)} in {self.source}, expected {tuple(expected[name].shape)}. Pass "
+                    "the target that the draft was trained for, and take all files from one draft."
                 )
+        found = {names[name]: value for name, value in self.read(own).items() if name in names}
+        return {name: torch.zeros(expected[name].shape) for name in expected.keys() - found.keys()} | found
 
     def _find(self) -> str:
         """Return the name of the preferred weight file. Indices are tried first, to download only needed shards."""
@@ -223,22 +225,10 @@ def _is_plain_name(file: Any) -> bool:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Replace errors of torch, safetensors and json by an error with the file and the remedy.
-
-    Raises:
-        ValueError: If a file is truncated, or holds no tensors by name.
-    """
+    """Replace errors of torch, safetensors and json by a ValueError with the file and the remedy."""
     try:
         yield
-    except (
-        SafetensorError,
-        RuntimeError,
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-    ) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}): the file is truncated, or holds no tensors by name. "
             "Download it again, or pass a checkpoint as the authors' training writes it."

@@ -62,11 +62,7 @@ class Setting:
         return is_enough and (self.most is None or value <= self.most)
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse another value.
-
-        Raises:
-            ValueError: With the name and the value of the setting, the rule, and the meaning.
-        """
+        """Refuse another value with the rule and the meaning; `name` is that of the setting."""
         if not self.allows(value):
             raise ValueError(f"{name}={value!r}: expected {self.rule}. {self.meaning}".rstrip())
 

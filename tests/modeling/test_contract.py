@@ -102,6 +102,36 @@ def test_sampled_text_is_that_of_the_plain_loop(target, kind, name, options):
     check_drafted(draft, model)
 
 
+NGRAMS = {"ngram_candidates": 3, "ngram_num_tokens": 5}
+PARTIAL = {"self_draft": "partial_kv", "partial_kv_budget": 27, "partial_kv_recent": 9}
+# Drafts that draft in another way with other settings.
+VARIANTS = [
+    ("tokenswift", "llama", PARTIAL | NGRAMS | {"partial_kv_budget": 19}),
+    ("tokenswift", "gemma3", PARTIAL | {"partial_kv_policy": "static", "tree_branching": [3, 1, 4]}),
+    ("tokenswift", "deepseek_v3", PARTIAL | {"partial_kv_policy": "full", "tree_branching": [2]}),
+    ("tokenswift", "gpt_oss", {"sequential": True, "tree_branching": [1, 6, 3]}),
+    ("tokenswift", "deepseek_v3", NGRAMS),
+    ("longspec_eagle3", "gpt_oss", {"draft_vocab_size": 7, "tree_widths": [1, 1, 1]}),
+    ("longspec_eagle3", "llama", NGRAMS),
+    ("longspec", "llama", NGRAMS),
+    ("specattn", "deepseek_v3", NGRAMS),
+    ("longspec_quest", "llama", {"sparse_ratio": 1.0, "sparse_min_tokens": 1000}),
+    ("longspec_assistant", "gemma3", {"tree_widths": [4, 3]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "settings"), VARIANTS, ids=str)
+def test_settings_change_no_text(target, kind, name, settings):
+    model, texts = target(name, **FEW_TOKENS), []
+    draft = draft_of(kind, model, **settings)
+    assert torch.equal(generate(model, draft), stock_text(model))
+    assert draft.last_speculation.num_accepted_draft_tokens > 0
+    for one in (PlainDraftModel.from_target(model), draft):
+        torch.manual_seed(5)
+        texts.append(generate(model, one, do_sample=True, **WARPED))
+    assert torch.equal(*texts)
+
+
 # Rotated keys in float32 beside values in half precision; attention by matrix products; sinks and windows.
 AUTOCAST = [*zip(DRAFTS, cycle(("llama", "gemma2", "gpt_oss")), cycle((torch.bfloat16, torch.float16)))]
 
@@ -177,9 +207,6 @@ def test_saving_and_loading(target, kind, tmp_path):
         assert (tmp_path / "again" / file).read_text() == (tmp_path / "saved" / file).read_text()
     assert torch.equal(generate(model, loaded), stock_text(model))
     assert loaded.last_speculation.acceptance_histogram == drafted
-
-
-NGRAMS = {"ngram_candidates": 3, "ngram_num_tokens": 5}
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,23 @@ def test_the_largest_tree_fits_and_settings_are_saved(model, cls, settings, node
     assert all(json.dumps(loaded.setting(n)) == json.dumps(v) for n, v in settings.items() if n in cls.settings)
 
 
+def test_drawn_tokens_and_ngrams_are_refused_when_sampling(model):
+    draft, options = S.from_target(model, ngram_candidates=2), {"do_sample": True, "max_new_tokens": 3}
+    for settings in (
+        {"acceptance": "rejection"},
+        {"acceptance": "coupled"},
+        {"acceptance": None, "ngram_candidates": 0},
+    ):
+        draft.generation_config.update(**settings)
+        if settings["acceptance"] == "rejection":
+            with pytest.raises(ValueError, match="acceptance='rejection' with ngram_candidates=2"):
+                model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, **options)
+            assert draft.last_speculation is None  # nothing was run
+            options["do_sample"] = False
+        model.generate(torch.tensor([[5, 6, 7]]), assistant_model=draft, **options)
+        options["do_sample"] = True
+
+
 def test_ngrams_are_off_by_default(model):
     binding = Binding(TargetView(model), SpeculativeCache(model.config, 1, 50), None, 50)
     for cls in (S, L):

@@ -94,11 +94,7 @@ class AssistantDraftModel(DraftModel):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, assistant: PreTrainedModel | None = None, **overrides: Any) -> Self:
-        """Return a draft for `target`, as `from_model` does; without a model, the target drafts for itself.
-
-        Raises:
-            ValueError: As in `from_model`.
-        """
+        """Return a draft for `target`, as `from_model` does; without a model, the target drafts for itself."""
         if assistant is None:
             return super().from_target(target, **({"window": OWN_WINDOW} | overrides))
         TargetView(assistant)  # refuses a name
@@ -116,10 +112,6 @@ class AssistantDraftModel(DraftModel):
         """Load a causal language model as a draft for `target`, or a saved draft with its model.
 
         The model gets the target's device and dtype.
-
-        Raises:
-            ValueError: If `path` is not a saved draft and there is no target, weights are missing, or the two models do
-                not go together.
         """
         name, hub = str(path), {key: kwargs[key] for key in HUB_KWARGS & kwargs.keys()}
         config = kwargs.get("config")
@@ -232,15 +224,12 @@ class AssistantDraftModel(DraftModel):
 
     def check_sampling(self) -> None:
         """Refuse trees and n-grams together with drawn tokens, as rejection sampling supports chains only."""
-        if self.setting("acceptance") != "rejection":
-            return
-        has_tree = not isinstance(self.shape(), int)
-        for name in ("tree_widths", "ngram_candidates"):
-            if (value := self.setting(name)) and (has_tree or name == "ngram_candidates"):
-                raise ValueError(
-                    f"acceptance='rejection' with {name}={value}: when sampling, tokens that are drawn from a "
-                    "distribution form chains. Use acceptance='coupled', or chains without n-grams."
-                )
+        super().check_sampling()
+        if self.draws_tokens and not isinstance(self.shape(), int):
+            raise ValueError(
+                f"acceptance='rejection' with tree_widths={self.setting('tree_widths')}: when sampling, tokens that "
+                "are drawn from a distribution form chains. Use acceptance='coupled', or tree_widths=None."
+            )
 
 
 # Arguments of `from_pretrained` that are passed on to the model of a saved draft.
@@ -251,9 +240,6 @@ def refuse_other_tokens(assistant: PreTrainedModel, target: PreTrainedModel) -> 
     """Refuse a model whose tokens are not those of the target. Vocabularies may differ by padding.
 
     The tokenizers are loaded by the names of both models. If one cannot be loaded, the sizes must be equal.
-
-    Raises:
-        ValueError: With both tokenizers.
     """
     models = (assistant, target)
     names = [model.config._name_or_path for model in models]
@@ -295,11 +281,7 @@ def _vocabulary(name: str) -> Any:
 
 
 def _loaded(name: str, target: PreTrainedModel | None, *args: Any, **kwargs: Any) -> PreTrainedModel:
-    """Load a model in eval mode, on the device of the target unless its weights were distributed.
-
-    Raises:
-        ValueError: If weights are missing in its files.
-    """
+    """Load a model in eval mode, on the device of the target unless its weights were distributed."""
     assistant, info = AutoModelForCausalLM.from_pretrained(name, *args, output_loading_info=True, **kwargs)
     refuse_missing_weights(assistant, info)
     if target is not None and getattr(assistant, "hf_device_map", None) is None:

@@ -101,11 +101,7 @@ class Eagle3Config(DraftConfig):
         return list(self.layer_windows or [None] * self.num_hidden_layers)
 
     def check_types(self) -> None:
-        """Check the types of all fields, and that they fit together.
-
-        Raises:
-            ValueError: With the value, the rule and the remedy.
-        """
+        """Refuse fields of a wrong type or out of range, and fields that do not fit together."""
         super().check_types()
         kind, windows = (self.rope_parameters or {}).get("rope_type", "default"), self.window_of_layers
         reason = ""

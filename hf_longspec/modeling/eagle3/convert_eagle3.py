@@ -130,19 +130,19 @@ def _draft(
     with torch.device("meta"):
         draft = DRAFTS[Eagle3Config.model_type].model(config)
     expected = draft.state_dict()
-    shapes = {names[name]: value for name, value in checkpoint.read(device="meta").items() if name in names}
-    unused = {"t2d", "d2t"} - expected.keys()
-    checkpoint.check({name: shapes[name] for name in shapes.keys() - unused}, expected, "complete EAGLE-3 draft")
-    weights = {names[name]: value for name, value in checkpoint.read().items() if name in names}
+    if "d2t" in expected and "t2d" in names.values():
+        expected["t2d"] = torch.empty(config.vocab_size, device="meta")
+    unused = {"d2t", "t2d"} - expected.keys()
+    names = {name: own for name, own in names.items() if own not in unused}
+    weights = checkpoint.tensors(names, expected, "complete EAGLE-3 draft")
+    marks = weights.pop("t2d", None)
     if "d2t" in expected:
         weights["d2t"] = weights["d2t"].long()
-        _check_vocabulary(checkpoint.source, weights["d2t"], weights.get("t2d"), config.vocab_size)
+        _check_vocabulary(checkpoint.source, weights["d2t"], marks, config.vocab_size)
     dtype = weights["fc.weight"].dtype if dtype in (None, "auto") else dtype
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    for name, own in expected.items():
-        value = weights.get(name, torch.zeros(own.shape))  # a bias may be missing
-        expected[name] = value.to(dtype) if value.is_floating_point() else value
-    draft.load_state_dict(expected, assign=True)
+    typed = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
+    draft.load_state_dict(typed, assign=True)
     draft.config.dtype = dtype
     _compare_names(checkpoint.source, raw, config.target_name_or_path)
     return draft.eval()

@@ -116,9 +116,6 @@ class Eagle3DraftModel(DraftModel):
 
         Such a checkpoint needs the target if it does not say which layers of it are read. The code that a repository
         may contain is never run.
-
-        Raises:
-            ValueError: If the files are no EAGLE-3 draft, do not fit together, or were made for another target.
         """
         try:
             reader = import_module("hf_longspec.modeling.eagle3.convert_eagle3")  # by name, as published copies lack it

@@ -4,10 +4,9 @@ A checkpoint holds one block of 20 tensors. The six published ones are ordinary 
 trainer writes the same tensors to `draft_model_weights.pth`. Shapes follow from the target's configuration.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from ..loading import Checkpoint
@@ -36,37 +35,28 @@ TREE_WIDTHS = [4, 16, 16, 16, 11]
 
 
 def longspec_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> LongSpecDraftModel:
-    """Return the draft of a checkpoint, in the dtype of the checkpoint.
-
-    Args:
-        checkpoint ([`Checkpoint`]): Weights of the draft.
-        target (`PreTrainedConfig`): Configuration of the target.
-
-    Raises:
-        ValueError: If tensors are missing or unknown, or their shapes are not the target's.
-    """
+    """Return the draft of a checkpoint for a target with this config, in the dtype of the checkpoint."""
     config = LongSpecConfig.from_target(target, kv_layer=target.num_hidden_layers - 1, **AS_TRAINED)
     draft = LongSpecDraftModel(config)
-    weights = renamed(checkpoint.read())
-    checkpoint.check(weights, draft.block.state_dict(), "LongSpec draft")
-    biases = {name: torch.zeros_like(value) for name, value in draft.block.state_dict().items() if "bias" in name}
-    draft.block.load_state_dict(biases | weights)
+    weights = checkpoint.tensors(renamed(checkpoint.names), draft.block.state_dict(), "LongSpec draft")
+    draft.block.load_state_dict(weights)
     draft.generation_config.tree_widths = list(TREE_WIDTHS)
-    return draft.to(next(iter(weights.values())).dtype)
+    return draft.to(weights["mlp.up_proj.weight"].dtype)
 
 
-def renamed(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Remove wrappers' prefixes from the names, and tensors that are never used.
+def renamed(names: Iterable[str]) -> dict[str, str]:
+    """Return the name without wrappers' prefixes of each tensor that is used.
 
-    >>> list(renamed({"module.glide.mlp.up_proj.weight": torch.ones(1), "cross_attn.k_proj.bias": torch.ones(1)}))
-    ['mlp.up_proj.weight']
+    >>> renamed(["module.glide.mlp.up_proj.weight", "cross_attn.k_proj.bias"])
+    {'module.glide.mlp.up_proj.weight': 'mlp.up_proj.weight'}
     """
     found = {}
-    for name, value in weights.items():
-        while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
-            name = name.removeprefix(prefix)
-        if not name.startswith(UNUSED):
-            found[name] = value
+    for name in names:
+        own = name
+        while prefix := next((prefix for prefix in PREFIXES if own.startswith(prefix)), None):
+            own = own.removeprefix(prefix)
+        if not own.startswith(UNUSED):
+            found[name] = own
     return found
 
 

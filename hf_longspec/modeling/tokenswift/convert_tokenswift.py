@@ -3,7 +3,6 @@
 A checkpoint holds heads and target together. The target's weights are not read.
 """
 
-import torch
 from transformers import PreTrainedConfig
 
 from ..loading import Checkpoint
@@ -25,27 +24,14 @@ HEADS = "model.medusa_layers."
 
 
 def tokenswift_draft(checkpoint: Checkpoint, target: PreTrainedConfig) -> TokenSwiftDraftModel:
-    """Return the heads of a checkpoint, in the dtype of the checkpoint.
-
-    Args:
-        checkpoint ([`Checkpoint`]): Weights of heads and target.
-        target (`PreTrainedConfig`): Configuration of the target.
-
-    Raises:
-        ValueError: If tensors are missing or unknown, or their shapes are not the target's.
-    """
-    weights = checkpoint.read(HEADS)
-    numbers = {name.removeprefix(HEADS).partition(".")[0] for name in weights}
-    highest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    draft = TokenSwiftDraftModel(TokenSwiftConfig.from_target(target, num_heads=highest + 1))
-    checkpoint.check(weights, _as_published(draft), "TokenSwift heads")
-    draft.heads.layers.load_state_dict({name.removeprefix(HEADS): value for name, value in weights.items()})
-    return draft.to(next(iter(weights.values())).dtype)
-
-
-def _as_published(draft: TokenSwiftDraftModel) -> dict[str, torch.Tensor]:
-    """Return the tensors of a draft by the authors' names."""
-    return {HEADS + name: value for name, value in draft.heads.layers.state_dict().items()}
+    """Return the heads of a checkpoint for a target with this config, in the dtype of the checkpoint."""
+    names = {name: name.removeprefix(HEADS) for name in checkpoint.names if name.startswith(HEADS)}
+    numbers = [int(number) for name in names.values() if (number := name.partition(".")[0]).isdecimal()]
+    draft = TokenSwiftDraftModel(TokenSwiftConfig.from_target(target, num_heads=max(numbers, default=0) + 1))
+    heads = draft.heads.layers
+    weights = checkpoint.tensors(names, heads.state_dict(), "TokenSwift heads")
+    heads.load_state_dict(weights)
+    return draft.to(weights["0.linear.weight"].dtype)
 
 
 TOKENSWIFT = Converter(TOKENSWIFT_TARGETS, HEADS, tokenswift_draft)

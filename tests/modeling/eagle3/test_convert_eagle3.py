@@ -215,12 +215,6 @@ def test_a_round_trip_through_the_format_of_speculators(name, tmp_path):
     assert_same_logits(draft, Eagle3DraftModel.from_pretrained(tmp_path))
 
 
-def truncated(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    return folder
-
-
 MLA = "layers.0.self_attn.kv_a_proj_with_mqa.weight"
 OTHERS = [
     ("llama_plain", {"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
@@ -256,11 +250,6 @@ def test_refusals_in_one_line(copy_of, name, changes, message, monkeypatch):
         Eagle3DraftModel.from_pretrained(folder)
     assert "\n" not in str(caught.value)
     assert "cpu" not in devices or "2d" in message or message.startswith("d2t")
-
-
-def test_a_truncated_file_is_refused(copy_of):
-    with pytest.raises(ValueError, match=r"cannot be read .*truncated"):
-        Eagle3DraftModel.from_pretrained(truncated(copy_of("llama_plain")))
 
 
 def test_the_first_eagle_and_a_pickle_of_code_are_refused(tmp_path):

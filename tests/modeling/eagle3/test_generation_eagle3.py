@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_longspec import Eagle3DraftModel, PlainDraftModel, SpeculativeCache
+from hf_longspec import Eagle3DraftModel, SpeculativeCache
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
@@ -166,32 +166,6 @@ def test_taps_are_hidden_states(target, chunk):
     torch.testing.assert_close(kept, expected, **rounding(expected, model.config.num_hidden_layers))
     held = sum(piece.untyped_storage().nbytes() for rows in taps._pieces for row in rows for _, piece in row)
     assert held == 3 * len(positions) * 64 * 4  # nothing of the other positions is in memory
-
-
-@pytest.mark.parametrize(("name", "widths"), [("gemma3", [1, 1, 1]), ("gpt_oss", [5, 5, 5])])
-def test_greedy_text_as_tree_and_as_chain(target, name, widths):
-    model = target(name, vocab_size=12)
-    draft = draft_for(model, tree_widths=widths, draft_vocab_size=7, window=6)
-    assert torch.equal(generate(model, draft), generate(model, None))
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "options"),
-    [
-        ({}, {"temperature": 0.8}),
-        ({"ngram_candidates": 3, "ngram_num_tokens": 6}, {"top_p": 0.9, "repetition_penalty": 1.2}),
-    ],
-    ids=str,
-)
-def test_same_seed_same_text(target, settings, options):
-    model = target("llama", vocab_size=12)
-    texts = []
-    for draft in (PlainDraftModel.from_target(model), draft_for(model, draft_vocab_size=9, **settings)):
-        torch.manual_seed(3)
-        texts.append(generate(model, draft, do_sample=True, **options))
-    assert torch.equal(*texts)
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
 def test_memory_does_not_grow_with_the_context(target):

@@ -5,10 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_longspec import SpeculativeCache
 from hf_longspec.generation.draft_tree import Beam
-from hf_longspec.generation.drafter import Binding
-from hf_longspec.generation.target import TargetView
 from hf_longspec.modeling.longspec import generation_longspec as longspec
 from hf_longspec.modeling.longspec.generation_longspec import LongSpecDrafter
 from hf_longspec.testing import random_longspec_draft, tiny_prompts, tiny_target
@@ -150,29 +147,3 @@ def test_a_prompt_beyond_the_trained_length_warns_by_name(plain_run, monkeypatch
     draft.config.trained_max_length = 32
     assert run.again(draft).tolist() == run.sequences.tolist()
     assert len(said) == 1 and "33 tokens" in said[0] and "trained_max_length=32" in said[0]
-
-
-def test_inside_transformers_own_assisted_decoding(plain_run):
-    """`get_candidates` continues a text with the beam's best chain, whatever was accepted of the last one."""
-
-    model = tiny_target("llama")
-    draft, view = noisy_draft(model, tree_widths=[3, 3]), TargetView(model)
-    restated = Restated(draft, model)
-    cache = SpeculativeCache(model.config, 1, 60, tree_slots=draft.max_nodes(view))
-    drafter = draft.make_drafter(Binding(view, cache, None, 60))
-    ids = tiny_prompts(128, (23,))[0]
-    for length in (14, 17, 23):
-        with torch.no_grad():
-            candidates, _ = drafter.get_candidates(ids[:, :length])
-        assert candidates.shape[1] == length + 2 and torch.equal(candidates[:, :length], ids[:, :length])
-        text, root = ids[0, : length - 1].tolist(), int(ids[0, length - 1])
-        keys = restated.target_keys(text)
-        # the best path of two tokens that the beam of width 3 can hold
-        scores = restated.logits(text, [root], keys).log_softmax(-1)
-        best = scores.topk(3).indices.tolist()
-        pairs = {
-            (token, follower): float(scores[token] + score)
-            for token in best
-            for follower, score in enumerate(restated.logits(text, [root, token], keys).log_softmax(-1))
-        }
-        assert tuple(candidates[0, length:].tolist()) == max(pairs, key=pairs.__getitem__)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec import PlainDraftModel, SpecAttnDraftModel
+from hf_longspec import SpecAttnDraftModel
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.generation.cache import SpeculativeCache
 from hf_longspec.generation.decoding import Session
@@ -93,33 +93,6 @@ def test_greedy_text_is_the_targets(target, plain_run, joined, name, kind):
     ]
     # the statistics also know of the last iteration, of which no drafter is told
     assert 0 < len(accepted) <= stats.num_accepted_ngram_tokens <= len(accepted) + 5 * len(LENGTHS)
-
-
-WARPED = {"temperature": 0.8, "top_k": 8, "repetition_penalty": 1.1}
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "options"),
-    [
-        ("llama", "longspec", {}),
-        ("deepseek_v3", "specattn", WARPED),
-        ("deepseek_v3", "verify_hidden", {}),
-        ("llama", "partial_kv", WARPED),
-        ("llama", "tree", {}),
-    ],
-    ids=str,
-)
-def test_same_seed_same_text_as_the_plain_loop(target, name, kind, options):
-    model = target(name, **SMALL)
-    texts = []
-    for draft in (PlainDraftModel.from_target(model), joined_draft(kind, model)):
-        torch.manual_seed(3)
-        texts.append(generate(model, draft, do_sample=True, max_new_tokens=14, **options).tolist())
-    assert texts[0] == texts[1]
-    stats = draft.last_speculation
-    assert stats.num_accepted_draft_tokens > 0
-    # a target that drafts for itself under its own noise leaves n-grams nothing to add
-    assert stats.num_accepted_ngram_tokens > 0 or kind == "partial_kv"
 
 
 def ring_of(draft, model, texts):
@@ -246,20 +219,6 @@ def test_specattn_drafts_as_it_does_alone(target, monkeypatch):
     shared = found[0].keys() & found[1].keys()
     assert len(shared) > 5
     assert all(found[0][key] == found[1][key] for key in shared)
-
-
-def test_drawn_candidates_are_refused_when_sampling(target):
-    model = target("llama")
-    draft = SpecAttnDraftModel.from_target(model, ngram_candidates=2)
-    options = {"assistant_model": draft, "max_new_tokens": 3}
-    with pytest.raises(ValueError, match=r"acceptance='rejection' with ngram_candidates=2.*acceptance='coupled'"):
-        model.generate(torch.tensor([[5, 6, 7]]), do_sample=True, **options)
-    assert draft.last_speculation is None  # nothing was run
-    model.generate(torch.tensor([[5, 6, 7]]), do_sample=False, **options)
-    draft.generation_config.acceptance = "coupled"
-    model.generate(torch.tensor([[5, 6, 7]]), do_sample=True, **options)
-    draft.generation_config.update(acceptance="rejection", ngram_candidates=0)
-    model.generate(torch.tensor([[5, 6, 7]]), do_sample=True, **options)
 
 
 def test_a_partial_cache_makes_room_for_paths_of_ngrams(target, plain_run, monkeypatch):

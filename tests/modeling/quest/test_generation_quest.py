@@ -26,21 +26,6 @@ SPARSE = {"sparse_ratio": 0.3, "sparse_min_tokens": 7, "page_size": 3, "num_dens
 generate = partial(calls.generate, lengths=LENGTHS, max_new_tokens=NEW_TOKENS)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "cohere2"])
-def test_reading_everything_drafts_like_the_target(name):
-    """With every page chosen the draft is the target: all drafts are accepted, up to the last, cut iteration."""
-    model = tiny_target(name)
-    draft = QuestDraftModel.from_target(
-        model, sparse_ratio=1.0, sparse_min_tokens=1, page_size=5, num_dense_layers=0, num_assistant_tokens=GAMMA
-    )
-    generate(model, draft)
-    whole, cut = divmod(NEW_TOKENS - 1, GAMMA + 1)
-    expected = [0] * (GAMMA + 1)
-    expected[GAMMA] = whole * len(LENGTHS)
-    expected[cut - 1] += len(LENGTHS)
-    assert draft.last_speculation.acceptance_histogram == expected
-
-
 @contextmanager
 def drafting(patch):
     """Yield a list that gets the tokens and the logits of every drafting step."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hf_longspec import ContextualPenaltyLogitsProcessor, SpecAttnDraftModel
+from hf_longspec import ContextualPenaltyLogitsProcessor
 from hf_longspec.attention_backends.contexts import SparseContext, TreeContext
 from hf_longspec.generation import compiled_steps as compiled
 from hf_longspec.generation.target import TargetView
@@ -136,19 +136,3 @@ def test_processors_and_joined_ngrams(target, mode, graphs, run_as_they_are):
     assert draft.last_speculation.num_accepted_draft_tokens > 0
     assert compiled_steps(model, draft) == STEPS[mode] - {"_levels"} | RANKED
     assert not run_as_they_are
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "granite"])
-def test_the_hidden_states_are_those_of_the_steps_as_they_are(target, name, graphs, seen):
-    """Hidden states come with the logits, under windows and factors, while another draft uses the same target."""
-    model = target(name)
-    seen["draft"] = draft = draft_for(model, "verify_hidden")
-    other = SpecAttnDraftModel.from_target(model, sparse_min_tokens=8, num_assistant_tokens=2)
-    other.generation_config.gate = False
-    expected = text(model, draft, "off", new=12)
-    assert torch.equal(text(model, draft, "compile", new=12), expected)
-    assert_same_hidden_states(seen)
-    seen["draft"] = other
-    assert torch.equal(text(model, other, "compile", new=12), expected)
-    assert seen["compile"][-1] is None

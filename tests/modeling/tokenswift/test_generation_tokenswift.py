@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from hf_longspec import PlainDraftModel, SpeculativeCache
+from hf_longspec import SpeculativeCache
 from hf_longspec.generation.drafter import Binding
 from hf_longspec.generation.target import TargetView
 from hf_longspec.generation.target_modules import TargetEnds
@@ -33,67 +33,6 @@ SMALL = {"partial_kv_budget": 27, "partial_kv_recent": 9}
 
 def draft_for(model, mode, **settings):
     return random_tokenswift_draft(model, **(SMALL | MODES[mode] | settings))
-
-
-def lucky(iteration, row, level):
-    return [0, 2, None, 1][(iteration * 7 + row * 3 + level * level) % 4]
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "lengths"),
-    [
-        ("gemma3", "verify_hidden", LENGTHS),
-        ("deepseek_v3", "verify_hidden", (21,)),
-        ("gpt_oss", "dynamic", LENGTHS),
-        ("gemma3", "static", (21,)),
-        ("deepseek_v3", "full", LENGTHS),
-    ],
-)
-def test_the_text_with_an_oracle(plain_run, name, mode, lengths):
-    run = plain_run(name, lengths, max_new_tokens=14, eos_token_id=NEVER)
-    draft = with_oracle(draft_for(run.model, mode), run.generated, lucky)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    stats = draft.last_speculation
-    assert sum(stats.acceptance_histogram[1 if mode == "verify_hidden" else 2 :]) > 0
-    assert stats.num_draft_tokens == (39 if mode == "verify_hidden" else 40) * stats.num_spec_steps
-
-
-SAMPLED = ({"temperature": 1.3, "top_k": 0}, {"top_p": 0.9, "repetition_penalty": 1.2})
-SEQUENTIAL = {"sequential": True, "tree_branching": [1, 12, 3]}
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "options"),
-    [
-        ("gemma3", "verify_hidden", SAMPLED[1]),
-        ("gemma3", "dynamic", SAMPLED[0]),
-        ("llama", "static", SAMPLED[1]),
-        ("llama", "full", SAMPLED[0]),
-        ("gpt_oss", "sequential", {}),
-        ("llama", "sequential", SAMPLED[1]),
-    ],
-    ids=str,
-)
-def test_same_seed_same_text(target, name, mode, options):
-    """With heads that know the text, and with sequential ones that see the tokens before theirs."""
-    model = target(name)
-    input_ids, attention_mask = tiny_prompts(model.config.vocab_size, LENGTHS)
-    new = 30 if mode == "sequential" else 14
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "max_new_tokens": new, "eos_token_id": NEVER}
-
-    def generate(draft):
-        torch.manual_seed(3)
-        texts = model.generate(**inputs, do_sample=bool(options), assistant_model=draft, **options)
-        return texts[:, max(LENGTHS) :].tolist()
-
-    text = generate(PlainDraftModel.from_target(model))
-    if mode == "sequential":
-        draft = draft_for(model, "dynamic", **SEQUENTIAL)
-        draft.generation_config.gate = False
-    else:
-        draft = with_oracle(draft_for(model, mode), text, lucky)
-    assert generate(draft) == text
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
 
 
 @pytest.fixture
@@ -228,33 +167,6 @@ def test_proposing_reads_nothing_back_and_leaves_the_cache_alone(plain_run, monk
     with HostReads() as reads:
         torch.ones(1).item()
     assert reads.count == 1  # the count does notice one
-
-
-@pytest.mark.parametrize(
-    ("branching", "mode"),
-    [
-        ([1], "dynamic"),  # the target's own prediction alone
-        ([1, 1, 1, 1], "verify_hidden"),
-        ([3, 1, 4], "dynamic"),
-        ([3, 1, 4], "verify_hidden"),
-    ],
-    ids=str,
-)
-def test_trees_of_other_shapes(plain_run, branching, mode):
-    run = plain_run("qwen3", LENGTHS, max_new_tokens=14, eos_token_id=NEVER)
-    draft = with_oracle(draft_for(run.model, mode, tree_branching=branching), run.generated, lambda *where: 0)
-    assert run.again(draft).tolist() == run.sequences.tolist()
-    assert draft.last_speculation.num_accepted_draft_tokens > 0
-
-
-def test_a_second_turn_on_the_same_cache(plain_run):
-    run = plain_run("llama", (21,), max_new_tokens=12, eos_token_id=NEVER)
-    draft = draft_for(run.model, "dynamic")
-    cache = SpeculativeCache(run.model.config, 1, 100, tree_slots=draft.max_nodes(None))
-    first = run.again(draft, past_key_values=cache, max_new_tokens=6)
-    options = {"do_sample": False, "eos_token_id": NEVER, "max_new_tokens": 6, "attention_mask": torch.ones_like(first)}
-    second = run.model.generate(first, assistant_model=draft, past_key_values=cache, **options)
-    assert second.tolist() == run.sequences.tolist()
 
 
 @pytest.mark.parametrize("mode", ["verify_hidden", "dynamic"])
