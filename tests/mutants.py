@@ -336,7 +336,7 @@ MUTATIONS = (
     ),
     Mutation(
         "A sink enters the denominator",
-        "attention_backends/merge.py",
+        "attention_backends/registry.py",
         "        lse = torch.logaddexp(lse, sinks)\n",
         "        pass\n",
         "tests/attention_backends/test_merge.py",
@@ -413,14 +413,14 @@ MUTATIONS = (
     ),
     Mutation(
         "The lowest values bound the products of negative queries, and the highest those of positive ones",
-        "attention_backends/pages.py",
+        "attention_backends/scores.py",
         "key_products(grouped.clamp_min(0), highest) + key_products(grouped.clamp_max(0), lowest)",
         "key_products(grouped.clamp_min(0), lowest) + key_products(grouped.clamp_max(0), highest)",
         "tests/attention_backends/test_pages.py::test_bounds",
     ),
     Mutation(
         "Every drafting step chooses pages by its own query",
-        "attention_backends/pages.py",
+        "attention_backends/scores.py",
         "page_bounds(query, *",
         'page_bounds(vars(self.pages).setdefault(f"{layer_idx} {self.full.tolist()}", query), *',
         "tests/modeling/quest/test_generation_quest.py::test_every_step_reads_the_pages_that_fit_its_own_query",

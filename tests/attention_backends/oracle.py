@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.merge import merge_attention_states
+from hf_longspec.attention_backends.registry import merge_attention_states
 from tests.attention_backends import reference
 from tests.attention_backends.triton.machine import on
 

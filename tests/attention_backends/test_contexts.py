@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from hf_longspec.attention_backends import torch_fused
+from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.contexts import SparseContext
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.merge import merge_attention_states
+from hf_longspec.attention_backends.registry import merge_attention_states
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends.oracle import SCALING, Capture, assert_within_budget, attended, expected_tree, tree_case
 from tests.attention_backends.reference import REFERENCE_BACKEND, prefix_attention
@@ -34,17 +34,17 @@ def test_what_a_capture_is_given():
         ((3, 8), (7, 40), (17, 64), (69, 256)),
         (1, 2, 4, 7),
         (torch.float32, torch.bfloat16),
-        (0, torch_fused.DENSE_KEYS),
+        (0, torch_backend.DENSE_KEYS),
     ),
 )
 def test_both_ways_of_the_torch_backend(lengths, shape, groups, dtype, dense_keys, monkeypatch):
-    monkeypatch.setattr(torch_fused, "DENSE_KEYS", dense_keys)
+    monkeypatch.setattr(torch_backend, "DENSE_KEYS", dense_keys)
     nodes, size = shape
     context, query, key, value = tree_case(lengths, nodes, 2, groups, size, size, dtype)
     exact, plain = expected_tree(context, query, key, value, None, None, None)
     where = (context.lengths, context.mask, context.positions)
     options = {"scaling": SCALING, "sliding_window": None, "softcap": None, "memo": {}}
-    state = torch_fused.hybrid_attention(query, key, value, *where, **options)
+    state = torch_backend.hybrid_attention(query, key, value, *where, **options)
     assert_within_budget(state, exact, plain)
 
 
@@ -52,7 +52,7 @@ def test_layers_with_different_windows_share_a_context(monkeypatch):
     context, query, key, value = tree_case((90, 90), 17)
     for dense_keys in (0, 60, 4096):
         context = replace(context)
-        monkeypatch.setattr(torch_fused, "DENSE_KEYS", dense_keys)
+        monkeypatch.setattr(torch_backend, "DENSE_KEYS", dense_keys)
         # 92: slot 0 of the 90 is hidden from the deepest nodes only
         for window in (None, 3, 40, 92, None, 200, 3):
             exact, plain = expected_tree(context, query, key, value, window, None, None)
@@ -63,7 +63,7 @@ def test_layers_with_different_windows_share_a_context(monkeypatch):
 def test_the_mask_of_a_step_is_built_once(monkeypatch):
     context, query, key, value = tree_case((90,), 5)
     built = []
-    monkeypatch.setattr(torch_fused, "pack_mask", lambda *args: built.append(1) or torch.zeros(1, 1, 15, 95))
+    monkeypatch.setattr(torch_backend, "pack_mask", lambda *args: built.append(1) or torch.zeros(1, 1, 15, 95))
     for layer in range(6):
         context.attend(TORCH_BACKEND, layer, query, key, value, scaling=SCALING)
     assert (len(built), context.calls) == (1, list(range(6)))

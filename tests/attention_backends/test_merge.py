@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.attention_backends.merge import merge_attention_states, nothing_visible
+from hf_longspec.attention_backends.registry import merge_attention_states, nothing_visible
 from tests.attention_backends.oracle import relative_error
 from tests.attention_backends.reference import tree_attention
 

@@ -7,9 +7,9 @@ tiles, interpreted where there is no GPU, and in memory that is NaN at first.
 import pytest
 import torch
 
-from hf_longspec.attention_backends import torch_fused
+from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.triton.tiles import sparse_config
+from hf_longspec.attention_backends.triton.config import sparse_config
 from tests.attention_backends import reference
 from tests.attention_backends.flash_standins import HALVES
 from tests.attention_backends.oracle import (
@@ -202,7 +202,7 @@ def test_every_node_sees_the_prefix_and_its_path(prepared, name, lengths, option
 )
 def test_windows_that_count_gaps_between_tokens(prepared, monkeypatch, name, lengths, window, nodes, dense_keys):
     """Gaps in the prefix and among the nodes. A window may hide slots of a prefix that has fewer than it."""
-    monkeypatch.setattr(torch_fused, "DENSE_KEYS", dense_keys)
+    monkeypatch.setattr(torch_backend, "DENSE_KEYS", dense_keys)
     context, query, key, value = tree_case(lengths, nodes, dtype=FLOAT16 if name.startswith("flash") else FLOAT32)
     steps = torch.ones(len(lengths), key.shape[2], dtype=torch.long)
     for row, length in enumerate(lengths):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_longspec.attention_backends import torch_backend, torch_fused
+from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from tests.attention_backends import reference
@@ -52,8 +52,8 @@ class Spy:
 
 @pytest.fixture
 def spy(monkeypatch):
-    spy = Spy(torch_fused._flash_cpu)
-    monkeypatch.setattr(torch_fused, "_flash_cpu", spy)
+    spy = Spy(torch_backend._flash_cpu)
+    monkeypatch.setattr(torch_backend, "_flash_cpu", spy)
     return spy
 
 

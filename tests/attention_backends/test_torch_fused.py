@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_longspec.attention_backends import torch_fused
-from hf_longspec.attention_backends.torch_fused import can_fuse, fused_attention, rows_at_once
+from hf_longspec.attention_backends import torch_backend
+from hf_longspec.attention_backends.torch_backend import can_fuse, fused_attention
 from tests.attention_backends.oracle import assert_within_budget, layout, plain_attention
 from tests.attention_backends.reference import tree_attention
 
@@ -88,11 +88,12 @@ def test_in_parts(masked, monkeypatch):
     mask[-1, :, :, 9:11] = -torch.inf
     mask = None if masked == "no" else mask
     whole = fused_attention(query, key, value, mask, scaling=0.5)
-    monkeypatch.setattr(torch_fused, "REARRANGED_BYTES", 2 * 2 * 2 * 33 * 8)  # keys and values of two rows
-    assert rows_at_once(query, key) == 2
-    assert rows_at_once(query.float(), key.float()) == rows_at_once(query[:, :, :63], key) == 5
-    calls, op = [], torch_fused._flash_cpu
-    monkeypatch.setattr(torch_fused, "_flash_cpu", lambda *args, **kwargs: calls.append(1) or op(*args, **kwargs))
+    monkeypatch.setattr(torch_backend, "REARRANGED_BYTES", 2 * 2 * 2 * 33 * 8)  # keys and values of two rows
+    calls, op = [], torch_backend._flash_cpu
+    monkeypatch.setattr(torch_backend, "_flash_cpu", lambda *args, **kwargs: calls.append(1) or op(*args, **kwargs))
     for part, one in zip(fused_attention(query, key, value, mask, scaling=0.5), whole, strict=True):
         assert torch.equal(part, one)
     assert len(calls) == 3
+    for whole in ((query.float(), key.float(), value.float()), (query[:, :, :63], key, value)):
+        fused_attention(*whole, scaling=0.5)
+    assert len(calls) == 5  # in one call each

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy
 import torch
 
-from hf_longspec.attention_backends.triton import language
+from hf_longspec.attention_backends.triton import config
 
 ROOT = Path(__file__).resolve().parents[3]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # 3.6 calls int() on an array of one number, which numpy refuses from 2.4 on.
 BROKEN_INTERPRETER = (
-    language.INTERPRETED
-    and language.triton.__version__.startswith("3.6.")
+    config.INTERPRETED
+    and config.triton.__version__.startswith("3.6.")
     and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
 )
 

@@ -7,7 +7,7 @@ from hf_longspec.attention_backends import registry
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.registry import AttentionCall
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.attention_backends.triton import backend, config
+from hf_longspec.attention_backends.triton import backend, config, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention, why_not
 from hf_longspec.attention_backends.triton.launch import hybrid_op, tree_op
 from hf_longspec.modeling.ngram.modeling_ngram import NgramDraftModel
@@ -86,7 +86,7 @@ def test_refusals(call, reason):
 def test_refusals_of_the_machine(monkeypatch):
     call = AttentionCall(CPU, torch.float16, 64, 64)
     gpu = AttentionCall(torch.device("cuda"), torch.float16, 64, 64)
-    monkeypatch.setattr(config, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     assert "TRITON_INTERPRET=1" in why_not(call)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert why_not(gpu) == "compute capability is 7.5, expected at least 8.0"
@@ -94,7 +94,7 @@ def test_refusals_of_the_machine(monkeypatch):
     assert why_not(gpu) is None
     monkeypatch.setattr(torch.version, "hip", "6.0")
     assert "ROCm" in why_not(gpu)
-    monkeypatch.setattr(config, "INSTALLED", False)
+    monkeypatch.setattr(launch, "INSTALLED", False)
     assert why_not(gpu) == why_not(call) == "triton is not installed: pip install hf_longspec[triton]"
 
 
@@ -108,7 +108,7 @@ def test_a_second_copy_has_operators_of_its_own(kernel_device, kernel_copy):
     """A copy from the Hub beside the installed package: both keep working."""
     copy = kernel_copy("hub_copy", "launch").hybrid_op
     assert hybrid_op._qualname == "hf_longspec::triton_hybrid_attention"
-    assert copy._qualname == "hf_longspec_hub_copy_config::triton_hybrid_attention"
+    assert copy._qualname == "hf_longspec_hub_copy_launch::triton_hybrid_attention"
     _, query, key, value = arguments(kernel_device)
     inputs = (query, key, value, torch.tensor([9, 5], device=kernel_device), None, None, None, None, 0.3, None, None)
     for one, other in zip(hybrid_op(*inputs, False), copy(*inputs, False), strict=True):

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hf_longspec.attention_backends.lengths import SeqLens
-from hf_longspec.attention_backends.merge import merge_attention_states
+from hf_longspec.attention_backends.registry import merge_attention_states
 from hf_longspec.attention_backends.triton import backend, launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, hybrid_attention
+from hf_longspec.attention_backends.triton.config import SPARSE_SPLIT
 from hf_longspec.attention_backends.triton.launch import launch_combine
-from hf_longspec.attention_backends.triton.tiles import SPARSE_SPLIT
 from tests.attention_backends import reference
 from tests.attention_backends.oracle import (
     SCALING,

@@ -6,7 +6,7 @@ import torch
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.triton import launch
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, scored_attention
-from hf_longspec.attention_backends.triton.tiles import (
+from hf_longspec.attention_backends.triton.config import (
     SHORTEST_SPLIT,
     Gpu,
     hybrid_config,
