@@ -339,7 +339,7 @@ MUTATIONS = (
         "attention_backends/registry.py",
         "        lse = torch.logaddexp(lse, sinks)\n",
         "        pass\n",
-        "tests/attention_backends/test_merge.py",
+        "tests/attention_backends/test_registry.py",
     ),
     Mutation(
         "The kernel moves accepted nodes alone",

@@ -9,7 +9,7 @@ bfloat16 product is 15 times slower than the float32 one (250 against 17 microse
 
 On CPU the fused op is `_scaled_dot_product_flash_attention_for_cpu`, on CUDA `_scaled_dot_product_flash_attention`. The
 CUDA call is written from the documented signature and has never been run. Without the guards below, the CPU op does the
-following (torch 2.13; tests/attention_backends/test_torch_fused.py has a test for each line):
+following (torch 2.13; tests/attention_backends/test_torch_backend.py has a test for each line):
 
     no keys or no queries          the process dies of SIGFPE
     last stride other than 1       wrong numbers, no error

@@ -1,4 +1,4 @@
-"""Every backend against the reference in float64: over a prefix, a tree, both at once, and selected keys.
+"""Every backend against the reference in float64: over a prefix, a tree, both at once, selected keys, whole texts.
 
 Torch runs in small blocks, once as on CUDA, once part by part; flash-attn is a stand-in; Triton's kernels run in small
 tiles, interpreted where there is no GPU, and in memory that is NaN at first.
@@ -9,6 +9,7 @@ import torch
 
 from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.lengths import SeqLens
+from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.config import sparse_config
 from tests.attention_backends import reference
 from tests.attention_backends.flash_standins import HALVES
@@ -66,8 +67,14 @@ def test_prefix(prepared, name, nodes, groups, sizes, lengths, window, form, sof
     """Depths out of order, as in a tree: every node has its own first key, and some see nothing of the prefix."""
     case = prefix_case(nodes, groups, sizes[0], lengths, window, dtype, softcap, sizes[-1])
     query, key, value, lengths, options, exact, plain = case
-    # kernels take lengths from the device in any case
-    for known in [lengths] if name == "triton" else [lengths, SeqLens(None, lengths.on("cpu"))]:
+    on_device = SeqLens(None, lengths.on("cpu"))
+    if name == "triton":  # it takes lengths from the device, of any type, and reads no slot before every window
+        on_device = SeqLens(None, lengths.on("cpu").int())
+        if window is not None:
+            first = options["positions"].amin(1) - window + 1
+            hidden = (torch.arange(key.shape[2]) < first[:, None])[:, None, :, None]
+            key, value = key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.nan)
+    for known in [on_device] if name == "triton" else [lengths, on_device]:
         state = attend(prepared, name, "prefix_attention", (query, key, value, known), options, form)
         assert_within_budget(state, exact, plain)
 
@@ -103,7 +110,11 @@ def test_tree(prepared, name, nodes, groups, size, form, softcap, dtype, dims):
 
 @pytest.mark.parametrize(
     ("name", "heads", "softcap", "dtype"),
-    [*pairwise(["torch", "triton"], (1, 4), SOFTCAPS, (FLOAT32,)), ("triton", 4, 3.0, torch.float64)],
+    [
+        *pairwise(["torch", "triton"], (1, 4), SOFTCAPS, (FLOAT32,)),
+        ("triton", 4, 3.0, torch.float64),
+        ("triton", 1, None, BFLOAT16),
+    ],
 )
 def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
     query, key, value = tensors(2, 2, 2, 35, 50, 8, FLOAT32)
@@ -231,15 +242,18 @@ def test_nothing_to_compute(prepared, name):
             assert not out.any() and (lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
-def test_a_buffer_that_is_too_short(prepared, name):
-    query, key, value = tensors(1, 2, 4, 1, 50, 16, FLOAT32)
-    whole = torch.zeros(1, 2, 90, 16)
-    whole[:, :, :50] = key  # the numbers after the slice exist in memory, and must not be read
+@pytest.mark.parametrize(
+    ("name", "method"), [("torch", "prefix"), ("triton", "prefix"), ("triton", "hybrid"), ("triton", "scored")]
+)
+def test_a_buffer_that_is_too_short(prepared, name, method):
+    context, query, key, value = tree_case((60,), 5)
     backend, device = prepared(name)
-    inputs = on(device, query, whole[:, :, :50], value, SeqLens([60]))
-    with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
-        backend.prefix_attention(*inputs, scaling=1.0)
+    # the numbers after the slice exist in memory, and must not be read
+    inputs = on(device, query, key[:, :, :50], value[:, :, :50], context.lengths)
+    more = {"prefix": (), "hybrid": on(device, context.mask, context.positions), "scored": (torch.tensor([0]),)}
+    stop = 65 if method == "hybrid" else 60
+    with pytest.raises(ValueError, match=f"slots 0 to {stop} were asked for, but the buffer has 50"):
+        getattr(backend, f"{method}_attention")(*inputs, *more[method], scaling=1.0)
 
 
 @pytest.mark.parametrize("name", ["reference", "flash2", "triton"])
@@ -247,3 +261,27 @@ def test_a_window_needs_positions(prepared, name):
     inputs = *tensors(1, 2, 4, 1, 50, 16, FLOAT16), SeqLens([50])
     with pytest.raises(ValueError, match="sliding_window is 5, but positions is None"):
         attend(prepared, name, "prefix_attention", inputs, {"scaling": 1.0, "sliding_window": 5})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "length", "window", "dtype", "softcap"),
+    [
+        *[(*case, None) for case in pairwise((1, 7, 40), (40, 90), (None, 1, 30, 90), (FLOAT32, BFLOAT16))],
+        (40, 90, 30, FLOAT32, 2.0),
+        (40, 90, None, BFLOAT16, 2.0),
+        (1, 90, 30, FLOAT32, 2.0),
+        (60, 90, 30, BFLOAT16, None),  # more than one block of queries
+        (60, 90, None, FLOAT32, 2.0),
+    ],
+)
+def test_causal(nodes, length, window, dtype, softcap, monkeypatch):
+    monkeypatch.setattr(torch_backend, "BLOCK_QUERIES", 50)
+    query, key, value = tensors(2, 2, 3, nodes, length, 16, dtype)
+    options = {"scaling": 0.25, "softcap": softcap}
+    exact = reference.causal_attention(*double(query, key, value), sliding_window=window, **options)
+    distance = torch.arange(length - nodes, length)[:, None] - torch.arange(length)
+    visible = (distance >= 0) & (distance < (window or length))
+    plain = plain_attention(query, key, value, visible[None, None], **options)
+    key, value = layout(key, "buffer"), layout(value, "buffer")
+    state = TORCH_BACKEND.causal_attention(query, key, value, sliding_window=window, **options)
+    assert_within_budget(state, exact, plain)
