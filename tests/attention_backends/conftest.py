@@ -127,6 +127,8 @@ def prepared(request, monkeypatch):
             return FLASH_BACKEND, device
         monkeypatch.setattr(torch_backend, "BLOCK_KEYS", 64)
         monkeypatch.setattr(torch_backend, "BLOCK_QUERIES", 30)
+        if name == "torch_apart":  # as after a long prefix
+            monkeypatch.setattr(torch_backend, "DENSE_KEYS", 0)
         if name == "torch_unfused":  # as on CUDA: no position is read back, and no fused op takes a mask
             bounds = torch_backend._window_bounds
             monkeypatch.setattr(torch_backend, "can_fuse", lambda *args, masked=False: False)

@@ -27,27 +27,6 @@ def test_what_a_capture_is_given():
     assert options == {"lengths": context.lengths, "scaling": SCALING, "softcap": 3.0}
 
 
-@pytest.mark.parametrize(
-    ("lengths", "shape", "groups", "dtype", "dense_keys"),
-    pairwise(
-        ((64,), (50, 50)),
-        ((3, 8), (7, 40), (17, 64), (69, 256)),
-        (1, 2, 4, 7),
-        (torch.float32, torch.bfloat16),
-        (0, torch_backend.DENSE_KEYS),
-    ),
-)
-def test_both_ways_of_the_torch_backend(lengths, shape, groups, dtype, dense_keys, monkeypatch):
-    monkeypatch.setattr(torch_backend, "DENSE_KEYS", dense_keys)
-    nodes, size = shape
-    context, query, key, value = tree_case(lengths, nodes, 2, groups, size, size, dtype)
-    exact, plain = expected_tree(context, query, key, value, None, None, None)
-    where = (context.lengths, context.mask, context.positions)
-    options = {"scaling": SCALING, "sliding_window": None, "softcap": None, "memo": {}}
-    state = torch_backend.hybrid_attention(query, key, value, *where, **options)
-    assert_within_budget(state, exact, plain)
-
-
 def test_layers_with_different_windows_share_a_context(monkeypatch):
     context, query, key, value = tree_case((90, 90), 17)
     for dense_keys in (0, 60, 4096):
@@ -100,18 +79,6 @@ def test_padding_nodes_see_only_themselves():
     assert torch.equal(fresh.attend(TORCH_BACKEND, 0, query, key, value, scaling=SCALING)[:, :, :3], out[:, :, :3])
 
 
-def test_to_moves_the_tensors_and_shares_the_rest():
-    capture = Capture()
-    context = replace(tree_case((4,), 3)[0], capture=capture)
-    assert context.to(None) is context.to("cpu") is context
-    assert context.to(torch.device("cpu"), non_blocking=True) is context
-    moved = context.to("meta", non_blocking=True)
-    assert {moved.lengths.on("meta").device.type, moved.positions.device.type, moved.mask.device.type} == {"meta"}
-    assert (moved.capture, moved.lengths.host) == (capture, (4,)) and moved.calls is context.calls
-    assert context.to("meta") is moved  # one copy per device and step, however many layers ask
-    assert moved.to("meta") is moved
-
-
 def drafting_case(batch=2, slots=40):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(batch, 6, 1, 16, generator=generator)
@@ -150,11 +117,13 @@ def test_layers_of_a_drafting_step(layer_idx, softcap, sinks, backend):
     assert len(context.calls) == 1
 
 
-def test_a_drafting_step_moves_likewise():
-    context = drafting_case()[0]
-    assert context.to("cpu") is context
-    moved = context.to("meta")
-    assert moved.positions.device.type == "meta"
-    assert (moved.calls, moved.dense_layers, moved.lengths.host) == (context.calls, frozenset({0, 3}), (9, 6))
-    assert moved.dense_lengths.host == (40, 29)
-    assert context.to("meta") is moved
+@pytest.mark.parametrize("make", [lambda: tree_case((9, 6), 3)[0], lambda: drafting_case()[0]], ids=["tree", "draft"])
+def test_to_moves_the_tensors_and_shares_the_rest(make):
+    context = make()
+    assert context.to(None) is context.to("cpu") is context.to(torch.device("cpu"), non_blocking=True) is context
+    moved = context.to("meta", non_blocking=True)
+    tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
+    assert tensors and {x.device.type for x in (*tensors, moved.lengths.on("meta"))} == {"meta"}
+    shared = [name for name, value in vars(context).items() if not isinstance(value, torch.Tensor) and name != "_memo"]
+    assert "calls" in shared and all(getattr(moved, name) is getattr(context, name) for name in shared)
+    assert context.to("meta") is moved.to("meta") is moved  # one copy per device, however many layers ask

@@ -63,13 +63,6 @@ def test_scores_of_too_many_heads(kernel_device):
     assert scored_attention(*eight, *inputs[3:], scaling=1.0) is not None
 
 
-def test_scores_of_a_buffer_that_is_too_short(kernel_device):
-    query, key, value = tensors(1, 2, 4, 1, 50, 16, torch.float32)
-    inputs = (*on(kernel_device, query, key, value), SeqLens([60]), torch.tensor([0]))
-    with pytest.raises(ValueError, match="slots 0 to 60 were asked for, but the buffer has 50"):
-        scored_attention(*inputs, scaling=1.0)
-
-
 # nodes, groups, prefix lengths, last nodes, window, softcap, sinks
 CASES = {
     "lone_root": (1, 2, (100,), (0,), None, None, False),
@@ -123,27 +116,19 @@ def test_the_selection_is_that_of_the_second_pass(kernel_device, monkeypatch, na
 
 
 @pytest.mark.parametrize(
-    ("options", "groups"),
+    ("backend", "options", "groups"),
     [
-        ({"rows": "all_rows"}, 3),
-        ({"rows": "each_row"}, 3),
-        ({"score": "weights"}, 9),  # 18 rows of two nodes do not fit in one program of 16
+        (TRITON_BACKEND, {"rows": "all_rows"}, 3),
+        (TRITON_BACKEND, {"rows": "each_row"}, 3),
+        (TRITON_BACKEND, {"score": "weights"}, 9),  # 18 rows of two nodes do not fit in one program of 16
+        (replace(TRITON_BACKEND, scored_attention=None), {"score": "weights"}, 3),
     ],
-    ids=["all_rows", "each_row", "too_many_heads"],
+    ids=["all_rows", "each_row", "too_many_heads", "no_score_rows"],
 )
-def test_other_scores_take_the_second_pass(kernel_device, options, groups):
+def test_other_scores_take_the_second_pass(kernel_device, backend, options, groups):
     """And give what they give on the torch backend."""
     case = (5, groups, (90, 33), None, None, False)
-    found, expected = (captured(backend, (4, 2), case, **options)[1] for backend in (TRITON_BACKEND, TORCH_BACKEND))
+    found, expected = (captured(one, (4, 2), case, **options)[1] for one in (backend, TORCH_BACKEND))
     assert found.shape == expected.shape
     for row, length in enumerate((90, 33)):
         torch.testing.assert_close(found[row, ..., :length], expected[row, ..., :length], rtol=0, atol=1e-4)
-
-
-def test_a_backend_without_score_rows_takes_the_second_pass(kernel_device):
-    case = (5, 3, (90, 33), None, None, False)
-    backend = replace(TRITON_BACKEND, scored_attention=None)
-    _, found = captured(backend, (4, 2), case, score="weights")
-    _, expected = captured(TRITON_BACKEND, (4, 2), case, score="weights")
-    for row, length in enumerate((90, 33)):
-        torch.testing.assert_close(found[row, :, :length], expected[row, :, :length], rtol=0, atol=2 * SCORE_ERROR)
