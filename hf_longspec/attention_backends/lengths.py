@@ -91,7 +91,7 @@ class SeqLens:
     def with_gaps(self) -> "SeqLens":
         """Return these lengths for windows that count more places than there are slots, which `fit_window` denies."""
         lengths = copy(self)
-        lengths.longest = None
+        lengths.longest, lengths._sums = None, {}
         return lengths
 
     def on(self, device: torch.device | str) -> torch.Tensor:

@@ -16,6 +16,7 @@ from tests.attention_backends.flash_standins import HALVES
 from tests.attention_backends.oracle import (
     assert_within_budget,
     attended,
+    computed,
     double,
     expected_tree,
     layout,
@@ -26,7 +27,6 @@ from tests.attention_backends.oracle import (
     tensors,
     tree_case,
 )
-from tests.attention_backends.triton.machine import on
 from tests.pairwise import pairwise
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
@@ -43,10 +43,7 @@ SOFTCAPS = (None, 3.0)
 def attend(prepared, name, method, inputs, options, form="contiguous"):
     """The state of a backend, on the CPU."""
     backend, device = prepared(name)
-    query, key, value, *rest = inputs
-    inputs = on(device, query, layout(key, form), layout(value, form), *rest)
-    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    return on("cpu", *getattr(backend, method)(*inputs, **options))
+    return computed(backend, method, inputs, options, device, form)
 
 
 PREFIX = [
@@ -75,7 +72,7 @@ def test_prefix(prepared, name, nodes, groups, sizes, lengths, window, form, sof
             hidden = (torch.arange(key.shape[2]) < first[:, None])[:, None, :, None]
             key, value = key.masked_fill(hidden, torch.nan), value.masked_fill(hidden, torch.nan)
     for known in [on_device] if name == "triton" else [lengths, on_device]:
-        state = attend(prepared, name, "prefix_attention", (query, key, value, known), options, form)
+        state = attend(prepared, name, "prefix", (query, key, value, known), options, form)
         assert_within_budget(state, exact, plain)
 
 
@@ -104,7 +101,7 @@ def test_tree(prepared, name, nodes, groups, size, form, softcap, dtype, dims):
     if name == "triton":
         key[1, :, nodes - 1], value[1, :, nodes - 1] = torch.nan, torch.nan
     mask = {"BNM": mask, "B1NM": mask[:, None], "BHNM": mask[:, None].expand(-1, 2 * groups, -1, -1)}[dims]
-    state = attend(prepared, name, "tree_attention", (query, key, value, mask), options, form)
+    state = attend(prepared, name, "tree", (query, key, value, mask), options, form)
     assert_within_budget(state, exact, plain)
 
 
@@ -125,7 +122,7 @@ def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
     exact = reference.tree_attention(*double(query, key, value), bias, **options)
     assert (exact[1][0, :, 3] == -torch.inf).all()
     plain = reference.tree_attention(query, key, value, bias.float(), **options)[0]
-    assert_within_budget(attend(prepared, name, "tree_attention", (query, key, value, bias), options), exact, plain)
+    assert_within_budget(attend(prepared, name, "tree", (query, key, value, bias), options), exact, plain)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +148,7 @@ def test_sparse(prepared, name, nodes, groups, sizes, counts, form, dtype, per_h
     if name != "triton":
         inputs = tuple(x.nan_to_num() for x in inputs)
         options = {"scaling": options["scaling"]}
-    assert_within_budget(attend(prepared, name, "sparse_attention", inputs, options, form), exact, plain)
+    assert_within_budget(attend(prepared, name, "sparse", inputs, options, form), exact, plain)
 
 
 @pytest.mark.parametrize(("dtype", "integers"), [(FLOAT32, torch.int64), (BFLOAT16, torch.int32)])
@@ -159,7 +156,7 @@ def test_sparse_with_softcap_and_several_tiles_of_queries(prepared, dtype, integ
     inputs, options, exact, plain = sparse_case((13, 6), 2, 9, (16, 24), dtype, softcap=3.0, per_head=False)
     assert inputs[0].shape[2] * 2 > sparse_config(16, 24, dtype.itemsize).block_rows
     inputs = (*inputs[:3], *(numbers.to(integers) for numbers in inputs[3:]))
-    assert_within_budget(attend(prepared, "triton", "sparse_attention", inputs, options, "buffer"), exact, plain)
+    assert_within_budget(attend(prepared, "triton", "sparse", inputs, options, "buffer"), exact, plain)
 
 
 HYBRID_LENGTHS = ((0,), (90,), (50, 50), (0, 90, 33), (64, 130))
@@ -234,10 +231,10 @@ def test_nothing_to_compute(prepared, name):
     query, key, value = tensors(2, 2, 2, 3, 7, 8, FLOAT16 if name.startswith("flash") else FLOAT32)
     for nodes, slots in ((0, 7), (3, 0)):
         inputs = query[:, :, :nodes], key[:, :, :slots], value[:, :, :slots], SeqLens([0, 0])
-        states = [attend(prepared, name, "prefix_attention", inputs, {"scaling": 1.0})]
+        states = [attend(prepared, name, "prefix", inputs, {"scaling": 1.0})]
         if name == "triton":
             cut, options, _, _ = sparse_case((0, 0), 2, nodes, (8, 8), FLOAT32, chosen=slots)
-            states.append(attend(prepared, name, "sparse_attention", cut, options))
+            states.append(attend(prepared, name, "sparse", cut, options))
         for out, lse in states:
             assert (out.shape, lse.shape) == ((2, 4, nodes, 8), (2, 4, nodes))
             assert not out.any() and (lse == -torch.inf).all()
@@ -248,20 +245,19 @@ def test_nothing_to_compute(prepared, name):
 )
 def test_a_buffer_that_is_too_short(prepared, name, method):
     context, query, key, value = tree_case((60,), 5)
-    backend, device = prepared(name)
+    more = {"prefix": (), "hybrid": (context.mask, context.positions), "scored": (torch.tensor([0]),)}[method]
     # the numbers after the slice exist in memory, and must not be read
-    inputs = on(device, query, key[:, :, :50], value[:, :, :50], context.lengths)
-    more = {"prefix": (), "hybrid": on(device, context.mask, context.positions), "scored": (torch.tensor([0]),)}
+    inputs = (query, key[:, :, :50], value[:, :, :50], context.lengths, *more)
     stop = 65 if method == "hybrid" else 60
     with pytest.raises(ValueError, match=f"slots 0 to {stop} were asked for, but the buffer has 50"):
-        getattr(backend, f"{method}_attention")(*inputs, *more[method], scaling=1.0)
+        attend(prepared, name, method, inputs, {"scaling": 1.0})
 
 
 @pytest.mark.parametrize("name", ["reference", "flash2", "triton"])
 def test_a_window_needs_positions(prepared, name):
     inputs = *tensors(1, 2, 4, 1, 50, 16, FLOAT16), SeqLens([50])
     with pytest.raises(ValueError, match="sliding_window is 5, but positions is None"):
-        attend(prepared, name, "prefix_attention", inputs, {"scaling": 1.0, "sliding_window": 5})
+        attend(prepared, name, "prefix", inputs, {"scaling": 1.0, "sliding_window": 5})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy
 import torch
+from torch.utils._pytree import tree_map_only
 
 from hf_longspec.attention_backends.triton import config
 
@@ -21,8 +22,8 @@ BROKEN_INTERPRETER = (
 
 
 def on(device, *values):
-    """Tensors on the device; everything else as it is."""
-    return tuple(x.to(device) if isinstance(x, torch.Tensor) else x for x in values)
+    """Tensors, and those in containers, on the device; everything else as it is."""
+    return tree_map_only(torch.Tensor, lambda x: x.to(device), values)
 
 
 def python(*arguments, **environment):

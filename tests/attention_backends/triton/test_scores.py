@@ -1,6 +1,7 @@
 """Scores that the Triton kernels write while they attend, against a double loop and a second pass over the keys."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hf_longspec.attention_backends.scores import ScoreCapture
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
 from hf_longspec.attention_backends.triton.backend import TRITON_BACKEND, scored_attention
 from hf_longspec.generation.selection import select_top
-from tests.attention_backends.oracle import SCALING, assert_within_budget, layout, prefix_case, tensors, tree_case
+from tests.attention_backends.oracle import SCALING, assert_within_budget, computed, prefix_case, tensors, tree_case
 from tests.attention_backends.triton.machine import on
 from tests.pairwise import pairwise
 
@@ -33,12 +34,10 @@ def test_scores_against_a_double_loop(kernel_device, nodes, groups, last, window
     lengths, size, softcap = (70, 37), 16, 2.0
     case = prefix_case(nodes, groups, size, lengths, window, dtype, softcap)
     query, key, value, lengths, options, exact, plain = case
-    options = {name: x.to(kernel_device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    inputs = on(kernel_device, query, layout(key, "buffer"), layout(value, "buffer"))
-    inputs = (*inputs, lengths, torch.tensor(last))
-    *state, summed = on("cpu", *scored_attention(*inputs, **options))
+    run = partial(computed, TRITON_BACKEND, "scored", (query, key, value, lengths, torch.tensor(last)))
+    *state, summed = run(options, kernel_device, "buffer")
     assert_within_budget(state, exact, plain)
-    *state, rows = on("cpu", *scored_attention(*inputs, **options, per_row=True))
+    *state, rows = run({**options, "per_row": True}, kernel_device, "buffer")
     assert_within_budget(state, exact, plain)
     assert (summed.shape, rows.shape) == ((2, 2, key.shape[2]), (2, 2, 2, groups, key.shape[2]))
     q, k = query.double(), key.double()
