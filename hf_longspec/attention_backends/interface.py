@@ -187,20 +187,7 @@ def differentiable_attention(
     return drop(weights, dropout).to(value.dtype) @ value.repeat_interleave(groups, dim=1)
 
 
-def attention_mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    config: Any = None,
-    device: Any = "cpu",
-    **kwargs: Any,
-) -> torch.Tensor | None:
+def attention_mask(*, allow_is_causal_skip: bool = True, **options: Any) -> torch.Tensor | None:
     """Return the mask of a forward, with the signature of transformers' `AttentionMaskInterface`.
 
     Returns:
@@ -209,23 +196,15 @@ def attention_mask(
         [`WindowMask`] for the config's sliding window. Otherwise, for instance with chunks, the boolean `sdpa_mask` of
         transformers.
     """
-    last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    if allow_is_causal_skip and last and _nothing_padded(attention_mask):
-        if local_size is None or local_size > kv_length:
+    queries, keys, size = options["q_length"], options["kv_length"], options.get("local_size")
+    first, offset = options.get("q_offset", 0), options.get("kv_offset", 0)
+    is_last = isinstance(first, int) and first + queries == offset + keys
+    if allow_is_causal_skip and is_last and _nothing_padded(options.get("attention_mask")):
+        if size is None or size > keys:
             return None
-        if local_size == getattr(config, "sliding_window", None) and not torch.compiler.is_compiling():
-            return WindowMask.of(batch_size, q_length, kv_length, local_size, device)
-    sizes = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
-    mask: torch.Tensor | None = AttentionMaskInterface()["sdpa"](
-        batch_size=batch_size,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=False,
-        config=config,
-        device=device,
-        **sizes,
-        **kwargs,
-    )
+        if size == getattr(options.get("config"), "sliding_window", None) and not torch.compiler.is_compiling():
+            return WindowMask.of(options["batch_size"], queries, keys, size, options.get("device", "cpu"))
+    mask: torch.Tensor | None = AttentionMaskInterface()["sdpa"](allow_is_causal_skip=False, **options)
     return mask
 
 
