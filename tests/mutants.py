@@ -380,7 +380,7 @@ MUTATIONS = (
         "The newest level of a tree sees its own ancestors",
         "attention_backends/contexts.py",
         "        return self.node_positions\n",
-        "        return self.node_positions\n\n    windowed_mask = lambda self, window: torch.ones_like(self.mask)\n",
+        "        return self.node_positions\n\n    def __post_init__(self):\n        self.mask = self.mask | True\n",
         "tests/modeling/assistant/test_generation_assistant.py::test_trees_are_those_of_plain_forwards",
     ),
     Mutation(

@@ -67,18 +67,6 @@ def test_a_step_compiles_into_one_graph():
     assert counter.frame_count <= 2
 
 
-def test_padding_nodes_see_only_themselves():
-    """And never matter to a real node, whatever they hold."""
-    context, query, key, value = tree_case((20,), 5)
-    context.mask[0, 3:], context.mask[0, :, 3:] = False, False
-    context.mask[0, [3, 4], [3, 4]] = True
-    out = context.attend(TORCH_BACKEND, 0, query, key, value, scaling=SCALING)
-    key[:, :, 23:25] += 1.0
-    value[:, :, 23:25] += 1.0
-    fresh = replace(context)
-    assert torch.equal(fresh.attend(TORCH_BACKEND, 0, query, key, value, scaling=SCALING)[:, :, :3], out[:, :, :3])
-
-
 def drafting_case(batch=2, slots=40):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(batch, 6, 1, 16, generator=generator)

@@ -10,7 +10,6 @@ import torch
 from hf_longspec.attention_backends import torch_backend
 from hf_longspec.attention_backends.lengths import SeqLens
 from hf_longspec.attention_backends.torch_backend import TORCH_BACKEND
-from hf_longspec.attention_backends.triton.config import sparse_config
 from tests.attention_backends import reference
 from tests.attention_backends.flash_standins import HALVES
 from tests.attention_backends.oracle import (
@@ -126,7 +125,7 @@ def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "groups", "sizes", "counts", "form", "dtype", "per_head"),
+    ("name", "nodes", "groups", "sizes", "counts", "form", "dtype", "per_head", "softcap"),
     [
         *pairwise(
             ["torch", "triton"],
@@ -137,26 +136,22 @@ def test_tree_with_an_additive_mask(prepared, name, heads, softcap, dtype):
             LAYOUTS,
             (FLOAT32, FLOAT16, BFLOAT16),
             (True, False),
+            SOFTCAPS,
         ),
         *pairwise(
-            ["flash2", "flash3"], (1, 3), (1, 2), ((16, 16),), ((5, 0), (13, 2, 4)), LAYOUTS[:2], HALVES, (True,)
+            *(["flash2", "flash3"], (1, 3), (1, 2), ((16, 16),), ((5, 0), (13, 2, 4)), LAYOUTS[:2]),
+            *(HALVES, (True,), SOFTCAPS),
         ),
     ],
 )
-def test_sparse(prepared, name, nodes, groups, sizes, counts, form, dtype, per_head):
-    inputs, options, exact, plain = sparse_case(counts, groups, nodes, sizes, dtype, per_head=per_head)
+def test_sparse(prepared, name, nodes, groups, sizes, counts, form, dtype, per_head, softcap):
+    """Rows of 9 nodes and groups of two heads or more are several tiles. Counts and slots are integers of any type."""
+    inputs, options, exact, plain = sparse_case(counts, groups, nodes, sizes, dtype, 13, 2, softcap, per_head)
     if name != "triton":
         inputs = tuple(x.nan_to_num() for x in inputs)
-        options = {"scaling": options["scaling"]}
+    elif dtype == BFLOAT16:
+        inputs = (*inputs[:3], *(numbers.int() for numbers in inputs[3:]))
     assert_within_budget(attend(prepared, name, "sparse", inputs, options, form), exact, plain)
-
-
-@pytest.mark.parametrize(("dtype", "integers"), [(FLOAT32, torch.int64), (BFLOAT16, torch.int32)])
-def test_sparse_with_softcap_and_several_tiles_of_queries(prepared, dtype, integers):
-    inputs, options, exact, plain = sparse_case((13, 6), 2, 9, (16, 24), dtype, softcap=3.0, per_head=False)
-    assert inputs[0].shape[2] * 2 > sparse_config(16, 24, dtype.itemsize).block_rows
-    inputs = (*inputs[:3], *(numbers.to(integers) for numbers in inputs[3:]))
-    assert_within_budget(attend(prepared, "triton", "sparse", inputs, options, "buffer"), exact, plain)
 
 
 HYBRID_LENGTHS = ((0,), (90,), (50, 50), (0, 90, 33), (64, 130))
