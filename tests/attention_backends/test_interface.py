@@ -4,15 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 from hf_longspec.attention_backends.contexts import TreeContext
 from hf_longspec.attention_backends.interface import WindowMask, attention_forward, register
@@ -30,21 +22,14 @@ LAYERS = 2  # of each
 LENGTHS = (40, 23)
 
 
-def hidden_window(config_class, model_class, **settings):
-    """Models that put their window into the mask and do not pass it to the attention function."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16, "initializer_range": 0.3}
-    return model_class(config_class(**sizes, **heads, **settings)).eval()
-
-
 @pytest.fixture(scope="module")
 def models():
     made = {name: tiny_target(name) for name in MODELS[:-2]}
-    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4}
-    window = {"use_sliding_window": True, "max_window_layers": 1}
-    made["qwen2_moe"] = hidden_window(Qwen2MoeConfig, Qwen2MoeForCausalLM, **experts, **window, num_experts_per_tok=2)
-    made["phimoe"] = hidden_window(PhimoeConfig, PhimoeForCausalLM, num_local_experts=4)
+    # these put their window into the mask and do not pass it to the attention function
+    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}
+    experts = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    made["qwen2_moe"] = tiny_target("qwen3_moe", model_type="qwen2_moe", **window, **experts)
+    made["phimoe"] = tiny_target("mixtral", model_type="phimoe", sliding_window=16)
     return made
 
 
